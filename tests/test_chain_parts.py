@@ -12,7 +12,6 @@ from scipy import stats
 from torch import Tensor
 
 from numdev.diagnose.statistics import BLOCKS, STEPS, by_head, largest_eigenvalue, mean, t_of
-from numdev.sources.projection import Projection
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -54,7 +53,7 @@ def test_few_blocks_have_no_t() -> None:
     longer = normal(1, 1, 4)
     assert math.isfinite(t_of(longer, everything(longer))[0])
     nothing = {"mean": mean(x, ~everything(x)), "t": t_of(x, ~everything(x))}
-    assert by_head({"a": nothing}) == [{"a": {"mean": None, "t": None}}]
+    assert by_head(nothing) == [{"mean": None, "t": None}]
 
 
 # --- similarity ----------------------------------------------------------------------------------
@@ -73,7 +72,3 @@ def test_the_largest_eigenvalue_is_numpys() -> None:
     assert found == pytest.approx(expected, rel=1e-2)
     assert (found <= expected * (1 + 1e-12)).all()
     assert found != pytest.approx(expected * 1.02, rel=1e-2)
-
-
-def projection(x: Tensor) -> Projection:
-    return Projection(x=x, weight=torch.zeros(1, 1), pull=lambda dq: dq.transpose(1, 2))

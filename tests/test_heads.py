@@ -14,9 +14,7 @@ from rich.console import Console
 from numdev.diagnose import heads
 from numdev.diagnose.heads import answer, at_fault, ranked, shares
 from numdev.diagnose.report import (
-    Bias,
     CureRow,
-    DeltaError,
     DiagnoseReport,
     DiagnoseSummary,
     HeadRow,
@@ -27,11 +25,6 @@ from numdev.report.renderers import terminal
 SAMPLE = Path(__file__).parent / "data" / "reports" / "diagnose.json"
 
 
-def delta(**changes: Any) -> DeltaError:
-    made = {"mean": -0.004, "rms": 0.005, "t": -14.0, "run": 12.0, "dw_q": 0.03}
-    return DeltaError(**{**made, **changes})
-
-
 def guilty(
     layer: int = 3, head: int = 5, *, moved: float | None = 0.031, **changes: Any
 ) -> HeadRow:
@@ -39,9 +32,9 @@ def guilty(
     made: dict[str, Any] = {
         "checkpoint": "run-step100", "step": 100, "case": f"layers.{layer}#0", "layer": layer,
         "head": head, "rows": 2040, "tied": 0.42, "ones": 0.42, "powers": 0.81, "one_signed": 0.9,
-        "pv": Bias(t=-11.0, outward=0.11), "out": Bias(t=12.0, outward=0.09), "ds_row_sum": 0.004,
-        "delta": delta(dw_q=moved), "similarity": 0.55,
-        "delta_unbalanced": delta(t=-13.0, run=11.0, dw_q=moved),
+        "pv_bias": 0.11, "pv_t": -11.0, "out_bias": 0.09, "out_t": 12.0, "ds_row_sum": 0.004,
+        "delta_mean": -0.004, "delta_t": -14.0, "delta_run": 12.0, "moved": moved,
+        "similarity": 0.55,
         "dw_q_error": None if moved is None else 1.2 * moved,
         "dw_q_norm": None if moved is None else 2.0, "spectral_norm": 31.0, "spectral_ratio": 2.6,
     }  # fmt: skip
@@ -52,10 +45,10 @@ def innocent(
     layer: int = 0, head: int = 0, *, moved: float | None = 3e-4, **changes: Any
 ) -> HeadRow:
     """A head that meets no condition, but rounds as usual."""
-    own = delta(mean=2e-5, rms=0.002, t=0.6, run=1.2, dw_q=moved)
     made: dict[str, Any] = {
         "tied": 0.0, "ones": 0.0, "powers": 0.06, "one_signed": None,
-        "pv": Bias(t=0.3, outward=0.001), "out": Bias(t=-0.7, outward=-0.002), "delta": own,
+        "pv_bias": 0.001, "pv_t": 0.3, "out_bias": -0.002, "out_t": -0.7,
+        "delta_mean": 2e-5, "delta_t": 0.6, "delta_run": 1.2,
         "similarity": 0.04, "dw_q_error": moved, "spectral_ratio": 1.0,
     }  # fmt: skip
     return guilty(layer, head, moved=moved, **{**made, **changes})
@@ -64,7 +57,7 @@ def innocent(
 def cured(name: str, row: HeadRow, left: float, **changes: Any) -> CureRow:
     """A cure that leaves this share of the head's trouble."""
     made: dict[str, Any] = {
-        "delta_mean": (row.delta.mean or 0.0) * left, "delta_t": row.delta.t,
+        "delta_mean": (row.delta_mean or 0.0) * left, "delta_t": row.delta_t,
         "dw_q_error": None if row.dw_q_error is None else row.dw_q_error * left,
     }  # fmt: skip
     return CureRow(**row.place, cure=name, **{**made, **changes})
@@ -73,8 +66,8 @@ def cured(name: str, row: HeadRow, left: float, **changes: Any) -> CureRow:
 # --- conditions and order ------------------------------------------------------------------------
 
 
-NO_DELTA = DeltaError()
-BEYOND = Bias(outward=1.0, t=3.9)
+NO_DELTA: dict[str, Any] = dict.fromkeys(("delta_mean", "delta_t", "delta_run"))
+BEYOND = {"out_bias": 1.0, "out_t": 3.9}
 
 
 @pytest.mark.parametrize(
@@ -84,16 +77,13 @@ BEYOND = Bias(outward=1.0, t=3.9)
         (heads.TIES, {"tied": 0.0, "ones": 0.05}, {"tied": 0.0, "ones": 0.049}),
         (heads.EXACT, {"powers": 0.5}, {"powers": 0.49}),
         (heads.SIGN, {"one_signed": 0.75}, {"one_signed": 0.74}),
-        (heads.OUTPUT, {"pv": Bias(outward=-0.0125, t=-4.0), "out": BEYOND},
-         {"pv": Bias(outward=0.012, t=9.0), "out": BEYOND}),
-        (heads.DELTA, {"delta": delta(t=4.0, run=4.0)}, {"delta": delta(t=3.9)}),
-        (heads.DELTA, {"delta": delta(t=None, run=4.0)}, {"delta": delta(run=3.9)}),
+        (heads.OUTPUT, {"pv_bias": -0.0125, "pv_t": -4.0, **BEYOND},
+         {"pv_bias": 0.012, "pv_t": 9.0, **BEYOND}),
+        (heads.DELTA, {"delta_t": 4.0, "delta_run": 4.0}, {"delta_t": 3.9}),
+        (heads.DELTA, {"delta_t": None, "delta_run": 4.0}, {"delta_run": 3.9}),
         (heads.ALIKE, {"similarity": 0.1}, {"similarity": 0.09}),
         (heads.NORM, {"spectral_ratio": 1.5}, {"spectral_ratio": 1.49}),
-        (heads.WRONG, {"delta_unbalanced": delta(dw_q=2.0**-8), "delta": delta(dw_q=0.0)},
-         {"delta_unbalanced": delta(dw_q=0.0039), "delta": delta(dw_q=1.0)}),
-        (heads.WRONG, {"delta_unbalanced": NO_DELTA, "delta": delta(dw_q=2.0**-8)},
-         {"delta_unbalanced": NO_DELTA, "delta": delta(dw_q=0.0039)}),
+        (heads.WRONG, {"moved": 2.0**-8}, {"moved": 0.0039}),
     ],
 )  # fmt: skip
 def test_limits(name: str, beyond: dict[str, Any], below: dict[str, Any]) -> None:
@@ -129,11 +119,10 @@ def test_a_head_is_held_against_its_whole_layer() -> None:
 
 def test_without_w_q_the_mean_error_of_delta_decides() -> None:
     """Such heads come after those whose W_Q is known; a head without delta comes last, at 0."""
-    unknown = {"dw_q_error": None, "delta_unbalanced": NO_DELTA, "dw_q_norm": None}
     rows = [
-        guilty(0, 0, delta=NO_DELTA, **unknown),
+        guilty(0, 0, moved=None, **NO_DELTA),
         guilty(0, 1, moved=None),
-        guilty(0, 2, delta=delta(dw_q=None, mean=-0.02), **unknown),
+        guilty(0, 2, moved=None, delta_mean=-0.02),
         innocent(0, 3),
     ]
     found = ranked(rows, ())
@@ -168,9 +157,9 @@ def said(rows: list[HeadRow], cures: list[CureRow] | None = None) -> str:
     return "\n".join(answer(ranked(rows, cures or ()), rows, cures or ()))
 
 
-NULL = innocent(1, 0, delta=NO_DELTA, nulls={"delta": "no query sees more than one key"})
+NULL = innocent(1, 0, **NO_DELTA, nulls={"delta_mean": "no query sees more than one key"})
 LOUD = innocent(1, 0, moved=0.01, dw_q_error=40.0, dw_q_norm=1.0, ds_row_sum=0.98)
-STILL = Bias(mean=0.0, rms=0.3, t=0.1, outward=0.0)
+STILL = dict.fromkeys(("pv_bias", "pv_t", "out_bias", "out_t"), 0.0)
 PEAKED = {"tied": 0.0, "ones": 0.0}
 
 
@@ -211,7 +200,7 @@ def test_the_answer(rows: list[HeadRow], words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "begins"),
-    [(PEAKED, True), ({**PEAKED, "pv": STILL, "out": STILL}, False)],
+    [(PEAKED, True), ({**PEAKED, **STILL}, False)],
 )
 def test_a_peaked_head_begins_in_forward_only_with_a_biased_output(
     changes: dict[str, Any], begins: bool

@@ -15,7 +15,7 @@ from gate_rows import control, row
 from rich.console import Console
 from test_html import audit, figure, sample, sweep
 
-from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, KernelRow
+from numdev.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
@@ -184,31 +184,24 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
 
 def test_each_number_of_a_diagnosis_is_its_own() -> None:
     """Of a head, a cure and a real kernel: every column shows the field it is named after."""
-    bias = Bias(mean=0.101, rms=0.102, t=10.3, outward=0.104)
-    delta = DeltaError(mean=0.21, rms=0.22, t=20.3, run=2.04, dw_q=0.205)
     where: dict[str, Any] = {"checkpoint": "c", "case": "x", "layer": 1, "head": 2}
-    head = HeadRow(
-        **where, rows=8, tied=0.31, ones=0.32, powers=0.33, one_signed=0.34,
-        pv=Bias(outward=0.5), out=bias, ds_row_sum=0.35, delta=delta, similarity=0.36,
-        dw_q_error=0.37, delta_unbalanced=DeltaError(dw_q=0.38), spectral_norm=3.11,
-        spectral_ratio=3.12,
-    )  # fmt: skip
-    assert told((n.title, n.cell(head)) for n in diagnose.HEAD[1:]) == (
-        "dW_Q, all: 37 % | δ error: +21 % | t: 20 | run: 2.04 | tied rows: 31 % | P̄ = 1: 32 % | "
-        "P at 2ⁿ: 33 % | V one sign: 34 % | O bias, ulp: +0.104 | t : 10 | rows of dS: 35 % | "
-        "alike: 36 % | ‖W_Q‖₂: 3.11 | × layer: 3.12"
+    seen = {"out_bias": 0.12, "delta_mean": 0.13, "delta_t": 15.0, "dq_rel": 0.17}
+    head = HeadRow(**where, rows=8, tied=0.31, out_bias=0.104, delta_mean=0.21, delta_t=20.3,
+                   moved=0.38)  # fmt: skip
+    cure = CureRow(**where, **seen, cure="c", dw_q_error=0.21, nonfinite=22)
+    real = KernelRow(**where, **seen, kernel="k", dw_q_error=0.42)
+    ranking = (Ranked(**where, rank=1, score=0.5, conditions=("a",), missing=("b", "c")),)
+    made: Any = read(sample("diagnose"))
+    summary = made.summary.model_copy(update={"ranking": ranking})
+    changes = {"heads": (head,), "cures": (cure,), "kernels": (real,), "summary": summary}
+    heads, _, cures, kernels = tables(diagnose.blocks(made.model_copy(update=changes)))
+    assert cells([heads]) == (
+        "head: L1H2 | of layer: 50 % | tied rows: 31 % | O bias, ulp: +0.104 | δ error: +21 % | "
+        "t: 20 | dW_Q by δ: 38 % | meets: 1 of 3"
     )
-    cure = CureRow(**where, cure="c", pv=Bias(outward=0.11), out=Bias(outward=0.12),
-                   delta_mean=0.13, delta_rms=0.14, delta_t=15.0, ds_row_sum=0.16, dq_rel=0.17,
-                   dk_rel=0.18, dv_rel=0.19, dw_q_error=0.21, nonfinite=22)  # fmt: skip
-    assert told((n.title, n.cell(cure)) for n in diagnose.CURE) == (
-        "δ error: +13 % | t: 15 | δ rms: 14 % | dW_Q: 21 % | dQ: 17 % | dK: 18 % | dV: 19 % | "
-        "rows of dS: 16 % | P̄V bias: +0.110 | O bias, ulp: +0.120 | NaN/inf: 22"
-    )
-    real = KernelRow(**where, kernel="k", out=bias, delta=delta, dq_rel=0.41, dw_q_error=0.42)
-    assert told((n.title, n.cell(real)) for n in diagnose.KERNEL) == (
-        "δ error: +21 % | t: 20 | run: 2.04 | dW_Q: 42 % | dQ: 41 % | O bias, ulp: +0.104 | t : 10"
-    )
+    shared = "δ error: +13 % | t: 15 | dW_Q: {} % | dQ: 17 % | O bias, ulp: +0.120"
+    assert cells([cures]).startswith(f"cure: c | {shared.format(21)} | NaN/inf: 22")
+    assert cells([kernels]) == f"kernel: k | {shared.format(42)}"
 
 
 def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:

@@ -35,7 +35,9 @@ from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.sources.projection import Projection
 
 NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
-OF_WEIGHTS = ("similarity", "spectral_norm", "spectral_ratio")
+OF_WEIGHTS = (
+    *("moved", "dw_q_error", "dw_q_norm", "similarity", "spectral_norm", "spectral_ratio"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,25 +65,25 @@ def diagnosed(
         truth, found = passes.truth_of(case, projection), passes.computed(case, made)
         error = truth.off(found.delta, truth.exact.delta)
         numbers = stats.by_head({
-            "": {
-                "rows": truth.rows.sum(dim=(0, 2)),
-                **_ties(passes.rounder(case, made), found.kept, truth),
-                "ds_row_sum": ds_row_sum(truth, found),
-                **_of_weights(truth, found, error),
-            },
-            **biases(truth, found),
-            "delta": delta_numbers(truth, error),
-            "delta_unbalanced": delta_numbers(truth, truth.off(found.delta, found.even)),
+            "rows": truth.rows.sum(dim=(0, 2)),
+            **_ties(passes.rounder(case, made), found.kept, truth),
+            **_biases(truth, found),
+            "ds_row_sum": ds_row_sum(truth, found),
+            "delta_mean": stats.mean(error, truth.rows),
+            "delta_t": stats.t_of(error, truth.rows),
+            "delta_run": stats.longest_run(error, truth.rows).nan_to_num(-math.inf).amax(dim=0),
+            **_of_weights(truth, found),
         })  # fmt: skip
     ref = case.ref
-    place = {"checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
-             "layer": ref.layer, "call": ref.call}  # fmt: skip
-    heads = []
-    for head, groups in enumerate(numbers):
-        reasons = _nulls(truth, found, groups)
-        row = {**place, "head": head, **groups.pop(""), **groups, "nulls": reasons}
-        heads.append(HeadRow.model_validate(row))
-    return Diagnosis(truth=truth, found=found, heads=tuple(heads))
+    place: dict[str, Any] = {
+        "checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
+        "layer": ref.layer, "call": ref.call,
+    }  # fmt: skip
+    heads = tuple(
+        HeadRow(**place, head=head, **row, nulls=_nulls(truth, found, row))
+        for head, row in enumerate(numbers)
+    )
+    return Diagnosis(truth=truth, found=found, heads=heads)
 
 
 def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
@@ -142,35 +144,19 @@ def _ties_of(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
     return tied, near, one_signed, ones, powers
 
 
-def biases(truth: Truth, found: Computed) -> dict[str, Columns]:
+def _biases(truth: Truth, found: Computed) -> Columns:
     """The bias of P V by its own roundings, and of O by all."""
     exact, fmt, scale = truth.exact, truth.case.format, truth.exact.term_scale
-    out = stats.bias(found.out.double() - exact.out, exact.out, scale, truth.rows, fmt)
-    if found.product is None or found.product_exact is None:
-        return {"pv": {name: torch.full_like(x, math.nan) for name, x in out.items()}, "out": out}
-    product = found.product_exact.double()
-    if found.made.algorithm != "plain":  # there P-bar is exp(L - m) times P
-        scale = scale * (exact.lse - found.kept.m.double()).exp()[..., None]
-    error = found.product.double() - product
-    return {"pv": stats.bias(error, product, scale, truth.rows, fmt), "out": out}
-
-
-def delta_numbers(truth: Truth, error: Tensor) -> dict[str, Tensor]:
-    """The numbers of a `DeltaError`, of an error [B, H, q_len] in its unit."""
-    rows = truth.rows
-    return {
-        "mean": stats.mean(error, rows),
-        "rms": stats.rms(error, rows),
-        "t": stats.t_of(error, rows),
-        "run": stats.longest_run(error, rows).nan_to_num(-math.inf).amax(dim=0),
-        "dw_q": truth.moved(_formula_2(truth, error)),
-    }
-
-
-def _formula_2(truth: Truth, error: Tensor) -> Tensor:
-    """The error of dW_Q that an error of delta alone makes."""
-    absolute = error * truth.size[:, None]
-    return truth.weights(-truth.case.scale * absolute[..., None] * truth.PK)
+    error = found.out.double() - exact.out
+    out_bias, out_t = stats.bias(error, exact.out, scale, truth.rows, fmt)
+    pv_bias, pv_t = torch.full((2, *out_bias.shape), math.nan)
+    if found.product is not None and found.product_exact is not None:
+        product = found.product_exact.double()
+        if found.made.algorithm != "plain":  # there P-bar is exp(L - m) times P
+            scale = scale * (exact.lse - found.kept.m.double()).exp()[..., None]
+        error = found.product.double() - product
+        pv_bias, pv_t = stats.bias(error, product, scale, truth.rows, fmt)
+    return {"pv_bias": pv_bias, "pv_t": pv_t, "out_bias": out_bias, "out_t": out_t}
 
 
 def ds_row_sum(truth: Truth, found: Computed) -> Tensor:
@@ -184,42 +170,37 @@ def _zero_sums(truth: Truth) -> bool:
     return truth.case.softcap is None and truth.case.sinks is None
 
 
-def _of_weights(truth: Truth, found: Computed, error: Tensor) -> Columns:
+def _of_weights(truth: Truth, found: Computed) -> Columns:
     """The numbers of W_Q; NaN without a projection."""
-    whole, part = truth.dw_q_error(found.dq), _formula_2(truth, error)
     numbers = dict.fromkeys(OF_WEIGHTS, torch.full_like(truth.size, math.nan))
-    if truth.projection is not None:
-        PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
-        numbers = {"similarity": stats.similarity(truth.projection, PK)}
-        numbers |= stats.spectral(truth.projection, truth.case.heads)
+    if truth.projection is None:
+        return numbers
+    PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
+    uneven = truth.off(found.delta, found.even) * truth.size[:, None]
+    by_delta = truth.weights(-truth.case.scale * uneven[..., None] * truth.PK)  # formula 2
     return {
-        **numbers,
-        "dw_q_error": truth.moved(whole),
-        "dw_q_cos": (part * whole).flatten(1).sum(dim=-1) / (stats.norm(part) * stats.norm(whole)),
+        "moved": truth.moved(by_delta),
+        "dw_q_error": truth.moved(truth.dw_q_error(found.dq)),
         "dw_q_norm": stats.norm(truth.dw_q),
+        "similarity": stats.similarity(truth.projection, PK),
+        **stats.spectral(truth.projection, truth.case.heads),
     }
 
 
-def _nulls(truth: Truth, found: Computed, groups: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """The reason of every number of a head that is null, by its name: `pv` where the whole record
-    is missing, `pv.t` where only its t is."""
-    missing = set()
-    for name, numbers in groups.items():
-        lacking = {f"{name}.{part}".strip(".") for part, x in numbers.items() if x is None}
-        missing |= {name} if name and numbers["mean"] is None else lacking
+def _nulls(truth: Truth, found: Computed, row: Mapping[str, Any]) -> dict[str, str]:
+    """The reason of every number of a head that is null."""
 
     def reason(name: str) -> str:
-        last = name.rpartition(".")[-1]
-        if truth.projection is None and (last in OF_WEIGHTS or last.startswith("dw_q")):
+        if truth.projection is None and name in OF_WEIGHTS:
             return "W_Q is not known: no single linear layer makes the queries"
-        if groups[""]["rows"] == 0:
+        if row["rows"] == 0:
             return "no query sees more than one key"
         if name == "ds_row_sum" and not _zero_sums(truth):
             return "under a soft cap, or with a sink, rows of dS do not sum to zero"
-        if name == "pv" and found.product is None:
+        if name.startswith("pv") and found.product is None:
             return "the keys are split, and each part has a P V of its own"
-        if last == "t":
+        if name.endswith("_t"):
             return f"a t needs {stats.FEWEST_BLOCKS} blocks of rows that do not all agree"
         return "what it is made of is not there or not finite, or what it is relative to is zero"
 
-    return {name: reason(name) for name in sorted(missing)}
+    return {name: reason(name) for name, x in row.items() if x is None}

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from numdev.audit.isolation import Failure, attempt
-from numdev.diagnose.chain import Diagnosis, biases, delta_numbers, ds_row_sum
-from numdev.diagnose.passes import Computed, Truth, computed
+from numdev.diagnose.chain import Diagnosis
+from numdev.diagnose.passes import Truth, computed
 from numdev.diagnose.report import CureRow, KernelRow
-from numdev.diagnose.statistics import bias, by_head, mean, norm, rms, t_of
+from numdev.diagnose.statistics import bias, by_head, mean, norm, t_of
 from numdev.errors import NumdevError
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.recipe import changed
 from numdev.kernels.emulation.rounding import plain_arithmetic
-from numdev.kernels.output import GRADIENTS, upstream
+from numdev.kernels.output import upstream
 
 NONE = "none"
 
@@ -87,56 +87,27 @@ CURES: Mapping[str, Cure] = {
 def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
     """The attention as it is and with each cure, one row for every head. A row whose cure
     contradicts the recipe, or cannot be computed, has the reason and no numbers."""
-    case, made = diagnosis.truth.case, diagnosis.found.made
-    rows = _rows(diagnosis, NONE, {}, diagnosis.found)
-    for name, cure in cures.items():
-        try:
-            found = computed(case, changed(made, **cure.options))
-        except NumdevError as error:
-            same = {"cure": name, "options": dict(cure.options), "reason": str(error)}
-            rows += [CureRow.model_validate({**h.place, **same}) for h in diagnosis.heads]
-        else:
-            rows += _rows(diagnosis, name, cure.options, found)
-    return tuple(rows)
-
-
-def _rows(
-    diagnosis: Diagnosis, name: str, options: Mapping[str, Any], found: Computed
-) -> list[CureRow]:
-    truth = diagnosis.truth
-    with torch.no_grad(), plain_arithmetic(truth.case.q.device):
-        error = truth.off(found.delta, truth.exact.delta)
-        outputs = (found.out, found.dq, found.dk, found.dv)
-        broken = [_of_query_heads(truth, ~x.isfinite()).sum((0, 2, 3)) for x in outputs]
-        numbers = by_head({
-            "": {
-                "delta_mean": mean(error, truth.rows),
-                "delta_rms": rms(error, truth.rows),
-                "delta_t": t_of(error, truth.rows),
-                "ds_row_sum": ds_row_sum(truth, found),
-                **{f"{n}_rel": _relative(truth, n, getattr(found, n)) for n in GRADIENTS},
-                "dw_q_error": truth.moved(truth.dw_q_error(found.dq)),
-                "nonfinite": torch.stack(broken).sum(dim=0),
-            },
-            **biases(truth, found),
-        })  # fmt: skip
+    truth, made = diagnosis.truth, diagnosis.found.made
     rows = []
-    for head, groups in zip(diagnosis.heads, numbers, strict=True):
-        row = {**head.place, **groups.pop(""), **groups, "cure": name, "options": dict(options)}
-        rows.append(CureRow.model_validate(row))
-    return rows
-
-
-def _relative(truth: Truth, name: str, computed: Tensor) -> Tensor:
-    """[H]: |error| / |exact| of a gradient. Of dk and dv a query head has that of its kv head."""
-    exact = _of_query_heads(truth, getattr(truth.exact, name)).transpose(0, 1)
-    error = _of_query_heads(truth, computed.detach().double()).transpose(0, 1) - exact
-    return norm(error) / norm(exact)
-
-
-def _of_query_heads(truth: Truth, x: Tensor) -> Tensor:
-    """A tensor of kv heads repeated for the query heads that share each; others as they are."""
-    return x.repeat_interleave(truth.case.heads // x.shape[1], dim=1)
+    for name, cure in {NONE: Cure("", {}), **cures}.items():
+        same: dict[str, Any] = {"cure": name, "options": dict(cure.options)}
+        try:
+            found = computed(truth.case, changed(made, **cure.options)) if name in cures else (
+                diagnosis.found)  # fmt: skip
+        except NumdevError as error:
+            rows += [CureRow(**h.place, **same, reason=str(error)) for h in diagnosis.heads]
+            continue
+        numbers = _seen(truth, found.out, found.dq, found.delta)
+        # Of dk and dv a query head has what is broken in its kv head.
+        broken = [
+            (~x.isfinite()).sum((0, 2, 3)).repeat_interleave(truth.case.heads // x.shape[1])
+            for x in (found.out, found.dq, found.dk, found.dv)
+        ]
+        for head, own, count in zip(
+            diagnosis.heads, numbers, torch.stack(broken).sum(dim=0).tolist(), strict=True
+        ):
+            rows.append(CureRow(**head.place, **same, **own, nonfinite=count))
+    return tuple(rows)
 
 
 def seen_from_outside(
@@ -148,23 +119,29 @@ def seen_from_outside(
     output = attempt(kernel, truth.case, options, gradients=True)
     same: dict[str, Any] = {"kernel": kernel.name, "options": dict(options)}
     if isinstance(output, Failure):
-        same |= {"status": output.status, "reason": output.reason}
-        return tuple(KernelRow.model_validate({**h.place, **same}) for h in diagnosis.heads)
+        same["reason"] = output.reason
+        return tuple(KernelRow(**head.place, **same) for head in diagnosis.heads)
     assert output.dq is not None
+    out = output.out.detach().double()
+    delta = (upstream(truth.case).double() * out).sum(dim=-1)
+    numbers = _seen(truth, out, output.dq, delta)
+    return tuple(
+        KernelRow(**head.place, **same, ran=output.ran, **own)
+        for head, own in zip(diagnosis.heads, numbers, strict=True)
+    )
+
+
+def _seen(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[dict[str, Any]]:
+    """The numbers of a `SeenRow` for every head."""
     with torch.no_grad(), plain_arithmetic(truth.case.q.device):
-        exact, out = truth.exact, output.out.detach().double()
-        delta = (upstream(truth.case).double() * out).sum(dim=-1)
-        numbers = by_head({
-            "": {
-                "dq_rel": _relative(truth, "dq", output.dq),
-                "dw_q_error": truth.moved(truth.dw_q_error(output.dq)),
-            },
-            "out": bias(out - exact.out, exact.out, exact.term_scale, truth.rows,
-                        truth.case.format),
-            "delta": delta_numbers(truth, truth.off(delta, exact.delta)),
+        exact, rows = truth.exact, truth.rows
+        error = truth.off(delta, exact.delta)
+        off = out.double() - exact.out
+        dq_error = (dq.detach().double() - exact.dq).transpose(0, 1)
+        return by_head({
+            "delta_mean": mean(error, rows),
+            "delta_t": t_of(error, rows),
+            "out_bias": bias(off, exact.out, exact.term_scale, rows, truth.case.format)[0],
+            "dq_rel": norm(dq_error) / norm(exact.dq.transpose(0, 1)),
+            "dw_q_error": truth.moved(truth.dw_q_error(dq)),
         })  # fmt: skip
-    rows = []
-    for head, groups in zip(diagnosis.heads, numbers, strict=True):
-        row = {**head.place, **same, "ran": output.ran, **groups.pop(""), **groups}
-        rows.append(KernelRow.model_validate(row))
-    return tuple(rows)

@@ -41,8 +41,8 @@ CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
     TIES: ({"tied": TIED}, {"ones": TIED}),
     EXACT: ({"powers": POWERS},),
     SIGN: ({"one_signed": ONE_SIGNED},),
-    OUTPUT: ({"pv.outward": BIASED, "pv.t": T}, {"out.outward": BIASED, "out.t": T}),
-    DELTA: ({"delta.t": T, "delta.run": RUN},),
+    OUTPUT: ({"pv_bias": BIASED, "pv_t": T}, {"out_bias": BIASED, "out_t": T}),
+    DELTA: ({"delta_t": T, "delta_run": RUN},),
     ALIKE: ({"similarity": SIMILAR},),
     WRONG: ({"moved": MOVED},),
     NORM: ({"spectral_ratio": LOUDER},),
@@ -54,8 +54,8 @@ def meets(head: HeadRow, condition: str) -> bool | None:
     a number, or one lacks a number and those it has fall short."""
     verdicts = []
     for limits in CONDITIONS[condition]:
-        numbers = {path: head.at(path) for path in limits}
-        reached = [abs(x) >= limits[path] for path, x in numbers.items() if x is not None]
+        numbers = {name: getattr(head, name) for name in limits}
+        reached = [abs(x) >= limits[name] for name, x in numbers.items() if x is not None]
         if reached and (all(reached) or len(reached) == len(limits)):
             verdicts.append(all(reached))
     return any(verdicts) if verdicts else None
@@ -98,7 +98,7 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
 
 def _mean_of(head: HeadRow) -> float:
     """|Mean error of delta|; 0 where it is not known."""
-    return abs(float(head.at("delta.mean") or 0.0))
+    return abs(head.delta_mean or 0.0)
 
 
 def at_fault(ranked: Ranked) -> bool:
@@ -159,7 +159,7 @@ def answer(
     pairs = [(r, next(head for head in heads if head.is_of(r))) for r in ranking]
     row = next(head for r, head in pairs if r is first)
     known = [head for r, head in pairs if judged(r)]
-    t, sums = si(row.at("delta.t")), percent(row.ds_row_sum)
+    t, sums = si(row.delta_t), percent(row.ds_row_sum)
     said = []
     if at_fault(first):
         # A head that attends to one key has P at 1 without any tie: then only a biased output shows
@@ -168,7 +168,7 @@ def answer(
         forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
         said = [
             f"{first.brief}: rounding shifts its delta to one side, by "
-            f"{percent(row.at('delta.mean'), sign=True)} of what it is summed from (t = {t}); that "
+            f"{percent(row.delta_mean, sign=True)} of what it is summed from (t = {t}); that "
             f"alone moves its dW_Q by {percent(row.moved)}. Rank {first.rank} of {len(ranking)}; "
             f"heads at fault: {sum(map(at_fault, ranking))}.",
             f"{'It begins in forward' if forward else 'Not the published cause'}: "
@@ -190,11 +190,11 @@ def answer(
         said = [
             f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)}; "
             f"its mean of {percent(_mean_of(row))} moves a dW_Q by at most {percent(row.moved)} "
-            f"({row.brief}, t = {si(row.at('delta.t'))})."
+            f"({row.brief}, t = {si(row.delta_t)})."
         ]
     if len(known) < len(ranking):
         unknown = next(head for r, head in pairs if not judged(r))
-        why = unknown.nulls.get("delta") or unknown.nulls.get("delta.t") or "not measured"
+        why = unknown.nulls.get("delta_mean") or unknown.nulls.get("delta_t") or "not measured"
         count = len(ranking) - len(known)
         said.append(f"Sign of delta's error not known in {count} of {len(ranking)}: {why}.")
     return tuple(said)

@@ -44,42 +44,15 @@ class Place(Record):
         where = f"{self.module or self.case} " if self.layer is None else f"L{self.layer}"
         return f"{where}{f'#{self.call} ' if self.call else ''}H{self.head}"
 
-    def at(self, path: str) -> Any:
-        """The number at a dotted path; None where it, or what holds it, is not there."""
-        value: Any = self
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        return value
-
     def is_of(self, other: Place) -> bool:
         """Whether both are of one head of one checkpoint."""
         names = ("checkpoint", "case", "head")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
-class Bias(Record):
-    """Signed errors in ulps: the mean over all elements, and how sure it is."""
-
-    mean: Value = None
-    rms: Value = None
-    t: Value = None  # of `outward`, over blocks of rows; null where these are too few
-    outward: Value = None  # the mean along the exact value's sign: positive is away from zero
-
-
-class DeltaError(Record):
-    """Errors of delta, relative to the rms over rows of rowsum|dO o O|."""
-
-    mean: Value = None
-    rms: Value = None
-    t: Value = None  # of the mean, over blocks of rows
-    # Largest |running sum of errors| of a sequence over rms sqrt(rows): near 1 for errors of random
-    # sign, up to sqrt(rows) for errors of one sign.
-    run: Value = None
-    dw_q: Value = None  # |dW_Q error| that it alone makes by formula 2, over |dW_Q|, Frobenius
-
-
 class HeadRow(Place):
-    """The risk factors of one head, and what came of them."""
+    """The risk factors of one head, and what came of them. A bias is the mean error in ulps along
+    the exact value's sign, positive away from zero; a t is that of a mean, over blocks of rows."""
 
     rows: int  # query rows that see more than one key, over all sequences
     # Ties, and what P is at them.
@@ -90,62 +63,54 @@ class HeadRow(Place):
     # with several; by chance 2^(1 - keys).
     one_signed: Value = None
     # Forward.
-    pv: Bias  # of P-bar V, by rounding the product alone (`pv`, `accumulator`, `state`)
-    out: Bias  # of O, by all roundings
-    # Backward.
+    pv_bias: Value = None  # of P-bar V, by rounding the product alone: `pv`, `accumulator`, `state`
+    pv_t: Value = None
+    out_bias: Value = None  # of O, by all roundings
+    out_t: Value = None
+    # Backward: errors of delta, relative to the rms over rows of rowsum|dO o O|.
     ds_row_sum: Value = None  # rms of sum_j dS_ij over that of sum_j |dS_ij|; unrounded exactly 0
-    delta: DeltaError = DeltaError()
-    # Delta less that with which rows of dS sum to zero, rowsum(dP o P) / rowsum(P) of the dP and P
-    # that the attention has: the part of the error that these do not share.
-    delta_unbalanced: DeltaError = DeltaError()
-    # The weights. R_T = (P K)[T]^T X[T], vectors of head_dim * width.
-    similarity: Value = None  # share of sum_T |R_T|^2 in one direction; all parallel: 1
-    dw_q_error: Value = None  # |dW_Q error| / |dW_Q| of this head, by all roundings
-    dw_q_cos: Value = None  # the cosine of this and the error that delta's makes by formula 2
+    delta_mean: Value = None
+    delta_t: Value = None
+    # Largest |running sum of errors| of a sequence over rms sqrt(rows): near 1 for errors of random
+    # sign, up to sqrt(rows) for errors of one sign.
+    delta_run: Value = None
+    # The weights. |dW_Q error| / |dW_Q| of the head, Frobenius: that which delta makes by formula 2
+    # where it differs from rowsum(dP o P) / rowsum(P) of the dP and P that the attention has; and
+    # that of all roundings.
+    moved: Value = None
+    dw_q_error: Value = None
     dw_q_norm: Value = None  # |dW_Q| of this head, exact: the unit
+    # Share of sum_T |R_T|^2 in one direction, R_T = (P K)[T]^T X[T]; all parallel: 1.
+    similarity: Value = None
     spectral_norm: Value = None  # the largest singular value of the head's part of W_Q
     spectral_ratio: Value = None  # that over the median of the layer's heads
-    nulls: dict[str, str] = Field(default_factory=dict)  # a name, or such as `pv.t`, to why
-
-    @property
-    def moved(self) -> float | None:
-        """|dW_Q error| / |dW_Q| of the head that delta makes: by the part that its own dP and P do
-        not share, where that was measured. None where W_Q is not known."""
-        part = self.delta_unbalanced.dw_q
-        return self.delta.dw_q if part is None else part
+    nulls: dict[str, str] = Field(default_factory=dict)  # why a number is null
 
 
-class CureRow(Place):
-    """What one cure does for one head: the same inputs, the attention with one thing changed."""
+class SeenRow(Place):
+    """What is measured of any attention on the same inputs, and why it is not."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    reason: str | None = None  # why there are no numbers
+    out_bias: Value = None
+    delta_mean: Value = None
+    delta_t: Value = None
+    dq_rel: Value = None  # |dQ error| / |dQ|
+    dw_q_error: Value = None
+
+
+class CureRow(SeenRow):
+    """What one cure does for one head: the attention with one thing changed."""
 
     cure: str  # `none` is the attention as it is
-    options: dict[str, Any] = Field(default_factory=dict)  # what it changes, of `emulated`
-    reason: str | None = None  # why there are no numbers: it contradicts the attention
-    pv: Bias = Bias()
-    out: Bias = Bias()
-    delta_mean: Value = None
-    delta_rms: Value = None
-    delta_t: Value = None
-    ds_row_sum: Value = None
-    dq_rel: Value = None  # |dQ error| / |dQ|
-    dk_rel: Value = None
-    dv_rel: Value = None
-    dw_q_error: Value = None
     nonfinite: int = 0  # elements of O or a gradient that are not finite: where the cure breaks
 
 
-class KernelRow(Place):
-    """A real kernel on the same inputs, as far as it shows from outside."""
+class KernelRow(SeenRow):
+    """A real kernel, as far as it shows from outside: delta is of its own O, summed in fp64."""
 
     kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    status: Literal["ok", "skipped", "failed"] = "ok"
-    reason: str | None = None
     ran: str | None = None
-    out: Bias = Bias()
-    delta: DeltaError | None = None  # from its own O, summed in fp64
-    dq_rel: Value = None
-    dw_q_error: Value = None
 
 
 class Ranked(Place):
@@ -190,11 +155,11 @@ class DiagnoseReport(Report):
     @property
     def measured(self) -> bool:
         """Whether the error of delta of any head is known."""
-        return any(head.delta.mean is not None for head in self.heads)
+        return any(head.delta_mean is not None for head in self.heads)
 
     @property
     def unmeasured(self) -> str:
-        reasons = sorted({head.nulls["delta"] for head in self.heads if "delta" in head.nulls})
+        reasons = sorted({h.nulls["delta_mean"] for h in self.heads if "delta_mean" in h.nulls})
         return f"no head's error of delta could be measured: {', or '.join(reasons)}"
 
     def tables(self) -> dict[str, Sequence[Record]]:

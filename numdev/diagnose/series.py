@@ -17,7 +17,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.pipeline import is_pipeline
 from numdev.sources.tensorfile import holds_cases
-from numdev.training.weights.files import Weights, open_weights
+from numdev.training.weights.files import open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")
@@ -32,10 +32,9 @@ class Stage:
     """One target: a set of weights, captured tensors, or a configuration that draws its cases."""
 
     target: str  # as a source takes it: a path, or `demo`
-    name: str  # of the directory or file; unique among the stages
+    name: str  # of the directory or file; the whole path where two are called alike
     step: int | None = None
-    weights: bool = True  # whether it is a set of weights, which a model is built from
-    sha256: str | None = None
+    sha256: str | None = None  # of weights
 
 
 def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
@@ -44,42 +43,55 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
 
     Raises UsageError for a target that is none, and for two checkpoints of one step,
     MeasurementError where weights are damaged, and where no checkpoint has finite weights."""
+    found = [path for target in targets for path in _checkpoints(target)]
+    if len(set(found)) < len(found):
+        raise UsageError(f"{targets[0]}: a checkpoint is given twice")
+    names = Counter(path.resolve().name for path in found)
+    steps = {path: step_of(path) for path in found}
+    (step, times), *_ = Counter(steps.values()).most_common(1)
+    if None not in steps.values():
+        if times > 1:
+            raise UsageError(
+                f"{targets[0]}: {times} checkpoints are of step {step}",
+                hint="name one series, such as run/checkpoints/bf16-seed0-*",
+            )
+        found.sort(key=lambda path: steps[path] or 0)
     sound, left_out = list[Stage](), list[str]()
-    for stage in _in_order([stage for target in targets for stage in _stages(target)]):
-        if not stage.weights:
-            sound.append(stage)
-            continue
-        weights = open_weights(stage.target)
-        if weights.damage:
-            raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
-        if words := _not_finite(weights):
-            left_out.append(f"{stage.name}: {words}; left out.")
-        else:
-            sound.append(replace(stage, sha256=weights.identity()))
+    for path in found:
+        name = path.resolve().name
+        stage = Stage(
+            target=str(path), name=name if names[name] == 1 else str(path), step=steps[path]
+        )
+        if path.suffix not in YAML and not holds_cases(path):
+            weights = open_weights(str(path))
+            if weights.damage:
+                raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
+            stage = replace(stage, sha256=weights.identity())
+            lost = {n: int((~x.read().isfinite()).sum()) for n, x in weights.tensors.items()}
+            if broken := [f"{n} holds {c} NaN or infinite elements" for n, c in lost.items() if c]:
+                left_out.append(f"{stage.name}: {broken[0]}; left out.")
+                continue
+        sound.append(stage)
     if not sound:
         raise MeasurementError(left_out[0], hint="diagnose a checkpoint from before that")
     return tuple(sound), tuple(left_out)
 
 
-def _stages(target: str) -> list[Stage]:
+def _checkpoints(target: str) -> list[Path]:
+    """What a target names: itself, or the checkpoints that a directory holds."""
     path = Path(target)
     if target == "demo":
-        return [Stage(target=target, name=target)]
+        return [path]
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=GIVE)
     if is_pipeline(path):  # else its text encoder would be taken for a checkpoint of a series
         raise UsageError(f"{target}: diagnose takes no pipeline", hint="numdev audit takes it")
-    if path.suffix in YAML or holds_cases(path):
-        return [Stage(target=target, name=path.resolve().name, weights=False)]
-    alone = path.is_file() or _is_checkpoint(path)
-    held = [path] if alone else _within(path / "checkpoints") or _within(path)
-    if not held:
-        raise UsageError(f"{target}: holds no checkpoint", hint=GIVE)
-    return [Stage(target=str(each), name=each.resolve().name, step=step_of(each)) for each in held]
-
-
-def _within(path: Path) -> list[Path]:
-    return sorted(filter(_is_checkpoint, path.iterdir())) if path.is_dir() else []
+    if path.is_file() or _is_checkpoint(path) or holds_cases(path):
+        return [path]
+    for pattern in ("checkpoints/*", "*"):
+        if held := sorted(filter(_is_checkpoint, path.glob(pattern))):
+            return held
+    raise UsageError(f"{target}: holds no checkpoint", hint=GIVE)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -95,29 +107,3 @@ def step_of(path: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         told = None
     return told if isinstance(told, int) else int(named[1]) if named else None
-
-
-def _in_order(stages: Sequence[Stage]) -> list[Stage]:
-    """By step where all have one; with the whole path as the name where two are called alike."""
-    if len({stage.target for stage in stages}) < len(stages):
-        raise UsageError(f"{stages[0].target}: a checkpoint is given twice")
-    names, steps = (Counter(getattr(s, field) for s in stages) for field in ("name", "step"))
-    named = [replace(s, name=s.target) if names[s.name] > 1 else s for s in stages]
-    if None in steps:
-        return named
-    step, times = steps.most_common(1)[0]
-    if times > 1:
-        raise UsageError(
-            f"{stages[0].target}: {times} checkpoints are of step {step}",
-            hint="name one series, such as run/checkpoints/bf16-seed0-*",
-        )
-    return sorted(named, key=lambda stage: stage.step or 0)
-
-
-def _not_finite(weights: Weights) -> str | None:
-    """The first tensor with NaN or infinity, in words."""
-    for name, stored in weights.tensors.items():
-        values = stored.read()
-        if values.is_floating_point() and (count := int((~values.isfinite()).sum())):
-            return f"{name} holds {count} NaN or infinite elements"
-    return None

@@ -78,30 +78,24 @@ def longest_run(error: Tensor, rows: Tensor) -> Tensor:
     return counted.cumsum(dim=-1).abs().amax(dim=-1) / (size * count.sqrt())
 
 
-def bias(error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format) -> Columns:
-    """The fields of a `Bias`, of errors [B, H, n, d] of exact values; `scale` is their term scale,
-    sum |P V|. An ulp is that of `fmt` at the exact value, or where that has cancelled, at
-    scale / CANCELLED."""
+def bias(
+    error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format
+) -> tuple[Tensor, Tensor]:
+    """[H] each: the mean in ulps along the exact value's sign, and its t, of errors [B, H, n, d] of
+    exact values; `scale` is their term scale, sum |P V|. An ulp is that of `fmt` at the exact
+    value, or where that has cancelled, at scale / CANCELLED."""
     ulps = error / ulp(torch.maximum(exact.abs(), scale / CANCELLED), fmt)
-    features = torch.where(rows[..., None], ulps, 0.0).sum(dim=(0, 2))  # [H, d]
     along = (ulps * exact.sign()).mean(dim=-1)
-    return {
-        "mean": (features / rows.sum(dim=(0, 2))[:, None]).mean(dim=-1),
-        "rms": mean(ulps.square().mean(dim=-1), rows).sqrt(),
-        "t": t_of(along, rows, step=1.0 / error.shape[-1]),
-        "outward": mean(along, rows),
-    }
+    return mean(along, rows), t_of(along, rows, step=1.0 / error.shape[-1])
 
 
-def by_head(groups: Mapping[str, Columns]) -> list[dict[str, dict[str, Any]]]:
-    """The numbers of each head by group and name, None for NaN and infinity. Waits for the device,
-    once."""
-    columns = [x.double() for group in groups.values() for x in group.values()]
-    heads = []
-    for row in torch.stack(columns, dim=-1).tolist():
-        values = iter(x if math.isfinite(x) else None for x in row)
-        heads.append({name: dict(zip(group, values)) for name, group in groups.items()})  # noqa: B905
-    return heads
+def by_head(columns: Columns) -> list[dict[str, Any]]:
+    """The numbers of each head by name, None for NaN and infinity. Waits for the device, once."""
+    rows = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()
+    return [
+        {name: x if math.isfinite(x) else None for name, x in zip(columns, row, strict=True)}
+        for row in rows
+    ]
 
 
 # --- of W_Q --------------------------------------------------------------------------------------

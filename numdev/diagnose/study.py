@@ -7,12 +7,11 @@ What is finished is journalled call by call."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pandas as pd
+from typing import Any
 
 from numdev.audit.journal import Journal, Row
 from numdev.audit.plan import Planned, digest, header, recorded
@@ -39,22 +38,15 @@ from numdev.yamlfile import read_yaml
 KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))  # where none is named
 
 
-class Metric(NamedTuple):
-    """A number of a head that is followed over training, by its size."""
-
-    title: str
-    y_title: str
-    path: str
-
-
-METRICS: Mapping[str, Metric] = {
-    "tied": Metric("Rows with tied maxima", "share of rows", "tied"),
-    "out_bias": Metric("|Bias of O|", "ulp, along the sign of O", "out.outward"),
-    "delta_run": Metric("Running sum of delta's error", "max |sum| / (rms √rows)", "delta.run"),
-    "dw_q_predicted": Metric("dW_Q error that delta's makes", "|error| / |dW_Q|", "moved"),
-    "spectral_norm": Metric("Spectral norm of a head's W_Q", "spectral norm", "spectral_norm"),
-    "spectral_ratio": Metric("Spectral norm over the layer's median", "ratio", "spectral_ratio"),
+METRICS: Mapping[str, tuple[str, str]] = {
+    "tied": ("Rows with tied maxima", "share of rows"),
+    "out_bias": ("|Bias of O|", "ulp, along the sign of O"),
+    "delta_run": ("Running sum of delta's error", "max |sum| / (rms √rows)"),
+    "moved": ("dW_Q error that delta's makes", "|error| / |dW_Q|"),
+    "spectral_norm": ("Spectral norm of a head's W_Q", "spectral norm"),
+    "spectral_ratio": ("Spectral norm over the layer's median", "ratio"),
 }
+"""Numbers of a head that are followed over training, by their size: title, and that of the axis."""
 
 
 def diagnose(
@@ -198,18 +190,6 @@ def _check_gradients(source: Source, stage: Stage) -> None:
         )
 
 
-def by_step(heads: Sequence[records.HeadRow]) -> pd.DataFrame:
-    """A column for each of METRICS, NaN where it is not known; by case, head and step."""
-    index = ["case", "head", "step"]
-    rows = [
-        (h.case, h.head, h.step, *(h.at(metric.path) for metric in METRICS.values()))
-        for h in heads
-        if h.step is not None
-    ]
-    frame = pd.DataFrame(rows, columns=[*index, *METRICS]).set_index(index)
-    return frame.astype(float).abs().sort_index()
-
-
 def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
     """The steps of the series; None where there are fewer than two."""
     steps = sorted({head.step for head in heads if head.step is not None})
@@ -221,26 +201,32 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Fi
     """Each number by step: of the head `first`, of the worst head where that is another, and the
     median."""
     drawn = []
-    for name, values in by_step(heads).items():
-        metric, grouped = METRICS[str(name)], values.dropna().groupby(level="step")
-        own, worst = values.loc[first.case, first.head].dropna(), grouped.max()
-        lines = {first.brief: own, "worst head": worst, "median head": grouped.median()}
-        if worst.equals(own):
-            del lines["worst head"]
-        curves = tuple(_curve(label, line) for label, line in lines.items() if len(line))
+    for metric, (title, y_title) in METRICS.items():
+        own: dict[int, float] = {}
+        by_step: dict[int, list[float]] = {}
+        for head in sorted(heads, key=lambda h: h.step or 0):
+            value: float | None = getattr(head, metric)
+            if head.step is not None and value is not None:
+                by_step.setdefault(head.step, []).append(abs(value))
+                if (head.case, head.head) == (first.case, first.head):
+                    own[head.step] = abs(value)
+        worst = {step: max(values) for step, values in by_step.items()}
+        median = {step: statistics.median(values) for step, values in by_step.items()}
+        lines = {first.brief: own, "worst head": worst, "median head": median}
+        curves = tuple(
+            Curve(
+                label=label, role="floor" if label == "median head" else "kernel",
+                points=tuple(
+                    Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
+                    for step, x in line.items()
+                ),
+            )
+            for label, line in lines.items() if line and (label != "worst head" or line != own)
+        )  # fmt: skip
         if len(worst) > 1:
             figure = Figure(
-                title=metric.title, metric=str(name), y_title=metric.y_title,
-                y_scale="linear", curves=curves,
+                title=title, metric=metric, y_title=y_title, y_scale="linear",
+                curves=curves,
             )  # fmt: skip
             drawn.append(figure)
     return tuple(drawn)
-
-
-def _curve(label: str, values: pd.Series) -> Curve:
-    points = tuple(
-        Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
-        for step, x in zip(values.index, values, strict=True)
-    )
-    role = "floor" if label == "median head" else "kernel"
-    return Curve.model_validate({"label": label, "role": role, "points": points})
