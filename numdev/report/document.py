@@ -108,12 +108,6 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Code:
-    text: str
-    only: tuple[Medium, ...] = PAGE
-
-
-@dataclass(frozen=True)
 class Fold:
     """Blocks behind a line that opens them; only a page has it."""
 
@@ -123,7 +117,7 @@ class Fold:
     only: tuple[Medium, ...] = PAGE
 
 
-Node = Heading | Paragraph | Bullets | Table | Figures | Code | Fold
+Node = Heading | Paragraph | Bullets | Table | Figures | Fold
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""What is shown of each kind of report, as a document: one module a kind, with `title`, `line` and
-`blocks`. Here is what all have: the answer, the findings, and where the numbers come from."""
+"""What is shown of each kind of report, as a document: one module a kind, with `blocks`. Here is
+what all have: the title, the answer, the findings, and where the numbers come from."""
 
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,16 @@ def document_of(report: Report, directory: Path | None = None) -> doc.Document:
     """The report as a document; reproducers are looked for under `directory`."""
     view: Any = importlib.import_module(f"numdev.report.views.{report.kind}")
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
+    target = report.request.get("target") or report.provenance.command
     accused = [f.sentence for f in report.findings if f.metric == "suspicion"]
     leading = [doc.Item("", lead=sentence, style="bad") for sentence in accused]
-    listed = findings(report.findings, directory)
+    findings = tuple(_findings(report.findings, directory))
     return doc.Document(
-        view.title(report),
+        str(report.request.get("title") or f"{report.kind.capitalize()}: {target}"),
         (
             doc.Bullets((*leading, *map(doc.headed, summary.answer)), "answer"),
-            doc.Paragraph(view.line(report), "soft", doc.TEXT),
-            *((doc.Heading("Findings", doc.TEXT), listed) if listed.items else ()),
+            *((doc.Heading("Findings", doc.TEXT),) if findings else ()),
+            doc.Bullets(findings, "findings"),
             *doc.notes(getattr(report, "tested", ())),
             *view.blocks(report),
             *_origin(report),
@@ -42,17 +42,15 @@ def document_of(report: Report, directory: Path | None = None) -> doc.Document:
     )
 
 
-def findings(found: tuple[Finding, ...], directory: Path | None = None) -> doc.Bullets:
-    """Findings as a list; one that computes a different function leads the answer, and is repeated
+def _findings(findings: tuple[Finding, ...], directory: Path | None) -> Iterator[doc.Item]:
+    """Findings as lines; one that computes a different function leads the answer, and is repeated
     only for its reproducer."""
-    items = []
-    for finding in found:
+    for finding in findings:
         script = _script(finding, directory)
         if finding.metric != "suspicion" or script:
             name, style = SEVERITIES[finding.severity]
             lead = f"{name} ({finding.rule}):" if name else ""
-            items.append(doc.Item(finding.sentence, lead=lead, style=style, script=script))
-    return doc.Bullets(tuple(items), "findings")
+            yield doc.Item(finding.sentence, lead=lead, style=style, script=script)
 
 
 def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
@@ -68,40 +66,26 @@ def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
 
 def _origin(report: Report) -> Iterator[doc.Node]:
     """Where the numbers come from: a table on the page, a line or two in the terminal."""
-    system, source = report.provenance.system, report.provenance.source
+    origin, system, source = report.provenance, report.provenance.system, report.provenance.source
     packages = system.get("packages")
     packages = packages if isinstance(packages, dict) else {}
     where = f"{system.get('cpu')} ({system.get('cpu_capability')})"
-    what = source.get("checkpoint") or source.get("tensors") or source.get("config")
     pairs = {
-        "command": report.provenance.command,
-        "made": report.provenance.created,
-        "source": what,
-        "SHA-256": source.get("sha256"),
-        "read": source.get("prompt"),
-        "captured from": source.get("captured_from"),
-        "pipeline": source.get("pipeline"),
-        "not audited": source.get("not_audited"),
+        "command": origin.command,
+        "made": origin.created,
+        **{k.replace("_", " "): v for k, v in source.items() if not isinstance(v, dict)},
         "GPU": system.get("gpu"),
         "CPU": where,
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
-        "numdev": report.provenance.numdev,
+        "numdev": origin.numdev,
         "time": seconds(report.timings),
     }
     yield doc.Heading("Where this comes from", doc.TEXT)
     columns = [doc.Column("", align="left")] * 2
     yield doc.table(columns, [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT)
-    request = json.dumps(report.request, indent=1, ensure_ascii=False)
-    yield doc.Fold("The request, complete", (doc.Code(request),), only=doc.PAGE)
-    read = [str(x) for x in (what, source.get("prompt"), source.get("captured_from")) if x]
+    read = map(source.get, ("checkpoint", "tensors", "config", "prompt", "captured_from"))
     line = (
-        f"{', '.join(read)}. torch {packages.get('torch', '?')} on {system.get('gpu') or where}. "
-        f"numdev {report.provenance.numdev}."
+        f"{', '.join(str(x) for x in read if x)}. torch {packages.get('torch', '?')} on "
+        f"{system.get('gpu') or where}. numdev {origin.numdev}."
     )
     yield from doc.notes((line, seconds(report.timings)), doc.TERMINAL)
-
-
-def target_of(report: Report) -> str:
-    """What the report is about, as the user called it."""
-    source = report.provenance.source
-    return str(report.request.get("target") or source.get("checkpoint") or source.get("config"))

@@ -24,15 +24,14 @@ from numdev.report import (
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floors, labelled
 from numdev.report.numbers import NONE, ratio, shade, short, si
-from numdev.report.views import target_of
 
 STANDARD = {"floor": "the exact result, rounded once", "baseline": "plain attention"}
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
-    "×floor: rms error over that of the exact result rounded once (the floor), median head and "
-    "worst head; darker from 1.25, 2, 4 and 16 on. ×baseline: over plain attention as model code "
-    "writes it. ×predicted: over what the roundings it claims to make predict, worst head. "
-    "biased: heads with a systematic error, of those judged."
+    "×floor: rms error, against fp64 on the same rounded inputs, over that of the exact result "
+    "rounded once (the floor), median head and worst head; darker from 1.25, 2, 4 and 16 on. "
+    "×baseline: over plain attention as model code writes it. ×predicted: over what the roundings "
+    "it claims to make predict, worst head. biased: heads with a systematic error, of those judged."
 )
 SAMPLED = (
     "Sampled: {} query rows of each head were measured, drawn over all positions. Averages and "
@@ -49,14 +48,6 @@ POSITIONS = (
     "what is predicted, or over the size of its terms where nothing is. The first bins hold 1, 1, "
     "2, 4, 8 rows and so on, the rest are even. Lines are medians over calls (a model's layers)."
 )
-
-
-def title(report: AuditReport) -> str:
-    return f"Audit: {target_of(report)}"
-
-
-def line(report: AuditReport) -> str:
-    return "Distance from the fp64 reference of the same rounded inputs."
 
 
 def blocks(report: AuditReport) -> Iterator[doc.Node]:

@@ -24,20 +24,15 @@ LEGEND = (
 )
 
 
-def title(report: BoundsReport) -> str:
-    return f"Bounds: {report.request.get('target')}"
-
-
-def line(report: BoundsReport) -> str:
+def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     same = " The golden run repeated gives the same bits." if report.summary.deterministic else ""
-    return (
+    yield doc.Paragraph(
         "How far weights end up from those of the golden run of the same seed: flash beside low "
         f"precision, another seed and null runs. Seeds: {len(report.summary.seeds)}; bands are "
-        f"95 % intervals over them.{same}"
+        f"95 % intervals over them.{same}",
+        "soft",
+        doc.TEXT,
     )
-
-
-def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     if axis := report.summary.axis:
         yield doc.Figures(report.figures, axis, "golden", PAGE)
     yield _table([c for c in report.comparisons if c.metric == "mean_abs" and c.ratio is not None])

@@ -22,14 +22,6 @@ LEGEND = (
 )
 
 
-def title(report: CompareReport) -> str:
-    return f"{report.request['a']} against {report.request['b']}"
-
-
-def line(report: CompareReport) -> str:
-    return f"Two audits of the same request. {LEGEND}"
-
-
 def blocks(report: CompareReport) -> Iterator[doc.Node]:
     yield _moves(report, SHOWN, doc.TERMINAL)
     yield _moves(report, ON_PAGE, doc.TEXT)
@@ -73,7 +65,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         ),
         title="What else is different",
     )
-    yield from doc.notes((LEGEND,), doc.TERMINAL)
+    yield from doc.notes((LEGEND,))
     yield doc.words(
         ("", "report", "made", "numdev", "command"),
         (

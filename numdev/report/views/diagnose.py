@@ -15,15 +15,6 @@ SHOWN = 10  # heads in the ranked table; all are behind a fold of the page
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
 
 
-def title(report: DiagnoseReport) -> str:
-    return f"Diagnosis: {report.request.get('target')}"
-
-
-def line(report: DiagnoseReport) -> str:
-    count = len(report.summary.ranking)
-    return f"{_attention(report)}: {count} heads, {len(report.checkpoints)} checkpoints, the last."
-
-
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     ranking = report.summary.ranking
     if ranking:
@@ -60,7 +51,9 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
             yield doc.Figures(report.figures, report.summary.axis, "")
         if count > SHOWN:
             yield doc.Fold(f"All {count} heads", (_ranked(report, count, ""),))
-    yield from doc.notes((f"{_attention(report)}, on the same inputs.",), doc.TERMINAL)
+    count = len(ranking)
+    what = f"{_attention(report)}: {count} heads, {len(report.checkpoints)} checkpoints, the last."
+    yield doc.Paragraph(what, "soft")
     if report.summary.notes:
         yield doc.Heading("Notes", doc.TEXT)
         yield doc.bullets(report.summary.notes)

@@ -8,22 +8,16 @@ from numdev.report import SweepReport
 from numdev.report import document as doc
 
 
-def title(report: SweepReport) -> str:
-    return report.request.get("title") or f"Sweep: {report.request.get('target')}"
-
-
-def line(report: SweepReport) -> str:
-    seeds = len(report.summary.seeds)
-    return (
-        f"Deviation from the fp64 reference of the same rounded inputs, by "
-        f"{report.summary.axis.title}: means over {seeds} seeds, with 95 % intervals from two on. "
-        "“floor” is the exact result rounded once: no kernel can be better everywhere. “input "
-        "rounding” is what the format costs before any kernel errs."
-    )
-
-
 def blocks(report: SweepReport) -> Iterator[doc.Node]:
     summary = report.summary
+    yield doc.Paragraph(
+        "Deviation from the fp64 reference of the same rounded inputs, by "
+        f"{summary.axis.title}: means over {len(summary.seeds)} seeds, with 95 % intervals from "
+        "two on. “floor” is the exact result rounded once: no kernel can be better everywhere. "
+        "“input rounding” is what the format costs before any kernel errs.",
+        "soft",
+        doc.TEXT,
+    )
     yield doc.Figures(report.figures, summary.axis, summary.baseline)
     means = f"Means over {len(summary.seeds)} seeds; intervals are in report.html."
     yield doc.Paragraph(means, "soft", doc.TERMINAL)

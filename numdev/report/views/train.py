@@ -5,27 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numdev.report import document as doc
-from numdev.report.document import PAGE, TERMINAL, TEXT
+from numdev.report.document import PAGE, TEXT
 from numdev.report.numbers import NONE
 from numdev.training.report import TrainReport
-
-PROXY = (
-    " Distances are from the weights of the golden run of the same seed at the same step. They "
-    "grow whatever the difference was, and then saturate: beside the nulls they say something, "
-    "alone nothing."
-)
-
-
-def title(report: TrainReport) -> str:
-    return report.request.get("title") or f"Training: {report.request.get('target')}"
-
-
-def line(report: TrainReport) -> str:
-    s, seeds = report.summary, ", ".join(map(str, report.summary.seeds))
-    return (
-        f"{s.model} of {s.parameters:,} parameters, {s.data}; {s.steps} steps, seeds {seeds}. "
-        "Lines are geometric means over seeds, bands reach from the smallest to the largest."
-    ) + PROXY
 
 
 def blocks(report: TrainReport) -> Iterator[doc.Node]:
@@ -47,4 +29,12 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
     if axis := report.summary.axis:
         yield doc.Heading("By step", PAGE)
         yield doc.Figures(report.figures, axis, golden)
-    yield doc.Paragraph(line(report).removesuffix(PROXY), "soft", TERMINAL)
+    s, seeds = report.summary, ", ".join(map(str, report.summary.seeds))
+    yield doc.Paragraph(
+        f"{s.model} of {s.parameters:,} parameters, {s.data}; {s.steps} steps, seeds {seeds}. "
+        "Lines are geometric means over seeds, bands reach from the smallest to the largest. "
+        "Distances are from the weights of the golden run of the same seed at the same step. They "
+        "grow whatever the difference was, and then saturate: beside the nulls they say something, "
+        "alone nothing.",
+        "soft",
+    )

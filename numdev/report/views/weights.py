@@ -23,14 +23,6 @@ LEGEND = (
 )
 
 
-def title(report: WeightsReport) -> str:
-    return f"Weights against {report.sources[0].name}"
-
-
-def line(report: WeightsReport) -> str:
-    return f"Tensor by tensor, in fp64 arithmetic on the stored values. {LEGEND}"
-
-
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     for pair in report.totals:
         groups = [g for g in report.groups if g.of == pair.of]
@@ -49,7 +41,8 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         title="What could not be compared, or needs a word",
         only=TEXT,
     )
-    yield from doc.notes((LEGEND, *report.summary.notes), TERMINAL)
+    yield from doc.notes((LEGEND,))
+    yield from doc.notes(report.summary.notes, TERMINAL)
     yield doc.words(
         ("weights", "tensors", "elements", "files", "taken off all names", "SHA-256"),
         (
