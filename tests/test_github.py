@@ -23,7 +23,7 @@ from numdev.gate.verdict import Judgement
 from numdev.report import DeviationRow, Finding, Places, write
 from numdev.report.foreign import plain
 from numdev.report.renderers.ci import commands
-from numdev.report.renderers.markdown import text_of
+from numdev.report.renderers.markdown import page
 from numdev.report.views.gate import document, problems_of
 
 # --- names that try to be more, and judgements about them ----------------------------------------
@@ -178,7 +178,7 @@ LINKED = re.compile(r"[A-Za-z]://|www\.|@\w|:\w+:|(?<!\\)\$", re.IGNORECASE)
 
 
 def summary(found: list[DeviationRow]) -> str:
-    return text_of(document(*judged(found), Places(found)), level=3)
+    return page(document(*judged(found), Places(found)), level=3)
 
 
 def test_a_summary_is_never_too_long() -> None:

@@ -286,13 +286,13 @@ def grid_in(medium: str, kind: Any) -> list[list[str]]:
     """The words of the grid's lines as a medium prints them."""
     document = Document("d", (replace(GRID, kind=kind),))
     if medium == "html":
-        rows = re.findall("<tr.*?</tr>", html.text_of(document))
+        rows = re.findall("<tr.*?</tr>", html.page(document))
         return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
     if medium == "markdown":
-        lines = [line for line in markdown.text_of(document).splitlines() if "|" in line]
+        lines = [line for line in markdown.page(document).splitlines() if "|" in line]
         return [line.strip("| ").split(" | ") for line in (lines[0], *lines[2:])]
     file = io.StringIO()
-    terminal.print_document(document, Console(file=file, width=80))
+    terminal.show(document, Console(file=file, width=80))
     return [line.split() for line in file.getvalue().splitlines() if len(line.split()) == 7]
 
 
@@ -309,8 +309,8 @@ def test_a_node_is_shown_where_it_belongs() -> None:
     """Every table's title of a real report is on the page; a table for the page alone is in no
     other medium."""
     document = document_of(audit())
-    page = html.text_of(document)
+    page = html.page(document)
     assert all(t.title in page for t in tables(document.shown_in("html")))
     only = Document("d", (Table((Column("a"),), (Row((Cell("secret"),)),), only=("html",)),))
-    assert "secret" in html.text_of(only)
-    assert "secret" not in markdown.text_of(only)
+    assert "secret" in html.page(only)
+    assert "secret" not in markdown.page(only)

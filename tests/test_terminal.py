@@ -27,7 +27,7 @@ from numdev.report.views.gate import document
 def shown(document: Document, width: int = 80) -> str:
     """What is printed on a terminal of that width."""
     file = io.StringIO()
-    terminal.print_document(document, Console(file=file, width=width))
+    terminal.show(document, Console(file=file, width=width))
     return file.getvalue()
 
 

@@ -71,9 +71,7 @@ def gate(
     from numdev.gate.judging import judge_report
     from numdev.gate.rules import default_rules, read_rules
     from numdev.report import Places
-    from numdev.report.renderers import ci
-    from numdev.report.renderers.markdown import text_of
-    from numdev.report.renderers.terminal import print_document
+    from numdev.report.renderers import ci, markdown, terminal
     from numdev.report.views.gate import document
 
     chosen = read_rules(rules) if rules else default_rules()
@@ -92,13 +90,13 @@ def gate(
         word = secrets.token_hex(16)
         if github:
             click.echo(f"::stop-commands::{word}")
-        print_document(page)
+        terminal.show(page)
         if github:
             click.echo(f"::{word}::")
     # Afterwards, so that a file that cannot be written hides no verdict.
     if junit:
         _write(junit, ci.junit(judged, findings))
-    words = text_of(page, level=3)
+    words = markdown.page(page, level=3)
     if summary:
         _write(summary, words)
     if github:

@@ -50,7 +50,7 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(table, default=str))
     else:
-        terminal.print_document(views.table(table, system.gpu or system.cpu))
+        terminal.show(views.table(table, system.gpu or system.cpu))
 
 
 def _check(kernel: Kernel, system: System, *, as_json: bool) -> int:

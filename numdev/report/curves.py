@@ -1,6 +1,6 @@
 """From the rows of a sweep to its cells, curves and sentences.
 
-In each cell, for one kernel in one format, heads are pooled within a seed (POOLED says how), and
+In each cell, for one kernel in one format, heads are pooled within a seed (METRICS says how), and
 then the seeds give a mean and its 95 % interval from Student's t-distribution: heads of one seed
 are no further observations. A ratio to the baseline is taken seed by seed, on the same inputs, and
 the ratios' geometric mean is shown. Curves run along one axis; other axes make figures of their
@@ -25,32 +25,27 @@ from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
 from numdev.report.numbers import si, times
 
-MEDIAN = (
-    *("row_rel", "rel", "floor_ratio", "baseline_ratio", "expected_ratio"),
-    *("flash_vs_precision", "flash_vs_low_precision", "bias", "bias_sign", "noise"),
-)
-POOLED = {
-    **dict.fromkeys(("max_abs", "max_ulp", "worst_row"), "max"),
-    "mean_abs": "mean",
-    **dict.fromkeys(("rms", "precision_rms", "from_baseline_rms", "low_precision_rms"), "rms"),
-    **dict.fromkeys(MEDIAN, "median"),
-    "nonfinite": "sum",
+METRICS = {
+    "max_abs": ("max", "max error"),
+    "max_ulp": ("max", "max error in ulps"),
+    "worst_row": ("max", "error of the worst row"),
+    "mean_abs": ("mean", "mean error"),
+    "rms": ("rms", "rms error"),
+    "precision_rms": ("rms", "rms of input rounding"),
+    "from_baseline_rms": ("rms", "rms from the baseline"),
+    "low_precision_rms": ("rms", "rms of the baseline from float32"),
+    "row_rel": ("median", "relative error of a row"),
+    "rel": ("median", "relative error"),
+    "floor_ratio": ("median", "rms error over the floor's"),
+    "baseline_ratio": ("median", "rms error over the baseline's"),
+    "expected_ratio": ("median", "error over the expected"),
+    **{name: ("median", name) for name in ("flash_vs_precision", "flash_vs_low_precision")},
+    **{name: ("median", name) for name in ("bias", "bias_sign", "noise")},
+    "nonfinite": ("sum", "elements not finite"),
 }
-"""What can be drawn, and how it is pooled over heads; a mean and an rms are over elements."""
+"""What can be drawn, how it is pooled over heads (a mean and an rms over elements), in words."""
 IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "floor_ratio", "nonfinite")
 """Metrics every report of a sweep gives for each cell, whatever is drawn."""
-WORDS = {
-    "max_abs": "max error",
-    "mean_abs": "mean error",
-    "rms": "rms error",
-    "row_rel": "relative error of a row",
-    "rel": "relative error",
-    "max_ulp": "max error in ulps",
-    "floor_ratio": "rms error over the floor's",
-    "baseline_ratio": "rms error over the baseline's",
-    "expected_ratio": "error over the expected",
-    "nonfinite": "elements not finite",
-}
 SENTENCES = 12  # more are not read; the other curves are in the figures
 CELL = ["case", "role", "kernel", "chosen", "format"]
 Place = tuple[tuple[str, str], ...]
@@ -60,16 +55,11 @@ Lines = dict[tuple[str, Place, str], dict[str | None, CellRow]]
 the value of a cell that the axis does not move."""
 
 
-def words(name: str) -> str:
-    """What a metric is called."""
-    return WORDS.get(name, name.replace("_", " "))
-
-
 def check_metrics(names: Iterable[str], where: str) -> None:
     """Raises UsageError for a metric that cannot be drawn, naming the closest."""
     for name in names:
-        if name not in POOLED:
-            raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, POOLED))
+        if name not in METRICS:
+            raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, METRICS))
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -121,7 +111,7 @@ def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFram
     groups = table.groupby(keys, sort=False, dropna=False)
     pooled = groups.agg(limited=("limited", "any"), options=("options", "first"))
     for metric in metrics:
-        how, values = POOLED[metric], table[metric].astype(float)
+        how, values = METRICS[metric][0], table[metric].astype(float)
         if how in ("mean", "rms"):
             power, elements = 1 if how == "mean" else 2, table["elements"].astype(float)
             weights = elements.where(values.notna())
@@ -255,7 +245,7 @@ def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
             drawn.setdefault((metric, place), []).append(curve)
     order = sorted(drawn, key=lambda key: grid.request.y.index(key[0]))
     for metric, place in order:
-        curves, what = drawn[metric, place], words(metric)
+        curves, what = drawn[metric, place], METRICS[metric][1]
         means = [p.mean for curve in curves for p in curve.points]
         positive = [mean for mean in means if mean > 0]
         wide = positive and min(means) >= 0 and max(positive) / min(positive) >= 4
@@ -289,7 +279,7 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
             ends.sort(key=lambda end: end[0])
         ends = [*ends[:1], *ends[1:][-1:]]
         said = " to ".join(si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends)
-        said = f"{label}{_words_of(place)}: {words(metric)} {said or 'not measured'}"
+        said = f"{label}{_words_of(place)}: {METRICS[metric][1]} {said or 'not measured'}"
         for _, _, cell in ends[-1:] if label != baseline else ():
             if cell.ratio is not None:
                 said += f"; over {baseline} {times(cell.ratio)} x"

@@ -7,9 +7,11 @@ the others by colour, marker and dash, so that colour alone carries nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
@@ -31,28 +33,81 @@ MARKERS = (
 )
 
 Pair = tuple[float, float]
-Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values to pixels, from `start` to `end`; beyond `low` and `high`, to the edge. Both are
+    logarithms where the scale is logarithmic."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        at = value if not self.log else math.log10(value) if value > 0 else -math.inf
+        share = min(max((at - self.low) / (self.high - self.low), 0.0), 1.0)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[float]:
+        """Powers of ten, with 2 and 5 between where they are few; on a linear axis, and where a
+        logarithmic one holds fewer than three of these, round numbers in equal steps."""
+        low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
+        if self.log:
+            decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+            steps = (1, 2, 5) if len(decades) < 6 else (1,)
+            ticks = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
+            if len(ticks) >= 3:
+                return ticks[:: 1 + len(decades) // 8]
+        fifth = (high - low) / 5 * (1 - 1e-9)
+        power = 10.0 ** math.floor(math.log10(fifth))
+        step = next(s * power for s in (1, 2, 5, 10) if s * power >= fifth)
+        return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _scale(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Scale:
+    """From the least to the largest, with a share of the range as air at both ends."""
+    places = [math.log10(v) if log else v for v in values]
+    low, high = min(places), max(places)
+    air = max(share * (high - low), 0.02 * log) or 0.5
+    return Scale(low - air, high + air, *pixels, log)
+
+
+def _y_scale(figures: Sequence[Figure]) -> Scale:
+    """The range of all that is drawn; with zero in it where the scale is linear."""
+    points = [p for f in figures for c in f.curves for p in c.points]
+    ends = [v for p in points for v in (p.mean, p.low, p.high) if v is not None]
+    ends += [1.0] if figures[0].relative else []
+    means = [p.mean for p in points if p.mean > 0]
+    log = any(f.y_scale == "log" for f in figures) and bool(means)
+    if log:
+        # An interval that reaches down to zero, or that two seeds make endless, must not stretch
+        # the axis until nothing is to be seen.
+        ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
+    else:
+        ends += [0.0] if any(ends) else [0.0, 1.0]
+    return _scale(ends, (BOTTOM, TOP), log, 0.06)
 
 
 def svg(figure: Figure, of: Figures) -> Markup:
     """One of these figures."""
     axis, categories = of.axis, of.axis.scale == "category"
     kind = (figure.metric, figure.relative)
-    alike = [f for f in of.figures if (f.metric, f.relative) == kind]
-    points = [p for f in alike for c in f.curves for p in c.points]
-    log = any(f.y_scale == "log" for f in alike) and any(p.mean > 0 for p in points)
-    limits = _y_limits(points, log, figure.relative)
-    x, y = _x_scale(axis), _scale(limits, (BOTTOM, TOP), log)
+    y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind])
+    air = 0.5 / max(1, len(axis.ticks) - 1) if categories else 0.04
+    x = _scale((tick.x for tick in axis.ticks), (LEFT, RIGHT), axis.scale == "log", air)
     root = ET.Element("svg", {"role": "img", "aria-label": plain(figure.title)})
-    below = _axes(root, axis, figure.y_title, x, y, _y_ticks(limits, log))
-    if figure.relative and limits[0] <= 1 <= limits[1]:
+    below = _axes(root, axis, figure.y_title, x, y)
+    if figure.relative and TOP < y(1.0) < BOTTOM:
         _path(root, "one", [(LEFT, y(1.0)), (RIGHT, y(1.0))])
     styles, ends = _styles(of), []
     step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / max(1, len(figure.curves)))
     for i, curve in enumerate(figure.curves):
         style, marker = styles[curve.label]
         group = ET.SubElement(root, "g", {"class": style})
-        drawn = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
+        drawn = [p for p in curve.points if p.mean > 0 or not y.log]
         # Points of a category stand beside each other.
         shift = (i - (len(figure.curves) - 1) / 2) * step if categories else 0.0
         level = any(p.x is None for p in drawn)
@@ -71,85 +126,20 @@ def svg(figure: Figure, of: Figures) -> Markup:
 def _styles(of: Figures) -> dict[str, tuple[str, int]]:
     """Label to its class and marker: the standard roles their own, kernels a colour each."""
     styles: dict[str, tuple[str, int]] = {}
-    kernels = 0
+    colours = itertools.count()
     for label, role in {c.label: c.role for f in of.figures for c in f.curves}.items():
         if label == of.baseline or role in ("floor", "precision"):
             styles[label] = (role, 3 if role == "precision" else 0)
         else:
-            dashes, marker = divmod(kernels, len(MARKERS))
-            styles[label] = (f"c{kernels % COLOURS}{' dashed' * (dashes % 2)}", marker)
-            kernels += 1
+            dashes, marker = divmod(i := next(colours), len(MARKERS))
+            styles[label] = (f"c{i % COLOURS}{' dashed' * (dashes % 2)}", marker)
     return styles
 
 
-# --- scales and axes -----------------------------------------------------------------------------
-
-
-def _widened(low: float, high: float, share: float, log: bool) -> Pair:
-    """With air at both ends, a share of the range."""
-    if log:
-        factor = max(1.05, (high / low) ** share)
-        return low / factor, high * factor
-    air = share * (high - low) or 0.5
-    return low - air, high + air
-
-
-def _scale(limits: Pair, pixels: Pair, log: bool) -> Scale:
-    """Values to pixels; beyond the limits, to the edge."""
-    of: Scale = (lambda v: math.log(max(v, limits[0]))) if log else float
-    low, high = map(of, limits)
-
-    def place(value: float) -> float:
-        share = min(max((of(value) - low) / (high - low), 0.0), 1.0)
-        return round(pixels[0] + share * (pixels[1] - pixels[0]), 1)
-
-    return place
-
-
-def _x_scale(axis: Axis) -> Scale:
-    places, log = [tick.x for tick in axis.ticks], axis.scale == "log"
-    limits = _widened(min(places), max(places), 0.04, log)
-    if axis.scale == "category":
-        limits = (min(places) - 0.5, max(places) + 0.5)
-    return _scale(limits, (LEFT, RIGHT), log)
-
-
-def _y_limits(points: Sequence[Point], log: bool, relative: bool) -> Pair:
-    """The range of all that is drawn; with zero in it where the scale is linear."""
-    ends = [v for p in points for v in (p.mean, p.low, p.high) if v is not None]
-    ends += [1.0] if relative else []
-    if log:
-        means = [p.mean for p in points if p.mean > 0]
-        # An interval that reaches down to zero, or that two seeds make endless, must not stretch
-        # the axis until nothing is to be seen.
-        ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
-    else:
-        ends += [0.0] if any(ends) else [0.0, 1.0]
-    return _widened(min(ends), max(ends), 0.06, log)
-
-
-def _y_ticks(limits: Pair, log: bool) -> list[float]:
-    """Powers of ten, with 2 and 5 between where they are few; on a linear axis, and where a
-    logarithmic one holds fewer than three of these, round numbers in equal steps."""
-    low, high = limits
-    if log:
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        steps = (1, 2, 5) if len(decades) < 6 else (1,)
-        ticks = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
-        if len(ticks) >= 3:
-            return ticks[:: 1 + len(decades) // 8]
-    fifth = (high - low) / 5 * (1 - 1e-9)
-    power = 10.0 ** math.floor(math.log10(fifth))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= fifth)
-    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _axes(
-    root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale, y_ticks: Iterable[float]
-) -> float:
+def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> float:
     """The frame, its ticks and titles; returns where the drawing ends below. A label that would run
     into the one before it is left out."""
-    for v in y_ticks:
+    for v in y.ticks():
         _path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
         _text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
     _path(root, "grid", [(LEFT, BOTTOM), (RIGHT, BOTTOM)])

@@ -7,11 +7,10 @@ escapes everything, and the drawings are built of elements.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from numdev.report import Report, replacing
@@ -29,18 +28,8 @@ def write(report: Report, directory: Path) -> None:
         file.write(page(report, directory))
 
 
-def page(report: Report, directory: Path | None = None) -> str:
-    """The report as an HTML page, with its reproducers, which are looked for under `directory`."""
-    return text_of(document_of(report, directory))
-
-
-def text_of(document: doc.Document) -> str:
-    """The document as an HTML page."""
-    return _template().render(document=document)
-
-
-@lru_cache(maxsize=1)
-def _template() -> Template:
+def page(report: Report | doc.Document, directory: Path | None = None) -> str:
+    """A report, whose reproducers are looked for under `directory`, or a document."""
     environment = Environment(
         loader=PackageLoader("numdev.report.renderers"),
         autoescape=True,
@@ -50,7 +39,8 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {"svg": chart.svg, "numbers": doc.table_of, "prose": _prose}
-    return environment.get_template("page.html.j2")
+    document = document_of(report, directory)
+    return environment.get_template("page.html.j2").render(document=document)
 
 
 def _visible(value: Any) -> Any:

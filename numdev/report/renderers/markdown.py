@@ -21,13 +21,9 @@ _LATER = re.compile(r"@|:(?=[\w+-]+:)")
 are gone, but not across the place of a comment."""
 
 
-def page(report: Report) -> str:
-    """A report as Markdown."""
-    return text_of(document_of(report))
-
-
-def text_of(document: doc.Document, level: int = 1) -> str:
-    """A document, its title a heading of this level; ends with a newline."""
+def page(report: Report | doc.Document, level: int = 1) -> str:
+    """A report or a document, its title a heading of this level; ends with a newline."""
+    document = document_of(report)
     lines = [f"{'#' * level} {escaped(document.title)}"]
     for node in document.shown_in("markdown"):
         lines += ["", *_lines(node, f"{'#' * (level + 1)} ")]

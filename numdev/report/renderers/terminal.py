@@ -29,15 +29,10 @@ NUMBER = 9  # characters that a column of a series takes
 MAP = 5  # characters that a column of a map takes
 
 
-def show(report: Report, console: Console | None = None) -> None:
-    """Print a report of any kind."""
-    print_document(document_of(report), console)
-
-
-def print_document(document: doc.Document, console: Console | None = None) -> None:
-    """Print what a document has for the terminal."""
+def show(report: Report | doc.Document, console: Console | None = None) -> None:
+    """Print what a report or a document has for the terminal."""
     out = console or Console()
-    for i, node in enumerate(document.shown_in("terminal")):
+    for i, node in enumerate(document_of(report).shown_in("terminal")):
         match node:
             case doc.Heading():
                 out.print()

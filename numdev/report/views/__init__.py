@@ -21,8 +21,10 @@ SEVERITIES: dict[str, tuple[str, doc.Style]] = {
 }
 
 
-def document_of(report: Report, directory: Path | None = None) -> doc.Document:
+def document_of(report: Report | doc.Document, directory: Path | None = None) -> doc.Document:
     """The report as a document; reproducers are looked for under `directory`."""
+    if isinstance(report, doc.Document):
+        return report
     view: Any = importlib.import_module(f"numdev.report.views.{report.kind}")
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
     target = report.request.get("target") or report.provenance.command
