@@ -1,18 +1,17 @@
-"""Sets of weights compared, shown: all weights together, by kind of parameter, by layer, and the
-tensors that moved most beside a cast."""
+"""Sets of weights compared, shown: by kind of parameter, and the tensors that moved most beside a
+cast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from numdev.report import document as doc
-from numdev.report.document import TERMINAL, TEXT, Cell, Column
+from numdev.report.document import TEXT, Cell, Column
 from numdev.report.numbers import NONE, si, times
 from numdev.training.weights.report import GroupRow, TensorRow, WeightsReport
 
 SHOWN = 8
-"""Tensors of a pair in the terminal; rows.csv has all."""
+"""Tensors of a pair; rows.csv has all."""
 ON_PAGE = 500
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 LEGEND = (
@@ -25,16 +24,13 @@ LEGEND = (
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     for pair in report.totals:
-        groups = [g for g in report.groups if g.of == pair.of]
-        kinds, layers = ([g for g in groups if (g.group == "layer") == x] for x in (False, True))
-        tensors = leading(report, pair)
+        groups = [
+            (Cell(g.name, after=f"({g.tensors})"), g) for g in report.groups if g.of == pair.of
+        ]
+        yield _table("kind", groups, f"{pair.of} against {pair.against}")
         first = f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
-        yield _table("kind of parameter", kinds, title=f"{pair.of} against {pair.against}")
-        for name, rows in (("layer", layers), (first, tensors[:ON_PAGE])):
-            if rows:
-                yield doc.Fold(f"By {name}", (_table(name, rows),), open=True)
-        moved = [row for row in tensors if row.equal != 1]
-        yield _table(first, moved[:SHOWN], only=TERMINAL)
+        moved = [(_name(row), row) for row in leading(report, pair) if row.equal != 1]
+        yield _table(first, moved[:SHOWN], "")
     yield doc.words(
         ("weights", "tensor", "", ""),
         ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks[:ON_PAGE]),
@@ -42,17 +38,6 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         only=TEXT,
     )
     yield from doc.notes((LEGEND,))
-    yield from doc.notes(report.summary.notes, TERMINAL)
-    yield doc.words(
-        ("weights", "tensors", "elements", "files", "taken off all names", "SHA-256"),
-        (
-            (s.name, str(s.tensors), str(s.elements), str(len(s.files)), s.prefix_removed or NONE,
-             s.sha256)
-            for s in report.sources
-        ),
-        title="The sets",
-        only=TEXT,
-    )  # fmt: skip
 
 
 def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
@@ -66,32 +51,22 @@ def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
     return sorted((r for r in report.rows if r.of == pair.of), key=moved, reverse=True)
 
 
-def _table(first: str, rows: Sequence[GroupRow | TensorRow], **more: Any) -> doc.Table:
-    """Rows of tensors or of groups; a narrow terminal has room for the first columns alone."""
-    names = ["mean", "max", "rel", "W1", *(f"×{name}" for name in FORMATS.values())]
-    beside = ["cosine", "equal", *(f"{name} cast" for name in FORMATS.values()), "NaN/inf"]
-    columns = [Column(first, align="left"), *map(Column, names)]
-    columns += [Column(name, width=140) for name in beside]
-    return doc.table(columns, ([_name(row), *_numbers(row)] for row in rows), **more)
-
-
-def _name(row: GroupRow | TensorRow) -> Cell:
-    if isinstance(row, GroupRow):
-        style: doc.Style = "strong" if row.group == "all" else ""
-        return Cell(row.name, style=style, after=f"({row.tensors})")
-    shape = " × ".join(map(str, row.shape))
+def _name(row: TensorRow) -> Cell:
     stored = " / ".join(dict.fromkeys((row.stored_of, row.stored_against)))
-    return Cell(row.tensor, after=f"{shape} {stored}")
+    return Cell(row.tensor, after=f"{' × '.join(map(str, row.shape))} {stored}")
 
 
-def _numbers(row: GroupRow | TensorRow) -> list[str]:
-    w1 = si(row.mean_w1 if isinstance(row, GroupRow) else row.w1)
-    return [
-        *(si(x) for x in (row.mean_abs, row.max_abs, row.rel)),
-        w1,
-        *(times(row.times(name)) for name in FORMATS),
-        NONE if row.cosine is None else f"{row.cosine:.6g}",
-        NONE if row.equal is None else f"{100 * row.equal:.1f} %",
-        *(si(getattr(row, f"{name}_mean_abs")) for name in FORMATS),
-        str(row.nonfinite_of + row.nonfinite_against or ""),
-    ]
+def _table(first: str, rows: Sequence[tuple[Cell, GroupRow | TensorRow]], title: str) -> doc.Table:
+    casts = [f"×{name}" for name in FORMATS.values()]
+    columns = [Column(first, align="left"), *map(Column, ("mean", "max", "rel", "W1", casts[0]))]
+    columns += [Column(name, width=110) for name in (*casts[1:], "NaN/inf")]
+    cells: Iterator[tuple[str | Cell, ...]] = (
+        (
+            name,
+            *(si(x) for x in (row.mean_abs, row.max_abs, row.rel, row.w1)),
+            *(times(row.times(name)) for name in FORMATS),
+            str(row.nonfinite_of + row.nonfinite_against or ""),
+        )
+        for name, row in rows
+    )
+    return doc.table(columns, cells, title=title)

@@ -46,7 +46,6 @@ class Weights:
     tied: dict[str, str] = field(default_factory=dict)
     """Names in a pickle that share the storage of another, which is the one in `tensors`."""
     damage: list[str] = field(default_factory=list)  # why files cannot be read
-    prefix: str = ""  # what was taken off all names
 
     def find(self, name: str) -> Stored | None:
         """The tensor of this name, by whichever of its names it is listed."""
@@ -141,10 +140,9 @@ def _mapped(file: Path, name: str) -> Tensor:
 def _without_prefix(weights: Weights) -> Weights:
     """The same under names without the prefixes that all have."""
     names = [*weights.tensors, *weights.tied]
-    n = len(prefix := storage.common_prefix(names) if names else "")
+    n = len(storage.common_prefix(names)) if names else 0
     return replace(
         weights,
         tensors={name[n:]: x for name, x in weights.tensors.items()},
         tied={name[n:]: other[n:] for name, other in weights.tied.items()},
-        prefix=prefix,
     )

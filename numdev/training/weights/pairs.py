@@ -20,11 +20,10 @@ from numdev.metrics.paired import paired
 from numdev.metrics.weights import WEIGHTS_AT_ONCE, weight_row
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
-METRICS = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
 BEYOND = "is beyond what float64 holds"
 Sums = Mapping[str, Any]
-"""What adds up over elements: counts, sums, sums of squares, and `largest`, a maximum. `w1` and
-`spread` are times the elements."""
+"""What adds up over elements: counts, sums, sums of squares, and `largest`, a maximum. `w1` is
+times the elements."""
 
 
 def unfit(x: Tensor) -> str | None:
@@ -48,17 +47,16 @@ def name_of(x: Tensor) -> str:
 
 def cast_costs(x: Tensor) -> dict[str, float]:
     """What a cast to each of CASTS changes in a tensor that is not `unfit`: the sum over the
-    elements that the format holds, and how many it does and does not hold."""
+    elements that the format holds, and how many these are."""
     sums: dict[str, float] = {}
     for name in CASTS:
         row = weight_row("", _readable(x), FORMATS[name])
-        held = row.elements - row.nonfinite
-        sums |= {f"{name}_elements": held, f"{name}_nonfinite": row.nonfinite}
+        held = sums[f"{name}_elements"] = row.elements - row.nonfinite
         sums[f"{name}_change"] = (row.mean_abs or 0.0) * held
     return sums
 
 
-def compare(of: Tensor, against: Tensor, casts: Mapping[str, float] | None = None) -> Sums:
+def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
     """Two tensors of one shape on one device, neither `unfit`; `casts` are those of `against`.
     Elements that are NaN or infinite in either are counted, and left out of all sums."""
     elements = against.numel()
@@ -68,14 +66,14 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float] | None = Non
         both = a.isfinite() & b.isfinite()
         a, b = a[both], b[both]
     apart, n = paired(a, b), a.numel()
-    size_a, size_b = _norm(a), _norm(b)
+    size_b = _norm(b)
 
     def total(mean: float | None, times: int) -> float:
         """A mean is None only where it is beyond float64, or there is no element."""
         return times * (math.inf if mean is None else mean) if n else 0.0
 
     # What is relative to a tensor of zeros is None: the gap is then the other's norm.
-    gap = size_a if apart.rel is None else apart.rel * size_b
+    gap = _norm(a) if apart.rel is None else apart.rel * size_b
     return {
         "elements": elements,
         "nonfinite_of": lost[0],
@@ -84,13 +82,10 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float] | None = Non
         "largest": total(apart.max_abs, 1),
         "gap": total(apart.mean_abs, n),
         "gap_squares": gap**2,
-        "of_squares": size_a**2,
         "against_squares": size_b**2,
-        "products": (apart.cosine or 0.0) * size_a * size_b,
         "equal": n * (apart.equal or 0.0),
         "w1": total(apart.w1, n),
-        "spread": total(apart.spread, n),
-        **(casts or {}),
+        **casts,
     }
 
 
@@ -101,24 +96,19 @@ def pooled(parts: Sequence[Sums]) -> Sums:
 
 
 def numbers(sums: Sums) -> dict[str, Any]:
-    """The fields of a row: counts, METRICS, `w1_rel` and those of casts, with the reasons for what
-    is None in `nulls`: no element, a zero to divide by, or a value that float64 cannot hold."""
+    """The fields of a row, with the reasons for what is None in `nulls`: no element, a zero to
+    divide by, or a value that float64 cannot hold."""
     n = sums["compared"]
-    gap, of, against = (math.sqrt(sums[f"{x}_squares"]) for x in ("gap", "of", "against"))
+    against = math.sqrt(sums["against_squares"])
     parts = {  # numerator, denominator, and why the latter may be 0
         "max_abs": (sums["largest"], 1, ""),
         "mean_abs": (sums["gap"], n, ""),
-        "rel": (gap, against, "against is 0 everywhere"),
-        "cosine": (sums["products"], of * against, "of or against is 0 everywhere"),
+        "rel": (math.sqrt(sums["gap_squares"]), against, "against is 0 everywhere"),
         "equal": (sums["equal"], n, ""),
         "w1": (sums["w1"], n, ""),
-        "spread": (sums["spread"], n, ""),
-        "w1_rel": (sums["w1"], sums["spread"], "all elements of against are equal"),
     }
-    casts = [name for name in CASTS if f"{name}_change" in sums]
-    for name in casts:
+    for name in CASTS:
         held, change = sums[f"{name}_elements"], sums[f"{name}_change"]
-        parts[f"{name}_mean_abs"] = (change, held, f"{name} holds no element")
         same = f"a cast to {name} changes nothing"
         parts[f"{name}_times"] = (sums["gap"] / max(n, 1), held and change / held, same)
     values: dict[str, float | None] = {}
@@ -128,7 +118,7 @@ def numbers(sums: Sums) -> dict[str, Any]:
         if values[name] is None:
             none = "no element is finite in both" if sums["elements"] else "holds no elements"
             nulls[name] = none if not n else BEYOND if by else zero
-    counts = ("elements", "nonfinite_of", "nonfinite_against", *(f"{c}_nonfinite" for c in casts))
+    counts = ("elements", "nonfinite_of", "nonfinite_against")
     return {**{name: sums[name] for name in counts}, **values, "nulls": nulls}
 
 

@@ -14,16 +14,16 @@ from pydantic import Field
 
 from numdev.report import Record, Report
 
+ALL = "all"
 Cast = Literal["bfloat16", "float16", "float8_e4m3fn"]
-Matter = Literal[
-    "damaged", "missing", "extra", "reshaped", "not finite", "empty", "not compared", "tied"
-]
+Matter = Literal["damaged", "not finite", "reshaped", "missing", "extra", "not compared"]
 
 
 class WeightNumbers(Record):
-    """What rows of one tensor and of several have in common. A cast is that of the tensor of
-    `against`, over the elements the format holds; its W1 is its mean change, since rounding keeps
-    the order; `times` is mean_abs over that."""
+    """What rows of one tensor and of several have in common. `w1` of several is the mean of the
+    tensors', by elements, never below W1 of all their values. `times` is mean_abs over what a cast
+    of the tensor of `against` changes, over the elements the format holds; W1 of a cast is that
+    too, since rounding keeps the order."""
 
     of: str
     against: str
@@ -33,16 +33,10 @@ class WeightNumbers(Record):
     max_abs: float | None
     mean_abs: float | None
     rel: float | None  # ||of - against|| / ||against||
-    cosine: float | None
+    w1: float | None  # blind to which value stands where
     equal: float | None  # the share of elements
-    bfloat16_mean_abs: float | None
-    bfloat16_nonfinite: int | None  # that the format cannot hold, or that were not finite
     bfloat16_times: float | None
-    float16_mean_abs: float | None
-    float16_nonfinite: int | None
     float16_times: float | None
-    float8_e4m3fn_mean_abs: float | None
-    float8_e4m3fn_nonfinite: int | None
     float8_e4m3fn_times: float | None
     nulls: dict[str, str] = Field(default_factory=dict)  # number to the reason it is null
 
@@ -56,27 +50,19 @@ class TensorRow(WeightNumbers):
     """One tensor."""
 
     tensor: str
-    layer: str | None
     kind: str
     shape: tuple[int, ...]
     stored_of: str
     stored_against: str
-    w1: float | None  # blind to which value stands where
-    spread: float | None  # the mean absolute deviation of `against` from its mean: W1's scale
-    w1_rel: float | None
 
 
 class GroupRow(WeightNumbers):
-    """Tensors together, every element counting alike."""
+    """Tensors together, every element counting alike: all, or those of one kind of parameter."""
 
-    group: Literal["all", "kind", "layer"]
     name: str
     tensors: int
     identical: int  # of them, equal in every element
     max_tensor: str | None
-    mean_w1: float | None  # of the tensors' W1, by elements: never below W1 of all their values
-    mean_spread: float | None
-    mean_w1_rel: float | None
     yardstick: Cast | None
     """The first cast coarser than what most tensors of `against` are stored in: a cast to what they
     are in changes nothing, to a finer format next to nothing."""
@@ -98,20 +84,15 @@ class SourceRecord(Record):
     """One set of weights."""
 
     name: str
-    files: tuple[str, ...]
     tensors: int
     elements: int
     sha256: str  # over the names and contents of the files that are there
-    prefix_removed: str = ""
-    tied: dict[str, str] = Field(default_factory=dict)
-    """Names that share the storage of another; it is compared once."""
 
 
 class WeightsSummary(Record):
     """What a reader wants first."""
 
     answer: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 class WeightsReport(Report):
@@ -119,7 +100,6 @@ class WeightsReport(Report):
 
     kind: Literal["weights"] = "weights"
     summary: WeightsSummary
-    tested: tuple[str, ...] = ()
     sources: Annotated[tuple[SourceRecord, ...], Field(min_length=1)]
     """The first is the one that all others are compared with."""
     rows: tuple[TensorRow, ...]
@@ -134,7 +114,7 @@ class WeightsReport(Report):
     @property
     def totals(self) -> tuple[GroupRow, ...]:
         """All compared tensors together, of each set beside the first."""
-        return tuple(g for g in self.groups if g.group == "all")
+        return tuple(g for g in self.groups if g.name == ALL)
 
     def tables(self) -> dict[str, Sequence[Record]]:
         return {"rows": self.rows, "groups": self.groups, "remarks": self.remarks}

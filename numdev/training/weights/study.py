@@ -7,10 +7,11 @@ is that of the largest tensor. What cannot be compared becomes a remark, and the
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -24,8 +25,8 @@ from numdev.sources.files import some
 from numdev.system import System
 from numdev.training.weights import pairs
 from numdev.training.weights.files import Stored, Weights, open_weights
-from numdev.training.weights.kinds import KINDS, kind_of, layer_of
 from numdev.training.weights.report import (
+    ALL,
     GroupRow,
     Matter,
     Remark,
@@ -35,18 +36,25 @@ from numdev.training.weights.report import (
     WeightsSummary,
 )
 
-HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight", "proj_out.weight")
-EMBEDDINGS = (
-    *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"),
-    *("tok_embeddings.weight", "shared.weight"),
-)
-"""Ends of the names of output heads, and of the embeddings that they are commonly tied to."""
+_LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
+_NORM = re.compile(r"norm|layrnorm|^ln(_|\d|$)|^bn\d*$", re.IGNORECASE)
+# By the habits of GPT-2, Llama, BERT, T5, ViT, CLIP, timm and `nn.Transformer`; the first fits.
+_KINDS = {
+    "head": r"lm_head|embed_out|classifier|score|qa_outputs|proj_out|head|head_dist|predictions",
+    "other": r"inv_freq|rotary\w*",
+    "embedding": r"\w*embed\w*|wte|wpe|tok_embd|pos_embd|cls_token|mask_token|dist_token|shared|"
+    r"relative_attention_bias|relative_position_bias_table",
+    "attention": r"\w*(?:attn|attention|mha)\w*",
+    "mlp": r"\w*mlp\w*|ffn?|feed_forward|feedforward|densereludense|\w*experts?|\w*moe|fc\d?|c_fc|"
+    r"w[123]|\w+_proj|linear[12]|lin[12]|intermediate|output\.dense|dense_\w+",
+}
+_RULES = {
+    kind: re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)", re.IGNORECASE)
+    for kind, pattern in _KINDS.items()
+}
+KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")  # in the order shown
 BLIND = 0.25
 """Below this share of the mean difference, W1 needs the word that it is blind to pairing."""
-SAID: tuple[Matter, ...] = (
-    *("damaged", "not finite", "reshaped", "missing", "extra", "not compared"),
-)
-ASIDES: tuple[Matter, ...] = ("tied", "empty")
 UNKNOWN = "{p.of} and {p.against}: the mean difference is not known ({null})."
 EQUAL = (
     "{p.of} equals {p.against}: every finite element of the {p.tensors} tensors compared "
@@ -61,7 +69,7 @@ BESIDE = (
     "{median} x what one cast to {p.yardstick} would have changed (median tensor), largest in "
     "{p.times_tensor} ({largest} x)."
 )
-BAGS = "W1 of {p.of}: {p.mean_w1:.1e}, {share:.2g} of the mean difference.{blind}"
+BAGS = "W1 of {p.of}: {p.w1:.1e}, {share:.2g} of the mean difference.{blind}"
 IS_BLIND = (
     " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and takes "
     "two seeds for one cast. The mean difference is what the weights differ by."
@@ -101,7 +109,6 @@ def weights(
                 of=other.name,
                 against=opened[0].name,
                 tensor=name,
-                layer=layer_of(name),
                 kind=kind_of(name),
                 shape=tuple(against.shape),
                 stored_of=pairs.name_of(of),
@@ -116,16 +123,21 @@ def weights(
         if not rows:
             said = [f"{r.source}: {r.tensor or ''} {r.words}" for r in both.remarks]
             raise MeasurementError(f"no tensor could be compared: {some(said)}")
-        sources = tuple(map(_record, opened))
+        sources = tuple(
+            SourceRecord(
+                name=source.name,
+                tensors=len(source.tensors),
+                elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
+                sha256=source.identity(),
+            )
+            for source in opened
+        )
     groups = tuple(_groups(rows, sums))
     remarks = tuple(both.remarks)
     return WeightsReport(
         provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
         request=request,
-        summary=WeightsSummary(
-            answer=tuple(_answer(groups, remarks)),
-            notes=tuple(f"{r.source}: {r.tensor} {r.words}." for r in remarks if r.what in ASIDES),
-        ),
+        summary=WeightsSummary(answer=tuple(_answer(groups, remarks))),
         sources=sources,
         rows=tuple(rows),
         groups=groups,
@@ -168,7 +180,8 @@ class Comparison:
         may be in the file that cannot be read, and is not called missing."""
         first = self.first
         for name, ours in first.tensors.items():
-            theirs = other.find(name) or self.embedding(other, name, ours)
+            called = (name, *(alias for alias, its in first.tied.items() if its == name))
+            theirs = next(filter(None, map(other.find, called)), None)
             if theirs is None:
                 if not other.damage:
                     self.remark(other, name, "missing", "is not there")
@@ -179,23 +192,9 @@ class Comparison:
                 yield name, theirs, ours
         known = {*first.tensors, *first.tied}
         known |= {name for alias, name in other.tied.items() if alias in known}
-        for name, theirs in other.tensors.items():
+        for name in other.tensors:
             if name not in known and not first.damage:
-                if embedding := self.embedding(first, name, theirs):
-                    yield name, theirs, embedding
-                else:
-                    self.remark(other, name, "extra", f"is not in {first.name}")
-
-    def embedding(self, source: Weights, name: str, like: Stored) -> Stored | None:
-        """The embedding in place of an output head that a file leaves out, as Hugging Face's do
-        where the two are tied."""
-        if name.endswith(HEADS) and not source.damage:
-            for its, stored in source.tensors.items():
-                if its.endswith(EMBEDDINGS) and stored.shape == like.shape:
-                    words = f"is not stored, and taken to be tied to {its}"
-                    self.remark(source, name, "tied", words)
-                    return stored
-        return None
+                self.remark(other, name, "extra", f"is not in {first.name}")
 
     def values(self, source: Weights, name: str, stored: Stored) -> Tensor | None:
         """A tensor on the device; None, with a remark, where it has no values to measure."""
@@ -207,27 +206,34 @@ class Comparison:
         if why := pairs.unfit(tensor):
             self.remark(source, name, "not compared", why)
             return None
-        if tensor.numel() == 0:
-            self.remark(source, name, "empty", "holds no elements")
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
 
     def remark(self, source: Weights, name: str | None, what: Matter, words: str) -> None:
         self.remarks[Remark(source=source.name, tensor=name, what=what, words=words)] = None
 
 
+def kind_of(name: str) -> str:
+    """What a weight is by its name, one of KINDS; it only groups rows."""
+    parts = name.split(".")
+    module = parts[-2] if len(parts) > 1 and _LEAF.match(parts[-1]) else parts[-1]
+    if _NORM.search(module):
+        return "norm"
+    if name == "output.weight":  # of a Llama from Meta's own files
+        return "head"
+    return next((kind for kind, rule in _RULES.items() if rule.search(name)), "other")
+
+
 def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[GroupRow]:
-    """For each set: all together, then by kind, then by layer in the order of the file."""
+    """For each set: all together, then by kind."""
     for of in dict.fromkeys(row.of for row in rows):
-        parts: dict[tuple[str, str], list[tuple[TensorRow, pairs.Sums]]]
-        parts = {("all", "all"): [], **{("kind", kind): [] for kind in KINDS}}
-        for row, part in zip(rows, sums, strict=True):
-            if row.of == of:
-                for key in (("all", "all"), ("kind", row.kind), ("layer", row.layer or "")):
-                    if key[1]:
-                        parts.setdefault(key, []).append((row, part))
-        for (group, name), these in parts.items():
+        for name in (ALL, *KINDS):
+            these = [
+                (row, part)
+                for row, part in zip(rows, sums, strict=True)
+                if row.of == of and name in (ALL, row.kind)
+            ]
             if these:
-                place: Any = {"of": of, "against": rows[0].against, "group": group, "name": name}
+                place: dict[str, Any] = {"of": of, "against": rows[0].against, "name": name}
                 yield _group(place, *zip(*these, strict=True))
 
 
@@ -240,12 +246,9 @@ def _group(
     ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
     apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
     largest = max(ratios, key=lambda name: ratios[name], default=None)
-    means = {key: f"mean_{key}" for key in ("w1", "spread", "w1_rel")}
-    values = pairs.numbers(pairs.pooled(sums))
-    nulls = {means.get(key, key): why for key, why in values.pop("nulls").items()}
     return GroupRow(
         **place,
-        **{means.get(key, key): value for key, value in values.items()},
+        **pairs.numbers(pairs.pooled(sums)),
         tensors=len(rows),
         identical=sum(r.equal == 1 and not (r.nonfinite_of or r.nonfinite_against) for r in rows),
         max_tensor=max(apart, key=lambda name: apart[name], default=None),
@@ -253,14 +256,13 @@ def _group(
         times_median=statistics.median(ratios.values()) if ratios else None,
         times_largest=None if largest is None else ratios[largest],
         times_tensor=largest,
-        nulls=nulls,
     )
 
 
 def _answer(groups: Sequence[GroupRow], remarks: Sequence[Remark]) -> Iterator[str]:
     """The mean difference beside what one cast of the same tensors would have changed, W1 beside
     the mean difference, and what could not be compared, damage first."""
-    for g in (g for g in groups if g.group == "all"):
+    for g in (g for g in groups if g.name == ALL):
         if g.mean_abs is None or g.max_abs == 0:
             yield (UNKNOWN if g.mean_abs is None else EQUAL).format(
                 p=g, null=g.nulls.get("mean_abs")
@@ -269,22 +271,10 @@ def _answer(groups: Sequence[GroupRow], remarks: Sequence[Remark]) -> Iterator[s
         beside = NO_CAST if g.times_median is None else BESIDE
         ratios = {"median": times(g.times_median), "largest": times(g.times_largest)}
         yield DIFFERS.format(p=g, beside=beside.format(p=g, **ratios))
-        share = (g.mean_w1 or 0.0) / g.mean_abs
+        share = (g.w1 or 0.0) / g.mean_abs
         yield BAGS.format(p=g, share=share, blind=IS_BLIND if share < BLIND else "")
-    for what in SAID:
+    for what in get_args(Matter):
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if (r.what, r.source) == (what, source)]
             listed = some([f"{r.tensor} {r.words}" if r.tensor else r.words for r in these])
             yield f"{what.capitalize()} in {source}: {listed}."
-
-
-def _record(source: Weights) -> SourceRecord:
-    return SourceRecord(
-        name=source.name,
-        files=tuple(file.name for file in source.files),
-        tensors=len(source.tensors),
-        elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
-        sha256=source.identity(),
-        prefix_removed=source.prefix,
-        tied=source.tied,
-    )
