@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from click.testing import CliRunner, Result
+from recipes import drawn
 
 from numdev.audit.bench import Bench
 from numdev.audit.plan import Task
 from numdev.audit.task import bench_of, measure_one, measure_task
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase
 from numdev.cli.main import cli
 from numdev.kernels import Kernel
 from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
-from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 HERE = System.here("cpu")
@@ -45,12 +46,8 @@ def measured_rows(
 def grouped_step(length: int, **changes: Any) -> AttentionCase:
     """A drawn case of two sequences, four query heads and two kv heads, with an upstream gradient;
     `changes` are fields of the case."""
-    shapes = Shapes(
-        batch=2, heads=4, kv_heads=2, q_len=length, kv_len=length, head_dim=16, v_dim=16
-    )
-    x = draw("normal", shapes, seed=0, options={}, gradients=True)
-    given: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25}
-    return AttentionCase(ref=CaseRef(case="x"), **{**given, **changes})
+    shape: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    return drawn(length, dtype=torch.float32, **shape, **{"scale": 0.25, **changes})
 
 
 def task_of(bench: Bench, kernel: Kernel, **changes: Any) -> Task:

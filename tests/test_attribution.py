@@ -13,11 +13,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from on_bench import prepare
+from recipes import drawn as drawn_case
 from torch import Tensor
 
 from numdev.audit.explanations import explain, whole_groups
 from numdev.audit.plan import Task
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase
 from numdev.cli.main import cli
 from numdev.explain.attribution import PRESETS, Attribution, attribute, rounding_sites
 from numdev.formats import format_named
@@ -27,40 +28,17 @@ from numdev.kernels.emulation.kernel import gradients as emulated_gradients
 from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.reference import attend, gradients
 from numdev.report import AttributionRow, read
-from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 
-def made(
-    regime: str,
-    options: dict[str, Any],
-    *,
-    length: int,
-    heads: int,
-    kv: int,
-    seed: int,
-    **more: Any,
-) -> AttentionCase:
-    """A case in bfloat16, with an upstream gradient."""
-    dim = more.pop("dim", 32)
-    shapes = Shapes(
-        batch=1, heads=heads, kv_heads=kv, q_len=length, kv_len=length, head_dim=dim, v_dim=dim
-    )
-    x = draw(regime, shapes, seed=seed, options=options, gradients=True)
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out}
-    case = AttentionCase(ref=CaseRef(case="x"), **tensors, **more)
-    return case.rounded_to(format_named("bfloat16"))
-
-
 def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> AttentionCase:
-    return made(regime, options, length=length, heads=2, kv=2, seed=0, scale=0.3)
+    return drawn_case(length, regime, head_dim=32, scale=0.3, **options)
 
 
 def training(length: int = 260, *, heads: int = 2, kv: int = 1, **options: Any) -> AttentionCase:
     # In one draw of four the errors of dq's sites cancel in part, and their shares do not add up.
-    options = {"logits": 3.0, **options}
-    return made("normal", options, length=length, heads=heads, kv=kv, seed=1, scale=0.2,
-                is_causal=True)  # fmt: skip
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv, "head_dim": 32, "scale": 0.2}
+    return drawn_case(length, is_causal=True, **shape, **{"logits": 3.0, "seed": 2, **options})
 
 
 def explained(
@@ -231,7 +209,7 @@ def test_rows_that_underflow_are_left_out() -> None:
     """A last key that nobody looks at: its dV lies below the smallest fp32 number, and in a row
     of its own is off by all of it, in whatever emulation. (Of what is left processors leave
     5 to 25 %; with that row in it, all.)"""
-    case = training(100, heads=4, kv=4, logits=30.0)
+    case = training(100, heads=4, kv=4, logits=30.0, seed=1)
     rows = rows_of(find("sdpa-flash"), case)
     terms = gradients(case).dv_terms.norm(dim=-1)
     assert 0 < float(terms.min()) < 2.0**-126
@@ -254,8 +232,9 @@ def test_heads_come_in_whole_groups() -> None:
 def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str) -> None:
     """By brute force, with every site rounding: a coarser one changes the tensor, or leads
     elsewhere."""
-    case = made("normal", {}, length=20, heads=2, kv=1, seed=0, dim=8, scale=0.4, softcap=3.0,
-                mask=torch.linspace(-1, 1, 20), sinks=torch.tensor([0.3, 0.7]))  # fmt: skip
+    mask, sinks = torch.linspace(-1, 1, 20).bfloat16(), torch.tensor([0.3, 0.7]).bfloat16()
+    more: dict[str, Any] = {"scale": 0.4, "softcap": 3.0, "mask": mask, "sinks": sinks}
+    case = drawn_case(20, kv_heads=1, head_dim=8, **more)
     tiles = {} if preset == "eager" else {"block_kv": 8}
     claim = {**dict.fromkeys(SITES, "working"), "preset": preset, **tiles}
     if preset == "fa2":

@@ -15,7 +15,7 @@ from recipes import drawn as drawn_case
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.formats import Format, format_named
+from numdev.formats import Format, dtype_of, format_named
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels import sdpa as module
 from numdev.kernels.emulation.kernel import (
@@ -29,7 +29,6 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.deviation import measure
 from numdev.metrics.yardstick import Yardstick
-from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 HERE = System.here("cpu")
@@ -127,19 +126,17 @@ def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
 
 
 def training(
-    regime: str = "normal", *, fmt: str = "bfloat16", length: int = 300, dim: int = 32, kv: int = 2,
-    causal: bool = True, **options: Any,
-) -> AttentionCase:  # fmt: skip
-    shapes = Shapes(
-        batch=1, heads=2, kv_heads=kv, q_len=length, kv_len=length, head_dim=dim, v_dim=dim
-    )
-    x = draw(regime, shapes, seed=0, options=options, gradients=True)
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out}
-    case = AttentionCase(ref=CaseRef(case="x"), scale=dim**-0.5, is_causal=causal, **tensors)
-    return case.rounded_to(format_named(fmt))
+    regime: str = "normal", *, fmt: str = "bfloat16", length: int = 300, **fields: Any
+) -> AttentionCase:
+    given = {"head_dim": 32, "is_causal": True, "dtype": dtype_of(format_named(fmt)), **fields}
+    return drawn_case(length, regime, **given)
 
 
-SHAPES = ({"length": n} for n in (9, 33, 191, 768))
+# Tiles of 32, 64 and 256 rows, keys too few for the fast exp, odd head_dims, a group.
+SHAPES: tuple[dict[str, Any], ...] = (
+    *({"length": n} for n in (9, 33, 191, 768)),
+    *({"head_dim": 80}, {"head_dim": 128}, {"kv_heads": 1}, {"is_causal": False}),
+)
 KINDS: tuple[dict[str, Any], ...] = (
     *({}, {"logits": 4.0}, {"logits": 16.0}),
     *({"regime": name} for name in ("outliers", "sink", "ties", "one_sign")),
@@ -150,9 +147,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     "fields",
     [
         *({"fmt": fmt, **kind} for fmt in ("bfloat16", "float16") for kind in KINDS),
-        # Tiles of 32, 64 and 256 rows, keys too few for the fast exp, odd head_dims, a group.
         *({"logits": 2.0, **shape} for shape in SHAPES),
-        *({"logits": 2.0, **x} for x in ({"dim": 80}, {"dim": 128}, {"kv": 1}, {"causal": False})),
     ],
     ids=str,
 )
@@ -183,7 +178,7 @@ def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, A
 def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:
     """Casts of two heads and of their sum are three roundings where one head has one. With P
     rounded too, that is 1.26 times the error of one: sqrt((p + 2 c) / (p + c)), c = 1.2 p."""
-    case = training(kv=1, length=600)
+    case = training(kv_heads=1, length=600)
     exact, errors = gradients(case), {}
     for value in ("working", "exact"):
         dv = emulated_step(case, {"preset": "fa2", "dv_partial": value})["dv"]

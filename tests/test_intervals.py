@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import drawn as drawn_case
 from scipy.special import stdtrit
 from torch import Tensor
 
-from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS
 from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulation
@@ -22,7 +22,6 @@ from numdev.metrics.row_sums import GROUPS
 from numdev.metrics.row_sums import _dealt as dealt
 from numdev.metrics.sampling import draw as draw_rows
 from numdev.metrics.yardstick import Yardstick
-from numdev.sources.synthetic import Shapes, draw
 
 BF16, FP8 = FORMATS["bfloat16"], FORMATS["float8_e4m3fn"]
 LENGTH = 1024
@@ -40,15 +39,10 @@ def part(y: Yardstick, rows: Tensor) -> Yardstick:
     return dataclasses.replace(y, **cut)
 
 
-def prepared(regime: str = "normal", *, causal: bool, batch: int = 1) -> Any:
+def prepared(regime: str, *, causal: bool) -> Any:
     """PyTorch's flash in bf16, its yardstick, and an emulation in other tiles than its own."""
-    shapes = Shapes(
-        batch=batch, heads=4, kv_heads=2, q_len=LENGTH, kv_len=LENGTH, head_dim=32, v_dim=32
-    )
-    x = draw(regime, shapes, seed=0, options={})
-    drawn = AttentionCase(
-        ref=CaseRef(case="c"), q=x.q, k=x.k, v=x.v, scale=32**-0.5, is_causal=causal
-    )
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
+    drawn = drawn_case(LENGTH, regime, is_causal=causal, **shape)
     case = drawn.rounded_to(BF16)
     exact = attend(case)
     y = Yardstick(

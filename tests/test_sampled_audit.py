@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 from on_bench import HERE, grouped_step, invoked, prepare, rows_on, task_of
+from recipes import drawn
 
 from numdev.audit.bench import Bench
 from numdev.audit.explanations import examine
 from numdev.audit.task import measure_task
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase
 from numdev.gate.judging import judge
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
 from numdev.metrics.sampling import Sample
 from numdev.report import AuditReport, read
-from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 SAMPLE = Sample(count=40, seed=1)
@@ -162,12 +162,7 @@ def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -
 def test_a_long_call_fits() -> None:
     """131072 tokens, whose scores in bf16 alone are 137 GB for 4 heads: 256 rows of each are
     measured in under 40 GB, the baseline among them, and flash is where its claim says."""
-    shapes = Shapes(
-        batch=1, heads=4, kv_heads=4, q_len=131072, kv_len=131072, head_dim=64, v_dim=64
-    )
-    x = draw("normal", shapes, seed=0, options={})
-    q, k, v = (t.to("cuda") for t in (x.q, x.k, x.v))
-    case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=0.125, is_causal=True)
+    case = drawn(131072, heads=4, dtype=torch.float32, is_causal=True, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     bench = prepare(case, "bfloat16", sample=Sample(count=256))
     rows = rows_on(bench, find("sdpa-flash"), System.here("cuda"))

@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 from oracles import FEATURES, make_case, with_grad
+from recipes import drawn
 from torch import Tensor
 
-from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask
+from numdev.cases import AttentionCase, empty_rows, explicit_mask
 from numdev.errors import Refused, UsageError
-from numdev.formats import FORMATS
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend, gradients, key_gradients
 from numdev.metrics.sampling import Sample, draw
-from numdev.sources.synthetic import Shapes
-from numdev.sources.synthetic import draw as draw_inputs
-
-BF16 = FORMATS["bfloat16"]
-
 
 # --- what is drawn -------------------------------------------------------------------------------
 
@@ -93,20 +88,16 @@ def test_the_reference_of_some_rows_is_that_of_the_call(feature: str, last: bool
         assert same(of_rows.expand(expected.shape), expected)
 
 
-def long(regime: str = "normal", length: int = 300, **changes: Any) -> AttentionCase:
-    shapes = Shapes(
-        batch=1, heads=4, kv_heads=2, q_len=length, kv_len=length, head_dim=16, v_dim=16
-    )
-    x = draw_inputs(regime, shapes, seed=0, options={}, gradients=True)
-    fields = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25, **changes}
-    return AttentionCase(ref=CaseRef(case="long"), **fields).rounded_to(BF16)
+def long(length: int = 300, **changes: Any) -> AttentionCase:
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "scale": 0.25}
+    return drawn(length, **shape, **changes)
 
 
 @pytest.mark.parametrize("window", [None, (33, 20)])
 def test_truncation_tells_the_blocks_and_they_are_the_calls(window: Any) -> None:
     """Rounding toward zero O shrinks at every tile its block takes part in, so that there the
     blocks must be those of the call; and O differs between blocks of 16 and 128."""
-    case = long(length=256, window=window)
+    case = long(256, window=window)
     rows = draw(256, 50, 2, "queries")
     outs = []
     for block in (16, 128):
