@@ -254,9 +254,6 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     assert "Without `claims`" not in str(failing(coarse, claims=EAGER, **wrong))
 
 
-# --- what was not measured is no pass ------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("function", "given", "words"),
     [

@@ -249,9 +249,6 @@ def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str
         assert torch.equal(changed, base) == (site not in listed - unused), site
 
 
-# --- sentences -----------------------------------------------------------------------------------
-
-
 def test_audit_explains(tmp_path: Path) -> None:
     """`--explain` end to end: a row for each kernel and call, sentences in the summary, and the
     same again from the journal."""

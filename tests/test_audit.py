@@ -125,8 +125,6 @@ def run(tmp_path: Path) -> Callable[..., AuditReport]:
 Run = Callable[..., AuditReport]
 
 
-# --- kernels as they come ------------------------------------------------------------------------
-
 FAILING = {
     "raises": "RuntimeError: illegal memory access",
     "quits": "it ended the program (exit code 0)",
@@ -162,9 +160,6 @@ def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
     assert row.options == {"dtype": "torch.float32", "threshold": "inf", "hook": "relu"}
     report.write(found, tmp_path)
     assert report.read(tmp_path) == found
-
-
-# --- what is selected ----------------------------------------------------------------------------
 
 
 def test_heads_are_selected_by_number(run: Run) -> None:

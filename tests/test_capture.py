@@ -350,9 +350,6 @@ def test_projections_are_known_by_their_names(children: str, owns: bool) -> None
     assert attention_modules(module) == ([""] if owns else [])
 
 
-# --- layers that are asked for --------------------------------------------------------------------
-
-
 def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     """`--layers 1,99` audits layer 1, and says once that there is no layer 99."""
     small: dict[str, Any] = {"length": 16, "sequences": 1, "device": "cpu", "reproducers": 0}

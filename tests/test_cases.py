@@ -51,9 +51,6 @@ def test_parts_that_do_not_fit_are_named(change: dict[str, Any], says: str) -> N
         dataclasses.replace(make_case(dtype=torch.float32), **change)
 
 
-# --- which keys a query sees ---------------------------------------------------------------------
-
-
 def brute_force(case: AttentionCase, rows: slice, keys: slice) -> torch.Tensor:
     """Visibility by causality, window and a bool mask, one pair at a time."""
     b, h, _, _ = case.q.shape

@@ -101,9 +101,6 @@ def test_rule_files_are_read(text: str, tmp_path: Path) -> None:
     assert set(rules.required) <= set(audited)
 
 
-# --- the verdict as JSON -------------------------------------------------------------------------
-
-
 def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     """Every key that `--json` has, and no key that it has not, stands in docs/gate.md."""
     page = (ROOT / "docs" / "gate.md").read_text()
@@ -150,9 +147,6 @@ def test_the_planted_fault_has_to_fail(tmp_path: Path, capsys: Any) -> None:
     assert "no message" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, flash=1.5))
     assert "accused" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.3, faulty=1.5))
     assert "not judged" in own.wrong_with_planted(said(tmp_path, capsys, faulty=1.5))
-
-
-# --- benchmarks/gate_rates.py --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -237,9 +237,6 @@ def test_kernels_are_listed_with_reasons(run: Any) -> None:
     assert table["baseline"] is None
 
 
-# --- help ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", [[], *([name] for name in sorted(cli.commands))])
 def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str]) -> None:
     """The last line is an example; its command exists and accepts its options."""

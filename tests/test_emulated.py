@@ -448,9 +448,6 @@ def test_autocast_and_autograd_have_no_say() -> None:
     assert not plain.requires_grad
 
 
-# --- the first paper's trends --------------------------------------------------------------------
-
-
 def test_golden2024_grows_with_length_and_falls_with_tile_area() -> None:
     """Max error against eager's, eight heads: with every site in bf16 it falls as tiles grow and
     rises with length, and is above 1.4 for tiles of 16 keys; square tiles change nothing.

@@ -41,9 +41,6 @@ def term_scales(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor]:
     return W @ k, of_group(case, W.mT @ q.abs()), of_group(case, P.mT @ dO)
 
 
-# --- nothing rounded: the gradient ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FEATURES)
 def test_exact_is_the_gradient(name: str) -> None:
     """With all sites exact, every algorithm, tile, order and formula is the gradient to within fp64

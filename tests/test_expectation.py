@@ -248,9 +248,6 @@ def test_returning_knows_the_casts_of_gradients() -> None:
     assert returning(given, case, {"out": wide}) == {**given, "out": "exact"}
 
 
-# --- what flash attention claims on a GPU --------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("batch", "heads", "length", "splits"),
     # An H200 has 132 multiprocessors, 264 slots. 240 blocks of work fill them; 192 do not, and in

@@ -327,9 +327,6 @@ def test_the_comparison_rejects() -> None:
             assert_right(case, Output(out=out.to(case.q.dtype), lse=lse))
 
 
-# --- gradients -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "options"), VARIANTS)
 @pytest.mark.parametrize("feature", ["causal, more keys", "sliding window", "one head each"])
 def test_gradients_come_back_through_the_layouts(
@@ -391,9 +388,6 @@ def test_an_operators_own_reasons(installed: None) -> None:
         case = make_case(**{**SHAPE, "dtype": torch.bfloat16, **fields})
         with pytest.raises(Refused, match=says):
             find("xformers").attend(case, op="flash")
-
-
-# --- claims --------------------------------------------------------------------------------------
 
 
 def ran(**did: Any) -> Output:

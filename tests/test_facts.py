@@ -172,9 +172,6 @@ def test_a_worst_row_moves_from_twice_or_four_times_on(tensor: str, least: float
         assert bool(compared(audit(before), audit(after)).moves) is moved
 
 
-# --- training ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("past", "limit"),
     [([2.0, 2.1, 1.9], 2.6), ([2.0, 2.01, 1.99], 2.4), ([2.0, 2.0, 2.0], 2.4)],

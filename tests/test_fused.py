@@ -28,9 +28,6 @@ nan, inf = math.nan, math.inf
 GIB = 1 << 30
 
 
-# --- the comparison ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 def test_the_comparison_rejects(name: str) -> None:
     """Twice the bound in one element of any tensor, NaN, another dtype, and another shape."""
@@ -45,9 +42,6 @@ def test_the_comparison_rejects(name: str) -> None:
     for wrong in (moved, spoilt, value.float(), value[:, :1]):
         changed: dict[str, Any] = {name: wrong}
         assert shares(case, dataclasses.replace(exact, **changed), exact, limits)[name] > 1.0
-
-
-# --- who sees whom -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,9 +144,6 @@ def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
                 fused.accept_scores(forward)
         else:
             fused.accept_scores(forward)
-
-
-# --- which path a result came by -----------------------------------------------------------------
 
 
 def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:

@@ -194,8 +194,6 @@ def test_the_tail_weighs_what_was_asked(tail: float) -> None:
     assert float(weights.mean()) == pytest.approx(tail, rel=0.25, abs=0)
 
 
-# --- masks ---------------------------------------------------------------------------------------
-
 MASKED = Shapes(batch=3, heads=4, kv_heads=2, q_len=64, kv_len=100, head_dim=8, v_dim=8)
 LOWEST = torch.finfo(torch.float32).min
 

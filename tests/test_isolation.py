@@ -81,9 +81,6 @@ def bytes_of(x: torch.Tensor) -> bytes:
     return bytes(x.contiguous().view(torch.uint8).numpy())
 
 
-# --- what comes back -----------------------------------------------------------------------------
-
-
 KILLED = "its process was killed by SIG"
 BROKEN = [
     ("segfault", KILLED + "SEGV"),

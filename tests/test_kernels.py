@@ -261,9 +261,6 @@ def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     assert "AttentionCase named 'case'" in (caught.value.hint or "")
 
 
-# --- plugins -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Install a module of this source, as a package with an entry point would; gives its name."""

@@ -117,9 +117,6 @@ def test_comparing_rejects(actual: Any, accepted: bool) -> None:
             assert_within(found, expected, 2.0**-50)
 
 
-# --- the right function --------------------------------------------------------------------------
-
-
 @functools.cache
 def exact_step(feature: str, dtype: torch.dtype) -> tuple[AttentionCase, Exact, ExactGradients]:
     case = step(dtype=dtype, **FEATURES[feature])

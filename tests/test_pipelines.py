@@ -98,9 +98,6 @@ def test_gradients_are_drawn(dit: Path) -> None:
     assert all(c.grad_out is not None and c.grad_out_from for c in cases)
 
 
-# --- what it reads -------------------------------------------------------------------------------
-
-
 def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
     """A line is a prompt; fewer lines than images are used again; the text changes the keys."""
     (tmp_path / "p.txt").write_text("a red cat\n\n  a small house \n")

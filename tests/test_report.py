@@ -255,9 +255,6 @@ def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> 
         assert "\\x1b" in shown
 
 
-# --- configurations without an end ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

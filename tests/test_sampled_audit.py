@@ -46,9 +46,6 @@ def spoiling(place: tuple[int, int, int], by: float) -> Kernel:
     return Kernel(name="spoiled", function=run, backward=None)
 
 
-# --- the numbers ---------------------------------------------------------------------------------
-
-
 def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
     """dq in query rows, dk and dv in key rows of the whole call's gradients, of query heads 2 and 3
     alone. dk and dv are not predicted, and the rows say why."""
@@ -74,17 +71,11 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
     assert not torch.equal(bench.selection.keys, bench.selection.queries)  # type: ignore[arg-type]
 
 
-# --- what is not finite --------------------------------------------------------------------------
-
-
 def test_one_bad_element_anywhere_is_counted() -> None:
     """NaN in a row that was not drawn is found; the other heads have none."""
     for row_index in (DRAWN[0], next(i for i in range(200) if i not in DRAWN)):
         rows = rows_on(bench_of(), spoiling((1, 2, row_index), math.nan))
         assert [r.nonfinite for r in rows] == [0, 0, 1, 0]
-
-
-# --- the gate ------------------------------------------------------------------------------------
 
 
 def test_sound_kernels_pass_and_wrong_ones_do_not() -> None:

@@ -126,9 +126,6 @@ def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
         assert find(name).attend(part).out.shape[2] == 100
 
 
-# --- the gradients of some keys ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
     """dk, dv and their term scales at sampled keys are the rows of the whole backward reference,

@@ -69,9 +69,6 @@ def test_another_operator_than_forced_is_an_error(
         find(f"sdpa-{name}").attend(make_case())
 
 
-# --- the backward pass ---------------------------------------------------------------------------
-
-
 def test_another_backward_than_forced_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused forward whose own backward does not run gives no result; the default records it."""
 
@@ -98,9 +95,6 @@ def test_another_backward_than_forced_is_an_error(monkeypatch: pytest.MonkeyPatc
         find("sdpa-flash").gradients(case)
     found = find("sdpa-default").gradients(case)
     assert (found.ran, found.ran_backward) == (CPU_FLASH, "math")
-
-
-# --- replaced implementations --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -146,9 +140,6 @@ def test_a_replaced_implementation_is_recorded(replaced: None) -> None:
         assert not found.out.any()
         assert find(name).claims(step(kv_len=4), found, System.here("cpu")) == {"preset": "fa2"}
     assert find("sdpa-math").attend(make_case()).ran == "math"
-
-
-# --- refusing ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

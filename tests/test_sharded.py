@@ -118,9 +118,6 @@ def test_rows_that_a_shard_hides_make_no_nan() -> None:
         assert float((found.out.double() - exact.out).abs().max()) < 4 * 4 * 2.0**-9
 
 
-# --- merging -------------------------------------------------------------------------------------
-
-
 def _exactly_merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
     """The formula in 90 digits, for O [rows, d] and L [rows]."""
     wide = np.vectorize(lambda x: mpmath.mpf(float(x)), otypes=[object])

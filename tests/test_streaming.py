@@ -84,9 +84,6 @@ def test_logits_are_those_of_the_whole_model(name: str, dtype: torch.dtype, tmp_
                 assert torch.equal(ours.model(**IDS).logits, wanted)
 
 
-# --- memory -------------------------------------------------------------------------------------
-
-
 def values_of(model: nn.Module) -> set[str]:
     """The parameters that have values at this moment."""
     return {name for name, x in model.named_parameters() if not isinstance(x, Deferred)}

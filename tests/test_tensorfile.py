@@ -201,8 +201,6 @@ def test_an_existing_place_is_not_written_over(tmp_path: Path) -> None:
         Writer(tmp_path / "mine", overwrite=True)
 
 
-# --- what is wrong is named ----------------------------------------------------------------------
-
 QKV = {f"0.{n}": drawn(2, 4, 6, 8, seed=i) for i, n in enumerate("qkv")}
 MASKED = QKV | {"0.mask": torch.ones(6, 6, dtype=torch.bool)}
 TWICE = QKV | {n.replace("0", "1", 1): x.clone() for n, x in QKV.items()}

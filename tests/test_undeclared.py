@@ -95,9 +95,6 @@ def claims(rows: Any) -> set[str]:
     return {r.claim for r in rows if r.role == "kernel" and r.claim}
 
 
-# --- sound kernels -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("function", "way"),

@@ -267,9 +267,6 @@ def test_few_rows_tell_of_ties_alone() -> None:
     assert "keys that it sees: 2 (median 3" in described(planted(is_causal=True), 1)
 
 
-# --- which of them -------------------------------------------------------------------------------
-
-
 def kept(head: int, **changes: Any) -> WorstRow:
     """A row as an audit keeps it, of a sound kernel but for the changes."""
     fields: dict[str, Any] = {

@@ -271,9 +271,6 @@ def test_options_compute_what_they_claim(options: dict[str, Any]) -> None:
         assert left < (0.25 if name == "dk" else 0.2), name
 
 
-# --- ties ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "beta", "score"),
     [
@@ -313,9 +310,6 @@ def test_stabilised_softmax_of_ties(dtype: torch.dtype, beta: float, score: floa
     assert repr(float(emulated.out[0, 0, 0, 0])) == repr(out)
     spread = 8 * W * max(1.0, beta * abs(score))
     assert lse == pytest.approx(float(emulated.lse[0, 0, 0]), abs=spread, nan_ok=True)
-
-
-# --- in a network that learns --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
