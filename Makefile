@@ -44,7 +44,7 @@ OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
 	$(BIN)/python -m pip install --quiet --target .oldest --no-deps $(OLDEST)
 	touch $@
 
-MODEL_TESTS := $(addprefix tests/test_,capture.py mha.py audit_models.py checkpoint.py)
+MODEL_TESTS := $(addprefix tests/test_,capture.py audit_models.py checkpoint.py)
 oldest: .oldest/.installed
 	PYTHONPATH=.oldest $(PYTEST) -m "not gpu" $(MODEL_TESTS)
 

@@ -1,7 +1,7 @@
 """What tests of capturing hold a captured call against.
 
-The oracle is the model itself, run with its eager attention in fp64, and an attention of a few
-lines written here (`attend`). Both answers to a captured call must agree to 1e-12: the outputs are
+The oracle is the model itself, run with its eager attention in fp64, and dense attention of a few
+lines (`attend`). Both answers to a captured call must agree to 1e-12: the outputs are
 of order 1 and come from sums of at most 16 terms, so fp64 rounding stays below 1e-14.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import models
 import torch
 import torch.nn.functional as F
+from recipes import dense
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -98,23 +99,7 @@ def eager(name: str, directory: Path) -> Any:
 
 def attend(case: AttentionCase) -> Tensor:
     """softmax(scores) V in fp64, as the case's fields say."""
-    q, k, v = (x.double() for x in (case.q, case.k, case.v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * case.scale
-    if case.softcap:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    n, m = scores.shape[2:]
-    back = torch.arange(n)[:, None] + case.causal_offset - torch.arange(m)
-    left, right = (math.inf if side is None else side for side in case.window or (None, None))
-    hidden = (back > left) | (-back > right) | (case.is_causal & (back < 0))
-    scores = scores.masked_fill(hidden, -math.inf)
-    if case.mask is not None:
-        is_bool = case.mask.dtype == torch.bool
-        scores = scores + (torch.where(case.mask, 0.0, -math.inf) if is_bool else case.mask)
-    if case.sinks is not None:
-        sink = case.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    return torch.softmax(scores, dim=-1)[..., :m] @ v
+    return dense(case, *(x.double() for x in (case.q, case.k, case.v)))
 
 
 def merged(x: Tensor) -> Tensor:

@@ -9,6 +9,11 @@ import pytest
 import torch
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """The tensors here are tiny, and threads would only wait for one another: on a busy machine of

@@ -68,13 +68,11 @@ def everything(**fields: Any) -> AttentionCase:
     return step(dtype=torch.bfloat16, **shape, **more, **fields)
 
 
-def autograd(case: AttentionCase, delta: float = 1.0) -> dict[str, Tensor]:
-    """out, dq, dk and dv by autograd of softmax(S) V in fp64, with everything a case may have,
-    written without numdev's passes. A row that sees no key is 0. `delta` scales rowsum(dO o O) in
-    dS = P o (dP - delta): the row sum is the same number, with less of a derivative."""
-    leaves = [x.detach().double().requires_grad_() for x in (case.q, case.k, case.v)]
-    q, k, v = leaves[0], *(x.repeat_interleave(case.group, dim=1) for x in leaves[1:])
-    S = q @ k.transpose(-1, -2) * case.scale
+def dense(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor, delta: float = 1.0) -> Tensor:
+    """softmax(S) V of fp64 q, k and v with everything a case may have, written without numdev's
+    passes. A row that sees no key is 0."""
+    k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
+    S = q @ k.mT * case.scale
     if case.softcap is not None:
         S = case.softcap * torch.tanh(S / case.softcap)
     if case.mask is not None and case.mask.dtype != torch.bool:
@@ -88,7 +86,14 @@ def autograd(case: AttentionCase, delta: float = 1.0) -> dict[str, Tensor]:
     P = (S - m.masked_fill(m == -math.inf, 0.0)).exp()
     l = P.sum(dim=-1, keepdim=True)
     l = delta * l + (1 - delta) * l.detach()
-    O = (P / l.masked_fill(l == 0, 1.0))[..., : case.kv_len] @ v
+    return (P / l.masked_fill(l == 0, 1.0))[..., : case.kv_len] @ v
+
+
+def autograd(case: AttentionCase, delta: float = 1.0) -> dict[str, Tensor]:
+    """`dense` as out, and dq, dk and dv by autograd of it. `delta` scales rowsum(dO o O) in
+    dS = P o (dP - delta): the row sum is the same number, with less of a derivative."""
+    leaves = [x.detach().double().requires_grad_() for x in (case.q, case.k, case.v)]
+    O = dense(case, *leaves, delta)
     assert case.grad_out is not None
     found = (O.detach(), *torch.autograd.grad(O, leaves, case.grad_out.double()))
     return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))

@@ -168,7 +168,6 @@ def larger_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> T
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_gpu_too() -> None:
     """FlashAttention-2 passes the default cases, forward and backward, and 2 % more is caught."""
     result = check_attention(flash_on_gpu, device="cuda")

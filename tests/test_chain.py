@@ -355,7 +355,6 @@ def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_and_cpu_agree() -> None:
     """Sizes to 2 %: the device sums in another order, and some roundings fall on the other side of
     a boundary."""

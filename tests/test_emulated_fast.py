@@ -206,7 +206,6 @@ def test_a_step_of_what_is_not_finite_is_that_in_tiles() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_the_tiles_on_a_gpu(name: str) -> None:
     """The same on a GPU, in both passes, with the blocks it has there."""

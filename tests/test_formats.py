@@ -414,7 +414,6 @@ def test_ulp_is_the_distance_to_the_next_value(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", [*ENUMERATED, *OTHERS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_gpu_rounds_as_the_cpu(name: str, dtype: torch.dtype) -> None:

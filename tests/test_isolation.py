@@ -228,7 +228,6 @@ def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     """A device-side assertion ruins its process for good; this one, and the next row, are well."""
     case = make_case(dtype=torch.bfloat16, heads=2, q_len=64, kv_len=64, head_dim=64)

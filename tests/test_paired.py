@@ -195,7 +195,6 @@ def test_threads_change_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2])
 def test_the_gpu_agrees_with_the_cpu(dtype: torch.dtype) -> None:
     """Both devices give the same distances."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
-from oracles import FEATURES, make_case, with_grad
+from oracles import FEATURES, make_case, step, with_grad
 from recipes import drawn
 from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows, explicit_mask
 from numdev.errors import Refused, UsageError
+from numdev.formats import FORMATS
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend, gradients, key_gradients
+from numdev.metrics.finiteness import _largest, elsewhere
 from numdev.metrics.sampling import Sample, draw
 
 # --- what is drawn -------------------------------------------------------------------------------
@@ -141,3 +144,54 @@ def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
         assert ((found - terms).abs() <= 1e-14 * terms + 1e-300).all()
     assert torch.equal(part.unseen, whole.unseen[:, :, keys])
     assert torch.allclose(part.lse, whole.lse, rtol=1e-15)
+
+
+# --- what is not finite outside the rows ---------------------------------------------------------
+
+nan, inf = math.nan, math.inf
+ROWS = torch.tensor([0, 3])
+
+
+def step_of(**changes: Any) -> AttentionCase:
+    fields = {"q_len": 6, "kv_len": 6, "heads": 4, "kv_heads": 2, "dtype": torch.float16}
+    return step(**{**fields, **changes})
+
+
+def counted(case: AttentionCase, tensor: str, *places: tuple[Any, float]) -> list[Any]:
+    """Per head, what is said where a tensor of zeros has these values at these places."""
+    source = {"out": "v", "dq": "q", "lse": "q", "dk": "k", "dv": "v"}[tensor]
+    like = getattr(case, source)
+    heads = case.kv_heads if tensor in ("dk", "dv") else case.heads
+    x = torch.zeros(like.shape[0], heads, 6, like.shape[-1], dtype=torch.float16)
+    x = x[..., 0] if tensor == "lse" else x
+    for place, value in places:
+        x[place] = value
+    rows = ROWS if tensor != "dk" else torch.tensor([1])
+    found = elsewhere(x, tensor, case, rows, FORMATS["float16"])
+    return [(f.nonfinite, f.unknown is not None) for f in found]
+
+
+@pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
+def test_an_infinite_gradient_is_wrong_where_none_can_overflow(tensor: str) -> None:
+    """NaN always is; infinity where a bound on the exact gradient excludes it, else it is open."""
+    small, large = step_of(), step_of()
+    large = dataclasses.replace(large, grad_out=torch.full_like(large.grad_out, 6e4))
+    place = (0, 0, 2, 0)
+    assert counted(small, tensor, (place, nan))[0] == (1, False)
+    assert counted(small, tensor, (place, inf))[0] == (1, False)
+    assert counted(large, tensor, (place, nan))[0] == (1, False)
+    assert counted(large, tensor, (place, inf))[0] == (0, True)
+    assert counted(large, tensor, (place, inf))[1] == (0, False)
+
+
+@pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_the_bound_is_one(tensor: str, softcap: float | None) -> None:
+    """No exact gradient exceeds it, over 20 draws and soft caps; and it is no empty one: within a
+    factor of 200 of the largest."""
+    for seed in range(20):
+        case = step_of(softcap=softcap, logits=4.0, seed=seed, dtype=torch.float64)
+        exact, bound = getattr(gradients(case), tensor), _largest(case, tensor)
+        largest = exact.abs().amax(dim=(0, 2, 3))
+        assert (largest <= bound * (1 + 1e-12)).all()
+        assert softcap or (bound <= 200 * largest.amax()).all()

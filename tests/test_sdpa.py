@@ -265,7 +265,6 @@ def test_compiled_flex_rounds_where_it_claims_to(fields: dict[str, Any]) -> None
 
 # --- on a GPU ------------------------------------------------------------------------------------
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 BACKENDS = {
     "sdpa-math": "math",
     "sdpa-flash": "_scaled_dot_product_flash_attention",
@@ -298,7 +297,6 @@ def assert_near_the_truth(case: AttentionCase, found: Output, of_out: float = 8.
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
@@ -316,7 +314,6 @@ def test_backend_runs_alone_and_is_near_the_truth(
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     ("length", "head_dim", "causal"), [(1024, 64, True), (1500, 128, False), (1000, 80, True)]
@@ -336,7 +333,6 @@ def test_backends_round_where_they_claim_to(
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("feature", FLEX_FEATURES)
 def test_flex_rounds_where_it_claims_to_on_a_gpu(dtype: torch.dtype, feature: str) -> None:
@@ -352,7 +348,6 @@ def test_flex_rounds_where_it_claims_to_on_a_gpu(dtype: torch.dtype, feature: st
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("feature", FLEX_FEATURES)
 def test_backward_of_flex_on_a_gpu(feature: str, compiled: bool) -> None:

@@ -138,7 +138,6 @@ def test_weights_used_while_their_layer_does_not_run_are_found_out(tmp_path: Pat
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_streamed_model_on_a_gpu_is_the_whole_one(tmp_path: Path) -> None:
     """Bit for bit there too, though its weights are cast on the device."""
     directory = saved("llama", tmp_path)

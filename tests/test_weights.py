@@ -224,7 +224,6 @@ def test_another_request_is_refused(run: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_numbers_are_the_same(run: Any, tmp_path: Path) -> None:
     """CPU and GPU add up in other orders (n u of 256 terms) and agree in all else."""
     here, there = (weights(["a.pt", "b.pt"], tmp_path / d, device=d) for d in ("cpu", "cuda"))
