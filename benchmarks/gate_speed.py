@@ -23,8 +23,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance
+from numdev.report import (
+    AuditReport,
+    AuditSummary,
+    CaseRecord,
+    DeviationRow,
+    PlannedKernel,
+    PlanRecord,
+    Provenance,
+)
 
+HEADS = 32
 KERNELS = (
     ("precision", "reference", "out"),
     ("floor", "floor", "out"),
@@ -39,11 +48,11 @@ NUMBERS = (
 
 
 def rows(count: int) -> Iterator[dict[str, Any]]:
-    """So many rows of a sound audit, layer by layer and head by head."""
+    """So many rows of a sound audit, layer by layer and head by head; whole calls."""
     draw = random.Random(0)
-    for i in range(count):
+    for i in range(calls(count) * len(KERNELS) * HEADS):
         at, which = divmod(i, len(KERNELS))
-        call, head = divmod(at, 32)
+        call, head = divmod(at, HEADS)
         role, kernel, tensor = KERNELS[which]
         module = f"model.layers.{call}.self_attn"
         numbers = {name: draw.uniform(1e-4, 2e-4) for name in NUMBERS}
@@ -59,12 +68,32 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
+def calls(count: int) -> int:
+    return -(-count // (len(KERNELS) * HEADS))
+
+
 def write(directory: Path, count: int) -> Path:
     """A report of so many rows, as `numdev.report.write` has it."""
     report = AuditReport(
         provenance=Provenance(numdev="0", command="", created="", system={}, source={}),
         request={},
         summary=AuditSummary(answer=(), kernels=()),
+        plan=PlanRecord(
+            kernels=tuple(
+                PlannedKernel(role=role, kernel=kernel)
+                for role, kernel in dict.fromkeys(each[:2] for each in KERNELS)
+            ),
+            formats=("bfloat16",),
+            calls=tuple((f"model.layers.{i}.self_attn#0", None) for i in range(calls(count))),
+        ),
+        cases=tuple(
+            CaseRecord(
+                case=f"model.layers.{i}.self_attn#0", batch=8, heads=HEADS, kv_heads=HEADS,
+                q_len=64, kv_len=64, head_dim=128, v_dim=128, source_format="float32", mask="none",
+                is_causal=True, causal_offset=0, window=None, softcap=None, sinks=False, scale=0.1,
+            )
+            for i in range(calls(count))
+        ),
         rows=tuple(DeviationRow.model_validate(r) for r in rows(count)),
     )  # fmt: skip
     path = directory / f"{count}.json"

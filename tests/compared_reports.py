@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gate_rows import row
+from gate_rows import case, planned, row
 
-from numdev.report import AuditReport, AuditSummary, CaseRecord, DeviationRow, Finding, Provenance
+from numdev.report import AuditReport, AuditSummary, DeviationRow, Finding, Provenance
 
 SYSTEM: dict[str, Any] = {
     "device": "cuda",
@@ -22,14 +22,6 @@ REQUEST: dict[str, Any] = {
     "length": 256, "sequences": 8, "layers": None, "heads": None, "gradients": True,
     "sampled_rows": None, "repeats": 2, "isolate": False,
 }  # fmt: skip
-
-
-def case(name: str = "c", dim: int = 10) -> CaseRecord:
-    return CaseRecord(
-        case=name, batch=8, heads=4, kv_heads=4, q_len=100, kv_len=100, head_dim=dim, v_dim=dim,
-        source_format="float32", mask="none", is_causal=True, causal_offset=0, window=None,
-        softcap=None, sinks=False, scale=1.0,
-    )  # fmt: skip
 
 
 def audit(
@@ -50,6 +42,7 @@ def audit(
         ),
         request={**REQUEST, **(request or {})},
         summary=AuditSummary(answer=(), kernels=()),
+        plan=planned(rows),
         cases=(case(),),
         rows=rows,
         findings=findings,

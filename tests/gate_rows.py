@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance
+from numdev.report import (
+    AuditReport,
+    AuditSummary,
+    CaseRecord,
+    DeviationRow,
+    PlannedKernel,
+    PlanRecord,
+    Provenance,
+)
 
 SOUND: dict[str, Any] = {
     "elements": 1000,
@@ -47,7 +56,34 @@ def control(fault: str, dose: float, ratio: float | None, **changes: Any) -> Dev
     return row(**{**fields, "expected_ratio": ratio, **changes})
 
 
+def case(name: str = "c", heads: int = 4, kv_heads: int | None = None, dim: int = 10) -> CaseRecord:
+    return CaseRecord(
+        case=name, batch=8, heads=heads, kv_heads=kv_heads or heads, q_len=100, kv_len=100,
+        head_dim=dim, v_dim=dim, source_format="float32", mask="none", is_causal=True,
+        causal_offset=0, window=None, softcap=None, sinks=False, scale=1.0,
+    )  # fmt: skip
+
+
+def planned(rows: Sequence[DeviationRow], **fields: Any) -> PlanRecord:
+    """What these rows are all of."""
+    kernels = {(r.role, r.kernel, str(r.options)): r for r in rows}
+    heads = {r.head for r in rows if r.head is not None and r.tensor not in ("dk", "dv")}
+    return PlanRecord(**{
+        "kernels": tuple(PlannedKernel(role=r.role, kernel=r.kernel, options=r.options)
+                         for r in kernels.values()),
+        "formats": tuple(dict.fromkeys(r.format for r in rows)),
+        "calls": tuple(dict.fromkeys((r.case, r.seed) for r in rows)),
+        "gradients": any(r.tensor in ("dq", "dk", "dv") for r in rows),
+        "heads": tuple(heads) if heads and heads != set(range(max(heads) + 1)) else None,
+        **fields,
+    })  # fmt: skip
+
+
 def report(*rows: DeviationRow, **system: Any) -> AuditReport:
+    """A report that claims to be whole: by its plan these rows are all there should be, which
+    `judge_report` takes only where they are."""
+    cases = dict.fromkeys(r.case for r in rows)
+    heads = {name: 1 + max([r.head or 0 for r in rows if r.case == name]) for name in cases}
     return AuditReport(
         provenance=Provenance(
             numdev="0", command="numdev audit", created="2026-01-01T00:00:00+00:00",
@@ -55,5 +91,7 @@ def report(*rows: DeviationRow, **system: Any) -> AuditReport:
         ),
         request={},
         summary=AuditSummary(answer=(), kernels=()),
+        plan=planned(rows),
+        cases=tuple(case(name, heads[name]) for name in cases),
         rows=rows,
     )  # fmt: skip

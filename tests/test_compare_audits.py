@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compared_reports import audit, floor, head, times
-from gate_rows import row
+from gate_rows import planned, row
 from rich.console import Console
 from torch import Tensor
 
@@ -275,6 +275,7 @@ def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) 
         ),
         figures=(),
         cells=(),
+        plan=planned(rows),
         rows=rows,
     )  # fmt: skip
 

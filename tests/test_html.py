@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gate_rows import planned
 from rich.console import Console
 from test_github import NAMES
 
@@ -86,6 +87,7 @@ def sweep(*figures: Figure, name: str = "flash", **summary: Any) -> SweepReport:
         request={"target": name, "title": None},
         summary=SweepSummary(**{**fields, **summary}),
         figures=drawn,
+        plan=planned(()),
         cells=(),
     )
 
@@ -109,7 +111,7 @@ def audit(name: str = "flash", **changes: Any) -> AuditReport:
         "provenance": provenance(source={"checkpoint": name}), "request": {"target": name},
         "summary": AuditSummary(answer=(f"bfloat16: {name}",), kernels=(kernel,), map=heads),
         "findings": (finding(name), finding(name, metric="suspicion")), "tested": (name,),
-        "rows": (),
+        "plan": planned(()), "rows": (),
     }  # fmt: skip
     return AuditReport(**{**fields, **changes})
 

@@ -1,12 +1,12 @@
-"""Rows left out of a report, or there twice, are no pass; what numdev leaves out itself is."""
+"""A report is judged where it holds what its plan says, and nothing else."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
-from compared_reports import case
-from gate_rows import lse, report, row
+from gate_rows import case, lse, planned, report, row
 
 from numdev.errors import MeasurementError
 from numdev.gate.judging import judge_report
@@ -16,23 +16,22 @@ from numdev.report import AuditReport, DeviationRow
 FINITE = Rules(thresholds=(Threshold(name="r", metric="nonfinite", at_most=0),))
 
 
-def rows(*, kernels: tuple[str, ...] = ("a", "b"), **changes: Any) -> list[DeviationRow]:
-    """Two kernels, two calls of four heads, all tensors."""
+def rows(**changes: Any) -> list[DeviationRow]:
+    """Two kernels, two calls of four heads in groups of two, with two seeds, all tensors."""
     return [
-        lse(head, kernel=kernel, case=name)
-        if tensor == "lse"
-        else row(head, kernel=kernel, case=name, tensor=tensor, **changes)
-        for kernel in kernels
-        for name in ("c", "d")
+        (lse if tensor == "lse" else row)(
+            head, **{"kernel": kernel, "case": name, "seed": seed, "tensor": tensor, **changes}
+        )
+        for kernel, name, seed in itertools.product("ab", "cd", (0, 1))
         for tensor in ("out", "dq", "dk", "dv", "lse")
         for head in range(2 if tensor in ("dk", "dv") else 4)
     ]
 
 
-def told(found: list[DeviationRow], **request: Any) -> AuditReport:
-    """A report that says what its calls were: four heads, two kv heads."""
-    cases = tuple(case(name).model_copy(update={"kv_heads": 2}) for name in ("c", "d"))
-    return report(*found).model_copy(update={"cases": cases, "request": request})
+def told(found: list[DeviationRow], **plan: Any) -> AuditReport:
+    """A report of these rows that was to have all of `rows()`."""
+    cases = tuple(case(name, 4, 2) for name in "cd")
+    return report(*found).model_copy(update={"cases": cases, "plan": planned(rows(), **plan)})
 
 
 def judged(found: AuditReport) -> int:
@@ -45,44 +44,81 @@ def without(found: list[DeviationRow], **place: Any) -> list[DeviationRow]:
     return kept
 
 
+def test_a_whole_report_is_judged() -> None:
+    assert judged(told(rows())) == 0
+    assert judged(told([r for r in rows() if r.tensor != "lse"])) == 0, "it need not be returned"
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ({"head": 3, "tensor": "out"}, "no kernel has a row for out of c head 3"),
-        ({"head": 1, "tensor": "dv"}, "no kernel has a row for dv of c head 1"),
-        ({"head": 3, "tensor": "out", "kernel": "a"}, "a (bfloat16) has no row for out of c head"),
-        ({"head": 3, "tensor": "lse", "kernel": "a"}, "a (bfloat16) has no row for lse of c head"),
-        ({"case": "d", "kernel": "b"}, "b (bfloat16) has no row for out of d head 0"),
-        ({"tensor": "dk", "kernel": "b"}, "b (bfloat16) has no row for dk of c head 0"),
-        ({"case": "d"}, "no kernel has a row for the case d"),
+        ({"head": 3, "tensor": "out"}, "a (bfloat16) has no row for out head 3, or several of c"),
+        ({"head": 1, "tensor": "dv", "kernel": "b"}, "b (bfloat16) has no row for dv head 1"),
+        ({"head": 3, "tensor": "lse", "kernel": "a"}, "a (bfloat16) has no row for lse head 3"),
+        ({"tensor": "dk", "kernel": "b"}, "b (bfloat16) has no row for dk head 0"),
+        ({"case": "d"}, "a (bfloat16) has no row for out head 0, or several of d, seed 0"),
+        ({"case": "d", "seed": 1}, "or several of d, seed 1"),
+        ({"kernel": "b"}, "b (bfloat16) has no row for out head 0"),
+        ({"kernel": "a", "case": "c", "seed": 1, "tensor": "out", "head": 0}, "of c, seed 1"),
     ],
 )
-def test_a_row_that_is_missing_is_no_pass(place: dict[str, Any], said: str) -> None:
-    """A head of one kernel or of all, a call, a gradient."""
+def test_what_was_planned_and_is_not_there_is_no_pass(place: dict[str, Any], said: str) -> None:
+    """A head, a tensor, a call, a seed, a kernel: of one, or of all."""
     with pytest.raises(MeasurementError) as error:
         judged(told(without(rows(), **place)))
     assert said in str(error.value)
 
 
-def test_a_skipped_row_among_measured_ones_excuses_none() -> None:
-    """A kernel measures all heads of a call, or skips it whole and says why."""
-    skipped = row(None, kernel="a", case="c", status="skipped", reason="no")
-    less = without(rows(), kernel="a", case="c", tensor="out", head=3)
-    with pytest.raises(MeasurementError, match="has no row for out of c head 3"):
+@pytest.mark.parametrize("change", [{"kernel": "emulated"}, {"role": "baseline"},
+                                    {"format": "float64"}, {"options": {"b": 1}}])  # fmt: skip
+def test_what_goes_by_another_name_is_not_there(change: dict[str, Any]) -> None:
+    """A rule that leaves the other name out would judge nothing."""
+    found = [r.model_copy(update=change) if r.kernel == "b" else r for r in rows()]
+    with pytest.raises(MeasurementError, match="is not whole: b "):
+        judged(told(found))
+
+
+def test_what_was_not_planned_is_refused() -> None:
+    """A row that is there twice would have a share of every median; and another kernel's rows."""
+    for more, said in (
+        (row(0, kernel="a", tensor="dq"), "a .* dq head 0, or several of c"),
+        (row(9, kernel="a"), "a row too many, out head 9, of c"),
+        (row(0, kernel="z"), "were not planned: z"),
+    ):
+        with pytest.raises(MeasurementError, match=said):
+            judged(told([*rows(), more]))
+
+
+def test_a_call_is_measured_whole_or_skipped_whole() -> None:
+    """A row that says why a call was skipped excuses no row that is missing beside measured ones;
+    one of dq stands for all gradients."""
+    skipped = row(None, kernel="a", status="skipped", reason="no")
+    less = without(rows(), kernel="a", case="c", seed=0, tensor="out", head=3)
+    with pytest.raises(MeasurementError, match="a row too many"):
         judged(told([*less, skipped]))
-    none = [r for r in rows() if (r.kernel, r.case) != ("a", "c")]
-    assert judged(told([*none, skipped])) == 0
+    at = {"kernel": "a", "case": "c", "seed": 0}
+    assert judged(told([*without(rows(), **at), skipped])) == 0
+    bare = [
+        r
+        for r in rows()
+        if r.tensor in ("out", "lse") or (r.kernel, r.case, r.seed) != ("a", "c", 0)
+    ]
+    assert judged(told([*bare, skipped.model_copy(update={"tensor": "dq"})])) == 0
 
 
-def test_a_row_that_is_there_twice_is_no_pass() -> None:
-    """Nor where it is sound: it would have a share of every median."""
-    with pytest.raises(MeasurementError, match="several rows for dq of c head 0"):
-        judged(report(*rows(), row(0, kernel="a", tensor="dq")))
+def test_heads_that_were_asked_for() -> None:
+    """Head 3 with its gradients takes its group along."""
+    some = [r for r in rows() if (r.head == 1 if r.tensor in ("dk", "dv") else r.head in (2, 3))]
+    assert judged(told(some, heads=(3,))) == 0
+    with pytest.raises(MeasurementError, match="out head 2"):
+        judged(told(without(some, head=2, tensor="out", kernel="b"), heads=(3,)))
 
 
-def test_a_seed_of_a_sweep_that_is_missing_is_no_pass() -> None:
-    """The one in which all went wrong, say."""
-    both = [row(h, case=c, seed=s) for h in range(4) for c in ("c", "d") for s in (0, 1)]
-    assert judged(told(both, seeds=[0, 1])) == 0
-    with pytest.raises(MeasurementError, match="the case d, seed 1"):
-        judged(told(without(both, case="d", seed=1), seeds=[0, 1]))
+def test_baselines_of_sampled_rows_have_no_gradients_of_keys() -> None:
+    """Those of kernels are there."""
+    plain = [r.model_copy(update={"role": "baseline"}) if r.kernel == "b" else r for r in rows()]
+    less = [r for r in plain if r.kernel != "b" or r.tensor not in ("dk", "dv")]
+    plan = planned(plain, sampled_rows=64)
+    assert judged(told(less).model_copy(update={"plan": plan})) == 0
+    with pytest.raises(MeasurementError, match=r"b .* dk head 0"):
+        judged(told(less).model_copy(update={"plan": planned(plain)}))

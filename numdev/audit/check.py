@@ -86,6 +86,7 @@ def check(
         summary=summarise(rows),
         findings=findings,
         tested=tested,
+        plan=plan.record(located.ref for located in source),
         cases=tuple(case for each in done.values() for case in each.get("case", ())),
         rows=rows,
         timings=watch.seconds(),

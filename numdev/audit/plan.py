@@ -24,6 +24,7 @@ from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.sampling import Sample
+from numdev.report import PlannedKernel, PlanRecord
 from numdev.system import System
 
 # What always runs beside the kernels under audit, first: (role, kernel).
@@ -91,6 +92,21 @@ class Plan:
             kernels=kernels,
             details=True,
             **{name: getattr(request, name) for name in same},
+        )
+
+    def record(self, calls: Iterable[CaseRef]) -> PlanRecord:
+        """What was to be measured of these calls, for the report."""
+        kernels = (
+            PlannedKernel(role=p.role, kernel=p.kernel.name, options=dict(p.options))  # type: ignore[arg-type]
+            for p in self.kernels
+        )
+        return PlanRecord(
+            kernels=tuple(kernels),
+            formats=tuple(fmt.name for fmt in self.formats),
+            calls=tuple((ref.case, ref.seed) for ref in calls),
+            gradients=self.gradients,
+            heads=self.heads,
+            sampled_rows=self.sampled_rows,
         )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:

@@ -23,6 +23,7 @@ from numdev.audit.plan import Plan, header
 from numdev.audit.reproduce import reproduce
 from numdev.audit.task import Finished, as_located, measured_here
 from numdev.audit.timing import Stopwatch
+from numdev.cases import CaseRef
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import MeasurementError
 from numdev.explain.words import explanations
@@ -34,6 +35,7 @@ from numdev.report import (
     CaseRecord,
     DeviationRow,
     Finding,
+    PlanRecord,
     ProfileRow,
     Provenance,
     WorstRow,
@@ -85,6 +87,7 @@ def audit(
         summary=summarise(results.rows, weights, explanations(attributions), worst, profiles),
         findings=results.findings,
         tested=results.tested,
+        plan=results.plan,
         cases=journal.records("case", CaseRecord),
         rows=results.rows,
         weights=weights,
@@ -99,6 +102,7 @@ class Results:
     """What came of a source that was measured as planned."""
 
     journal: Journal
+    plan: PlanRecord
     rows: tuple[DeviationRow, ...]
     findings: tuple[Finding, ...]
     tested: tuple[str, ...]
@@ -136,7 +140,7 @@ def measure(
         Writer(save_cases, overwrite=overwrite) if save_cases else contextlib.nullcontext() as save,
     ):
         before = journal.finished
-        measure_source(source, plan, journal, run, watch, team, save, progress)
+        calls = measure_source(source, plan, journal, run, watch, team, save, progress)
         if before and journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
@@ -152,8 +156,9 @@ def measure(
         findings, tested = findings_of(rows)
         reproduce(findings, source, plan, run, directory, say, count=request.reproducers)
     return Results(
-        journal=journal, rows=rows, findings=findings, tested=tested, described=described
-    )
+        journal=journal, plan=plan.record(calls), rows=rows, findings=findings, tested=tested,
+        described=described,
+    )  # fmt: skip
 
 
 def measure_source(
@@ -165,9 +170,10 @@ def measure_source(
     workers: Workers | None = None,
     writer: Writer | None = None,
     progress: Progress = lambda what, done, total: None,
-) -> None:
+) -> list[CaseRef]:
     """Every case of a source through every kernel, by `run` or on `workers`; what is finished
-    already is not even loaded. `writer` saves cases as they come by."""
+    already is not even loaded. `writer` saves cases as they come by. Returns which calls came."""
+    calls: list[CaseRef] = []
     visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
 
     def keep(finished: Iterable[Finished]) -> None:
@@ -181,6 +187,7 @@ def measure_source(
     with watch("capture"):
         for located in source:
             with watch("other"):
+                calls.append(located.ref)
                 if writer is not None:
                     case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
                     writer.add(case, located.axes)
@@ -200,6 +207,7 @@ def measure_source(
         with watch("other"):
             if workers is not None:
                 keep(workers.rest())
+    return calls
 
 
 def provenance(system: System, described: Mapping[str, Any], command: str) -> Provenance:

@@ -104,6 +104,7 @@ def sweep(
         tested=results.tested,
         figures=tuple(figures(lines, grid, called)),
         cells=every,
+        plan=results.plan,
         cases=results.journal.records("case", CaseRecord),
         rows=rows if request.rows == "head" else (),
         timings=watch.seconds(),

@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from numdev.errors import MeasurementError
-from numdev.report import AuditReport, DeviationRow, SweepReport
+from numdev.report import AuditReport, CaseRecord, DeviationRow, PlanRecord, SweepReport
 
 Measured = AuditReport | SweepReport
 GRADIENTS = ("dq", "dk", "dv")
 NOT_MEASURED = "not measured"
+CUT = "rows were left out of it, or put into it; measure again"
 T = TypeVar("T")
 Key = tuple[Any, ...]
 Groups = dict[Any, list[DeviationRow]]
@@ -59,86 +59,62 @@ def something(row: DeviationRow) -> bool:
 
 # --- are they all there? -------------------------------------------------------------------------
 
-# Each tensor, and where a row stands that says why a call has none of it.
-PASSES = {"out": ("out",), "dq": ("out", "dq"), "dk": ("out", "dq"), "dv": ("out", "dq")}
-CUT = "rows were left out of it, or put into it; measure again"
-_call = attrgetter("case", "seed", "module", "layer", "call", "phase")
-
 
 def check_whole(report: Measured) -> None:
-    """Raises MeasurementError, which names a row that is missing or there twice: a head that is not
-    there exceeds no limit, and one that is there ten times is most of a median.
-
-    For every call, format and kernel there is a row for each head of each tensor, or one that says
-    why not. Which heads a call has is in `cases`, which seeds in the request; where only some heads
-    were asked for, one kernel has what another has. The log-sum-exp need not be returned, and is of
-    all heads where it is.
-    """
-    runs = grouped(report.rows, lambda r: (r.role, f"{r.kernel}{spelt(r.options)} ({r.format})"))
-    for role in ("kernel", "control"):
-        own: dict[str, set[Key]] = {}  # of each run: tensor, call and head
-        without: dict[str, set[Key]] = {}  # tensor and call of rows that say why not
-        for name, rows in ((run, rows) for (whose, run), rows in runs.items() if whose == role):
-            cells = [(r.tensor, _call(r), r.head) for r in rows if r.status == "ok"]
-            own[name] = set(cells)
-            without[name] = {(r.tensor, _call(r)) for r in rows if r.status != "ok"}
-            if without[name]:
-                without[name] -= {cell[:2] for cell in cells}
-            if len(own[name]) < len(cells):
-                twice = _place(Counter(cells).most_common(1)[0][0])
+    """Raises MeasurementError unless each planned task has its rows: one for every head of every
+    tensor, or one that says why there is none. A head that is not there exceeds no limit, and one
+    that is there ten times is most of a median."""
+    if not report.rows:
+        return  # of which nothing can be judged
+    plan, cases = report.plan, {case.case: case for case in report.cases}
+    tasks = grouped(
+        report.rows, lambda r: (r.case, r.seed, r.format, r.role, r.kernel, spelt(r.options))
+    )
+    for name, seed in plan.calls:
+        if name not in cases:
+            raise MeasurementError(f"the report is not whole: it does not know the case {name}")
+        heads = _heads(plan, cases[name])
+        for fmt, planned in itertools.product(plan.formats, plan.kernels):
+            key = (name, seed, fmt, planned.role, planned.kernel, spelt(planned.options))
+            where = f"of {name}" + ("" if seed is None else f", seed {seed}")
+            if wrong := _lacking(tasks.pop(key, []), heads, plan, planned.role):
                 raise MeasurementError(
-                    f"the report contradicts itself: {name} has several rows for {twice}", hint=CUT
+                    f"the report is not whole: {planned.kernel} ({fmt}) {wrong} {where}", hint=CUT
                 )
-        every = set[Key]().union(*own.values())
-        if role == "kernel" and own and not report.request.get("heads"):
-            _check_cases(report, every, set().union(*without.values()))
-        for name, cells_of in own.items():
-            returned = {call for tensor, call, _ in cells_of if tensor == "lse"}
-            wanted = {("lse", *cell[1:]) for cell in cells_of if cell[1] in returned}
-            bare = without[name]
-            wanted |= {
-                cell
-                for cell in every
-                if cell[0] in PASSES
-                and not (bare and any((t, cell[1]) in bare for t in PASSES[cell[0]]))
-            }
-            _require(f"{name} has no", wanted - cells_of)
-
-
-def _check_cases(report: Measured, every: set[Key], bare: set[Key]) -> None:
-    """That there is a row of every case, with every seed, and of every head that it has."""
-    cases = {case.case: case for case in report.cases}
-    heads: dict[Key, set[Any]] = {}
-    for tensor, call, head in every:
-        heads.setdefault((tensor, call), set()).add(head)
-    lacking: set[Key] = set()
-    for (tensor, call), there in heads.items():
-        case = cases.get(call[0])
-        count = 0 if case is None else case.kv_heads if tensor in ("dk", "dv") else case.heads
-        if tensor in PASSES and len(there) < count:
-            lacking.add((tensor, call, min(set(range(count)) - there)))
-    _require("no kernel has a", lacking)
-    asked = report.request.get("seeds")
-    seeds = [seed for seed in asked if isinstance(seed, int)] if isinstance(asked, list) else []
-    measured = {cell[1][:2] for cell in (*every, *bare)}
-    for name, seed in itertools.product(cases, seeds or (None,)):
-        # A call out of a model has no seed, whatever the request says of drawn ones.
-        if not any(case == name and (not seeds or of in (seed, None)) for case, of in measured):
-            where = name if seed is None else f"{name}, seed {seed}"
-            raise MeasurementError(
-                f"the report is not whole: no kernel has a row for the case {where}", hint=CUT
-            )
-
-
-def _require(who: str, lacking: set[Key]) -> None:
-    if lacking:
-        more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        first = min(lacking, key=lambda cell: (cell[0] != "out", str(cell)))
+    if tasks:
+        name, _, fmt, _, kernel, _ = next(iter(tasks))
         raise MeasurementError(
-            f"the report is not whole: {who} row for {_place(first)}{more}", hint=CUT
+            f"the report has rows that were not planned: {kernel} ({fmt}) of {name}", hint=CUT
         )
 
 
-def _place(cell: Key) -> str:
-    tensor, (case, seed, *_), head = cell
-    return f"{tensor} of {case} head {head}" + ("" if seed is None else f", seed {seed}")
+def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:
+    """By tensor, the heads of a call that were to be measured; with gradients whole groups."""
+    group = case.heads // case.kv_heads
+    asked = set(range(case.heads) if plan.heads is None else plan.heads)
+    of = {head // group for head in asked if head < case.heads}
+    queries = [h for h in range(case.heads) if h in asked or (plan.gradients and h // group in of)]
+    passes = {"dq": queries, "dk": sorted(of), "dv": sorted(of)} if plan.gradients else {}
+    return {"out": queries, **passes} if queries else {}
+
+
+def _lacking(
+    rows: Sequence[DeviationRow], heads: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
+) -> str | None:
+    """What one task lacks, or has that it should not; None where it is whole. The log-sum-exp need
+    not be returned."""
+    cells: Counter[tuple[str, int | None]] = Counter(
+        (r.tensor, r.head) for r in rows if r.status == "ok"
+    )
+    bare = {r.tensor for r in rows if r.status != "ok"}
+    wanted = {} if "out" in bare else {"out": heads.get("out", ())} if "dq" in bare else dict(heads)
+    if any(tensor == "lse" for tensor, _ in cells):
+        wanted["lse"] = heads.get("out", ())
+    partial = plan.sampled_rows is not None and role in ("baseline", "control")
+    for tensor, own in wanted.items():
+        if partial and tensor in ("dk", "dv") and (tensor, own[0]) not in cells:
+            continue  # of sampled queries alone there are none
+        for head in own:
+            if cells.pop((tensor, head), 0) != 1:
+                return f"has no row for {tensor} head {head}, or several"
+    return next((f"has a row too many, {t} head {h}," for t, h in cells), None)

@@ -16,6 +16,7 @@ from numdev.report.records.rows import (
     DeviationRow,
     ProfileRow,
     Record,
+    Role,
     WeightRow,
 )
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
@@ -69,6 +70,24 @@ class Places:
         words += f" call {place.call}" if self._calls and place.call != place.step else ""
         words += f" head {place.head}" if place.head is not None else ""
         return words + (f", seed {place.seed}" if self._seeds else "")
+
+
+class PlannedKernel(Record):
+    role: Role
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class PlanRecord(Record):
+    """What was to be measured: every kernel on every call in every format, head by head. A call
+    that ran with none of the heads asked for has no rows."""
+
+    kernels: tuple[PlannedKernel, ...]
+    formats: tuple[str, ...]
+    calls: tuple[tuple[str, int | None], ...]  # the case, and the seed of one that was drawn
+    gradients: bool = False  # dq, dk and dv too
+    heads: tuple[int, ...] | None = None  # query heads; None: all; with gradients whole groups
+    sampled_rows: int | None = None  # of each head; then baselines and planted faults lack dk, dv
 
 
 class Finding(Record):
@@ -137,6 +156,7 @@ class AuditReport(Report):
     kind: Literal["audit"] = "audit"
     summary: AuditSummary
     tested: tuple[str, ...] = ()  # by which rules, and which could not be applied
+    plan: PlanRecord
     cases: tuple[CaseRecord, ...] = ()
     rows: tuple[DeviationRow, ...]
     weights: tuple[WeightRow, ...] = ()
@@ -161,6 +181,7 @@ class SweepReport(Report):
     tested: tuple[str, ...] = ()
     figures: tuple[Figure, ...]
     cells: tuple[CellRow, ...]
+    plan: PlanRecord
     cases: tuple[CaseRecord, ...] = ()
     rows: tuple[DeviationRow, ...] = ()  # empty where only cells were asked for
 
