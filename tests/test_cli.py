@@ -21,9 +21,9 @@ import pytest
 
 import numdev
 from numdev import report
-from numdev.audit.interrupt import watching
 from numdev.audit.journal import JOURNAL
 from numdev.cli.main import cli, main
+from numdev.cli.session import watching
 
 ROOT = Path(numdev.__file__).parent.parent
 TINY = """\

@@ -172,10 +172,6 @@ class CheckSource(ConfigSource):
         if count > 1:
             raise UsageError(f"{count} cases are called {name!r}", hint="name each differently")
 
-    def describe(self) -> dict[str, Any]:
-        names = dict.fromkeys(located.ref.case for located in self.cases)
-        return {**super().describe(), "named": list(names)}
-
     def _located(self, named: Named, number: int) -> Sequence[Located]:
         if isinstance(named, AttentionCase):
             case = copied(named, self._device)

@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost, and Ctrl-C that waits."""
+"""Ctrl-C by a handler of our own, and Ctrl-C that waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def _handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
+def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
     """SIGINT by `handler`; gives the one before, and restores it. Outside the main thread, where
     Python allows no handlers, it does nothing."""
     if threading.current_thread() is not threading.main_thread():
@@ -21,24 +21,6 @@ def _handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
         yield before
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[Callable[[], None]]:
-    """A function that raises KeyboardInterrupt if one came and was lost: a native extension that
-    calls back into Python may clear the error. The loop asks at every task."""
-    came = threading.Event()
-
-    def remember(number: int, frame: Any) -> None:
-        came.set()
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if came.is_set():
-            raise KeyboardInterrupt
-
-    with _handling(remember):
-        yield check
 
 
 @contextlib.contextmanager
@@ -53,7 +35,7 @@ def deferred() -> Iterator[None]:
             raise KeyboardInterrupt
         came = True
 
-    with _handling(remember):
+    with handling(remember):
         yield
     if came:
         raise KeyboardInterrupt

@@ -24,18 +24,22 @@ from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.sampling import Sample
-from numdev.report import PlannedKernel, PlanRecord
+from numdev.report import PlannedKernel, PlanRecord, Role
 from numdev.system import System
 
 # What always runs beside the kernels under audit, first: (role, kernel).
-ALWAYS = (("precision", "reference"), ("floor", "floor"), ("baseline", "baseline"))
+ALWAYS: tuple[tuple[Role, str], ...] = (
+    ("precision", "reference"),
+    ("floor", "floor"),
+    ("baseline", "baseline"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """A kernel as every case will meet it."""
 
-    role: str
+    role: Role
     kernel: Kernel
     options: Mapping[str, Any]
 
@@ -46,7 +50,7 @@ class Task:
     query heads and rows are measured (None: all)."""
 
     case: CaseRef
-    role: str
+    role: Role
     kernel: str
     options: Mapping[str, Any] = field(default_factory=dict)
     format: str
@@ -96,17 +100,14 @@ class Plan:
 
     def record(self, calls: Iterable[CaseRef]) -> PlanRecord:
         """What was to be measured of these calls, for the report."""
-        kernels = (
-            PlannedKernel(role=p.role, kernel=p.kernel.name, options=dict(p.options))  # type: ignore[arg-type]
-            for p in self.kernels
-        )
         return PlanRecord(
-            kernels=tuple(kernels),
+            kernels=tuple(
+                PlannedKernel(role=p.role, kernel=p.kernel.name, options=dict(p.options))
+                for p in self.kernels
+            ),
             formats=tuple(fmt.name for fmt in self.formats),
             calls=tuple((ref.case, ref.seed) for ref in calls),
-            gradients=self.gradients,
-            heads=self.heads,
-            sampled_rows=self.sampled_rows,
+            **{name: getattr(self, name) for name in ("gradients", "heads", "sampled_rows")},
         )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
@@ -123,10 +124,9 @@ class Plan:
             kernel=planned.kernel.name,
             options=planned.options,
             format=format_name,
-            heads=self.heads,
-            gradients=self.gradients,
             repeats=self.repeats if planned.role == "kernel" else 1,
             sample=self.sample(ref),
+            **{name: getattr(self, name) for name in ("heads", "gradients")},
         )
 
     def sample(self, ref: CaseRef) -> Sample | None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numdev
 from numdev.audit.bench import Selection
@@ -97,8 +96,7 @@ def audit(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Results:
+class Results(NamedTuple):
     """What came of a source that was measured as planned."""
 
     journal: Journal
@@ -155,10 +153,7 @@ def measure(
             )
         findings, tested = findings_of(rows)
         reproduce(findings, source, plan, run, directory, say, count=request.reproducers)
-    return Results(
-        journal=journal, plan=plan.record(calls), rows=rows, findings=findings, tested=tested,
-        described=described,
-    )  # fmt: skip
+    return Results(journal, plan.record(calls), rows, findings, tested, described)
 
 
 def measure_source(

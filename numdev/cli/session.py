@@ -8,7 +8,8 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,6 @@ class Results:
     def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
         """What a study comes to, shown as it goes on; a foreign kernel's prints are kept off stdout
         and no Ctrl-C is lost."""
-        from numdev.audit.interrupt import watching
         from numdev.report.renderers import terminal
 
         with (
@@ -87,6 +87,26 @@ class Results:
             self.say(f"Report: {directory / 'report.html'}")
         if not found.measured:
             raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Callable[[], None]]:
+    """A function that raises KeyboardInterrupt if one came and was lost: a native extension that
+    calls back into Python may clear the error. The loop asks at every task."""
+    from numdev.audit.interrupt import handling
+
+    came = threading.Event()
+
+    def remember(number: int, frame: Any) -> None:
+        came.set()
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if came.is_set():
+            raise KeyboardInterrupt
+
+    with handling(remember):
+        yield check
 
 
 def command(summary: str, example: str) -> Callable[[Callable[..., Any]], click.Command]:
