@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from numdev.kernels import find
 from numdev.metrics.sampling import BINS, FEWEST, starts
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.renderers import html, markdown
-from numdev.report.summary import summarise
+from numdev.report.views.audit import positions
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
@@ -49,6 +50,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
         reproducers=0,
     )
     return audit(request, tmp_path_factory.mktemp("profile"))
+
+
+def drawn(profiles: Sequence[ProfileRow], kernel: str) -> list[float]:
+    """The points of one kernel's curve in the one figure of these profiles."""
+    ((figure,),) = (node.figures for node in positions(profiles))
+    return [point.mean for c in figure.curves if c.label == kernel for point in c.points]
 
 
 def test_bins_double_and_then_are_even() -> None:
@@ -90,19 +97,16 @@ def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
         for case, (errors, predicted) in calls.items()
     ]
     longer = [row.model_copy(update={"length": 8, "case": f"{row.case}2"}) for row in rows[:2]]
-    (summary,) = summarise([], profiles=[*longer, *rows]).profiles
-    assert (summary.length, summary.calls) == (4, 3)
-    assert (summary.errors, summary.ratios) == ((2.0, 5.5), (1.0, 1.0))
+    assert drawn([*longer, *rows], "k") == [1.0, 1.0]
+    assert drawn([row.model_copy(update={"predicted": None}) for row in rows], "k") == [2.0, 5.5]
 
 
 def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> None:
     """Its last bin is far above what is predicted, its first ones are not, nor is the sound
     kernel's."""
-    of = {s.kernel: s for s in made.summary.profiles}
-    bad, good = of["test_profile:late"], of["test_profile:sound"]
-    assert (bad.ratios[-1] or 0) > 5
-    for ratio in (*bad.ratios[1:8], *good.ratios[1:]):
-        assert abs((ratio or 0) - 1) < 0.1
+    bad, good = (drawn(made.profiles, f"test_profile:{name}") for name in ("late", "sound"))
+    assert bad[-1] > 5
+    assert [*bad[:7], *good] == pytest.approx([1.0] * 26, abs=0.1)
 
 
 def test_the_page_draws_them(made: AuditReport) -> None:
@@ -111,8 +115,8 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     assert "| first query row of the bin | 0 |" in markdown.page(made)
     page = html.page(made)
     assert page.count("(64 rows): error over what is predicted, by position</figcaption>") == 1
-    (bad,) = (s for s in made.summary.profiles if s.kernel == "test_profile:late")
-    last = f"row {bad.starts[-1]}: {bad.ratios[-1]:.3g}"
-    assert f"test_profile:late at {last}</title>" in page
+    first = next(row.starts[-1] for row in made.profiles)
+    worst = drawn(made.profiles, "test_profile:late")[-1]
+    assert f"<title>test_profile:late at row {first}: {worst:.3g}</title>" in page
     assert "<title>test_profile:sound at row 1: " in page
     assert "<title>test_profile:sound at row 0: " not in page

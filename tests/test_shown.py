@@ -30,7 +30,7 @@ from numdev.report import (
     Places,
     Point,
     Tick,
-    WeightSummary,
+    WeightRow,
     read,
 )
 from numdev.report.document import Cell, Column, Document, Figures, Row, Table, table_of
@@ -47,7 +47,7 @@ def kernel(**changes: Any) -> KernelSummary:
         "biased_heads": 3, "bias_testable": True, "floor_ratio_where": "layer 1 head 2",
         "floor_ratio": 1.01, "floor_ratio_worst": 1.02, "baseline_ratio": 1.03,
         "expected_ratio": 1.05, "expected_ratio_worst": 1.06, "flash_vs_precision": 1.07,
-        "noise": 1.16, "mean_abs": 1.1e-3, "max_abs": 1.2e-3, "rms": 1.3e-3,
+        "noise": 1.16, "mean_abs": 1.1e-3, "max_abs": 1.2e-3,
     }  # fmt: skip
     return KernelSummary(**{**fields, **changes})
 
@@ -128,12 +128,17 @@ def test_what_is_said_of_a_format_has_the_right_numbers() -> None:
 
 
 def test_the_weights_of_an_audit() -> None:
-    """Mean, maximum and count are not exchanged."""
-    cast = WeightSummary(format="float16", tensors=3, elements=9, nonfinite=4, max_abs=0.5,
-                         max_tensor="w", mean_abs=0.25)  # fmt: skip
-    assert cells(blocks(weights=(cast,)), "Stored weights") == (
+    """Mean over elements that the format holds, maximum and count are not exchanged."""
+    rows = [
+        WeightRow(tensor=name, shape=(1,), stored="float32", format="float16", elements=elements,
+                  nonfinite=lost, max_abs=largest, mean_abs=mean, rel=0.1)
+        for name, elements, lost, largest, mean in (
+            ("v", 5, 4, 0.3, 0.55), ("w", 3, 0, 0.5, 0.15), ("x", 2, 2, None, None))
+    ]  # fmt: skip
+    page = audit_view.blocks(audit(weights=tuple(rows)))
+    assert cells(page, "Stored weights") == (
         "format: float16 | tensors: 3 | mean change (= W1): 0.25 | max change: 0.5 | in: w | "
-        "not finite: 4"
+        "not finite: 6"
     )
 
 

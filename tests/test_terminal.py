@@ -16,7 +16,7 @@ from test_shown import kernel
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
-from numdev.report import AuditReport, HeadMap, Places, WeightSummary, numbers
+from numdev.report import AuditReport, HeadMap, Places, WeightRow, numbers
 from numdev.report.document import Document
 from numdev.report.foreign import plain
 from numdev.report.renderers import terminal
@@ -77,13 +77,14 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
 
 def everything(name: str) -> AuditReport:
     """A report with `name` wherever a name or message can stand."""
-    weights = WeightSummary(format=name, tensors=1, elements=1, nonfinite=1, max_abs=1.0,
-                            max_tensor=name, mean_abs=1.0)  # fmt: skip
+    cast = WeightRow(tensor=name, shape=(2,), stored=name, format=name, elements=2, nonfinite=1,
+                     max_abs=1.0, mean_abs=1.0, rel=1.0)  # fmt: skip
     made, ran = audit(name), kernel(kernel="sdpa-default", ran=(name,), out_formats=(name,))
     kernels = (*made.summary.kernels, ran)
     system = {"gpu": name, "cpu": name, "packages": {"torch": name}}
     changes = {
-        "summary": made.summary.model_copy(update={"kernels": kernels, "weights": (weights,)}),
+        "summary": made.summary.model_copy(update={"kernels": kernels}),
+        "weights": (cast,),
         "provenance": provenance(system=system, source={"checkpoint": name, "prompt": name}),
     }
     return made.model_copy(update=changes)

@@ -78,12 +78,11 @@ def audit(
         )
     journal = results.journal
     attributions = journal.records("attribution", AttributionRow)
-    profiles = journal.records("profile", ProfileRow)
     worst = most(journal.records("worst", WorstRow))
     return AuditReport(
         provenance=provenance(system, results.described, command),
         request=asked,
-        summary=summarise(results.rows, weights, explanations(attributions), worst, profiles),
+        summary=summarise(results.rows, explanations(attributions), worst),
         findings=results.findings,
         tested=results.tested,
         plan=results.plan,
@@ -91,7 +90,7 @@ def audit(
         rows=results.rows,
         weights=weights,
         attributions=attributions,
-        profiles=profiles,
+        profiles=journal.records("profile", ProfileRow),
         timings=watch.seconds(),
     )
 

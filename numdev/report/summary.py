@@ -1,5 +1,5 @@
 """From rows to what a reader wants first: the kernels ranked and in words, the map of the worst
-one, the error by position over calls of one length.
+one.
 
 Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
 one head with large values would rule a pooled one.
@@ -8,9 +8,7 @@ one head with large values would rule a pooled one.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from statistics import median
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,17 +30,13 @@ from numdev.report import (
     KernelSummary,
     PartSummary,
     Places,
-    ProfileRow,
-    ProfileSummary,
     Record,
-    WeightRow,
-    WeightSummary,
     WorstRow,
 )
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Of which a summary has the median over heads, the largest, or where that is."""
-NUMBERS = [*METRICS, "mean_abs", "max_abs", "rms", "nonfinite", "elements", "bias_p", "bias_size",
+NUMBERS = [*METRICS, "mean_abs", "max_abs", "nonfinite", "elements", "bias_p", "bias_size",
            "sequences"]  # fmt: skip
 WHOSE = ("kernel", "options", "role", "format")
 # A kernel that is none of these was asked for by name, and is spoken of before the first of them.
@@ -51,10 +45,8 @@ HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-
 
 def summarise(
     rows: Sequence[DeviationRow],
-    weights: Sequence[WeightRow] = (),
     explanations: Sequence[Explanation] = (),
     worst: Sequence[WorstRow] = (),
-    profiles: Sequence[ProfileRow] = (),
 ) -> AuditSummary:
     """The summary of an audit's rows; raises nothing on rows that are all skipped. Planted faults
     are the gate's business, and left out."""
@@ -82,10 +74,8 @@ def summarise(
         ),
         kernels=kernels,
         map=_map([(k, ok) for k, ok in ranked if (k.role, k.format) == ("kernel", formats[0])]),
-        weights=tuple(_weights(weights)),
         explanations=tuple(explanations),
         worst_rows=tuple(worst),
-        profiles=tuple(_profiles(profiles)),
     )
 
 
@@ -117,9 +107,8 @@ def _kernel(table: pd.DataFrame) -> KernelSummary:
         reasons=_distinct(table[table["status"] != "ok"]["reason"]),
         ran=_distinct(table["ran"]),
         out_formats=_distinct(ok["out_format"]),
-        mean_abs=_power_mean(ok, "mean_abs", 1),
+        mean_abs=_mean(ok),
         max_abs=_or_none(ok["max_abs"].max()),
-        rms=_power_mean(ok, "rms", 2),
         rows_measured=max((row.rows_measured or 0 for row in ok["row"]), default=0) or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
         # 0 where all runs gave the same bits
@@ -142,15 +131,14 @@ def _distinct(column: pd.Series[Any]) -> tuple[str, ...]:
     return tuple(column.dropna().unique())
 
 
-def _power_mean(ok: pd.DataFrame, metric: str, power: int) -> float | None:
-    """The power mean of a metric over all elements; None when no head has a number."""
-    known = ok[ok[metric].notna()]
+def _mean(ok: pd.DataFrame) -> float | None:
+    """The mean error of all elements; None where no head has a number."""
+    known = ok[ok["mean_abs"].notna()]
     if known.empty:
         return None
-    values, weight = known[metric].to_numpy(), known["elements"].fillna(0).to_numpy()
+    values, weight = known["mean_abs"].to_numpy(), known["elements"].fillna(0).to_numpy()
     with np.errstate(over="ignore"):
-        mean = (values**power * weight).sum() / weight.sum()
-    return _or_none(mean ** (1 / power))
+        return _or_none((values * weight).sum() / weight.sum())
 
 
 def _over_heads(ok: pd.DataFrame, record: type[Record]) -> dict[str, Any]:
@@ -197,59 +185,6 @@ def _map(kernels: Sequence[tuple[KernelSummary, pd.DataFrame]]) -> HeadMap | Non
     )
 
 
-def _weights(rows: Sequence[WeightRow]) -> Iterator[WeightSummary]:
-    """The stored tensors together, format by format; means are over elements that it can hold."""
-    for name in dict.fromkeys(row.format for row in rows):
-        these = [row for row in rows if row.format == name]
-        sized = [row for row in these if row.max_abs is not None]
-        worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
-        held = sum(row.elements - row.nonfinite for row in sized)
-        total = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
-        yield WeightSummary(
-            format=name,
-            tensors=len(these),
-            elements=sum(row.elements for row in these),
-            nonfinite=sum(row.nonfinite for row in these),
-            max_abs=worst.max_abs if worst else None,
-            max_tensor=worst.tensor if worst else None,
-            mean_abs=total / held if held else None,
-        )
-
-
-def _profiles(rows: Sequence[ProfileRow]) -> Iterator[ProfileSummary]:
-    """One summary for each kernel and tensor, over calls of the length that most have, which count
-    equally; the report's `profiles` have all."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row.format, row.tensor, row.attends].append(row)
-    for own in groups.values():
-        calls = Counter(length for length, _ in {(row.length, row.case) for row in own})
-        length = max(calls, key=lambda n: (calls[n], n))
-        kernels = defaultdict(list)
-        for row in own:
-            if row.length == length:
-                kernels[row.role, row.kernel, str(sorted(row.options.items()))].append(row)
-        for these in kernels.values():
-            shared = (*WHOSE, "tensor", "attends", "length", "starts")
-            predicted = ((row.errors, row.predicted) for row in these if row.predicted is not None)
-            ratios = (
-                [e / p if e is not None and p else None for e, p in zip(*pair, strict=True)]
-                for pair in predicted
-            )
-            yield ProfileSummary(
-                **{name: getattr(these[0], name) for name in shared},
-                calls=len(these),
-                errors=_medians(row.errors for row in these),
-                ratios=_medians(ratios),
-            )
-
-
-def _medians(calls: Iterable[Sequence[float | None]]) -> tuple[float | None, ...]:
-    """The median of each bin, to four digits, over the calls that have a number."""
-    bins = [[x for x in own if x is not None] for own in zip(*calls, strict=True)]
-    return tuple(float(f"{median(own):.4g}") if own else None for own in bins)
-
-
 def _or_none(value: float) -> float | None:
     """A float for JSON, None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
@@ -289,7 +224,7 @@ def _answer(kernels: Sequence[KernelSummary]) -> Iterator[str]:
             f"It differs from the baseline by {kernel.flash_vs_precision:.2f} x what rounding q, "
             f"k, v to {kernel.format} costs{whose}."
         )
-    elif precision is not None and precision.rms == 0:
+    elif precision is not None and precision.mean_abs == 0:
         yield f"The inputs are {kernel.format} already, so the format itself costs nothing."
     else:
         yield f"The baseline did not run, so {kernel.kernel} stands beside no cost of the format."

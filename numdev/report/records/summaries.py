@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from numdev.report.records.rows import (
-    Attends,
     OfKernel,
     Phase,
     Record,
@@ -70,7 +69,6 @@ class KernelSummary(OfKernel, _OverHeads):
     out_formats: tuple[str, ...] = ()
     mean_abs: float | None = None
     max_abs: float | None = None
-    rms: float | None = None
     flash_vs_precision: float | None = None
     expected_ratio_interval: tuple[float, float] | None = None  # of the worst head, where sampled
     gradients: tuple[PartSummary, ...] = ()
@@ -78,19 +76,6 @@ class KernelSummary(OfKernel, _OverHeads):
     noise: float | None = None  # the largest, over the floor's rms; 0: same bits; None: ran once
     biased_heads: int = 0
     bias_testable: bool = False  # whether there were independent sequences enough to judge bias
-
-
-class ProfileSummary(OfKernel):
-    """How one kernel errs along the rows of calls of one length: the median of each bin over these
-    calls, null where none has a number."""
-
-    tensor: Tensor
-    attends: Attends | None = None
-    length: int
-    calls: int
-    starts: tuple[int, ...]
-    errors: tuple[float | None, ...]
-    ratios: tuple[float | None, ...] = ()  # over what is predicted, taken call by call
 
 
 class HeadMap(Record):
@@ -104,28 +89,14 @@ class HeadMap(Record):
     values: tuple[tuple[float | None, ...], ...]
 
 
-class WeightSummary(Record):
-    """All stored tensors cast to one format."""
-
-    format: str
-    tensors: int
-    elements: int
-    nonfinite: int
-    max_abs: float | None
-    max_tensor: str | None
-    mean_abs: float | None
-
-
 class AuditSummary(Record):
     """What a reader wants first, computed once from the rows."""
 
     answer: tuple[str, ...]
     kernels: tuple[KernelSummary, ...]
     map: HeadMap | None = None
-    weights: tuple[WeightSummary, ...] = ()
     explanations: tuple[Explanation, ...] = ()  # for `--explain`
     worst_rows: tuple[WorstRow, ...] = ()
-    profiles: tuple[ProfileSummary, ...] = ()
 
 
 class CellRow(OfKernel):

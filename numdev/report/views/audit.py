@@ -3,8 +3,9 @@ along its rows a kernel errs, and which roundings make its errors."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from numdev.report import (
@@ -16,9 +17,9 @@ from numdev.report import (
     KernelSummary,
     PartSummary,
     Point,
-    ProfileSummary,
+    ProfileRow,
     Tick,
-    WeightSummary,
+    WeightRow,
     WorstRow,
 )
 from numdev.report import document as doc
@@ -62,7 +63,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         layers = dict(zip(worst.layers, worst.values, strict=True))
         cell = lambda v: Cell(short(v), shade(v), title=ratio(v))  # noqa: E731
         yield doc.heat_map(title, worst.heads, layers, cell)
-    if figures := tuple(_positions(summary.profiles)):
+    if figures := tuple(positions(report.profiles)):
         yield doc.Heading("Error against position", doc.TEXT)
         yield from figures
         yield doc.Paragraph(POSITIONS, "soft", doc.PAGE)
@@ -70,7 +71,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     yield from _explanations(summary.explanations)
     yield doc.words(
         ("format", "tensors", "mean change (= W1)", "max change", "in", "not finite"),
-        map(_weights, summary.weights),
+        _weights(report.weights),
         title="Stored weights, cast",
     )
 
@@ -172,26 +173,30 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
 # --- what stands below it ------------------------------------------------------------------------
 
 
-def _positions(profiles: Sequence[ProfileSummary]) -> Iterator[doc.Figures]:
+def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Figures]:
     """For each format, tensor and kind of attention the errors over what is predicted; where
-    nothing is, the errors themselves."""
+    nothing is, the errors themselves. Medians over calls of the length that most have."""
     groups, figures = defaultdict(list), defaultdict(list)
-    for p in profiles:
-        groups[p.format, p.attends, p.tensor].append(p)
-    for (name, attends, tensor), own in groups.items():
-        relative, length = any(p.ratios for p in own), own[0].length
+    for row in profiles:
+        groups[row.format, row.attends, row.tensor].append(row)
+    for (name, attends, tensor), rows in groups.items():
+        calls = Counter(length for length, _ in {(row.length, row.case) for row in rows})
+        length = max(calls, key=lambda n: (calls[n], n))
+        rows = [row for row in rows if row.length == length]
+        relative = any(row.predicted for row in rows)
         what = "key" if tensor in ("dk", "dv") else "row"
-        ticks = [Tick(x=i, label=str(start)) for i, start in enumerate(own[0].starts)]
+        kernels = defaultdict(list)
+        for row in rows:
+            kernels[labelled(row.kernel, row.options), row.role].append(_errors(row, relative))
         curves = []
-        for p in own:
-            values = enumerate(p.ratios if relative else p.errors)
+        for (label, role), errors in kernels.items():
+            bins = [[x for x in own if x is not None] for own in zip(*errors, strict=True)]
             points = tuple(
-                Point(x=i, label=f"{what} {p.starts[i]}", mean=value, low=None, high=None)
-                for i, value in values
-                if value  # a logarithmic axis has no 0
+                Point(x=i, label=f"{what} {start}", mean=median(own), low=None, high=None)
+                for i, (start, own) in enumerate(zip(rows[0].starts, bins, strict=True))
+                if own and median(own)  # a logarithmic axis has no 0
             )
-            label = labelled(p.kernel, p.options)
-            curves += [Curve(label=label, role=p.role, points=points)]
+            curves += [Curve(label=label, role=role, points=points)] if points else []
         figure = Figure(
             title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} ({length} "
             f"{what}s): error {'over what is predicted, ' if relative else ''}by position",
@@ -199,14 +204,23 @@ def _positions(profiles: Sequence[ProfileSummary]) -> Iterator[doc.Figures]:
             relative=relative,
             y_title="error, times predicted" if relative else "rms error of a row over its terms",
             y_scale="log",
-            curves=tuple(curve for curve in curves if curve.points),
+            curves=tuple(curves),
         )
-        if figure.curves:
+        if curves:
+            ticks = tuple(Tick(x=i, label=str(start)) for i, start in enumerate(rows[0].starts))
             title = f"first {'key' if what == 'key' else 'query row'} of the bin"
-            axis = Axis(name="position", title=title, scale="linear", ticks=tuple(ticks))
+            axis = Axis(name="position", title=title, scale="linear", ticks=ticks)
             figures[axis].append(figure)
     for axis, drawn in figures.items():
         yield doc.Figures(tuple(drawn), axis, only=doc.TEXT)
+
+
+def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
+    if not relative:
+        return row.errors
+    predicted = row.predicted or [None] * len(row.errors)
+    pairs = zip(row.errors, predicted, strict=True)
+    return [e / p if e is not None and p else None for e, p in pairs]
 
 
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
@@ -254,6 +268,14 @@ def _source(e: Explanation) -> str:
     return name + (f" ({e.explained} of {e.calls} calls)" if e.explained < e.calls else "")
 
 
-def _weights(w: WeightSummary) -> tuple[str, ...]:
-    sizes = (si(w.mean_abs), si(w.max_abs))
-    return (w.format, str(w.tensors), *sizes, w.max_tensor or NONE, str(w.nonfinite))
+def _weights(rows: Sequence[WeightRow]) -> Iterator[tuple[str, ...]]:
+    """The stored tensors together, format by format; means are over elements that it can hold."""
+    for name in dict.fromkeys(row.format for row in rows):
+        these = [row for row in rows if row.format == name]
+        sized = [row for row in these if row.max_abs is not None]
+        worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
+        count = sum(row.elements - row.nonfinite for row in sized)
+        total = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
+        sizes = (si(total / count if count else None), si(worst.max_abs if worst else None))
+        lost = sum(row.nonfinite for row in these)
+        yield name, str(len(these)), *sizes, worst.tensor if worst else NONE, str(lost)
