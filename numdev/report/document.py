@@ -35,10 +35,8 @@ class Cell:
 @dataclass(frozen=True)
 class Column:
     title: str
-    short: str = ""  # its title in the terminal, where that has to be shorter
     align: Literal["left", "right"] = "right"
     width: int = 0  # columns that a terminal needs to have for this one to be shown
-    says: str = ""  # what the number is, for the legend below, where the title does not say it
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,7 @@ class Table:
     rows: tuple[Row, ...]
     title: str = ""
     kind: Literal["numbers", "words", "map", "series"] = "numbers"
-    dense: bool = False
     only: tuple[Medium, ...] = MEDIA
-
-    @property
-    def legend(self) -> str:
-        """What those columns are that do not say it themselves."""
-        parts = [f"{c.title.strip()}: {c.says}" for c in self.columns if c.says]
-        return f"{'; '.join(parts)}." if parts else ""
 
 
 @dataclass(frozen=True)
@@ -139,10 +130,6 @@ def headed(sentence: str) -> Item:
     """A sentence whose lead is what stands before the first `: `; all of it where there is none."""
     lead, colon, text = sentence.partition(": ")
     return Item(text, lead=lead + colon.strip())
-
-
-def bullets(sentences: Iterable[str]) -> Bullets:
-    return Bullets(tuple(map(Item, sentences)))
 
 
 def notes(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> tuple[Paragraph, ...]:

@@ -70,8 +70,6 @@ def _table(node: doc.Table, heading: str) -> Iterator[str]:
         yield _row(" ".join(filter(None, (cell.text, cell.after))) for cell in cells)
     if len(node.rows) > LONGEST:
         yield from ("", f"{len(node.rows) - LONGEST} more rows are in the report.")
-    if node.legend:
-        yield from ("", escaped(node.legend))
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from rich import box
 from rich import table as rich_table
@@ -75,9 +74,6 @@ def _table(node: doc.Table, out: Console) -> None:
         blocks = [[0, *some(chosen[1:], max(2, (out.width - names - 2) // NUMBER))]]
     for block in blocks:
         out.print(_grid(node, block))
-    legend = replace(node, columns=tuple(node.columns[i] for i in chosen)).legend
-    if legend:
-        out.print(_text(legend, "dim"))
 
 
 def some(places: Sequence[int], fitting: int) -> list[int]:
@@ -100,7 +96,7 @@ def _grid(node: doc.Table, chosen: Sequence[int]) -> rich_table.Table:
     for at in chosen:
         column = node.columns[at]
         grid.add_column(
-            _text(column.short or column.title),
+            _text(column.title),
             overflow="fold",
             justify=column.align if at else "left",
             no_wrap=at > 0 and node.kind == "numbers" and column.align == "right",

@@ -31,8 +31,8 @@ REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
     "×floor: rms error, against fp64 on the same rounded inputs, over that of the exact result "
     "rounded once (the floor), median head and worst head; darker from 1.25, 2, 4 and 16 on. "
-    "×baseline: over plain attention as model code writes it. ×predicted: over what the roundings "
-    "it claims to make predict, worst head. biased: heads with a systematic error, of those judged."
+    "×base: over plain attention as model code writes it. ×pred: over what the roundings it claims "
+    "to make predict, worst head. biased: heads with a systematic error, of those judged."
 )
 SAMPLED = (
     "Sampled: {} query rows of each head were measured, drawn over all positions. Averages and "
@@ -104,23 +104,17 @@ def _biased(k: KernelSummary) -> Cell:
 
 RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("×floor"), lambda k: floors(k.floor_ratio)),
-    (
-        Column("worst head", "worst"),
-        lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or ""),
-    ),
-    (Column("×baseline", "×base"), lambda k: Cell(ratio(k.baseline_ratio))),
-    (Column("×predicted", "×pred"), lambda k: _predicted(k.expected_ratio_worst)),
+    (Column("worst"), lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or "")),
+    (Column("×base"), lambda k: Cell(ratio(k.baseline_ratio))),
+    (Column("×pred"), lambda k: _predicted(k.expected_ratio_worst)),
 )
 RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("kernel", align="left"), _name),
     *RATIOS,
-    (Column("mean error", "mean err"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max error", "max err"), lambda k: Cell(_max(k))),
-    (Column("biased heads", "biased"), _biased),
-    (
-        Column("not finite", "NaN/inf"),
-        lambda k: Cell(str(k.nonfinite), style="bad" if k.nonfinite else ""),
-    ),
+    (Column("mean err"), lambda k: Cell(si(k.mean_abs))),
+    (Column("max err"), lambda k: Cell(_max(k))),
+    (Column("biased"), _biased),
+    (Column("NaN/inf"), lambda k: Cell(str(k.nonfinite), style="bad" if k.nonfinite else "")),
 )
 
 

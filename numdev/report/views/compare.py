@@ -56,7 +56,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     )
     if report.summary.notes:
         yield doc.Heading("Notes", doc.TEXT)
-        yield doc.bullets(report.summary.notes)
+        yield from doc.notes(report.summary.notes)
     yield doc.words(
         ("", "A", "B"),
         (

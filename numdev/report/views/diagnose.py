@@ -12,6 +12,12 @@ from numdev.report import document as doc
 from numdev.report.numbers import NONE, si
 
 SHOWN = 10  # heads in the ranked table; all are behind a fold of the page
+LEGEND = (
+    "of layer: |error of the head's dW_Q| over |dW_Q| of its layer. O bias, ulp: along the sign of "
+    "O, + is away from zero. δ error: its mean, over the rms of what delta is summed from; t: of "
+    "that mean. dW_Q by δ: what delta makes of its dW_Q by not fitting its dP, P. meets: how many "
+    f"of the chain ({', '.join(CONDITIONS)}), of those that could be judged."
+)
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
 
 
@@ -21,13 +27,13 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         first, count = leading(ranking), len(ranking)
         some = f"Heads by {_score(report)}, the first {min(count, SHOWN)} of {count}"
         yield _ranked(report, SHOWN, some)
-        yield from doc.notes((f"The chain: {', '.join(CONDITIONS)}.",), doc.PAGE)
+        yield from doc.notes((LEGEND,))
         yield _map(report)
         limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
         yield from doc.notes((f"Darker from {limits} on.",), doc.PAGE)
         cures = [row for row in report.cures if row.is_of(first)]
         yield doc.table(
-            (doc.Column("cure", align="left"), *_columns((*SEEN, BROKEN)),
+            ("cure", *(number.title for number in (*SEEN, BROKEN)),
              doc.Column("where it fails, or what it takes", align="left", width=200)),
             (
                 (doc.Cell(row.cure, after="not with this" if row.reason else ""),
@@ -38,7 +44,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
             title=f"{first.brief}: the same inputs with one thing changed",
         )  # fmt: skip
         yield doc.table(
-            (doc.Column("kernel", align="left"), *_columns(SEEN)),
+            ("kernel", *(number.title for number in SEEN)),
             (
                 (doc.Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
                  *_cells(row, SEEN))
@@ -56,7 +62,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     yield doc.Paragraph(what, "soft")
     if report.summary.notes:
         yield doc.Heading("Notes", doc.TEXT)
-        yield doc.bullets(report.summary.notes)
+        yield from doc.notes(report.summary.notes)
 
 
 def _attention(report: DiagnoseReport) -> str:
@@ -85,10 +91,8 @@ def _ranked(report: DiagnoseReport, count: int, title: str) -> doc.Table:
         states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
         yield doc.Cell(f"{len(ranked.conditions)} of {known}", title=states)
 
-    score = doc.Column("of layer", says="|error of the head's dW_Q| over |dW_Q| of its layer")
-    meets = doc.Column("meets", says="how many of the chain, of those that could be judged")
-    columns = (doc.Column("head", align="left"), score, *_columns(HEAD), meets)
-    return doc.table(columns, map(cells, report.summary.ranking[:count]), title=title, dense=True)
+    columns = ("head", "of layer", *(number.title for number in HEAD), "meets")
+    return doc.table(columns, map(cells, report.summary.ranking[:count]), title=title)
 
 
 def _map(report: DiagnoseReport) -> doc.Table:
@@ -123,36 +127,31 @@ def _ulps(outward: float) -> str:
 
 
 class Number(NamedTuple):
-    """A column of numbers: its title, the field of a row, how it is written, and what it is where
-    the title does not say it."""
+    """A column of numbers: its title, the field of a row, and how it is written."""
 
     title: str
     field: str
     write: Callable[[Any], str]
-    says: str = ""
 
 
+BIAS = Number("O bias, ulp", "out_bias", _ulps)
 DELTA = (
-    Number("δ error", "delta_mean", _signed, "its mean, over the rms of what delta is summed from"),
-    Number("t", "delta_t", si, "of that mean"),
+    Number("δ error", "delta_mean", _signed),
+    Number("t", "delta_t", si),
 )
 HEAD = (
     Number("tied rows", "tied", percent),
-    Number("O bias, ulp", "out_bias", _ulps, "along the sign of O, + is away from zero"),
+    BIAS,
     *DELTA,
-    Number("dW_Q by δ", "moved", percent, "what delta makes of its dW_Q by not fitting its dP, P"),
+    Number("dW_Q by δ", "moved", percent),
 )
 SEEN = (
     *DELTA,
     Number("dW_Q", "dw_q_error", percent),
     Number("dQ", "dq_rel", percent),
-    Number("O bias, ulp", "out_bias", _ulps),
+    BIAS,
 )
 BROKEN = Number("NaN/inf", "nonfinite", lambda count: str(count or NONE))
-
-
-def _columns(numbers: Sequence[Number]) -> Iterator[doc.Column]:
-    return (doc.Column(n.title, says=n.says) for n in numbers)
 
 
 def _cells(row: Place, numbers: Sequence[Number]) -> list[str]:

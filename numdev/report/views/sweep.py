@@ -23,4 +23,4 @@ def blocks(report: SweepReport) -> Iterator[doc.Node]:
     yield doc.Paragraph(means, "soft", doc.TERMINAL)
     if summary.notes:
         yield doc.Heading("Not measured")
-        yield doc.bullets(summary.notes)
+        yield from doc.notes(summary.notes)
