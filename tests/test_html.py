@@ -105,7 +105,7 @@ def audit(name: str = "flash", **changes: Any) -> AuditReport:
         kernel=name, options={"o": name}, role="kernel", format="bfloat16", ok=2, skipped=1,
         failed=0, reasons=(name,), ran=(), floor_ratio=1.23, max_abs=1e-3,
     )  # fmt: skip
-    heads = HeadMap(kernel=name, format="bfloat16", metric="floor_ratio", layers=(name, "1"),
+    heads = HeadMap(kernel=name, format="bfloat16", layers=(name, "1"),
                     heads=(0, 1), values=((1.0, 4.56), (None, 2.0)))  # fmt: skip
     fields: dict[str, Any] = {
         "provenance": provenance(source={"checkpoint": name}), "request": {"target": name},
@@ -205,7 +205,7 @@ def test_a_large_audit_is_a_small_page() -> None:
     rng = random.Random(0)
     values = tuple(tuple(rng.lognormvariate(0.3, 2) for _ in range(32)) for _ in range(32))
     layers = tuple(f"model.decoder.layers.{i}" for i in range(32))
-    big = HeadMap(kernel="k", format="bfloat16", metric="floor_ratio", values=values, layers=layers,
+    big = HeadMap(kernel="k", format="bfloat16", values=values, layers=layers,
                   heads=tuple(range(32)))  # fmt: skip
     summary = audit().summary
     changed = summary.model_copy(update={"map": big, "kernels": summary.kernels * 24})

@@ -44,7 +44,7 @@ def kernel(**changes: Any) -> KernelSummary:
     fields: dict[str, Any] = {
         "kernel": "k", "options": {}, "role": "kernel", "format": "bfloat16", "ok": 16,
         "skipped": 2, "failed": 0, "reasons": ("needs CUDA",), "ran": (), "nonfinite": 7,
-        "biased_heads": 3, "bias_testable": True, "floor_ratio_where": "layer 1 head 2",
+        "biased_heads": 3, "floor_ratio_where": "layer 1 head 2",
         "floor_ratio": 1.01, "floor_ratio_worst": 1.02, "baseline_ratio": 1.03,
         "expected_ratio": 1.05, "expected_ratio_worst": 1.06, "flash_vs_precision": 1.07,
         "noise": 1.16, "mean_abs": 1.1e-3, "max_abs": 1.2e-3,

@@ -65,7 +65,7 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
     """Digits as far as they read well, then powers without zeros in the exponent; in a map four
     characters, rounded and not cut."""
     assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
-    heads = HeadMap(kernel="k", format="bfloat16", metric="floor_ratio", layers=("0",), heads=(0,),
+    heads = HeadMap(kernel="k", format="bfloat16", layers=("0",), heads=(0,),
                     values=((value,),))  # fmt: skip
     summary = audit().summary.model_copy(update={"map": heads})
     text = shown(document_of(audit(summary=summary)))
@@ -79,7 +79,7 @@ def everything(name: str) -> AuditReport:
     """A report with `name` wherever a name or message can stand."""
     cast = WeightRow(tensor=name, shape=(2,), stored=name, format=name, elements=2, nonfinite=1,
                      max_abs=1.0, mean_abs=1.0, rel=1.0)  # fmt: skip
-    made, ran = audit(name), kernel(kernel="sdpa-default", ran=(name,), out_formats=(name,))
+    made, ran = audit(name), kernel(kernel="sdpa-default", ran=(name,))
     kernels = (*made.summary.kernels, ran)
     system = {"gpu": name, "cpu": name, "packages": {"torch": name}}
     changes = {

@@ -101,18 +101,17 @@ def _kernel(table: pd.DataFrame) -> KernelSummary:
     return KernelSummary(
         **{name: getattr(first, name) for name in WHOSE},
         **_over_heads(ok, KernelSummary),
-        **_bias(ok),
         skipped=int((table["status"] == "skipped").sum()),
         failed=int((table["status"] == "failed").sum()),
         reasons=_distinct(table[table["status"] != "ok"]["reason"]),
         ran=_distinct(table["ran"]),
-        out_formats=_distinct(ok["out_format"]),
         mean_abs=_mean(ok),
         max_abs=_or_none(ok["max_abs"].max()),
         rows_measured=max((row.rows_measured or 0 for row in ok["row"]), default=0) or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
         # 0 where all runs gave the same bits
         noise=max((x for x in noise if x is not None), default=0.0) if noise else None,
+        biased_heads=_biased(ok),
         gradients=tuple(_part(own, tensor=tensor) for tensor, own in gradients if len(own)),
         phases=tuple(_part(own, phase=name) for name, own in ok.groupby("phase", sort=False)),
     )
@@ -155,15 +154,15 @@ def _over_heads(ok: pd.DataFrame, record: type[Record]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name in record.model_fields}
 
 
-def _bias(ok: pd.DataFrame) -> dict[str, Any]:
-    """How many heads are biased, Holm-corrected over the heads of this kernel and format."""
+def _biased(ok: pd.DataFrame) -> int | None:
+    """How many heads are biased, Holm-corrected over the heads of this kernel and format; None
+    where no head can be judged."""
     enough = ok["bias_p"].notna() & (ok["sequences"] >= BIAS_SEQUENCES)
     tested = ok[enough & ok["out_format"].isin(BIAS_FORMATS)]
     if tested.empty:
-        return {}
+        return None
     certain = tested[holm(list(tested["bias_p"]), BIAS_ALPHA)]
-    accused = int((certain["bias_size"].abs() >= BIAS_ULP).sum())
-    return {"bias_testable": True, "biased_heads": accused}
+    return int((certain["bias_size"].abs() >= BIAS_ULP).sum())
 
 
 def _map(kernels: Sequence[tuple[KernelSummary, pd.DataFrame]]) -> HeadMap | None:
@@ -178,7 +177,6 @@ def _map(kernels: Sequence[tuple[KernelSummary, pd.DataFrame]]) -> HeadMap | Non
     return HeadMap(
         kernel=worst.kernel,
         format=worst.format,
-        metric="floor_ratio",
         layers=tuple(layers),
         heads=tuple(map(int, largest.columns)),
         values=tuple(tuple(map(_or_none, line)) for line in largest.loc[layers].to_numpy()),

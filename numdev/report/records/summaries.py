@@ -66,7 +66,6 @@ class KernelSummary(OfKernel, _OverHeads):
     reasons: tuple[str, ...]
     ran: tuple[str, ...]
     rows_measured: int | None = None  # of each head, where sampled: then maxima are lower bounds
-    out_formats: tuple[str, ...] = ()
     mean_abs: float | None = None
     max_abs: float | None = None
     flash_vs_precision: float | None = None
@@ -74,16 +73,14 @@ class KernelSummary(OfKernel, _OverHeads):
     gradients: tuple[PartSummary, ...] = ()
     phases: tuple[PartSummary, ...] = ()
     noise: float | None = None  # the largest, over the floor's rms; 0: same bits; None: ran once
-    biased_heads: int = 0
-    bias_testable: bool = False  # whether there were independent sequences enough to judge bias
+    biased_heads: int | None = None  # null where too few independent sequences tell of a bias
 
 
 class HeadMap(Record):
-    """One metric of one kernel, layer by head."""
+    """Multiples of the floor of one kernel, layer by head."""
 
     kernel: str
     format: str
-    metric: str
     layers: tuple[str, ...]
     heads: tuple[int, ...]
     values: tuple[tuple[float | None, ...], ...]

@@ -26,7 +26,6 @@ from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floors, labelled
 from numdev.report.numbers import NONE, ratio, shade, short, si
 
-STANDARD = {"floor": "the exact result, rounded once", "baseline": "plain attention"}
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
     "×floor: rms error, against fp64 on the same rounded inputs, over that of the exact result "
@@ -35,19 +34,18 @@ LEGEND = (
     "to make predict, worst head. biased: heads with a systematic error, of those judged."
 )
 SAMPLED = (
-    "Sampled: {} query rows of each head were measured, drawn over all positions. Averages and "
-    "ratios are estimates (their 95 % intervals are in the rows of report.json), maxima lower "
-    "bounds (≥); the baseline was computed for these rows alone. What is not finite is counted in "
-    "all rows."
+    "Sampled: {} query rows of each head, drawn over all positions. Averages and ratios are "
+    "estimates (their 95 % intervals are in the rows of report.json), maxima lower bounds (≥). "
+    "What is not finite is counted in all rows."
 )
 RESIDUAL = (
     "residual: what is left of the error, element by element, when the emulation's own is taken "
     "away; up to 0.5 explains it. next: the residual of the next preset."
 )
 POSITIONS = (
-    "Root mean square over the rows of a bin, heads and sequences together: of a row's error over "
-    "what is predicted, or over the size of its terms where nothing is. The first bins hold 1, 1, "
-    "2, 4, 8 rows and so on, the rest are even. Lines are medians over calls (a model's layers)."
+    "Root mean square over the rows of a bin (1, 1, 2, 4, 8 rows and so on, then even), heads and "
+    "sequences: of the error over what is predicted, or over the size of its terms where nothing "
+    "is. Lines are medians over calls (a model's layers)."
 )
 
 
@@ -80,8 +78,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
 
 
 def _name(k: KernelSummary) -> Cell:
-    style: doc.Style = "strong" if k.role == "kernel" else ""
-    return Cell(labelled(k.kernel, k.options), style=style, title=STANDARD.get(k.role, ""))
+    return Cell(labelled(k.kernel, k.options), style="strong" if k.role == "kernel" else "")
 
 
 def _predicted(value: float | None) -> Cell:
@@ -97,7 +94,7 @@ def _max(k: KernelSummary) -> str:
 
 
 def _biased(k: KernelSummary) -> Cell:
-    if not k.bias_testable or k.role == "floor":
+    if k.biased_heads is None or k.role == "floor":
         return Cell(NONE)
     return Cell(f"{k.biased_heads}/{k.ok}", style="warn" if k.biased_heads else "")
 
