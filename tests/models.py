@@ -135,6 +135,10 @@ def save(model: PreTrainedModel, directory: Path) -> Path:
     return directory
 
 
+def saved(name: str, directory: Path, **changes: Any) -> Path:
+    return save(build(name, **changes), directory / name)
+
+
 class Attending(nn.Module):
     """One attention layer over an embedding, written by hand; `how` computes the attention. With
     `then` it is run a second time, so."""

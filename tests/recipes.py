@@ -29,8 +29,6 @@ REGIMES: dict[str, dict[str, Any]] = {
     "outliers": {"regime": "outliers"},
     "one sign": {"one_sign": True},
 }
-EXPONENTIAL = {"AVX2": "fexp_u20", "AVX512": "fexp_u20"}
-"""PyTorch's fused CPU kernel's, by what the processor can; elsewhere it is exact."""
 
 
 def drawn(

@@ -32,10 +32,6 @@ def audit(capsys: Any, target: Path, *flags: str) -> tuple[report.AuditReport, s
     return report.read(output), capsys.readouterr().out
 
 
-def saved(name: str, directory: Path) -> Path:
-    return models.save(getattr(models, name)(), directory / name)
-
-
 def kernel_rows(found: report.AuditReport) -> list[report.DeviationRow]:
     rows = [r for r in found.rows if r.role == "kernel" and r.tensor == "out"]
     assert all(r.status == "ok" and r.floor_ratio for r in rows)
@@ -44,7 +40,7 @@ def kernel_rows(found: report.AuditReport) -> list[report.DeviationRow]:
 
 def test_an_encoder_decoder_model(tmp_path: Path, capsys: Any) -> None:
     """Its three attentions are rows of their own in the map, under its layer and what it is."""
-    found, shown = audit(capsys, saved("t5_seq2seq", tmp_path))
+    found, shown = audit(capsys, models.saved("t5_seq2seq", tmp_path))
     assert len(kernel_rows(found)) == 6 * 4
     names = found.summary.map.layers
     assert len(names) == len(set(names)) == 6
@@ -57,7 +53,7 @@ def test_an_encoder_decoder_model(tmp_path: Path, capsys: Any) -> None:
 
 def test_images_from_a_file(tmp_path: Path, capsys: Any) -> None:
     """The tensors given are what the model reads, as many as there are; the rest is drawn."""
-    target = saved("clip", tmp_path)
+    target = models.saved("clip", tmp_path)
     given = tmp_path / "cats.safetensors"
     save_file({"pixel_values": torch.rand(3, 3, 12, 12)}, given)
     found, _ = audit(capsys, target, "--inputs", str(given))
@@ -73,7 +69,7 @@ def test_images_from_a_file(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_model_that_writes(tmp_path: Path, capsys: Any) -> None:
     """Prefill and decode are told apart in rows, cases and the map."""
-    found, shown = audit(capsys, saved("llama", tmp_path), "--generate", "2")
+    found, shown = audit(capsys, models.saved("llama", tmp_path), "--generate", "2")
     rows = kernel_rows(found)
     assert [sum(r.phase == p for r in rows) for p in ("prefill", "decode")] == [16, 32]
     assert [(c.q_len, c.kv_len) for c in found.cases] == [(6, 6)] * 2 + [(1, 7)] * 2 + [(1, 8)] * 2
@@ -89,7 +85,7 @@ def test_what_is_written_fits_after_what_is_read(
     name: str, generate: int, length: int, tmp_path: Path
 ) -> None:
     """A model of 64 positions that writes 60 tokens reads 4; an encoder is not so limited."""
-    checkpoint = open_checkpoint(saved(name, tmp_path))
+    checkpoint = open_checkpoint(models.saved(name, tmp_path))
     model = checkpoint.load_model(dtype=torch.float32, device="cpu")
     how: dict[str, Any] = {"length": 99, "sequences": 1, "generate": generate}
     request = AuditRequest(target="", checkpoint="x", kernels=(), **how)
@@ -112,7 +108,7 @@ def test_requests_that_cannot_be_met(
     name: str, flags: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
 ) -> None:
     """In one line, before anything is measured."""
-    assert words in refusal(capsys, 2, saved(name, tmp_path), *SMALL, *flags)
+    assert words in refusal(capsys, 2, models.saved(name, tmp_path), *SMALL, *flags)
 
 
 # --- what a model is given to read ---------------------------------------------------------------

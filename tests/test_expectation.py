@@ -165,8 +165,8 @@ CLAIMED = [
 )
 def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, Any]) -> None:
     """In every head the output's error is within 3 % of the prediction and a gradient's within 5 %;
-    and element by element at most 0.25 of it is left over (measured 0.16), in float16 0.5 (0.41):
-    boundaries are eight times as dense there."""
+    and element by element at most 0.15 and 0.25 of them are left over (measured 0.09 and 0.16; by
+    another tile or exp 0.27), in float16 0.5 (0.41): boundaries are eight times as dense there."""
     case = training(**fields)
     exact, output = gradients(case), find(name).gradients(case)
     predicted = emulated_step(case, find(name).claims(case, output, HERE) or {})
@@ -183,7 +183,8 @@ def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, A
             assert head["expected_ratio"] == pytest.approx(1.0, abs=most), tensor
             assert tensor != "out" or head["worst_row"] < 2.5
         left = (found.double() - x.double()).norm() / (found.double() - r).norm()
-        assert left <= (0.25 if case.format.name == "bfloat16" else 0.5), tensor
+        least = 0.15 if tensor == "out" else 0.25
+        assert left <= (least if case.format.name == "bfloat16" else 0.5), tensor
 
 
 def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import format_named
-from numdev.kernels import find
 from numdev.kernels.reference import attend
 from numdev.system import System
 
@@ -38,7 +37,6 @@ def power() -> Any:
 # --- faults that are what they say ---------------------------------------------------------------
 
 Results = dict[str, Tensor]
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def step(function: Callable[..., Any], case: AttentionCase) -> Results:
@@ -60,23 +58,6 @@ def errors(found: Results, truth: Results) -> dict[str, float]:
     return {n: float((x - truth[n]).pow(2).mean().sqrt()) for n, x in found.items()}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-def test_without_a_fault_it_is_sound(power: ModuleType, dtype: torch.dtype, causal: bool) -> None:
-    """As near fp64 as PyTorch's flash kernel, forward and backward, and in 16 bits as near as the
-    emulation of a production kernel predicts."""
-    case = drawn(200, dtype=dtype, is_causal=causal)
-    truth, ours = exact(case), errors(step(power.planted.sound, case), exact(case))
-    flash = vars(find("sdpa-flash").gradients(case))
-    theirs = errors({n: flash[n].double() for n in ("out", "dq", "dk", "dv")}, truth)
-    slack = 1.1 if dtype in HALVES else 1.5  # in fp32 the order of sums is all there is
-    assert all(ours[name] <= slack * size for name, size in theirs.items()), (ours, theirs)
-    assert ours["lse"] < 1e-6
-    if dtype in HALVES:
-        emulated = {"out": find("emulated").attend(case, block_kv=64).out.double()}
-        assert ours["out"] == pytest.approx(errors(emulated, truth)["out"], rel=0.03)
-
-
 def test_a_fault_shows_in_its_tensors_and_in_no_others(power: ModuleType) -> None:
     """Every fault's rms error beside that of the sound kernel on the same inputs: 1.37 times as
     large or more in the tensors that the study looks at, and 1.05 times or less in others. (Another
@@ -88,14 +69,6 @@ def test_a_fault_shows_in_its_tensors_and_in_no_others(power: ModuleType) -> Non
         worse = {tensor for tensor in wrong if wrong[tensor] > 1.2 * sound[tensor]}
         between_runs = fault.name == "non_deterministic"
         assert worse == (set() if between_runs else set(fault.tensors)), fault.name
-
-
-def test_the_order_is_drawn(power: ModuleType) -> None:
-    """Runs of `non_deterministic` differ, forward and backward."""
-    case, (fault,) = drawn(200), (x for x in power.planted.PLANTED if x.name == "non_deterministic")
-    first, *runs = (step(fault.function, case) for _ in range(6))
-    for name in ("out", "dq"):
-        assert any(not torch.equal(first[name], run[name]) for run in runs), name
 
 
 MISTAKES: dict[str, Callable[[AttentionCase], Results]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import models
 import pytest
@@ -23,10 +22,6 @@ IDS = {"input_ids": torch.arange(3, 27).reshape(2, 12)}
 
 def streamed(directory: Path, dtype: torch.dtype = torch.float32) -> Streamed:
     return Streamed(open_checkpoint(directory).deferred_model(dtype=dtype), device="cpu")
-
-
-def saved(name: str, directory: Path, **changes: Any) -> Path:
-    return models.save(getattr(models, name)(**changes), directory / name)
 
 
 def audit(target: Path, name: str, *flags: str) -> report.AuditReport:
@@ -61,7 +56,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> None:
     """Rows, cases, weights, findings and summary; only the report of the streamed one says so."""
-    target = saved(name, tmp_path)
+    target = models.saved(name, tmp_path)
     a, b = audit(target, "a", "--stream"), audit(target, "b")
     assert same_numbers(a, b)
     assert any(row.role == "kernel" and row.status == "ok" for row in a.rows)
@@ -74,7 +69,7 @@ def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox", "mixtral"])
 def test_logits_are_those_of_the_whole_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """In every format of the model, renamed, converted and tied weights too: bit for bit, twice."""
-    directory = saved(name, tmp_path, tie_word_embeddings=name == "llama")
+    directory = models.saved(name, tmp_path, tie_word_embeddings=name == "llama")
     ours = streamed(directory, dtype)
     whole = open_checkpoint(directory).load_model(dtype=dtype, device="cpu")
     with torch.no_grad():
@@ -91,7 +86,7 @@ def values_of(model: nn.Module) -> set[str]:
 
 def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
     """While a layer runs it alone is filled, and afterwards nothing is."""
-    ours = streamed(saved("llama", tmp_path))
+    ours = streamed(models.saved("llama", tmp_path))
     assert not values_of(ours.model)
     seen = []
     for i, layer in enumerate(ours.model.model.layers):
@@ -110,7 +105,7 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]) -> None:
     """With --layers 0 the run ends after layer 0: neither the next one nor the head is read."""
-    target = saved(name, tmp_path)
+    target = models.saved(name, tmp_path)
     ours = audit(target, "a", "--stream", "--layers", "0")
     read = set(reads)
     assert set(re.findall(r"layers?\.(\d+)\.", " ".join(read))) == {"0"}
@@ -121,7 +116,7 @@ def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]
 
 def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> None:
     """ALBERT's one layer runs twice: asking for it alone stops nothing."""
-    target = saved("albert", tmp_path)
+    target = models.saved("albert", tmp_path)
     ours = audit(target, "a", "--stream", "--layers", "0")
     assert len({case.case for case in ours.cases}) == 2
     assert same_numbers(ours, audit(target, "b", "--layers", "0"))
@@ -132,7 +127,7 @@ def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> Non
 
 def test_weights_used_while_their_layer_does_not_run_are_found_out(tmp_path: Path) -> None:
     """They have no values then, and nothing is made up for them."""
-    ours = streamed(saved("llama", tmp_path))
+    ours = streamed(models.saved("llama", tmp_path))
     with ours.running(), pytest.raises(MeasurementError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         ours.model.model.layers[1].mlp.up_proj.weight.sum()
 
@@ -140,7 +135,7 @@ def test_weights_used_while_their_layer_does_not_run_are_found_out(tmp_path: Pat
 @pytest.mark.gpu
 def test_a_streamed_model_on_a_gpu_is_the_whole_one(tmp_path: Path) -> None:
     """Bit for bit there too, though its weights are cast on the device."""
-    directory = saved("llama", tmp_path)
+    directory = models.saved("llama", tmp_path)
     checkpoint = open_checkpoint(directory)
     for dtype in (torch.float32, torch.bfloat16):
         ours = Streamed(checkpoint.deferred_model(dtype=dtype), device="cuda")
