@@ -1,4 +1,5 @@
-"""The fused fp64 reference in Triton's interpreter, on the CPU, against the blocked one.
+"""In Triton's interpreter, on the CPU: the fused fp64 reference against the blocked one, and the
+kernel of row sums against PyTorch.
 
     TRITON_INTERPRET=1 python -m pytest tests/fused_cases.py
 
@@ -24,12 +25,14 @@ import triton.language as tl
 from fused_bounds import BACKWARD, FORWARD, bounds, shares
 from interpreted import multiply_bfloat16, prepare
 from oracles import FEATURES, heads_behind_rows, step
+from test_deviation import yardstick
 from triton.runtime.interpreter import TensorHandle
 
 from numdev.cases import AttentionCase, empty_rows
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference import fused_triton as fused_tiles
 from numdev.kernels.reference.fused_triton import exp2
+from numdev.metrics import row_sums, row_sums_triton
 
 prepare()
 multiply_bfloat16()
@@ -250,3 +253,26 @@ def test_exp2_is_as_good_as_it_says(small: bool) -> None:
     values = power(edges, small)[:6].tolist()
     assert values[:3] == [2.0**-1021, 2.0**1021, 1.0]
     assert small or values[3:] == [0.0, 0.0, 0.0]
+
+
+SHAPES = [(1, 1, 1, 1), (2, 3, 37, 9), (1, 2, 130, 64), (1, 1, 5, 80), (3, 1, 17, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, SINGLE, HALF])  # bfloat16 is wrong here
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_row_sums_are_pytorchs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """With and without a baseline and a prediction: maxima are equal, sums of up to 10^6 fp64
+    numbers those of another order."""
+    made = dataclasses.replace(yardstick("float16", shape, empty=False), unrounded=None)
+    for expects, baseline in ((True, made.baseline), (False, None)):
+        y = dataclasses.replace(made, baseline=baseline, baseline_fp32=None)
+        o = (y.reference * 1.001).to(dtype)
+        e = (y.reference * 0.999).float() if expects else None
+        beside = None if baseline is None else y.usable
+        steps = row_sums.element_sums(o, e, y, y.usable, beside, y.usable)
+        found = vars(row_sums_triton.element_sums(o, e, y))
+        for name, x in vars(steps).items():
+            assert (x is None) == (found[name] is None), name
+            if x is not None:
+                most = 0.0 if name in ("max_abs", "max_ulp", "from_floor") else 1e-12
+                assert (x - found[name]).abs().max() <= most * x.abs().max(), name

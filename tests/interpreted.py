@@ -1,7 +1,7 @@
 """What tests in Triton's interpreter share: a process of its own, and a patch inside it.
 
-Triton reads TRITON_INTERPRET when it is imported, so a script runs the kernels in a process of its
-own and prints what came out as JSON; the tests assert. Nothing here imports triton at import.
+Triton reads TRITON_INTERPRET when it is imported, so such tests run in a process of their own.
+Nothing here imports triton at import.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -111,12 +110,3 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         timeout=600,
         check=False,
     )
-
-
-def results_of(script: str) -> Any:
-    """What a script beside this file printed under the interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton")
-    done = python(str(HERE / script), TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)

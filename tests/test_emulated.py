@@ -465,9 +465,6 @@ def test_golden2024_grows_with_length_and_falls_with_tile_area() -> None:
     assert ratio[4096] > 1.2 * at_128
 
 
-# --- real kernels --------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", PRESETS)
 def test_devices_agree(preset: str) -> None:
