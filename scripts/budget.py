@@ -26,7 +26,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/diagnose": (1500, None),
     "numdev/report": (2900, 3313),
     "numdev": (28000, 29509),
-    "tests": (20000, 22410),
+    "tests": (20000, 22261),
 }
 WHOLE = ("numdev", "tests")  # totals have no tenth to spare
 
