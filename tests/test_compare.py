@@ -12,8 +12,7 @@ from gate_rows import row
 
 from numdev.gate.compare import Compared, compared
 from numdev.gate.compare_report import Move
-from numdev.gate.movement import Noise, _scatter, least, metrics_of, repeats, standard_error
-from numdev.gate.pairs import Pair
+from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
 from numdev.report import DeviationRow
 
 HEADS = tuple(head(h) for h in range(4))

@@ -6,10 +6,11 @@ Each pair of rows (`pairs`) is held to what noise explains (`movement`). Planted
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,27 +20,38 @@ from numdev.errors import UsageError, closest
 from numdev.gate.compare_report import (
     CompareReport,
     CompareSummary,
+    Difference,
     Group,
     Move,
     Presence,
 )
 from numdev.gate.findings import label, listed
-from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise
-from numdev.gate.pairs import (
-    MUST,
-    Difference,
+from numdev.gate.movement import (
+    ALPHA,
+    FAR,
+    LEAST,
+    WORST,
+    WORST_ELSE,
+    Change,
     Names,
+    Noise,
     Pair,
-    flat,
     options_of,
     pairs_of,
     same_bits,
-    shared_request,
-    unequal,
 )
 from numdev.gate.rows import GRADIENTS, Measured, grouped
 from numdev.report import AuditReport, DeviationRow, Place, Places, Provenance, SweepReport, read
 
+MUST = (
+    *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
+    *("generate", "length", "sequences", "layers", "heads", "gradients", "sampled_rows"),
+)
+"""Keys of a request that must be the same, and that `compare --allow` takes."""
+HASHES = {"checkpoint": "sha256", "text": "prompt_sha256"}
+"""Keys that name files, and where the files' hashes stand in a report's source."""
+PROMPT = ("text", "length", "sequences")
+"""What the hash of the prompt covers: the same text may come from another file."""
 UNITS = {
     "floor_ratio": " x the floor",
     "expected_ratio": " x what its roundings predict",
@@ -111,6 +123,58 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
         sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
     keys = dict.fromkeys((*sides[1], *sides[0]))
     return tuple(d for key in keys for d in unequal(key, *(side.get(key) for side in sides)))
+
+
+# --- what the requests must have in common ------------------------------------------------------
+
+
+def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> list[Difference]:
+    """The differences of two requests that `allow` lets pass. Raises UsageError for any other, and
+    for an audit beside a sweep."""
+    differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
+    sources = [report.provenance.source for report in (a, b)]
+    same_prompt = all(source.get(HASHES["text"]) for source in sources)
+    for key in () if differences else MUST:
+        hashes = [source.get(HASHES.get(key, "")) for source in sources]
+        if any(hashes):
+            differences += unequal(key, *(str(x or "not told")[:16] for x in hashes))
+        elif not (same_prompt and key in PROMPT):
+            differences += unequal(key, a.request.get(key), b.request.get(key))
+    refused = [d for d in differences if d.root not in allow]
+    if refused:
+        words = ", ".join(f"{d.key} ({d.a} in A, {d.b} in B)" for d in refused)
+        keys = dict.fromkeys(d.root for d in refused if d.root in MUST)
+        options = f", or {' '.join(f'--allow {key}' for key in keys)}" if keys else ""
+        raise UsageError(
+            f"the two do not measure the same: they differ in {words}",
+            hint=f"measure the same{options}",
+        )
+    return differences
+
+
+def unequal(key: str, a: Any, b: Any) -> list[Difference]:
+    """The first place at which two values differ; empty where they do not."""
+    if a == b or (a or None) == (b or None):
+        return []
+    sides = [dict(flat(x, key)) for x in (a, b)]
+    at = next(k for k in (*sides[1], *sides[0]) if sides[0].get(k) != sides[1].get(k))
+    return [Difference(key=at, a=_shown(sides[0].get(at)), b=_shown(sides[1].get(at)))]
+
+
+def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of mappings and of lists of mappings, each with its path."""
+    items: Any = value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value):
+        items = enumerate(value)
+    if not items:
+        yield key, value
+    for name, inner in items:
+        yield from flat(inner, f"{key}.{name}")
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # --- what moved ----------------------------------------------------------------------------------

@@ -11,8 +11,21 @@ from typing import Literal
 
 from pydantic import Field
 
-from numdev.gate.pairs import Difference
 from numdev.report import OfKernel, Place, Provenance, Record, Report
+
+
+class Difference(Record):
+    """A key in which two reports differ, and both values, shortened to be read."""
+
+    key: str
+    """With the first place in it where they differ, as in `cases.0.seq_len`."""
+    a: str
+    b: str
+
+    @property
+    def root(self) -> str:
+        """The key of the request itself."""
+        return self.key.partition(".")[0]
 
 
 class Group(OfKernel):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,10 +28,10 @@ MARGINS = {
     "log-sum-exp": (3.0, 0.0),
 }
 LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
-HEADER = (
-    "Thresholds for numdev gate, fitted to {report}: the default rules; `instead` has the worst "
-    "number measured there times a margin ({margins}). What the keys mean: docs/gate.md."
-)
+HEADER = """\
+# Thresholds for numdev gate, fitted to a report: the default rules; `instead` has the worst number
+# measured there times a margin. What the keys mean: docs/gate.md.
+"""
 
 
 def fitted(report: Measured, name: str) -> str:
@@ -47,9 +46,7 @@ def fitted(report: Measured, name: str) -> str:
             hint="audit a kernel that runs here",
         )
     rules = default_rules().thresholds
-    margins = ", ".join(f"{rule} {margin:g}" for rule, (margin, _) in MARGINS.items())
-    text = _comment(HEADER.format(report=name, margins=margins)) + "\n" + _dumped(_scope(report))
-    text += "\nthresholds:\n"
+    text = HEADER + _dumped(_scope(report)) + "\nthresholds:\n"
     for threshold in rules:
         entry = _fit(threshold, groups) if threshold.name in MARGINS else threshold
         text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
@@ -145,9 +142,3 @@ def _parsed(text: str) -> Rules:
 def _dumped(data: Any) -> str:
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=math.inf)
     return str(text) if data else ""
-
-
-def _comment(text: str) -> str:
-    """In lines; names from elsewhere may hold anything."""
-    plain = "".join(c if c.isprintable() else " " for c in text)
-    return textwrap.fill(plain, 92, initial_indent="# ", subsequent_indent="# ")

@@ -159,7 +159,8 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Verdict:
     if threshold.heads is not None and held:
         shown = _median(held)
     outcome: Outcome = "passed" if held else "untested"
-    if unsure or any(not _may_lack(threshold, why) for _, why in lacking):
+    excused = {"sampled": {NOT_PREDICTED}, "numbers": {why for _, why in lacking}}
+    if unsure or {why for _, why in lacking} - excused.get(threshold.may_lack, set()):
         outcome = "unmeasured"
     if offending:
         outcome = "exceeded"
@@ -178,12 +179,6 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Verdict:
     )
     verdict._beyond = tuple(offending)
     return verdict
-
-
-def _may_lack(threshold: Threshold, why: str) -> bool:
-    """Whether a row need not have the number, for this reason."""
-    lenient = threshold.may_lack
-    return lenient == "numbers" or (lenient == "sampled" and why == NOT_PREDICTED)
 
 
 # --- a row ---------------------------------------------------------------------------------------
@@ -294,7 +289,8 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
     )
     for (kernel, _, fmt, backward), group in passes.items():
         bare = [row for row in group if row.status != "ok"]
-        status = {call_of(row): row.status for row in sorted(group, key=_gravity)}
+        by_gravity = sorted(group, key=lambda row: ("ok", "skipped", "failed").index(row.status))
+        status = {call_of(row): row.status for row in by_gravity}  # the worst of a call's rows
         count = Counter(status.values())
         told = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
         reasons = list(dict.fromkeys(row.reason or "" for row in bare if row.status == told))
@@ -319,29 +315,19 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
         )
 
 
-def _gravity(row: DeviationRow) -> int:
-    return ("ok", "skipped", "failed").index(row.status)
-
-
 # --- planted faults ------------------------------------------------------------------------------
 
 
 def power_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Power]:
     """Every planted fault in every format, its doses put through the rules as kernels are."""
-
-    def fault_of(row: DeviationRow) -> tuple[str, ...]:
-        options = {k: v for k, v in row.options.items() if k != "dose"}
-        return row.kernel, spelt(options), row.format
-
-    controls = grouped((row for row in rows if row.role == "control"), fault_of)
-    for fault in controls.values():
+    controls = (row for row in rows if row.role == "control")
+    for fault in grouped(controls, attrgetter("kernel", "format")).values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
         tried = [_dose(group, rules) for group in doses]
         known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
         caught = list(takewhile(lambda d: d.outcome == "caught", known))
         yield Power(
             fault=fault[0].kernel.removeprefix("control:"),
-            options={k: v for k, v in fault[0].options.items() if k != "dose"},
             format=fault[0].format,
             doses=tuple(tried),
             caught_from=caught[-1].dose if caught else None,

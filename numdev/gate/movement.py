@@ -11,16 +11,16 @@ scatter, by Student's t at the same level. Derivations and false alarms: docs/co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.pairs import Pair
-from numdev.gate.rows import Key
+from numdev.gate.rows import GRADIENTS, Key, spelt
 from numdev.metrics.of_rows import interval_of, value_of
-from numdev.report import DeviationRow
+from numdev.report import CaseRecord, DeviationRow
 
 LEAST = 1.05
 ALPHA = 0.01
@@ -36,6 +36,125 @@ FAR = 100.0  # the excess of what has no ratio
 MULTIPLES = ("expected_ratio", "floor_ratio", "worst_row")
 LUCKY = 0.5
 PREDICTED = ("bfloat16", "float16")  # where expected_ratio is near 1; in float32 it is a bound
+
+
+# --- which rows are a pair -----------------------------------------------------------------------
+
+Inputs = Literal["same", "other"]
+"""Whether both rows were measured on the same inputs, told by their floors (the exact result
+rounded once): `same` with equal bits, or numbers within NEARLY."""
+NEARLY = 1e-4
+"""Floors of a model whose own layers differ by an ulp here and there differ by less, relatively;
+floors of other inputs by about 1 / sqrt(elements)."""
+FLOOR = ("rms", "mean_abs", "max_abs", "rel")
+WIDTHS = {"out": "v_dim", "dv": "v_dim", "dq": "head_dim", "dk": "head_dim"}
+
+
+@dataclass(eq=False)
+class Pair:
+    """The same head in both reports, measured in both."""
+
+    a: DeviationRow
+    b: DeviationRow
+    inputs: Inputs
+    width: int
+    """Elements in a row of the tensor."""
+
+    @property
+    def tensor(self) -> Key:
+        """Which tensor of which kernel in which format."""
+        row = self.b
+        return (row.role, row.kernel, spelt(row.options), row.format, row.tensor)
+
+    @property
+    def call(self) -> Key:
+        """The tensor, and of which call."""
+        row = self.b
+        return (*self.tensor, row.case, row.seed)
+
+
+class Names:
+    """The keys by which rows of both reports are paired.
+
+    Options are part of a kernel's name only where it ran with several sets of them, and the seed
+    only where there are several: otherwise they may have changed from A to B.
+    """
+
+    def __init__(self, a: Sequence[DeviationRow], b: Sequence[DeviationRow]) -> None:
+        sides = [options_of(rows) for rows in (a, b)]
+        self._several = {k for kernels in sides for k, sets in kernels.items() if len(sets) > 1}
+        self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
+
+    def kernel(self, row: DeviationRow) -> Key:
+        """Role, kernel, options and format."""
+        several = (row.role, row.kernel) in self._several
+        return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
+
+    def call(self, row: DeviationRow) -> Key:
+        """The case, and which draw of it."""
+        return (row.case, row.seed if self._seeds else None)
+
+    def step(self, row: DeviationRow) -> Key:
+        """The forward or backward pass of a call."""
+        return (self.kernel(row), self.call(row), row.tensor in GRADIENTS)
+
+    def row(self, row: DeviationRow) -> Key:
+        """One head of one tensor."""
+        return (self.kernel(row), self.call(row), row.tensor, row.head)
+
+    def inputs(self, row: DeviationRow) -> Key:
+        """The row of the floor that tells of this row's inputs."""
+        tensor = "out" if row.tensor == "lse" else row.tensor
+        return (row.format, self.call(row), tensor, row.head)
+
+
+def options_of(
+    rows: Sequence[DeviationRow],
+) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+    """By role and kernel: the sets of options it ran with, by their text."""
+    sets: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        sets.setdefault((row.role, row.kernel), {}).setdefault(spelt(row.options), row.options)
+    return sets
+
+
+def pairs_of(
+    a: Sequence[DeviationRow], b: Sequence[DeviationRow], cases: Sequence[CaseRecord]
+) -> list[Pair]:
+    """Rows of kernels and baselines that were measured in both reports. A row that is there twice
+    counts once; `cases` tell how wide the tensors are."""
+    names = Names(a, b)
+    sides = [{names.row(r): r for r in rows if r.status == "ok"} for rows in (a, b)]
+    floors = [{names.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides]
+    width = {(c.case, t): getattr(c, name) for c in cases for t, name in WIDTHS.items()}
+    return [
+        Pair(
+            sides[0][key],
+            row,
+            _inputs(*(floor.get(names.inputs(row)) for floor in floors)),
+            width.get((row.case, row.tensor), 1),
+        )
+        for key, row in sides[1].items()
+        if key in sides[0] and row.role in ("kernel", "baseline")
+    ]
+
+
+def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
+    if a is None or b is None or same_bits(a, b):
+        return "same"
+    numbers = [(getattr(a, name), getattr(b, name)) for name in FLOOR]
+    close = all(
+        x == y or (None not in (x, y) and math.isclose(x, y, rel_tol=NEARLY)) for x, y in numbers
+    )
+    return "same" if close and a.elements == b.elements else "other"
+
+
+def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
+    """Whether two outputs have the same checksum."""
+    return a.bits is not None and a.bits == b.bits
+
+
+# --- what noise explains -------------------------------------------------------------------------
 
 
 def metrics_of(pair: Pair) -> tuple[str, ...]:

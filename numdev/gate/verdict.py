@@ -99,7 +99,6 @@ class Power(Record):
     """One planted fault in one format: what this gate would have caught, on this data."""
 
     fault: str
-    options: dict[str, Any]
     format: str
     doses: tuple[Dose, ...]
     """Growing."""
