@@ -44,11 +44,8 @@ EMPTY = "no element of it could be judged"
 
 
 def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
-    """A report's rows held to the rules (the default ones).
-
-    Raises MeasurementError for a report from a system that the rules do not hold for, and for one
-    that is not whole.
-    """
+    """A report's rows held to the rules (the default ones). Raises MeasurementError for a report
+    from a system that the rules do not hold for, and for one that is not whole."""
     rules = rules or default_rules()
     _refuse_elsewhere(report.provenance.system, rules)
     with uncollected():
