@@ -53,9 +53,9 @@ def chaotic(start: float) -> Callable[[int], float]:
 def distance(variant: str, step: int, mean: float, **changes: Any) -> DistanceRow:
     """W1 is nine tenths of the paired mean, the largest ten times it."""
     fields: dict[str, Any] = {
-        "seed": 0, "variant": variant, "step": step, "of": "weights", "group": "all",
-        "elements": 1000, "max_abs": 10 * mean, "mean_abs": mean, "rel": 5 * mean, "cosine": 1.0,
-        "w1": 0.9 * mean, "spread": 0.02, "equal": float(mean == 0),
+        "seed": 0, "variant": variant, "step": step, "of": "weights",
+        "elements": 1000, "max_abs": 10 * mean, "mean_abs": mean, "rel": 5 * mean,
+        "w1": 0.9 * mean, "equal": float(mean == 0),
     }  # fmt: skip
     return DistanceRow(**{**fields, **changes})
 

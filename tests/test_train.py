@@ -28,7 +28,7 @@ from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorde
 from numdev.training.data import load
 from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
-from numdev.training.measure import distances, is_spike, spectral_norms
+from numdev.training.measure import distance, is_spike, spectral_norms
 from numdev.training.models import build
 from numdev.training.report import TrainReport
 from numdev.training.study import train
@@ -43,15 +43,14 @@ OTHERS: list[dict[str, Any]] = [
     {"name": "pure", "role": "low_precision", "format": "pure bfloat16"},
     {"name": "fp32 attention", "role": "attention_precision", "attention_format": "float32"},
     {"name": "other", "role": "other_seed", "seed": 10},
-    {"name": "order", "data_order": 1},
     {"name": "noise", "role": "null_rounding"},
     {"name": "ulp", "role": "null_ulp"},
     {"name": "sgd", "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5}},
 ]
-STATEFUL = [OTHERS[2], OTHERS[7], OTHERS[9]]
+STATEFUL = [OTHERS[2], OTHERS[6], OTHERS[8]]
 """With a scaler, a generator, and another optimiser."""
 SMALL: dict[str, Any] = {
-    "model": {"kind": "gpt2", "layers": 2, "width": 16, "heads": 2, "context": 16, "biases": True},
+    "model": {"kind": "gpt2", "layers": 2, "width": 16, "heads": 2, "context": 16},
     "batch": 2,
     "steps": 6,
     "record": [1, 2, 4],
@@ -86,8 +85,8 @@ def of(report: TrainReport, name: str) -> list[dict[str, Any]]:
     return [r.model_dump(exclude={"variant"}) for r in rows if r.variant == name]
 
 
-def weights_of(report: TrainReport, name: str, group: str = "all") -> list[Any]:
-    return [d for d in report.distances if (d.variant, d.group, d.of) == (name, group, "weights")]
+def weights_of(report: TrainReport, name: str) -> list[Any]:
+    return [d for d in report.distances if (d.variant, d.of) == (name, "weights")]
 
 
 # --- lanes ---------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ def test_the_order_of_variants_changes_nothing(tmp_path: Path) -> None:
     """Nor who else runs: the same rows in any order, and alone with the golden run."""
     forward = run(tmp_path, *OTHERS, to="a")
     backward = run(tmp_path, *reversed(OTHERS), to="b")
-    alone = run(tmp_path, OTHERS[7], {**OTHERS[7], "name": "another"}, to="c")
+    alone = run(tmp_path, OTHERS[6], {**OTHERS[6], "name": "another"}, to="c")
     for name in [v["name"] for v in (GOLDEN, *OTHERS)]:
         assert of(forward, name) == of(backward, name)
     assert of(alone, "noise") == of(forward, "noise")
@@ -228,22 +227,18 @@ def test_distances_are_numpys_and_scipys() -> None:
     made = torch.Generator().manual_seed(0)
     shapes = {"tokens.weight": (9, 4), "blocks.0.attention.q.weight": (12, 4), "final.weight": (4,)}
     a, b = ({n: torch.randn(s, generator=made) for n, s in shapes.items()} for _ in "ab")
-    found = {d.group: d for d in distances(a, b, seed=0, variant="v", step=3, of="weights")}
-    assert list(found) == ["all", "embedding", "attention", "norm"]
+    row = distance(a, b, seed=0, variant="v", step=3, of="weights")
     x, y = (np.concatenate([t.double().numpy().ravel() for t in w.values()]) for w in (a, b))
-    row = found["all"]
     assert row.elements == 88
     assert row.rel == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), rel=1e-12)
-    assert row.cosine == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-12)
     assert row.w1 == pytest.approx(wasserstein_distance(x, y), rel=1e-12)
-    assert found["embedding"].elements == 36
 
 
 def test_spectral_norms_are_the_largest_singular_values() -> None:
     """To fp64's precision, by numpy; NaN in the head that holds one, and in no other."""
     weights = [torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     weights[1][2, 0, 0] = math.nan
-    found = np.array(spectral_norms(weights))
+    found = spectral_norms(weights).numpy()
     for layer, heads in enumerate(weights):
         for head, w in enumerate(heads):
             if (layer, head) == (1, 2):
@@ -454,7 +449,6 @@ def with_golden(*others: dict[str, Any]) -> dict[str, Any]:
 
 
 FILES = {"source": "text", "files": ["{data}"]}
-IDS = {"source": "tokens", "files": ["{data}"], "vocabulary": 7}
 
 
 @pytest.mark.parametrize(
@@ -468,8 +462,8 @@ IDS = {"source": "tokens", "files": ["{data}"], "vocabulary": 7}
         ),
         ({"model": {**SMALL["model"], "heads": 3}}, "width: expected a multiple of 6, got 16"),
         ({"data": {"source": "text"}}, "files: expected with"),
-        ({"data": {**FILES, "tokenizer": "bpe", "vocabulary": 257}}, "258 or more, got 257"),
-        ({"data": {"source": "tokens", "files": ["x"]}}, "vocabulary: expected with"),
+        ({"data": {**FILES, "tokenizer": "bpe", "vocabulary": 257}}, "or equal to 258"),
+        ({"data": {**FILES, "vocabulary": 300}}, "vocabulary: expected with"),
         ({"variants": [{"name": "a"}]}, "one with the role golden, got 0"),
         (with_golden({"name": "a b"}, {"name": "a-b"}), "names of their own, got 2 x 'a-b'"),
         (with_golden({"name": "x", "role": "flash"}), "x, flash: expected kernel, got nothing"),
@@ -478,9 +472,6 @@ IDS = {"source": "tokens", "files": ["{data}"], "vocabulary": 7}
         ({"checkpoints": {"steps": [1], "variants": ["gold"]}}, "did you mean 'golden'"),
         ({"checkpoints": {"steps": [7]}}, "expected at most step 6, got 7"),
         ({"data": FILES}, "data: expected UTF-8 text"),
-        ({"data": {**IDS, "dtype": "uint32"}}, "data: expected ids of uint32 below 7"),
-        ({"data": IDS}, "below 7 (got 65535)"),
-        ({"data": {**IDS, "vocabulary": 70000}}, "data: expected more than model.context (16)"),
         (with_golden({"name": "x", "kernel": "sdpa-efficient"}), "cannot run here"),
         (with_golden({"name": "x", "kernel": {"name": "emulated", "computed": 1}}), "'compute'"),
         (with_golden({"name": "x", "kernel": "sdpa-flsh"}), "did you mean 'sdpa-flash'"),
@@ -490,7 +481,7 @@ IDS = {"source": "tokens", "files": ["{data}"], "vocabulary": 7}
 def test_what_is_wrong_with_a_configuration_is_said(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    """Before anything is begun. The file of the data holds three ids of 16 bits."""
+    """Before anything is begun. The file of the data is no UTF-8."""
     (tmp_path / "data").write_bytes(b"\xff" * 6)
     if "files" in changes.get("data", {}):
         changes = {"data": {**changes["data"], "files": [str(tmp_path / "data")]}}
@@ -513,7 +504,7 @@ def test_a_run_in_parts_ends_with_the_same_report(
 ) -> None:
     """--stop-after exits with 0, says how to go on, and writes no report; --steps and --seed hold;
     with --json stdout is the report and nothing else."""
-    path, output = config(tmp_path, OTHERS[7], seeds=[0, 1]), tmp_path / "o"
+    path, output = config(tmp_path, OTHERS[6], seeds=[0, 1]), tmp_path / "o"
     more = ("--steps", 2, "--seed", 5, "--device", "cpu")
     parts = 0
     while not (output / "report.json").exists():

@@ -111,6 +111,6 @@ def _as_transformers(network: Network, kind: str) -> dict[str, Tensor]:
             if name.endswith(linear):
                 state[name] = x.t().contiguous()
             if name.endswith((*linear, "norm_1.weight", "norm_2.weight", "final.weight")):
-                state.setdefault(name.removesuffix("weight") + "bias", torch.zeros(x.shape[0]))
+                state[name.removesuffix("weight") + "bias"] = torch.zeros(x.shape[0])
     names = NAMES[kind]
     return {".".join(names.get(part, part) for part in n.split(".")): x for n, x in state.items()}

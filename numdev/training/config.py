@@ -29,8 +29,7 @@ Keys = tuple[Set[str], Set[str]]  # keys that must be given, and those that may 
 MOST_STEPS = 10_000_000
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
 DIFFERENCES = {
-    *("kernel", "backward_kernel", "format", "attention_format", "seed", "data_order"),
-    "optimiser",
+    *("kernel", "backward_kernel", "format", "attention_format", "seed", "optimiser"),
 }
 OF_ROLE: dict[str, Keys] = {
     "golden": ({"kernel"}, {"format", "attention_format", "optimiser"}),
@@ -65,13 +64,11 @@ class ModelConfig(Strict):
     mlp: Positive | None = None
     """Its hidden width. None: 8/3 of the width, rounded up to a multiple of 32, in llama, else 4
     times the width."""
-    biases: bool | None = None  # of gpt2: whether its projections and norms have them. None: no
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
-        for name, kind in (("kv_heads", "llama"), ("biases", "gpt2")):
-            if getattr(self, name) is not None and self.kind != kind:
-                raise ValueError(f"{name}: expected with {kind} alone, got {self.kind}")
+        if self.kv_heads is not None and self.kind != "llama":
+            raise ValueError(f"kv_heads: expected with llama alone, got {self.kind}")
         for name, value, factor in (
             ("width", self.width, 2 * self.heads),  # rotary positions pair a head's features
             ("heads", self.heads, self.kv_heads or 1),
@@ -94,26 +91,20 @@ class ModelConfig(Strict):
 
 class DataConfig(Strict):
     """What is learned. `stdlib`: the source of the Python standard library that runs this; `text`:
-    UTF-8 files; `tokens`: binary files of token ids."""
+    UTF-8 files."""
 
-    source: Literal["stdlib", "text", "tokens"]
+    source: Literal["stdlib", "text"]
     files: tuple[str, ...] = ()
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    vocabulary: Positive | None = None
-    """Of bpe: how many tokens it may have (2048). Of `tokens`: how many ids there are."""
-    dtype: Literal["uint16", "uint32"] = "uint16"  # of `tokens`
+    vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None
+    """Of bpe: how many tokens it may have (2048)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
-        bpe, size = self.tokenizer == "bpe", self.vocabulary
-        if bool(self.files) != (self.source in ("text", "tokens")):
-            raise ValueError("files: expected with the sources text and tokens alone")
-        if bpe and self.source not in ("stdlib", "text"):
-            raise ValueError("tokenizer: expected bpe with the sources stdlib and text alone")
-        if (self.source == "tokens" and not size) or (size and not bpe and self.source != "tokens"):
-            raise ValueError("vocabulary: expected with source tokens, or with tokenizer bpe")
-        if bpe and size and size < LEAST_BPE:
-            raise ValueError(f"vocabulary: expected {LEAST_BPE} or more, got {size}")
+        if bool(self.files) != (self.source == "text"):
+            raise ValueError("files: expected with the source text alone")
+        if self.vocabulary and self.tokenizer != "bpe":
+            raise ValueError("vocabulary: expected with tokenizer bpe alone")
         return self
 
 
@@ -146,7 +137,6 @@ class VariantConfig(Strict):
     attention_format: AttentionFormat | None = None
     """q, k and v are cast to it, and the output back. In the golden run None: the network's."""
     seed: Positive | None = None  # added to the run's, for another initialisation
-    data_order: Positive | None = None  # added to the run's, for other batches of the same data
     optimiser: Optimiser | None = None  # the keys given here; the others are those of `optimiser`
 
     @model_validator(mode="after")
@@ -166,7 +156,6 @@ class Variant(Strict):
     format: Format
     attention_format: AttentionFormat | None
     seed: int = 0
-    data_order: int = 0
     optimiser: Optimiser
 
     @property

@@ -1,4 +1,4 @@
-"""What networks learn: text as token ids, and token files.
+"""What networks learn: text as token ids.
 
 A batch is a function of a seed and the number of its step, and of nothing else: there is no
 position in the data to be saved, and every device sees the same batches.
@@ -10,8 +10,6 @@ import hashlib
 import json
 import sysconfig
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,22 +63,18 @@ class Tokens:
 
 def load(config: DataConfig, model: ModelConfig, count: int, device: torch.device) -> Tokens:
     """The data of a configuration, in batches of `count`. Raises UsageError for a file that cannot
-    be read, for data shorter than a window, and for ids beyond the vocabulary."""
-    tokenizer, unit = None, "tokens"
-    if config.source == "tokens":
-        ids, vocabulary = _token_files(config), config.vocabulary or 0
+    be read, and for data shorter than a window."""
+    texts = stdlib() if config.source == "stdlib" else list(map(_text, config.files))
+    if config.tokenizer == "bpe":
+        tokenizer, loaded = _trained(texts, config.vocabulary or 2048, model.context)
+        # verbose=False: texts longer than the context are meant here, no slip worth a warning.
+        rows = loaded(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = torch.tensor([i for row in rows for i in (*row, EOS_ID)], dtype=torch.int32)
+        vocabulary, unit = len(loaded), "tokens"
     else:
-        texts = stdlib() if config.source == "stdlib" else list(map(_text, config.files))
-        if config.tokenizer == "bpe":
-            tokenizer, loaded = _trained(texts, config.vocabulary or 2048, model.context)
-            # verbose=False: texts longer than the context are meant here, no slip worth a warning.
-            rows = loaded(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            ids = torch.tensor([i for row in rows for i in (*row, EOS_ID)], dtype=torch.int32)
-            vocabulary = len(loaded)
-        else:
-            whole = b"\n\n".join(text.encode() for text in texts)
-            ids, vocabulary = torch.from_numpy(np.frombuffer(whole, np.uint8).copy()), 256
-            unit = "bytes"
+        whole = b"\n\n".join(text.encode() for text in texts)
+        ids, tokenizer = torch.from_numpy(np.frombuffer(whole, np.uint8).copy()), None
+        vocabulary, unit = 256, "bytes"
     named = ", ".join(Path(file).name for file in config.files) or "the Python standard library"
     if len(ids) <= model.context:
         raise UsageError(
@@ -112,29 +106,11 @@ def stdlib() -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-@contextmanager
-def _reading(name: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{name}: expected {what} ({error})") from error
-
-
 def _text(name: str) -> str:
-    with _reading(name, "UTF-8 text"):
+    try:
         return Path(name).read_text(encoding="utf-8")  # every line ending becomes \n
-
-
-def _token_files(config: DataConfig) -> Tensor:
-    """The files' ids one after the other, int32."""
-    parts = []
-    for name in config.files:
-        with _reading(name, f"ids of {config.dtype} below {config.vocabulary}"):
-            parts.append(np.frombuffer(Path(name).read_bytes(), dtype=config.dtype))
-            largest = int(parts[-1].max(initial=0))
-            if largest >= (config.vocabulary or 0):
-                raise ValueError(f"got {largest}")
-    return torch.from_numpy(np.concatenate(parts).astype(np.int32))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name}: expected UTF-8 text ({error})") from error
 
 
 def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:

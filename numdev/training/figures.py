@@ -52,11 +52,7 @@ def of_run(
     named = dict.fromkeys(labels.values())
     golden = next((v.name for v in variants if v.role == "golden"), "")
     losses = ((labels[row.variant], row.step, row.loss) for row in rows)
-    apart = (
-        (labels[d.variant], d.step, d.rel)
-        for d in distances
-        if (d.group, d.of) == ("all", "weights")
-    )
+    apart = ((labels[d.variant], d.step, d.rel) for d in distances if d.of == "weights")
     title = "Distance of all weights, relative to the golden run's"
     made = (
         figure("Loss", "loss", "loss of the step's batch", named, losses, middle, golden),

@@ -18,7 +18,7 @@ from numdev.errors import MeasurementError
 from numdev.training.config import TrainRequest
 from numdev.training.data import Tokens
 from numdev.training.lane import Lane
-from numdev.training.measure import distances, row_of
+from numdev.training.measure import distance, row_of
 
 STATE = "state.pt"
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -44,11 +44,10 @@ class Lockstep:
         step = self.step + 1
         watched = step in self.request.recorded
         self.whole = False
-        orders = {lane.variant.data_order for lane in self.lanes}
-        batches = {order: self.data.batch(self.seed + order, step) for order in orders}
+        batch = self.data.batch(self.seed, step)
         for lane in self.lanes:
             lane.attention.largest = [] if watched else None
-            lane.step(batches[lane.variant.data_order], step, self.request.steps)
+            lane.step(batch, step, self.request.steps)
         self.step, self.whole = step, True
 
     def measured(self) -> dict[str, list[Any]]:
@@ -59,7 +58,7 @@ class Lockstep:
             golden = self._tensors(self.golden, of)
             for lane in (lane for lane in self.lanes if lane is not self.golden):
                 place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
-                tables["distance"] += distances(self._tensors(lane, of), golden, of=of, **place)
+                tables["distance"].append(distance(self._tensors(lane, of), golden, of=of, **place))
         for lane in self.lanes:
             tables["row"].append(row_of(lane, self.seed, self.step))
             if self.step == 0:
@@ -70,7 +69,7 @@ class Lockstep:
     def _tensors(self, lane: Lane, of: str) -> dict[str, torch.Tensor]:
         if of == "weights":
             return lane.weights()
-        return lane.gradient(self.data.batch(self.seed + lane.variant.data_order, 1))
+        return lane.gradient(self.data.batch(self.seed, 1))
 
     def save(self, path: Path, run: str) -> None:
         """Write the state, for the run of this name; atomically. Raises MeasurementError where it

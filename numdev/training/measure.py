@@ -4,14 +4,12 @@ and which of the recorded losses are spikes. What is not finite is None, with th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,13 +20,7 @@ from numdev.training.report import DistanceRow, TrainRow
 NOT_YET = "before the first update"
 NOT_FINITE = "not finite"
 UNDEFINED = "undefined: one of the two is zero"
-KINDS = {
-    "norm": ("norm", "final"),
-    "embedding": ("embed", "tokens", "positions"),
-    "attention": ("attention",),
-    "mlp": ("mlp",),
-}
-"""Kinds of parameters, and what their names contain. Any other is the head."""
+DISTANCES = ("max_abs", "mean_abs", "rel", "w1", "equal")
 PAST, LEAST = 20, 3
 TIMES, DEVIATIONS = 1.2, 6.0
 
@@ -42,53 +34,37 @@ def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
         "lr": lane.lr,
         "max_logit": number(torch.stack(seen).amax()) if seen else None,
     }
-    norms = np.array(spectral_norms(list(lane.network.query_weights())))
-    if np.isfinite(norms).all():
-        layer, head = np.unravel_index(norms.argmax(), norms.shape)
-        values["spectral_where"] = f"layer {layer} head {head}"
-        values["spectral_norms"] = tuple(map(tuple, norms.tolist()))
-    values["spectral_norm"] = number(norms.max())
+    values["spectral_norm"] = number(spectral_norms(list(lane.network.query_weights())).amax())
     why = NOT_FINITE if step else NOT_YET
     nulls = {name: why for name, value in values.items() if value is None}
     return TrainRow(seed=seed, variant=lane.variant.name, step=step, nulls=nulls, **values)
 
 
-def distances(
-    ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any
-) -> Iterator[DistanceRow]:
-    """Rows of all groups of parameters, whose names are those of both, at a `place` (seed, variant,
-    step, of). Of a group in which anything is not finite no distance is given: it would be that of
-    what is left."""
-    for group, names in groups_of(golden).items():
-        a, b = (torch.cat([x[name].reshape(-1) for name in names]) for x in (ours, golden))
-        values = dataclasses.asdict(paired(a, b))
-        counts = {name: values.pop(name) for name in ("elements", "nonfinite")}
-        if counts["nonfinite"]:
-            values = dict.fromkeys(values)
-        why = NOT_FINITE if counts["nonfinite"] else UNDEFINED
-        nulls = {name: why for name, value in values.items() if value is None}
-        yield DistanceRow(**place, group=group, nulls=nulls, **counts, **values)
-
-
-def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters by kind: embedding, attention, mlp, norm, head; and `all`."""
-    groups: dict[str, list[str]] = {"all": list(names)}
-    for name in groups["all"]:
-        kinds = (kind for kind, parts in KINDS.items() if any(p in name for p in parts))
-        groups.setdefault(next(kinds, "head"), []).append(name)
-    return groups
+def distance(ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any) -> DistanceRow:
+    """How far all parameters, whose names are those of both, are apart, at a `place` (seed,
+    variant, step, of). Where anything is not finite no distance is given: it would be that of what
+    is left."""
+    a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
+    apart = paired(a, b)
+    values = {name: getattr(apart, name) for name in DISTANCES}
+    if apart.nonfinite:
+        values = dict.fromkeys(values)
+    why = NOT_FINITE if apart.nonfinite else UNDEFINED
+    nulls = {name: why for name, value in values.items() if value is None}
+    counts: dict[str, Any] = {"elements": apart.elements, "nonfinite": apart.nonfinite}
+    return DistanceRow(**place, nulls=nulls, **counts, **values)
 
 
 @torch.no_grad()
-def spectral_norms(weights: list[Tensor]) -> list[list[float]]:
-    """The spectral norm of every head's [head_dim, width] part of W_Q, by layer and head: the root
-    of the largest eigenvalue of W Wᵀ, in fp64, good to about 1e-15. NaN where W is not finite."""
+def spectral_norms(weights: list[Tensor]) -> Tensor:
+    """[layers, heads] in fp64: the spectral norm of every head's [head_dim, width] part of W_Q, the
+    root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W is not finite."""
     stacked = torch.stack([w.double() for w in weights])  # [layers, heads, head_dim, width]
     squares = stacked @ stacked.transpose(-1, -2)
     finite = squares.isfinite().all(dim=(-1, -2))
     squares = squares.where(finite[..., None, None], 0.0)
     largest = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
-    norms: list[list[float]] = largest.where(finite, math.nan).tolist()
+    norms: Tensor = largest.where(finite, math.nan)
     return norms
 
 

@@ -5,7 +5,8 @@ head_dim] and k and v with kv heads; it returns q's shape. Which one is the whol
 most variants.
 
 `llama` computes what LlamaForCausalLM does and `gpt2` what GPT2LMHeadModel does, without dropout
-and with the output tied to the embedding; `numdev.training.checkpoints` knows their names.
+and biases, and with the output tied to the embedding; `numdev.training.checkpoints` knows their
+names.
 
 Under autocast matrix products are in the working format, and sums along the residual stream in
 fp32, as in others' training code. Norms are computed in fp32 either way.
@@ -48,14 +49,12 @@ class Norm(nn.Module):
         super().__init__()
         self.rms = config.kind == "llama"
         self.weight = nn.Parameter(torch.ones(config.width))
-        self.bias = nn.Parameter(torch.zeros(config.width)) if config.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         wide, shape, weight = x.float(), (x.shape[-1],), self.weight.float()
         if self.rms:
             return F.rms_norm(wide, shape, weight, RMS_EPS).to(x.dtype)
-        bias = None if self.bias is None else self.bias.float()
-        return F.layer_norm(wide, shape, weight, bias, LAYER_EPS).to(x.dtype)
+        return F.layer_norm(wide, shape, weight, None, LAYER_EPS).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -67,7 +66,7 @@ class Attention(nn.Module):
         wide, kv = config.width, (config.kv_heads or config.heads) * config.head_dim
         widths = {"qkv": 3 * wide} if config.kind == "gpt2" else {"q": wide, "k": kv, "v": kv}
         for name, out in {**widths, "out": wide}.items():
-            self.add_module(name, nn.Linear(wide, out, bias=bool(config.biases)))
+            self.add_module(name, nn.Linear(wide, out, bias=False))
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         *projections, out = self.children()
@@ -102,8 +101,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         for name in ("gate", "up") if config.kind == "llama" else ("up",):
-            self.add_module(name, nn.Linear(config.width, config.hidden, bias=bool(config.biases)))
-        self.down = nn.Linear(config.hidden, config.width, bias=bool(config.biases))
+            self.add_module(name, nn.Linear(config.width, config.hidden, bias=False))
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         first, *up, down = self.children()
@@ -182,16 +181,14 @@ def build(config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend
     on every machine. Without a seed weights are whatever PyTorch makes.
 
     Matrices are drawn from a normal distribution, those that end a branch of the residual stream
-    narrower by sqrt(2 layers), as GPT-2 has them. Biases are 0, gains 1.
+    narrower by sqrt(2 layers), as GPT-2 has them. Gains are 1.
     """
     network = Network(config, vocabulary, attend)
     if seed is None:
         return network
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in network.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()  # PyTorch draws them, from its global generator
-        elif parameter.ndim >= 2:
+        if parameter.ndim >= 2:
             spread = SPREAD / (2 * config.layers) ** 0.5 if name.endswith(NARROW) else SPREAD
             parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(spread))
     return network

@@ -53,29 +53,24 @@ class TrainRow(Record):
     lr: float | None
     max_logit: float | None  # the largest |scaled score| of any head, computed in fp32
     spectral_norm: float | None  # the largest of any head's rows of W_Q
-    spectral_where: str | None = None
-    spectral_norms: tuple[tuple[float, ...], ...] = ()  # by layer and head
     spike: bool = False  # whether the loss stood far above its recent past (docs/training.md)
     nulls: dict[str, str] = Field(default_factory=dict)
 
 
 class DistanceRow(Record):
-    """How far a variant's weights are from those of the golden run of its seed."""
+    """How far a variant's weights, all together, are from those of the golden run of its seed."""
 
     seed: int
     variant: str
     step: int
     of: Literal["weights", "gradient"]
     """The gradient is that of the first batch, before any update: step 0."""
-    group: str  # `all`, or a kind of parameter: embedding, attention, mlp, norm, head
     elements: int
     nonfinite: int = 0  # of them, in one of the two: then there is no distance
     max_abs: float | None
     mean_abs: float | None
     rel: float | None
-    cosine: float | None
     w1: float | None
-    spread: float | None
     equal: float | None
     nulls: dict[str, str] = Field(default_factory=dict)
 

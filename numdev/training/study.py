@@ -211,7 +211,7 @@ class _Run:
 def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantRecord:
     """A variant as the report holds it, with what else differs from the golden run."""
     given = variant.model_dump(mode="json")
-    differs = {n: given[n] for n in ("seed", "data_order", "backward_kernel") if given[n]}
+    differs = {n: given[n] for n in ("seed", "backward_kernel") if given[n]}
     theirs = golden.optimiser.model_dump()
     changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != theirs[k]}
     if changed:
@@ -234,7 +234,7 @@ def answer(
     """The first sentences: how far each variant ends up from the golden run, beside runs that
     re-round at random (those are one), and what went wrong on the way. Means are those of the
     figures. Nothing is said of stability: a run is one run."""
-    whole = [d for d in distances if (d.group, d.of) == ("all", "weights") and d.step > 0]
+    whole = [d for d in distances if d.of == "weights" and d.step > 0]
     names: dict[str, list[str]] = {}
     for v in variants:
         names.setdefault(figures.label_of(v), []).append(v.name)

@@ -139,7 +139,7 @@ def distances_of(run: TrainReport) -> pd.DataFrame:
     lines = [
         (d.of, metric, *others[d.variant], d.seed, d.step, value)
         for d in run.distances
-        if d.variant in others and d.group == "all"
+        if d.variant in others
         for metric in METRICS
         if (value := getattr(d, metric)) is not None
     ]
@@ -295,7 +295,7 @@ def _warnings(run: TrainReport, off: float) -> Iterator[str]:
     labels = {v.name: label_of(v) for v in run.variants}
     seeds: dict[str, dict[int, int]] = {}
     for d in sorted(run.distances, key=lambda d: d.step):
-        if (d.of, d.group) == ("weights", "all") and d.elements and d.mean_abs is None:
+        if d.of == "weights" and d.elements and d.mean_abs is None:
             seeds.setdefault(labels[d.variant], {}).setdefault(d.seed, d.step)
     for label, first in seeds.items():
         where = [f"seed {seed} from step {step} on" for seed, step in sorted(first.items())]
