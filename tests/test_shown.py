@@ -15,6 +15,7 @@ from gate_rows import control, row
 from rich.console import Console
 from test_html import audit, figure, sample, sweep
 
+from numdev.cli.kernels import shown
 from numdev.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import findings_in
@@ -36,7 +37,7 @@ from numdev.report import (
 from numdev.report.document import Cell, Column, Document, Figures, Row, Table, table_of
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import audit as audit_view
-from numdev.report.views import compare, diagnose, document_of, gate, kernels, weights
+from numdev.report.views import compare, diagnose, document_of, gate, weights
 
 
 def kernel(**changes: Any) -> KernelSummary:
@@ -247,7 +248,7 @@ def test_a_rule_shows_the_number_nearest_to_its_limit(largest: float) -> None:
 def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
     """The name, whether it runs here, what it is."""
     kernel = {"name": "k", "missing": "needs CUDA", "summary": "Fused.", "options": {"b": 1}}
-    listed = kernels.table((kernel, {**kernel, "missing": None, "options": {}}), "CPU").blocks
+    listed = shown((kernel, {**kernel, "missing": None, "options": {}}), "CPU").blocks
     expected = "kernel: k | here: no: needs CUDA | what it is: Fused. Options: b."
     assert cells(listed, "CPU") == expected
     assert cells(listed, "CPU", 1) == "kernel: k | here: available | what it is: Fused."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,7 @@ from numdev.errors import MeasurementError
 
 if TYPE_CHECKING:
     from numdev.kernels import Kernel
+    from numdev.report.document import Document
     from numdev.system import System
 
 CHECK = (
@@ -37,7 +39,6 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
     """List the kernels: which can run here, and why the others cannot."""
     from numdev.kernels import all_kernels, find
     from numdev.report.renderers import terminal
-    from numdev.report.views import kernels as views
     from numdev.system import System
 
     system = System.here(device)
@@ -50,7 +51,22 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(table, default=str))
     else:
-        terminal.show(views.table(table, system.gpu or system.cpu))
+        terminal.show(shown(table, system.gpu or system.cpu))
+
+
+def shown(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
+    """Every kernel: whether it runs on this machine, and what it is."""
+    from numdev.report.document import Cell, Document, words
+
+    title = f"Kernels on {machine}"
+    rows = []
+    for kernel in kernels:
+        missing = kernel["missing"]
+        here = Cell(f"no: {missing}", style="warn") if missing else Cell("available", style="good")
+        options = f" Options: {', '.join(kernel['options'])}." if kernel["options"] else ""
+        name = Cell(kernel["name"], style="strong")
+        rows.append((name, here, Cell(kernel["summary"] + options)))
+    return Document(title, (words(("kernel", "here", "what it is"), rows, title=title),))
 
 
 def _check(kernel: Kernel, system: System, *, as_json: bool) -> int:

@@ -38,7 +38,6 @@ METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precisio
 """Of which a summary has the median over heads, the largest, or where that is."""
 NUMBERS = [*METRICS, "mean_abs", "max_abs", "nonfinite", "elements", "bias_p", "bias_size",
            "sequences"]  # fmt: skip
-WHOSE = ("kernel", "options", "role", "format")
 # A kernel that is none of these was asked for by name, and is spoken of before the first of them.
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
 
@@ -83,11 +82,8 @@ def summarise(
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
-    """The floor first, then by distance from the truth; what is not finite last.
-
-    Distances are compared through the baseline's, which is the same for kernels that return
-    another format than the others.
-    """
+    """The floor first, then by distance from the truth over the baseline's (which is the same for
+    kernels that return another format than the others); what is not finite last."""
     order = 0 if kernel.role == "floor" else 2 if kernel.role == "precision" else 1
     ratios = (kernel.baseline_ratio, kernel.floor_ratio)
     return (order, kernel.nonfinite > 0, next((r for r in ratios if r is not None), math.inf))
@@ -99,12 +95,12 @@ def _kernel(table: pd.DataFrame) -> KernelSummary:
     noise = [noise_ratio(row) for row in table["row"] if row.noise is not None]
     gradients = ((tensor, _measured(table, tensor)) for tensor in ("dq", "dk", "dv"))
     return KernelSummary(
-        **{name: getattr(first, name) for name in WHOSE},
+        **first.model_dump(include={"role", "kernel", "options", "format"}),
         **_over_heads(ok, KernelSummary),
         skipped=int((table["status"] == "skipped").sum()),
         failed=int((table["status"] == "failed").sum()),
-        reasons=_distinct(table[table["status"] != "ok"]["reason"]),
-        ran=_distinct(table["ran"]),
+        reasons=tuple(table[table["status"] != "ok"]["reason"].dropna().unique()),
+        ran=tuple(table["ran"].dropna().unique()),
         mean_abs=_mean(ok),
         max_abs=_or_none(ok["max_abs"].max()),
         rows_measured=max((row.rows_measured or 0 for row in ok["row"]), default=0) or None,
@@ -125,18 +121,11 @@ def _measured(table: pd.DataFrame, tensor: str) -> pd.DataFrame:
     return table[(table["tensor"] == tensor) & (table["status"] == "ok")]
 
 
-def _distinct(column: pd.Series[Any]) -> tuple[str, ...]:
-    """The values of a column, each once, in the order they first came."""
-    return tuple(column.dropna().unique())
-
-
 def _mean(ok: pd.DataFrame) -> float | None:
     """The mean error of all elements; None where no head has a number."""
     known = ok[ok["mean_abs"].notna()]
-    if known.empty:
-        return None
     values, weight = known["mean_abs"].to_numpy(), known["elements"].fillna(0).to_numpy()
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return _or_none((values * weight).sum() / weight.sum())
 
 

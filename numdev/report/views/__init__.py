@@ -83,8 +83,7 @@ def _origin(report: Report) -> Iterator[doc.Node]:
         "time": seconds(report.timings),
     }
     yield doc.Heading("Where this comes from", doc.TEXT)
-    columns = [doc.Column("", align="left")] * 2
-    yield doc.table(columns, [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT)
+    yield doc.words(("", ""), [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT)
     read = map(source.get, ("checkpoint", "tensors", "config", "prompt", "captured_from"))
     line = (
         f"{', '.join(str(x) for x in read if x)}. torch {packages.get('torch', '?')} on "
