@@ -270,7 +270,7 @@ def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) 
         provenance=audit().provenance,
         request={"cases": [{"name": "c"}], "formats": ["bfloat16"], "seeds": seeds, **request},
         summary=SweepSummary(
-            answer=(), cells=1, seeds=seeds, baseline="baseline",
+            answer=(), seeds=seeds, baseline="baseline",
             axis=Axis(name="x", title="x", scale="linear", ticks=(Tick(x=1, label="1"),)),
         ),
         figures=(),

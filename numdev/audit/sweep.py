@@ -16,7 +16,7 @@ from numdev.audit.timing import Stopwatch
 from numdev.config import SweepRequest
 from numdev.kernels import find
 from numdev.report import CaseRecord, SweepReport, SweepSummary
-from numdev.report.curves import IN_CELLS, Grid, cells, check_metrics, figures, notes, sentences
+from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentences
 from numdev.sources.opening import ConfigSource
 from numdev.system import System
 
@@ -48,9 +48,8 @@ def plan(request: SweepRequest) -> SweepPlan:
     kernels = plan_kernels((*request.kernels, request.baseline))
     formats = plan_formats(request.formats, kernels)
     request = request.model_copy(update={"formats": tuple(fmt.name for fmt in formats)})
-    check_metrics(request.y, request.target)
     grid = Grid(request, [(p.kernel.name, p.options) for p in kernels])
-    _ = grid.axis  # refuse a grid without one now
+    _ = grid.axis  # refuse a grid without one, and what is no metric, now
     name = find(request.baseline.name).name
     options = recorded(find(name).with_options(request.baseline.options))
     return SweepPlan(
@@ -96,7 +95,6 @@ def sweep(
             answer=sentences(lines, grid, called),
             notes=tuple(notes(rows)),
             axis=grid.axis,
-            cells=planned.cells,
             seeds=request.seeds,
             baseline=called,
         ),

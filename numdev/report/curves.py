@@ -55,13 +55,6 @@ Lines = dict[tuple[str, Place, str], dict[str | None, CellRow]]
 the value of a cell that the axis does not move."""
 
 
-def check_metrics(names: Iterable[str], where: str) -> None:
-    """Raises UsageError for a metric that cannot be drawn, naming the closest."""
-    for name in names:
-        if name not in METRICS:
-            raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, METRICS))
-
-
 # --- cells ---------------------------------------------------------------------------------------
 
 
@@ -161,17 +154,21 @@ class Grid:
     def x(self) -> str:
         """The axis of the curves: as asked, else the one with most values.
 
-        Raises UsageError for a grid without an axis, and for one it does not have.
+        Raises UsageError for a grid without an axis, for one it does not have, and for a metric
+        that cannot be drawn.
         """
-        asked = self.request.x
+        asked, target = self.request.x, self.request.target
+        for name in self.request.y:
+            if name not in METRICS:
+                raise UsageError(f"{target}: y is {name!r}, no metric", hint=closest(name, METRICS))
         if not self.axes:
             raise UsageError(
-                f"{self.request.target}: the grid has a single cell",
+                f"{target}: the grid has a single cell",
                 hint="give some key a list of values, or use `numdev audit`",
             )
         if asked is not None and asked not in self.axes:
             raise UsageError(
-                f"{self.request.target}: x is {asked!r}, which is no axis of this grid",
+                f"{target}: x is {asked!r}, which is no axis of this grid",
                 hint=closest(asked, self.axes),
             )
         numeric = [n for n, values in self.axes.items() if n == "format" or _numbers(values)]

@@ -104,7 +104,6 @@ class Fold:
 
     title: str
     blocks: tuple[Node, ...]
-    open: bool = False
     only: tuple[Medium, ...] = PAGE
 
 

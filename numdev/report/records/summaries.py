@@ -160,6 +160,5 @@ class SweepSummary(Record):
     answer: tuple[str, ...]
     notes: tuple[str, ...] = ()  # who could not be measured where, and why
     axis: Axis
-    cells: int
     seeds: tuple[int, ...]
     baseline: str

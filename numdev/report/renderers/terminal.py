@@ -64,14 +64,12 @@ def _table(node: doc.Table, out: Console) -> None:
         out.print(_text(node.title, "bold"))
     chosen = [i for i, column in enumerate(node.columns) if column.width <= out.width]
     longest = max((len(row.cells[0].text) for row in node.rows), default=0)
-    blocks = [chosen]
+    room, blocks = out.width - 2 - min(longest, max(16, out.width // 3)), [chosen]
     if node.kind == "map":
-        margin = max(MAP, min(longest, max(24, out.width - MAP * len(chosen))))
-        fitting = max(1, (out.width - margin) // MAP)
+        fitting = room // MAP
         blocks = [[0, *chosen[i : i + fitting]] for i in range(1, len(chosen), fitting)]
     elif node.kind == "series":
-        names = min(longest, max(16, out.width // 3))
-        blocks = [[0, *some(chosen[1:], max(2, (out.width - names - 2) // NUMBER))]]
+        blocks = [[0, *some(chosen[1:], max(2, room // NUMBER))]]
     for block in blocks:
         out.print(_grid(node, block))
 

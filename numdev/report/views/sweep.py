@@ -16,11 +16,8 @@ def blocks(report: SweepReport) -> Iterator[doc.Node]:
         "two on. “floor” is the exact result rounded once: no kernel can be better everywhere. "
         "“input rounding” is what the format costs before any kernel errs.",
         "soft",
-        doc.TEXT,
     )
     yield doc.Figures(report.figures, summary.axis, summary.baseline)
-    means = f"Means over {len(summary.seeds)} seeds; intervals are in report.html."
-    yield doc.Paragraph(means, "soft", doc.TERMINAL)
     if summary.notes:
         yield doc.Heading("Not measured")
         yield from doc.notes(summary.notes)
