@@ -114,7 +114,7 @@ def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
     assert plan(request(tmp_path, formats=["bf16", "fp16", "fp32"])).grid.x == "format"
     cases = [{**SIZES, "seq_len": [16, 4, 8]}]
     axis = plan(request(tmp_path, cases=cases, x="seq_len")).grid.axis
-    assert [tick.x for tick in axis.ticks] == [4.0, 8.0, 16.0]
+    assert [(t.x, t.label) for t in axis.ticks] == [(4.0, "4"), (8.0, "8"), (16.0, "16")]
     axis = plan(request(tmp_path, formats=["tf32", "fp16", "bf16"], x="format")).grid.axis
     assert [t.label for t in axis.ticks] == ["bfloat16", "tf32", "float16"]
 
