@@ -420,6 +420,7 @@ def numdev_in(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
     """The package's registered kernel, with its option, and its plain function are measured."""
     config = installed.parent / "small.yaml"
@@ -436,6 +437,7 @@ def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
         assert row["floor_ratio"] < 2  # fp32 arithmetic and one rounding
 
 
+@pytest.mark.slow
 def test_the_tutorials_example(tmp_path: Path) -> None:
     """The plain function of docs/kernels.md has the mistake that the page says numdev names."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
