@@ -32,6 +32,7 @@ from numdev.report import (
     PlanRecord,
     Provenance,
 )
+from numdev.report.io import text_of
 
 HEADS = 32
 KERNELS = (
@@ -97,7 +98,7 @@ def write(directory: Path, count: int) -> Path:
         rows=tuple(DeviationRow.model_validate(r) for r in rows(count)),
     )  # fmt: skip
     path = directory / f"{count}.json"
-    path.write_text(report.model_dump_json())
+    path.write_text(text_of(report))
     return path
 
 

@@ -30,6 +30,7 @@ from numdev import report
 from numdev.config import SweepConfig
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import DeviationRow
+from numdev.report.io import sealed
 from numdev.report.renderers.markdown import escaped
 from numdev.yamlfile import read_yaml
 
@@ -84,6 +85,9 @@ def test_no_field_of_the_schema_is_lost() -> None:
         ("audit", lambda r: r["rows"][0].update(status="fine"), "rows.0.status"),
         ("audit", lambda r: r["rows"][0].update(rms="much"), "rows.0.rms"),
         ("audit", lambda r: r["rows"][0].update(rms=math.nan), "rows.0.rms"),
+        ("audit", lambda r: r["rows"][0].update(nonfinite="0"), "rows.0.nonfinite"),
+        ("audit", lambda r: r["rows"][0].update(nonfinite=False), "rows.0.nonfinite"),
+        ("audit", lambda r: r["rows"][0].update(head=0.0), "rows.0.head"),
         ("audit", lambda r: r["rows"][0].pop("kernel"), "rows.0.kernel"),
         ("audit", lambda r: r["provenance"].pop("command"), "provenance.command"),
         ("audit", lambda r: r.pop("rows"), "rows"),
@@ -100,7 +104,7 @@ def test_a_report_that_is_not_understood_is_refused(
     content = json.loads(sample(kind).read_text())
     change(content)
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(content))
+    path.write_bytes(sealed(json.dumps(content).encode()))
     with pytest.raises(MeasurementError) as caught:
         report.read(path)
     assert str(path) in caught.value.message
@@ -109,7 +113,7 @@ def test_a_report_that_is_not_understood_is_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 10**30, "2", 1.0, True, None])
+@pytest.mark.parametrize("version", [0, 1, 3, 10**30, "2", 2.0, True, None])
 @pytest.mark.parametrize("command", ["report", "gate"])
 def test_a_newer_report_is_refused(tmp_path: Path, command: str, version: Any, capsys: Any) -> None:
     """By its number, of whatever type: exit code 3, and who wrote it."""
@@ -120,6 +124,25 @@ def test_a_newer_report_is_refused(tmp_path: Path, command: str, version: Any, c
     error = capsys.readouterr().err
     assert "numdev 9.8.7 wrote it" in error
     assert "schema_version" in error
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text.replace(b'"bfloat16"', b'"float16"', 1),  # a word
+        lambda text: text.replace(b"[", b"[ ", 1),  # white space
+        lambda text: text[:-80] + b"}",  # the digest itself
+        lambda text: text[:5000],
+        lambda text: text + text,
+        lambda text: json.dumps(json.loads(text), indent=1).encode(),
+    ],
+)
+def test_a_report_that_was_changed_by_hand_is_refused(tmp_path: Path, edit: Any) -> None:
+    """Cut off, edited, put together of two, printed by another program: in one line."""
+    path = tmp_path / "report.json"
+    path.write_bytes(edit(OLDER.read_bytes()))
+    with pytest.raises(MeasurementError, match=": digest: it was cut off or changed"):
+        report.read(path)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -57,11 +57,11 @@ def _text(found: Report, form: str, directory: Path) -> str:
     from rich.console import Console
 
     from numdev.report import write_csv
-    from numdev.report.foreign import json_text
+    from numdev.report.io import text_of
     from numdev.report.renderers import html, markdown, terminal
 
     if form == "json":
-        return json_text(found.model_dump_json())
+        return text_of(found)
     if form == "html":
         return html.page(found, directory)
     if form == "markdown":

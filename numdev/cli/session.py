@@ -75,13 +75,13 @@ class Results:
         """Write a finished report, and show it as asked. Raises MeasurementError, after that, for
         one in which nothing was measured: that is no success."""
         from numdev import report as reports
-        from numdev.report.foreign import json_text
+        from numdev.report.io import text_of
         from numdev.report.renderers import html, terminal
 
         reports.write(found, directory)
         html.write(found, directory)
         if self.as_json:
-            click.echo(json_text(found.model_dump_json()))
+            click.echo(text_of(found))
         elif not self.quiet:
             terminal.show(found)
             self.say(f"Report: {directory / 'report.html'}")

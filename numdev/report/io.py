@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import gc
+import hashlib
 import importlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from pydantic_core import from_json
 
 import numdev
 from numdev.errors import MeasurementError, UsageError
-from numdev.report.foreign import cell
+from numdev.report.foreign import cell, json_text
 from numdev.report.records.reports import SCHEMA_VERSION, Line, Report
 
 KINDS = {
@@ -31,6 +33,7 @@ KINDS = {
 }
 """Where the class of each kind of report is; imported when one is read."""
 HEAD = 1 << 16  # bytes of a file in which it says what it is
+DIGEST = re.compile(rb',"digest":"([0-9a-f]{64})"}\s*\Z')
 
 
 class _Head(BaseModel):
@@ -45,7 +48,8 @@ def read(path: Path) -> Report:
     """Read `report.json`, or a directory that holds one.
 
     Raises UsageError where there is none, and MeasurementError for one that cannot be understood
-    (unknown schema version included): a report is read right, or not at all.
+    (unknown schema version included), or whose digest is another: one that was cut off, edited or
+    merged by hand. A report is read right, or not at all.
     """
     try:
         path = path / "report.json" if path.is_dir() else path
@@ -57,17 +61,18 @@ def read(path: Path) -> Report:
         ) from error
     head = _Head()
     try:
-        # It stands at the start of what numdev writes, and anywhere in what another program sorted.
         head = _Head.model_validate(from_json(text[:HEAD], allow_partial=True))
-        if not head.provenance:
-            head = _Head.model_validate_json(text)
         for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(KINDS))):
-            if (got := getattr(head, name)) not in known:
+            if (got := getattr(head, name)) not in known or isinstance(got, float):
                 raise ValueError(f"{name}: expected {', '.join(map(str, known))}, got {got!r}")
+        digest = DIGEST.search(text, max(0, len(text) - 200))
+        body = text[: digest.start()] if digest else text
+        if digest is None or hashlib.sha256(body).hexdigest() != digest[1].decode():
+            raise ValueError("digest: it was cut off or changed after numdev wrote it")
         module, _, name = KINDS[head.kind].partition(":")
         model: type[Report] = getattr(importlib.import_module(module), name)
         with uncollected():
-            return model.model_validate_json(text)
+            return model.model_validate_json(body + b"}", strict=True)
     except ValueError as error:
         problem = str(error)
         if isinstance(error, ValidationError):
@@ -92,13 +97,24 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+def text_of(report: Report) -> str:
+    """A report as JSON, for a file as for a terminal; its last key is the SHA-256 of all before."""
+    return sealed(json_text(report.model_dump_json()).encode()).decode()
+
+
+def sealed(text: bytes) -> bytes:
+    """The JSON of a report with its digest."""
+    body = text.removesuffix(b"}")
+    return body + f',"digest":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
+
+
 def write(report: Report, directory: Path) -> None:
     """Write report.json and its tables as CSV; each atomically."""
     for name, lines in report.tables().items():
         with replacing(directory / f"{name}.csv") as file:
             write_csv(file, lines)
     with replacing(directory / "report.json") as file:
-        file.write(report.model_dump_json())
+        file.write(text_of(report))
 
 
 @contextmanager
