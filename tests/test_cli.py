@@ -222,7 +222,7 @@ def test_json_is_the_report_and_nothing_else(run: Any) -> None:
     )
     ran = run("audit", "tiny.yaml", "-o", "out", "--json", "--kernel", "chatty_kernel:attend")
     assert ran.code == 0
-    assert report.AuditReport.model_validate_json(ran.out) == report.read(Path("out"))
+    assert ran.out.strip() == Path("out", "report.json").read_text()
     assert json.loads(ran.out)["request"]["target"] == "tiny.yaml"
     assert "hello" in ran.err
 

@@ -102,6 +102,7 @@ def test_a_report_that_is_not_understood_is_refused(
     """Another version, an unknown or missing field, a number that is none, a report that
     contradicts itself: exit code 3, in one line with the file, the place and a hint."""
     content = json.loads(sample(kind).read_text())
+    del content["digest"]
     change(content)
     path = tmp_path / "report.json"
     path.write_bytes(sealed(json.dumps(content).encode()))
@@ -226,7 +227,7 @@ def test_csv_holds_every_field_of_every_row(written: Path) -> None:
             assert line[name] == ("" if value is None else text)
 
 
-def test_csv_and_json_are_the_report(capsys: Any) -> None:
+def test_csv_and_json_are_the_report(tmp_path: Path, capsys: Any) -> None:
     """All rows in the report's order; `--json` is short for a format, and contradicts no other."""
     run("report", str(sample("audit")), "--format", "csv")
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
@@ -235,8 +236,8 @@ def test_csv_and_json_are_the_report(capsys: Any) -> None:
                                                for r in rows]  # fmt: skip
     for options in (("--json",), ("--format", "json"), ("--json", "--format", "json")):
         assert run("report", str(sample("sweep")), *options) == 0
-        out = capsys.readouterr().out
-        assert report.SweepReport.model_validate_json(out) == report.read(sample("sweep"))
+        (tmp_path / "report.json").write_text(capsys.readouterr().out)
+        assert report.read(tmp_path) == report.read(sample("sweep"))
     assert run("report", str(sample("sweep")), "--json", "--format", "csv") == 2
 
 

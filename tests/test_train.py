@@ -410,12 +410,13 @@ def test_a_process_that_is_stopped_continues(tmp_path: Path, number: signal.Sign
         stderr=subprocess.PIPE,
     )
     journal = tmp_path / "cut" / JOURNAL
-    while process.poll() is None and lines(journal) < 1 + 3:  # the rows of step 2 are there
+    state = tmp_path / "cut" / STATE
+    while process.poll() is None and not (lines(journal) >= 1 + 3 and state.exists()):  # step 2
         time.sleep(0.01)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), said
-    assert (tmp_path / "cut" / STATE).exists()
+    assert state.exists()
     assert ends_as_one_that_was_not_cut(request(path), tmp_path / "cut")
 
 
@@ -514,7 +515,9 @@ def test_a_run_in_parts_ends_with_the_same_report(
         parts += 1
     assert parts == 3  # a seed that is finished ends no part
     assert command(path, "-o", tmp_path / "p", "--json", *more) == 0
-    whole = TrainReport.model_validate_json(capsys.readouterr().out)
+    whole = read(tmp_path / "p")
+    assert (tmp_path / "p" / "report.json").read_text() == capsys.readouterr().out.strip()
+    assert isinstance(whole, TrainReport)
     assert (whole.summary.steps, whole.summary.seeds) == (2, (5, 6))
     one = read(output)
     assert isinstance(one, TrainReport)
