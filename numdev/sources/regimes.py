@@ -1,9 +1,8 @@
 """The regimes of synthetic inputs, and the draws that they are made of.
 
-A regime is a function of the shapes, the draws, and parameters that a configuration may set. Each
-regime in full, and what breaks on it: docs/hazards.md. Each head of each named tensor has a stream
-of its own, from seed, label, name and head alone: a tensor keeps its numbers whatever else is
-drawn. All is drawn on the host, to the same bits on every machine.
+A regime is a function of shapes, draws, and parameters that a configuration may set; each in full:
+docs/hazards.md. Each head of each named tensor has a stream of its own, from seed, label, name and
+head alone: a tensor keeps its numbers whatever else is drawn, to the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,12 @@ class Draws:
     def _by_head(self, law: str, name: str, shape: tuple[int, ...], dtype: Any, *of: int) -> Tensor:
         batch, heads, *rest = shape
         numbers = np.empty(shape, dtype=dtype)
-        for head in range(heads):
+
+        def fill(head: int) -> None:
             numbers[:, head] = getattr(self._stream(name, head), law)(*of, size=(batch, *rest))
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, range(heads)))  # numpy draws without holding the interpreter
         return torch.from_numpy(numbers)
 
     def _stream(self, name: str, head: int) -> np.random.Generator:

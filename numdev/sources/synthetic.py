@@ -1,8 +1,5 @@
-"""Synthetic cases: q, k, v (and dO) of a named regime, and masks as models make them.
-
-A mask has streams of its own, so q, k and v are the same with it and without. All is drawn in fp32
-and rounded to the audited format afterwards, as a model's activations are.
-"""
+"""Synthetic cases: q, k, v (and dO) of a named regime, and masks as models make them. All is drawn
+in fp32, and rounded to the audited format afterwards."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:
     parameters = list(inspect.signature(regime).parameters)[2:]
     for option in options:
         if option not in parameters:
-            what = f"input regime {name} has no parameter {option!r}"
-            raise UsageError(what, hint=closest(option, parameters))
+            hint = closest(option, parameters)
+            raise UsageError(f"input regime {name} has no parameter {option!r}", hint=hint)
     return regime
 
 
