@@ -46,7 +46,7 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow
-from numdev.sources.synthetic import Shapes, draw
+from numdev.sources.regimes import Shapes, draw
 from numdev.system import System
 
 FORMAT = "bfloat16"

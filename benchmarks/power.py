@@ -47,7 +47,7 @@ from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.of_rows import value_of
 from numdev.report import DeviationRow
-from numdev.sources.synthetic import Shapes, draw
+from numdev.sources.regimes import Shapes, draw
 from numdev.system import System
 
 REGIMES: Mapping[str, tuple[str, dict[str, Any]]] = {

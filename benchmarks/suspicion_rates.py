@@ -34,7 +34,7 @@ from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics import deviation
 from numdev.metrics.deviation import Yardstick
-from numdev.sources.synthetic import Shapes, draw
+from numdev.sources.regimes import Shapes, draw
 
 REGIMES: dict[str, tuple[str, dict[str, Any]]] = {
     "normal": ("normal", {}),

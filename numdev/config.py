@@ -23,7 +23,7 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
 MaskKind = Literal[
     "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
-]  # what `numdev.sources.synthetic` can draw
+]  # what `numdev.sources.regimes` can draw
 Layout = Literal["contiguous", "transposed", "packed"]  # of q, k and v (`numdev.cases.laid_out`)
 RowsOf = Literal["head", "cell"]
 MOST_SEEDS = 100_000

@@ -23,7 +23,7 @@ from numdev.formats import FORMATS
 from numdev.kernels.reference import attend
 from numdev.metrics.deviation import Metrics, Yardstick, measure
 from numdev.metrics.statistics import BIAS_ULP, holm
-from numdev.sources.synthetic import Shapes, draw
+from numdev.sources.regimes import Shapes, draw
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 benchmark: Any = importlib.import_module("bias_calibration")

@@ -23,7 +23,7 @@ from numdev.metrics.sampling import BINS, FEWEST, starts
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.renderers import html, markdown
 from numdev.report.views.audit import positions
-from numdev.sources.synthetic import Shapes, draw
+from numdev.sources.regimes import Shapes, draw
 from numdev.system import System
 
 

@@ -32,7 +32,7 @@ from numdev.report import AuditReport
 from numdev.report.summary import summarise
 from numdev.sources.loss import with_drawn
 from numdev.sources.opening import ConfigSource, Located
-from numdev.sources.synthetic import REGIMES
+from numdev.sources.regimes import REGIMES
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml, validated

@@ -25,8 +25,8 @@ from numdev.sources.loss import Upstream, drawn_from, find_upstream
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import model_inputs
+from numdev.sources.regimes import Shapes, check, draw, draw_mask
 from numdev.sources.streaming import Streamed
-from numdev.sources.synthetic import Shapes, check, draw, draw_mask
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.sources.watch import Layers, attention_modules, layer_of
 from numdev.system import System

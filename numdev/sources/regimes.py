@@ -1,23 +1,26 @@
-"""The regimes of synthetic inputs, and the draws that they are made of.
+"""Synthetic inputs: q, k, v (and dO) of a named regime, and masks as models make them.
 
 A regime is a function of shapes, draws, and parameters that a configuration may set; each in full:
 docs/hazards.md. Each head of each named tensor has a stream of its own, from seed, label, name and
 head alone: a tensor keeps its numbers whatever else is drawn, to the same bits on every machine.
+All is drawn in fp32, and rounded to the audited format afterwards.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from numdev.errors import UsageError, closest
 from numdev.formats import format_named, round_to
 
 SMALLEST = 2.0**-16  # What is smaller becomes 0: else a number of 8 bits is none of float16
@@ -306,7 +309,7 @@ def _exact(x: Tensor, bits: int = 8) -> Tensor:
     return rounded.masked_fill(rounded.abs() < SMALLEST, 0.0)
 
 
-# --- probes: whose answer is known without a reference (`synthetic.answer`)
+# --- probes: whose answer is known without a reference
 
 
 def ones(shapes: Shapes, draws: Draws) -> Inputs:
@@ -373,3 +376,78 @@ _ALL: tuple[Callable[..., Inputs], ...] = (
     ones, one_key, uniform, one_hot, two_hot,
 )  # fmt: skip
 REGIMES = {regime.__name__: regime for regime in _ALL}
+
+
+# --- drawing
+
+
+def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:
+    """The regime `name`, when it takes these options; UsageError, naming the closest, when not."""
+    regime = REGIMES.get(name)
+    if regime is None:
+        raise UsageError(f"unknown input regime {name!r}", hint=closest(name, REGIMES))
+    parameters = list(inspect.signature(regime).parameters)[2:]
+    for option in options:
+        if option not in parameters:
+            hint = closest(option, parameters)
+            raise UsageError(f"input regime {name} has no parameter {option!r}", hint=hint)
+    return regime
+
+
+def draw(
+    name: str,
+    shapes: Shapes,
+    *,
+    seed: int,
+    options: Mapping[str, Any],
+    label: str = "",
+    gradients: bool = False,
+) -> Inputs:
+    """The inputs of the regime `name`, on the CPU; `label` gives cases of one audit different
+    draws. With `gradients` also grad_out, which changes no q, k or v: the regime's own, else N(0,
+    1). Raises UsageError for an unknown regime or parameter, and values it cannot draw with."""
+    regime, draws = check(name, options), Draws(seed, label)
+    try:
+        inputs = regime(shapes, draws, **options)
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        what = f"input regime {name} cannot be drawn with {given}: {error}"
+        raise UsageError(what, hint="give its parameters numbers") from error
+    if not gradients:
+        return replace(inputs, grad_out=None)
+    if inputs.grad_out is None:
+        return replace(inputs, grad_out=draws.normal("grad_out", shapes.out))
+    return inputs
+
+
+def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
+    """The mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to [batch, heads, q_len,
+    kv_len]; bool (True: seen), or additive in fp32."""
+    draws, rows, keys = Draws(seed, label), torch.arange(shapes.q_len), torch.arange(shapes.kv_len)
+    if kind == "padding":  # entry b of B sees the first (b + 1) / (B + 1) of the keys
+        entry = torch.arange(shapes.batch)[:, None, None, None]
+        lengths = (shapes.kv_len * (entry + 1) + shapes.batch) // (shapes.batch + 1)
+        return torch.arange(shapes.kv_len) < lengths
+    if kind in ("all_true", "causal"):
+        whole = torch.ones((1, 1, len(rows), len(keys)), dtype=torch.bool, device="cpu")
+        return whole if kind == "all_true" else whole.tril()
+    if kind == "bias":
+        return draws.normal("mask", (1, shapes.heads, len(rows), len(keys)))
+    chance = draws.uniform("mask seen", (shapes.batch, 1, len(rows), len(keys)))
+    if kind in ("random", "bias_lowest"):
+        empty = draws.uniform("mask empty", (shapes.batch, 1, len(rows), 1)) < 0.1
+        if len(rows) > 1:  # the middle row sees no key for certain, the first some
+            empty[:, :, len(rows) // 2] = True
+            empty[:, :, 0] = False
+        seen = (chance < 0.6) & ~empty
+        if kind == "random":
+            return seen
+        lowest = torch.finfo(torch.float32).min  # as transformers writes it
+        return torch.zeros(seen.shape, dtype=torch.float32, device="cpu").masked_fill(~seen, lowest)
+    # One key in each row is seen, which a causal mask leaves too.
+    choice = draws.uniform("mask key", (shapes.batch, 1, len(rows)))
+    key = (choice * (rows.clamp_max(len(keys) - 1) + 1)).long()
+    seen = (chance < (0.02 if kind == "mostly_masked" else 0.6)) | (key[..., None] == keys)
+    if kind == "mostly_masked":
+        return seen
+    return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)  # bias_inf
