@@ -25,7 +25,7 @@ STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yel
           "bad": "bold red"}  # fmt: skip
 SHADES = ("green", "yellow", "dark_orange", "bold red", "bold red")
 NUMBER = 9  # characters that a column of a series takes
-MAP = 5  # characters that a column of a map takes
+MAP = 5  # characters that a column of a map takes at least
 
 
 def show(report: Report | doc.Document, console: Console | None = None) -> None:
@@ -66,7 +66,8 @@ def _table(node: doc.Table, out: Console) -> None:
     longest = max((len(row.cells[0].text) for row in node.rows), default=0)
     room, blocks = out.width - 2 - min(longest, max(16, out.width // 3)), [chosen]
     if node.kind == "map":
-        fitting = room // MAP
+        widths = (1 + len(cell.text) for row in node.rows for cell in row.cells[1:])
+        fitting = max(1, room // max(MAP, *widths))
         blocks = [[0, *chosen[i : i + fitting]] for i in range(1, len(chosen), fitting)]
     elif node.kind == "series":
         blocks = [[0, *some(chosen[1:], max(2, room // NUMBER))]]
@@ -98,7 +99,7 @@ def _grid(node: doc.Table, chosen: Sequence[int]) -> rich_table.Table:
             overflow="fold",
             justify=column.align if at else "left",
             no_wrap=at > 0 and node.kind == "numbers" and column.align == "right",
-            width=MAP - 1 if mapped and at else None,
+            min_width=MAP - 1 if mapped and at else None,
         )
     for row in node.rows:
         line = []
