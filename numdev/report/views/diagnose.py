@@ -57,9 +57,9 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
             yield doc.Figures(report.figures, report.summary.axis, "")
         if count > SHOWN:
             yield doc.Fold(f"All {count} heads", (_ranked(report, count, ""),))
-    count = len(ranking)
-    what = f"{_attention(report)}: {count} heads, {len(report.checkpoints)} checkpoints, the last."
-    yield doc.Paragraph(what, "soft")
+    count, series = len(ranking), len(report.checkpoints)
+    what = f"{count} heads" + (f" of the last of {series} checkpoints" if series > 1 else "")
+    yield doc.Paragraph(f"{_attention(report)}: {what}.", "soft")
     if report.summary.notes:
         yield doc.Heading("Notes", doc.TEXT)
         yield from doc.notes(report.summary.notes)
