@@ -29,7 +29,7 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     yield doc.Paragraph(
         "How far weights end up from those of the golden run of the same seed: flash beside low "
         f"precision, another seed and null runs. Seeds: {len(report.summary.seeds)}; bands are "
-        f"95 % intervals over them.{same}",
+        f"95 % intervals over them, from three on.{same}",
         "soft",
         doc.TEXT,
     )

@@ -31,7 +31,7 @@ import pandas as pd
 import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
-from numdev.metrics.statistics import factor
+from numdev.metrics.statistics import Mean, factor
 from numdev.report import Figure, Provenance
 from numdev.report.numbers import si, times
 from numdev.training import figures
@@ -212,6 +212,12 @@ def ratios(a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]) -> di
     return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
 
 
+def _middle(ratios: Sequence[float]) -> Mean:
+    """The geometric mean over seeds, and its interval where there are enough."""
+    mean, low, high = factor(ratios)
+    return (mean, low, high) if len(ratios) >= FEWEST_SEEDS else (mean, None, None)
+
+
 def _geometric(values: pd.Series[float]) -> float:
     """Of those that are there; NaN where none is."""
     known = values.dropna()
@@ -247,13 +253,12 @@ def _comparisons(
         table = tables.get((of, metric), pd.DataFrame())
         for a, b in _pairs(roles, table):
             by_seed = ratios(table[a], table[b], these)
-            mean, low, high = factor(list(by_seed.values())) if by_seed else (None, None, None)
+            mean, low, high = _middle(list(by_seed.values())) if by_seed else (None, None, None)
             nulls = {}
             if mean is None:
                 none = "no seed has both, and more than 0 to divide by"
                 nulls["ratio"] = none if these else why
             elif len(by_seed) < FEWEST_SEEDS:
-                low = high = None
                 nulls = dict.fromkeys(("low", "high"), f"fewer than {FEWEST_SEEDS} seeds")
             place: Any = {"variant": a, "against": b, "against_role": roles[b]}
             place |= {"metric": metric, "window": window, "steps": these, "nulls": nulls}
@@ -269,7 +274,7 @@ def _figures(
         rows = [(a, at[1], x) for a in table for at, x in table[a].items() if x > 0]
         if words:
             title = f"Distance from the golden run, {words}, by step (all weights)"
-            yield figures.figure(title, metric, words, roles, rows, factor)
+            yield figures.figure(title, metric, words, roles, rows, _middle)
     table = tables["weights", PAIRED]
     over = [
         (f"{a} over {b}", step, ratio)
@@ -281,7 +286,7 @@ def _figures(
     ]
     title = "Distance of flash over that of low precision, by step (all weights)"
     words, pairs = "ratio of mean |difference|", dict.fromkeys(label for label, _, _ in over)
-    yield figures.figure(title, PAIRED, words, pairs, over, factor, relative=True)
+    yield figures.figure(title, PAIRED, words, pairs, over, _middle, relative=True)
 
 
 # --- the first sentences -------------------------------------------------------------------------
