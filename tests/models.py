@@ -172,17 +172,3 @@ class Attending(nn.Module):
                 dropout = 0.1 if self.how == "dropout" else 0.0
                 out = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
             return out.transpose(1, 2).flatten(2)
-
-
-class Split(nn.Module):
-    """Projections in a module of their own, attention in their parent (`attends`), or nowhere."""
-
-    def __init__(self, *, attends: bool) -> None:
-        super().__init__()
-        self.attends, self.embed, self.project = attends, nn.Embedding(96, 16), nn.Sequential()
-        self.project.qkv = nn.Linear(16, 48)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        heads = self.project(self.embed(input_ids)).unflatten(-1, (6, 8)).transpose(1, 2)
-        q, k, v = heads.chunk(3, dim=1)
-        return F.scaled_dot_product_attention(q, k, v) if self.attends else v

@@ -154,7 +154,7 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
     ids, mask = (prompt.inputs[n][1].tolist() for n in ("input_ids", "attention_mask"))
     assert ids == (fill + short if side == "left" else short + fill)
     assert mask == ([0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0])
-    assert prompt.description == "2 x up to 6 tokens of a and b"
+    assert prompt.description == "2 x up to 6 tokens of a, b"
 
 
 @pytest.mark.parametrize(

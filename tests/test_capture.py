@@ -281,7 +281,6 @@ BY_HAND = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softma
         (models.Attending("softmax"), "not seen in attn;"),
         (BY_HAND, "not seen in 1;"),
         (models.Attending("sdpa", "softmax"), "not seen in attn;"),
-        (models.Split(attends=False), "project"),
         (nn.Sequential(nn.Embedding(96, 4)), "no attention call"),
         (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
     ],
@@ -296,11 +295,9 @@ def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(
 
 
 def test_every_run_of_a_layer_must_make_a_call() -> None:
-    """A layer that is run twice makes two calls; projections in a module of their own count for
-    their parent."""
+    """A layer that is run twice makes two calls."""
     twice = cases_of(models.Attending("sdpa", "sdpa"), text())
     assert [c.ref.case for c in twice] == ["attn#0", "attn#1"]
-    assert [c.ref.module for c in cases_of(models.Split(attends=True), text())] == ["Split"]
 
 
 def test_an_unknown_argument_is_an_error_that_names_it(tmp_path: Path) -> None:

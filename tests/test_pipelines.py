@@ -19,7 +19,7 @@ from numdev.sources.opening import open_source
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention
-OWN_CODE = "runs no code that comes with a pipeline"
+OWN_CODE = "takes classes of diffusers and transformers alone"
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,12 @@ model's own loss (`loss`); attention that went elsewhere is found out by `watch`
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from inspect import signature
 from queue import SimpleQueue
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -28,7 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
-from numdev.sources.files import naming, quiet
+from numdev.sources.files import naming, quiet, some
 from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
 from numdev.sources.watch import OnMet, Watch
 
@@ -56,9 +55,8 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     so `run` works in a thread, with the CUDA device, grad mode and context variables of this one;
     exactly one side runs at any time. What it raises comes out here; leaving the iterator early
     ends it at its next item."""
-    arrived: SimpleQueue[tuple[T] | None] = SimpleQueue()  # None: the run has ended
+    arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # or how the run ended
     answers: SimpleQueue[bool] = SimpleQueue()
-    outcome: Future[None] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: as it is
     gradients = torch.is_grad_enabled()
 
@@ -71,22 +69,22 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
         try:
             with torch.set_grad_enabled(gradients), torch.cuda.device(device):
                 run(hand_over)
-            outcome.set_result(None)
+            arrived.put(None)
         except BaseException as error:
-            outcome.set_exception(error)
-        arrived.put(None)
+            arrived.put(error)
 
     thread = threading.Thread(target=copy_context().run, args=(work,), daemon=True)
     thread.start()
     try:
-        while (item := arrived.get()) is not None:
+        while isinstance(item := arrived.get(), tuple):
             yield item[0]
             item = None  # nothing is kept while the run goes on
             answers.put(True)
     finally:
         answers.put(False)
         thread.join()
-    outcome.result()
+    if item is not None:
+        raise item
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,8 +177,7 @@ class _Interceptor(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.on_call, self.watch, self.step = on_call, watch, step
-        self.passed: Mapping[str, Any] = {}
-        """What a model passed to its attention function that SDPA has no argument for."""
+        self.passed: Mapping[str, Any] = {}  # by the model, and SDPA has no argument for it
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -198,12 +195,11 @@ class _Interceptor(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.watch is None or self.watch.running:
-            if func is F.scaled_dot_product_attention:
-                return self._meet(*args, **kwargs)
-            if func is F.multi_head_attention_forward:
-                return self._multi_head(args, kwargs)
-        return func(*args, **kwargs)
+        if self.watch and not self.watch.running:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(args, kwargs)
+        return (self._meet if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
 
     def _meet(
         self,
@@ -290,9 +286,8 @@ def _window(
         reaches = bool((open_ & ((back >= size) | (back < -right))).any())
         beyond = " and a mask that reaches beyond it" if reaches else ""
     if beyond:
-        what = f"{ref.module}: passes a window of {size}{beyond}"
         hint = "its SDPA and its flash attention would not compute the same"
-        raise MeasurementError(what, hint=hint)
+        raise MeasurementError(f"{ref.module}: passes a window of {size}{beyond}", hint=hint)
     return (size - 1, right)
 
 
@@ -329,26 +324,23 @@ def _attention(
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     given = {name: x for name, x in kwargs.items() if x is not None}
-    beside = ("softcap", "s_aux", "sliding_window")
-    passed = {"query": query, **{name: given.pop(name) for name in beside if name in given}}
-    takes = inspect.signature(sdpa).parameters
-    itself = ("is_causal", "position_bias")  # what transformers' SDPA function acts on
-    on = {name: given.pop(name) for name in itself if name in given and name in takes}
-    kind = type(module).__name__
-    if unknown := sorted(given.keys() - WITHOUT_EFFECT):
-        what = f"{kind} passes its attention an argument numdev does not know: {', '.join(unknown)}"
+    beside = given.keys() & {"softcap", "s_aux", "sliding_window"}
+    # What transformers' SDPA function acts on.
+    itself = given.keys() & {"is_causal", "position_bias"} & signature(sdpa).parameters.keys()
+    if unknown := some(sorted(given.keys() - beside - itself - WITHOUT_EFFECT)):
+        what = f"passes its attention an argument numdev does not know: {unknown}"
         hint = "the captured call would not be the model's; please report the model"
-        raise MeasurementError(what, hint=hint)
+        raise MeasurementError(f"{type(module).__name__} {what}", hint=hint)
     # Within its own handler the mode is off: a model that `on_call` runs is not the one met.
     modes = _get_current_function_mode_stack()
     active = next((mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None)
     interceptor = active or _Interceptor(lambda case: None)
-    interceptor.passed = passed
+    interceptor.passed = {"query": query, **{name: given[name] for name in beside}}
+    call = (module, query, key, value, attention_mask)
     try:
         with nullcontext() if active else interceptor:
-            return sdpa(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **on
-            )
+            on = {name: given[name] for name in itself}
+            return sdpa(*call, dropout=dropout, scaling=scaling, **on)
     finally:
         interceptor.passed = {}
 
@@ -372,7 +364,7 @@ def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
     )
     # Else drawn ids that happen to be the padding token would be masked.
     whole = dict(inputs)
-    if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
+    if "input_ids" in inputs and "attention_mask" in signature(model.forward).parameters:
         whole.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     with quiet():  # no advice on settings that are chosen here
         cast(Any, transformers).GenerationMixin.generate(model, **whole, generation_config=config)

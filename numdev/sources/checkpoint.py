@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,9 +128,7 @@ class Checkpoint(Weights):
             what = f"{self.path}: streaming a model: expected safetensors files, got {names}"
             raise UsageError(what, hint="save it with save_pretrained, which writes safetensors")
         if find_spec("accelerate") is None:
-            what = "streaming a model needs accelerate"
-            hint = "pip install 'numdev[large]', or load it whole, without --stream"
-            raise UsageError(what, hint=hint)
+            raise UsageError("--stream needs accelerate", hint="pip install 'numdev[large]'")
         empty, deferred = {}, {}
         for file in self.files:
             for name, x in storage.read(file):
@@ -164,29 +162,24 @@ class Checkpoint(Weights):
         storage.refuse_misfits(self.path, type(model).__name__, missing, unused, misshapen)
         # A cache would keep every layer's keys and values, and a capture needs memory for one.
         model.config.get_text_config().use_cache = False
-        built: nn.Module = model
-        return built
+        return cast(nn.Module, model)
 
     def _class_and_config(self) -> tuple[Any, Any]:
         """The config's first architecture, and the config as transformers has it."""
         with quiet():
             import transformers
 
-            file, kind = self.path / "config.json", str(self.config.get("model_type"))
-            if kind not in transformers.CONFIG_MAPPING:
-                what = f"transformers {transformers.__version__} knows no model type {kind!r}"
-                raise MeasurementError(f"{file}: {what}", hint="a newer transformers may")
-            with blaming(self.path, "read config.json with transformers"):
-                stored = copy.deepcopy(dict(self.config))
-                config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
-            names = self.config.get("architectures")
+            kind, names = str(self.config.get("model_type")), self.config.get("architectures")
             name = str(names[0]) if isinstance(names, list) and names else "none"
             cls = getattr(transformers, name, None)
-            if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-                return cls, config
-        what = f"{file}: expected an architecture of transformers, got {name}"
-        hint = 'set "architectures" to the class that the weights belong to'
-        raise MeasurementError(what, hint=hint)
+            model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+            if not model or kind not in transformers.CONFIG_MAPPING:
+                what = f"transformers {transformers.__version__} has no model {name} of type {kind}"
+                hint = 'a newer one may; "architectures" is the class that the weights belong to'
+                raise MeasurementError(f"{self.path / 'config.json'}: {what}", hint=hint)
+            with blaming(self.path, "read config.json with transformers"):
+                stored = copy.deepcopy(dict(self.config))
+                return cls, transformers.CONFIG_MAPPING[kind].from_dict(stored)
 
 
 def load_tokenizer(directory: Path) -> Any | None:
@@ -230,11 +223,9 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
 def size(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of these keys that holds a number, here or in the config of the text model."""
     text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        for name in names:
-            if isinstance(place.get(name), int):
-                return int(place[name])
-    return None
+    places = (config, text if isinstance(text, Mapping) else {})
+    held = (place.get(name) for place in places for name in names)
+    return next((int(number) for number in held if isinstance(number, int)), None)
 
 
 # --- a state dict and the factory of its model --------------------------------------------------
@@ -248,7 +239,6 @@ class StateDict(Weights):
     build: Callable[..., Any]
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it beside its name and identity."""
         build = self.build
         made_from = vars(build).get("__init__", build) if isinstance(build, type) else build
         described = {"model": self.factory, "model_made_from": fingerprint(made_from)}
@@ -282,33 +272,27 @@ class StateDict(Weights):
             what = f"the factory {self.factory} raised {one_line(error)}"
             hint = "it gets no argument, or the configuration stored with the weights"
             raise MeasurementError(what, hint=hint) from error
-        if isinstance(model, nn.Module):
-            return model
-        what = f"the factory {self.factory}: expected a torch.nn.Module, got {type(model).__name__}"
-        raise UsageError(what, hint="let it return the model")
+        if not isinstance(model, nn.Module):
+            got = f"expected a torch.nn.Module, got {type(model).__name__}"
+            raise UsageError(f"the factory {self.factory}: {got}", hint="let it return the model")
+        return model
 
     def _check(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Raises MeasurementError unless the stored weights are the model's own, name by name. A
         tied weight may be stored under one of its names, and a buffer that the model computes be
         left over."""
         own = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
-        named = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
+        named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        named |= dict(model.named_buffers(remove_duplicate=False))
         stored = {id(x) for name, x in named.items() if name in state}
         tied = {name for name, x in named.items() if id(x) in stored}
-        computed = dict(model.named_buffers()).keys()
+        both = [(name, state[name].shape, x.shape) for name, x in own.items() if name in state]
         storage.refuse_misfits(
             self.path,
             f"{type(model).__name__} of {self.factory}",
             missing=own.keys() - state.keys() - tied,
-            unused=state.keys() - model.state_dict().keys() - computed,
-            misshapen=[
-                (name, state[name].shape, x.shape)
-                for name, x in own.items()
-                if name in state and state[name].shape != x.shape
-            ],
+            unused=state.keys() - model.state_dict().keys() - dict(model.named_buffers()).keys(),
+            misshapen=[(name, old, new) for name, old, new in both if old != new],
         )
 
 

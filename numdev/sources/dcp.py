@@ -154,14 +154,9 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
                 place = places.get((str(name), start)) or places[str(name), ()]
                 pieces.append(Piece(start=start, shape=shape, **place))
             way = keys.get(name) if isinstance(keys, dict) else None
-            tensor = SplitTensor(
-                directory=directory,
-                name=str(name),
-                path=tuple(map(str, way)) if isinstance(way, tuple | list) else (str(name),),
-                dtype=dtype,
-                shape=_sizes(stored.size),
-                pieces=tuple(pieces),
-            )
+            way = tuple(map(str, way)) if isinstance(way, tuple | list) else (str(name),)
+            own: Any = {"path": way, "dtype": dtype, "shape": _sizes(stored.size)}
+            tensor = SplitTensor(directory=directory, name=str(name), pieces=tuple(pieces), **own)
             tensors.append(tensor)
     if not tensors:
         raise MeasurementError(f"{directory}: holds no tensor", hint="save model.state_dict()")
@@ -171,8 +166,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
 class _Record:
     """Stands for an object of torch's: holds what was stored of it, and does nothing."""
 
-    def __init__(self, *arguments: Any) -> None:
-        pass
+    def __init__(self, *arguments: Any) -> None: ...
 
     def __setstate__(self, stored: Any) -> None:
         # TensorProperties store a tuple, the dtype first.
@@ -182,8 +176,7 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, path: Path, file: Any) -> None:
         super().__init__(file)
-        self._path = path
-        self._records: dict[str, type[_Record]] = {}
+        self._path, self._records = path, dict[str, type[_Record]]()
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name that metadata may use; raises for every other."""

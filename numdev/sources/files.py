@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import pickle
 import warnings
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -75,13 +74,11 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
     if path.suffix in PICKLES:
         content = read_pickle(path)
         for state in (*(content.get(key) for key in NESTED), content):
-            if isinstance(state, dict):
-                tensors = {str(name): x for name, x in state.items() if isinstance(x, Tensor)}
-                if tensors:
-                    yield from tensors.items()
-                    return
-        keys = some([repr(key) for key in content]) or "nothing"
-        what = f"{path}: holds no state dict (but {keys})"
+            named = state.items() if isinstance(state, dict) else ()
+            if tensors := [(str(name), x) for name, x in named if isinstance(x, Tensor)]:
+                yield from tensors
+                return
+        what = f"{path}: holds no state dict (but {some(list(map(repr, content))) or 'nothing'})"
         hint = f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}"
         raise MeasurementError(what, hint=hint)
     with open_safetensors(path) as file:
@@ -99,17 +96,13 @@ def open_safetensors(path: Path) -> Any:
 
 def read_pickle(path: Path) -> dict[Any, Any]:
     """The dict that torch.save wrote; tensors and plain values, no other object is ever built."""
-    try:
-        with naming(path, "is not a whole PyTorch file", passing=pickle.UnpicklingError):
-            # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
-            mapped = zipfile.is_zipfile(path)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        raise MeasurementError(
-            f"{path}: is damaged or holds Python objects other than tensors, and numdev does not "
-            "unpickle those",
-            hint="convert it to safetensors with a tool you trust",
-        ) from error
+    try:  # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
+        mapped = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # its message would advise to run the code of the file
+        what = "is damaged or holds Python objects other than tensors: numdev does not unpickle it"
+        hint = "convert it to safetensors with a tool you trust"
+        raise MeasurementError(f"{path}: {what}", hint=hint) from error
     return state if isinstance(state, dict) else {}
 
 
@@ -164,11 +157,9 @@ def refuse_misfits(
 def refuse_code(path: Path) -> None:
     """Raises UsageError for a configuration that asks for code of its own."""
     if read_json(path).get("auto_map"):
-        raise UsageError(
-            f"{path}: asks for Python code of its own (auto_map), and numdev runs no code that "
-            "comes with a checkpoint",
-            hint="if the library has this class too, delete auto_map from a copy of it",
-        )
+        what = f"{path}: asks for Python code of its own (auto_map), which numdev does not run"
+        hint = "if the library has this class too, delete auto_map from a copy of it"
+        raise UsageError(what, hint=hint)
 
 
 @contextmanager

@@ -102,13 +102,11 @@ def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
 
 def at_home(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs where the model is, floating-point tensors as it computes."""
-    home, weight = (
-        dict(inputs),
-        next((p for p in model.parameters() if p.is_floating_point()), None),
-    )
-    for name, x in inputs.items():
-        if weight is not None and isinstance(x, Tensor):
-            home[name] = x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
+    home = dict(inputs)
+    if (weight := next((p for p in model.parameters() if p.is_floating_point()), None)) is not None:
+        for name, x in inputs.items():
+            if isinstance(x, Tensor):
+                home[name] = x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
     return home
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import cycle, islice
+from itertools import compress, cycle, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +51,7 @@ ALLOWED = {
 WRITTEN_BY = f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them"
 STEPS = 4  # Denoising steps, where nobody says how many
 PROMPT_TOKENS = 16  # Of a drawn prompt, at most
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def is_pipeline(path: Path) -> bool:
@@ -88,15 +89,12 @@ class PipelineSource:
         self.denoiser: nn.Module = getattr(self.pipeline, self.part)
         self.modules = attention_modules(self.denoiser)
         self.arguments, self.prompt = self._read()
-        self.others = ", ".join(
-            name
-            for name, part in sorted(self.pipeline.components.items())
-            if name != self.part and isinstance(part, nn.Module) and attention_modules(part)
-        )
+        parts = {n: x for n, x in sorted(self.pipeline.components.items()) if n != self.part}
+        attending = (isinstance(x, nn.Module) and attention_modules(x) for x in parts.values())
+        self.others = ", ".join(compress(parts, attending))
         if self.others:
-            self.notes = (
-                f"Audited: the {self.part}. Not audited: the attention of {self.others}.",
-            )
+            what = f"Audited: the {self.part}. Not audited: the attention of {self.others}."
+            self.notes = (what,)
         if request.gradients:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
@@ -136,13 +134,14 @@ class PipelineSource:
         options: dict[str, Any] = {"local_files_only": True}
         if library == "transformers":
             options["trust_remote_code"] = False
-        if not issubclass(cls, nn.Module):
-            with blaming(directory, f"load {kind}"):
-                return cls.from_pretrained(directory, **options)
-        storage.weight_files(directory, WEIGHTS, WRITTEN_BY)
-        options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+        if model := issubclass(cls, nn.Module):
+            storage.weight_files(directory, WEIGHTS, WRITTEN_BY)
+            options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
         with blaming(directory, f"load {kind}"):
-            model, info = cls.from_pretrained(directory, **options)
+            part = cls.from_pretrained(directory, **options)
+        if not model:
+            return part
+        model, info = part
         # What other parts have left over (older files' position ids) changes nothing here.
         unused = info["unexpected_keys"] if name == self.part else ()
         missing, misshapen = info.get("missing_keys", ()), info.get("mismatched_keys", ())
@@ -154,39 +153,31 @@ class PipelineSource:
         text files, in turn; else drawn words of its tokenizer, or drawn classes."""
         takes = inspect.signature(type(self.pipeline).__call__).parameters
         count, seed = self.request.sequences, self.request.seed
-        known = ("self", "prompt", "class_labels", "batch_size")
-        needed = [n for n, p in takes.items() if p.default is p.empty and n not in known]
-        if unknown := [
-            n for n in needed if takes[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ]:
-            what = f"{self.kind} needs {', '.join(unknown)}, which numdev cannot draw"
+        needed = [n for n, p in takes.items() if p.default is p.empty and p.kind not in VARIADIC]
+        unknown = [n for n in needed if n not in ("self", "prompt", "class_labels")]
+        if unknown or not takes.keys() & {"prompt", "class_labels"}:
+            what = f"{self.kind} needs {', '.join(unknown) or 'noise'}, which numdev cannot draw"
             raise UsageError(what, hint="audit tensors captured from it: docs/inputs.md says how")
         generator = torch.Generator().manual_seed(seed)
         if self.request.text:
             files = [Path(text) for text in self.request.text]
             lines = [line.strip() for file in files for line in read_text(file).splitlines()]
-            lines = [line for line in lines if line]
-            if not lines or "prompt" not in takes:
-                what = f"{self.kind} reads no text" if lines else f"{files[0]}: holds no prompt"
+            prompts = list(islice(cycle(filter(None, lines)), count))
+            if not prompts or "prompt" not in takes:
+                what = f"{self.kind} reads no text" if prompts else f"{files[0]}: holds no prompt"
                 raise UsageError(what, hint="leave --text out")
-            prompts = list(islice(cycle(lines), count))
             names = ", ".join(file.name for file in files)
             return {"prompt": prompts}, f"{count} images, prompts: {len(set(prompts))} of {names}"
         if "prompt" in takes:
-            tokenizers = (getattr(self.pipeline, f"tokenizer{n}", None) for n in ("", "_2", "_3"))
-            tokenizer = next(filter(None, tokenizers), None)
-            if tokenizer is None:
+            if (tokenizer := getattr(self.pipeline, "tokenizer", None)) is None:
                 raise UsageError(f"{self.kind} has no tokenizer to draw from", hint="give --text")
             length = min(PROMPT_TOKENS, max(1, tokenizer.model_max_length - 2))
             ids = torch.randint(len(tokenizer), (count, length), generator=generator).tolist()
             drawn = [tokenizer.decode(row, skip_special_tokens=True).strip() or "a" for row in ids]
             return {"prompt": drawn}, f"{count} images, prompts drawn with seed {seed}"
-        if "class_labels" in takes:
-            classes = getattr(self.denoiser.config, "num_embeds_ada_norm", None) or 1000
-            labels = torch.randint(classes, (count,), generator=generator).tolist()
-            return {"class_labels": labels}, f"{count} images, of classes drawn with seed {seed}"
-        arguments = {"batch_size": count} if "batch_size" in takes else {}
-        return arguments, f"{count} images, of nothing but noise"
+        classes = getattr(self.denoiser.config, "num_embeds_ada_norm", None) or 1000
+        labels = torch.randint(classes, (count,), generator=generator).tolist()
+        return {"class_labels": labels}, f"{count} images, of classes drawn with seed {seed}"
 
     def _run(self, handle: Callable[[Captured], None]) -> None:
         """Hand over the calls of chosen steps; latents are drawn on the CPU for every device."""
@@ -231,11 +222,9 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
         raise UsageError("a pipeline needs the package diffusers", hint=hint)
 
     def refuse(what: str) -> NoReturn:
-        raise UsageError(
-            f"{path}: {what}, and numdev takes classes of diffusers and transformers alone: it "
-            "runs no code that comes with a pipeline",
-            hint="if diffusers has this pipeline too, name its class in a copy of model_index.json",
-        )
+        hint = "if diffusers has this pipeline too, name its class in a copy of model_index.json"
+        what = f"{path}: {what}, and numdev takes classes of diffusers and transformers alone"
+        raise UsageError(what, hint=hint)
 
     index = storage.read_json(path)
     kind, parts, settings = index.get("_class_name"), {}, {}

@@ -25,9 +25,7 @@ from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest, one_line
 from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
 from numdev.sources.files import read as read_tensors
-
-# What stands for an input: given the one, the other is not needed.
-INSTEAD = {"input_ids": "inputs_embeds", "decoder_input_ids": "decoder_inputs_embeds"}
+from numdev.sources.files import some
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,10 +57,9 @@ def model_inputs(
     parts = [read(Path(request.inputs), model)] if request.inputs else []
     takes, takes_all = _arguments(model.forward)
     if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
+        if parts and request.text:
+            raise UsageError("--inputs and --text both say what the model reads", hint="give one")
         if parts:
-            if request.text:
-                what = "--inputs and --text both say what the model reads"
-                raise UsageError(what, hint="give one")
             return parts[0]
         text = _text(request, checkpoint, model)
         # Token ids go under the name that it gives its first argument (`idx`, `tokens`, `x`).
@@ -76,7 +73,7 @@ def model_inputs(
     needs = wanted(model, given=given, generates=request.generate is not None)
     if request.text and "input_ids" not in needs:
         raise UsageError(f"{type(model).__name__} reads no text", hint="leave --text out")
-    count = next((x.shape[0] for x in given.values()), request.sequences)
+    count = next((len(x) for x in given.values()), request.sequences)
     read_by_encoder = None
     for name in needs:
         if name == "input_ids":
@@ -109,15 +106,14 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
         room -= request.generate or 0  # what it writes follows what it reads
         if room < 1:
             what = f"--generate {request.generate}: the model has only {positions} positions"
-            raise UsageError(what, hint="use a smaller number")
+            raise UsageError(what)
     length = min(request.length, room or request.length)
     if texts:
         place = Path(request.tokenizer) if request.tokenizer else checkpoint.path
         tokenizer = load_tokenizer(place)
         if tokenizer is None:
-            what = f"{place}: has no tokenizer, so --text cannot be read"
             hint = "give --tokenizer DIR, or leave --text out: token ids are then drawn"
-            raise UsageError(what, hint=hint)
+            raise UsageError(f"{place}: has no tokenizer, so --text cannot be read", hint=hint)
         if writes_on:
             tokenizer.padding_side = "left"  # what is written must follow the text itself
         return from_text(texts, tokenizer, length=length, sequences=request.sequences)
@@ -135,9 +131,8 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     beginnings of UTF-8 files; every file gives at least one. A file shorter than `length` gives one
     shorter chunk, and the batch is padded on the tokenizer's side. Raises UsageError for a file
     that cannot be read or holds no token, and where `length` leaves no room."""
-    if not tokenizer.is_fast:
-        what = f"{type(tokenizer).__name__}: expected a fast tokenizer, which cuts a text itself"
-        raise UsageError(what, hint="leave --text out: token ids are then drawn with --seed")
+    if not tokenizer.is_fast:  # a slow one does not cut a text itself
+        raise UsageError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
     special = len(tokenizer("")["input_ids"])
     if length <= special:
         raise UsageError(f"--length: expected more than {special} special tokens, got {length}")
@@ -157,7 +152,7 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     most, up_to = inputs["input_ids"].shape[1], ""
     if any(len(row) < most for row in rows):
         inputs["attention_mask"], up_to = padded([torch.ones_like(row) for row in rows]), "up to "
-    names = f"{len(files)} files" if len(files) > 3 else " and ".join(f.name for f in files)
+    names = some([file.name for file in files])
     return Prompt(inputs=inputs, description=f"{len(rows)} x {up_to}{most} tokens of {names}")
 
 
@@ -192,7 +187,7 @@ def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = F
         names.append("pixel_values")
     if config.is_encoder_decoder and "decoder_input_ids" in takes and not generates:
         names.append("decoder_input_ids")
-    return [n for n in dict.fromkeys(names) if n not in given and INSTEAD.get(n) not in given]
+    return [name for name in dict.fromkeys(names) if name not in given]
 
 
 def read(path: Path, model: nn.Module) -> Prompt:
@@ -208,7 +203,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
         if name not in takes:
             what = f"{path}: {type(model).__name__} takes no input {name!r}"
             raise UsageError(what, hint=closest(name, takes))
-        if tensor.ndim == 0 or 0 in tensor.shape:
+        if not tensor.ndim or not tensor.numel():
             raise UsageError(f"{path}: {name}: expected [batch, ...], got {list(tensor.shape)}")
     return Prompt(inputs=inputs, description=f"{' and '.join(inputs)} of {path.name}")
 
@@ -224,28 +219,23 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
         ids = drawn(text.vocab_size, length=length, sequences=count, seed=seed)
         words = f"{ids.description} for the decoder"
         return Prompt(inputs={name: ids.inputs["input_ids"]}, description=words)
-    what, shape = "images", _image(config) if name == "pixel_values" else ()
+    what, shape = "images", [0]
     if name == "input_features":  # [mel bins, frames], two frames to a position of the encoder
         bins, positions = (getattr(config, n, 0) for n in ("num_mel_bins", "max_source_positions"))
-        what, shape = "spectrograms", (bins, 2 * positions) if bins and positions else ()
-    if not shape:
-        what = f"{type(model).__name__} reads {name}, which numdev cannot draw for it"
+        what, shape = "spectrograms", [bins, 2 * positions]
+    elif name == "pixel_values":  # [channels, height, width]
+        places = (config, *(getattr(config, n, None) for n in ("vision_config", "encoder")))
+        place = next((x for x in places if getattr(x, "image_size", None)), None)
+        size = getattr(place, "image_size", 0)
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        shape = [getattr(place, "num_channels", 3), *sides]
+    if not all(shape):
         hint = "give it with --inputs FILE, a safetensors file with a tensor of that name"
+        what = f"{type(model).__name__} reads {name}, which numdev cannot draw for it"
         raise UsageError(what, hint=hint)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, *shape, generator=generator)
+    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
     words = f"{count} {what} of {' x '.join(map(str, shape))} drawn with seed {seed}"
     return Prompt(inputs={name: x}, description=words)
-
-
-def _image(config: Any) -> tuple[int, ...]:
-    """[channels, height, width] of the images the model's config speaks of."""
-    for place in (config, getattr(config, "vision_config", None), getattr(config, "encoder", None)):
-        size = getattr(place, "image_size", None)
-        height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
-        if isinstance(height, int) and isinstance(width, int):
-            return (getattr(place, "num_channels", 3), height, width)
-    return ()
 
 
 def _arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:

@@ -40,21 +40,15 @@ NUMBERED = re.compile(rf"(\d{{1,9}})\.({'|'.join((*REQUIRED, *OPTIONAL))})", re.
 OF_REF = ("case", "module", "layer", "call", "seed", "source", "phase", "step", "attends")
 OF_CASE = ("scale", "is_causal", "causal_offset", "window", "softcap")
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
+    **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"BOOL": torch.bool, "U8": torch.uint8},
 }
 
 # --- the header ---------------------------------------------------------------------------------
 
 
 def _checked(layouts: Any) -> Any:
-    """A layout for all tensors but the mask, or by tensor."""
     for name, layout in layouts.items() if isinstance(layouts, dict) else [("q", layouts)]:
         axes = _axes(name, len(layout))
         if name not in (*REQUIRED, "mask", "grad_out") or sorted(layout) != sorted(axes):
@@ -66,7 +60,6 @@ def _axes(name: str, count: int) -> str:
     return MASK_AXES[-count:] if name == "mask" else AXES
 
 
-Layout = Annotated[str, AfterValidator(_checked)]
 Layouts = Annotated[str | dict[str, str], AfterValidator(_checked)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 
@@ -100,21 +93,17 @@ class Header(Strict):
     version: Literal[1]
     source: str | None = None  # the file's name
     versions: dict[str, str] = Field(default_factory=dict)  # of the programs that made the calls
-    layout: Layout = AXES
+    layout: Layouts = AXES
     calls: tuple[Call, ...] | None = None  # of tensors `i.*`; without it all have the defaults
 
 
 def _header(path: Path, text: str | None) -> Header:
-    try:
+    raw = None
+    with contextlib.suppress(ValueError, RecursionError):
         raw = json.loads(text or "")
-    except (ValueError, RecursionError):
-        raw = None
     if not isinstance(raw, dict):
         hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
         raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
-    if raw.get("version", VERSION) != VERSION:
-        what = f"{path}: header: expected version {VERSION}, got {raw['version']!r}"
-        raise MeasurementError(what, hint="read it with a newer numdev")
     return validated(raw, Header, f"{path}: header")
 
 
@@ -182,24 +171,20 @@ class StoredCase:
             what = f"mask: expected {call.mask} by its header, got {_kind(mask)}"
             raise self._problem(what, "make them agree")
         if case.restricts_positions and case.q_len != case.kv_len and call.causal_offset is None:
-            raise self._problem(
-                f"has {case.q_len} queries, {case.kv_len} keys and a causal mask or window, and no "
-                "causal_offset",
-                "give 0 (top-left, as PyTorch aligns) or "
-                f"{case.kv_len - case.q_len} (bottom-right, as flash-attention does)",
-            )
+            what = f"{case.q_len} queries, {case.kv_len} keys, a causal mask or window, and no"
+            hint = f"{case.kv_len - case.q_len} (bottom-right, as flash-attention does)"
+            hint = f"give 0 (top-left, as PyTorch aligns) or {hint}"
+            raise self._problem(f"has {what} causal_offset", hint)
         if self.upstream is None or case.grad_out is not None:
             return case
         return with_drawn(case, self.upstream)
 
     def _arranged(self, name: str, tensor: Tensor) -> Tensor:
         """A view with a case's axes of a tensor whose axes are in the order of its layout."""
-        layout = self.call.layout
-        if isinstance(layout, dict):
-            order = layout.get(name)
-        else:
-            order = None if name in ("mask", "sinks") else layout
-        if order is None or tensor.ndim != len(order):  # of a wrong number of axes the case says so
+        layout, all_but = self.call.layout, ("mask", "sinks")
+        by_name = layout if isinstance(layout, dict) else {} if name in all_but else {name: layout}
+        order = by_name.get(name)
+        if not order or tensor.ndim != len(order):  # of a wrong number of axes the case says so
             return tensor
         return tensor.permute([order.index(axis) for axis in _axes(name, len(order))])
 
@@ -236,8 +221,8 @@ def holds_cases(path: Path) -> bool:
 def open_cases(path: Path, *, device: str = "cpu", upstream: int | None = None) -> CaseFile:
     """Open a captured-tensor file or a directory of them, and check every call; loads no tensor.
     With the seed `upstream` a call without grad_out is loaded with a drawn one.
-    Raises UsageError, naming file and call, for what is not as docs/inputs.md has it,
-    MeasurementError for a damaged file and an unknown version."""
+    Raises UsageError, naming file and call, for what is not as docs/inputs.md has it, and
+    MeasurementError for a damaged file."""
     files: tuple[Path, ...] = (path,)
     if path.is_dir() and not (path / INDEX).is_file():
         files = tuple(sorted(path.glob("*.safetensors")))
@@ -247,17 +232,15 @@ def open_cases(path: Path, *, device: str = "cpu", upstream: int | None = None) 
             if Path(name).name != name or not (path / name).is_file():
                 raise MeasurementError(f"{path}: its file {name!r} is missing", hint=FETCH)
         files = tuple(path / name for name in names)
-    opened = [_open_file(file) for file in files]
-    cases = tuple(
-        replace(case, device=device, upstream=upstream) for _, found in opened for case in found
-    )
+    opened = [_open_file(file, device=device, upstream=upstream) for file in files]
+    cases = tuple(case for _, stored in opened for case in stored)
     name, count = Counter(case.ref.case for case in cases).most_common(1)[0]
     if count > 1:
         raise UsageError(f"{path}: {count} calls are called {name!r}", hint="name each differently")
     return CaseFile(path=path, files=files, cases=cases, versions=opened[0][0].versions)
 
 
-def _open_file(path: Path) -> tuple[Header, list[StoredCase]]:
+def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
     with storage.open_safetensors(path) as file:
         header = _header(path, (file.metadata() or {}).get(KEY))
         by_call: dict[int, list[str]] = {}
@@ -278,6 +261,7 @@ def _open_file(path: Path) -> tuple[Header, list[StoredCase]]:
         call = call.model_copy(update={"source": call.source or header.source, "layout": layout})
         case = StoredCase(path=path, index=index, call=call, tensors=tuple(by_call.get(index, ())))
         case.load()  # mapped and not read, it is built, which finds what does not fit
+        case = replace(case, **how)
         cases.append(case)
     return header, cases
 
@@ -298,9 +282,8 @@ def write(
                 order = storage_order(tensor)
                 if name != "sinks":
                     layout[name] = "".join(_axes(name, tensor.ndim)[axis] for axis in order)
-                lying = tensor.detach().permute(order).cpu()
-                lying = lying.clone(memory_format=torch.contiguous_format)
-                tensors[f"{index}.{name}"] = lying
+                x = tensor.detach().permute(order).cpu()
+                tensors[f"{index}.{name}"] = x.clone(memory_format=torch.contiguous_format)
         call = {name: getattr(case.ref, name) for name in OF_REF}
         call |= {name: getattr(case, name) for name in OF_CASE}
         call |= {"mask": _kind(case.mask), "grad_out": case.grad_out_from, "layout": layout}

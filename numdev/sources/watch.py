@@ -85,7 +85,6 @@ class Watch:
         self.step, self.on_met = step, on_met
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
         self.owners = {m for m in self.modules if _owns_projections(m)}
-        self.wrappers = {m: set(m.children()) & self.owners for m in self.modules}
         self.running: list[Frame] = []
         self.passes = 0
         self.ran: Counter[nn.Module] = Counter()
@@ -114,14 +113,11 @@ class Watch:
         self._check_complete()
 
     def next_call(self) -> CaseRef:
-        """The name of the call being made; it counts for the innermost running module with
-        projections, or where these are in a module of their own that has returned, its parent."""
+        """The name of the call being made, which counts for the innermost running module with
+        projections."""
         inside_out = [frame.module for frame in reversed(self.running)]
-        module = inside_out[0]
-        name = self.modules[module]
-        owner = next((m for m in inside_out if m in self.owners), None)
-        owner = owner or next((m for m in inside_out if self.wrappers[m]), module)
-        self.seen[owner] += 1
+        module, name = inside_out[0], self.modules[inside_out[0]]
+        self.seen[next((m for m in inside_out if m in self.owners), module)] += 1
         call = self.calls[name]
         self.calls[name] += 1
         phase: Phase | None = None
@@ -143,18 +139,12 @@ class Watch:
         return ref
 
     def _check_complete(self) -> None:
-        missed = {m: n - self.seen[m] for m, n in self.ran.items() if n > self.seen[m]}
-        for parent, children in self.wrappers.items():
-            short = children & missed.keys()
-            if short and self.seen[parent] >= sum(missed[m] for m in short):
-                missed = {m: n for m, n in missed.items() if m not in short}
+        missed = sorted(self.modules[m] for m, n in self.ran.items() if n > self.seen[m])
         if missed or not self.calls:
-            names = some(sorted(self.modules[m] for m in missed))
-            what = f"attention ran but was not seen in {names}"
+            what = f"attention ran but was not seen in {some(missed)}"
+            what = what if missed else "the model made no attention call"
             hint = "numdev sees calls of scaled_dot_product_attention and transformers' interface"
-            raise MeasurementError(
-                what if missed else "the model made no attention call", hint=hint
-            )
+            raise MeasurementError(what, hint=hint)
 
 
 class Layers:
