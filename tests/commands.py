@@ -19,6 +19,12 @@ def run(*arguments: object) -> int:
     return 0
 
 
+def ran(capsys: Any, *arguments: object) -> tuple[int, str, str]:
+    """The exit code of `numdev ARGUMENTS`, and what it printed on stdout and stderr."""
+    code = run(*arguments)
+    return code, *capsys.readouterr()
+
+
 def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
     """The one line that refuses to audit a target, with this exit code."""
     capsys.readouterr()  # saving a model shows a progress bar

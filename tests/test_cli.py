@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
+from commands import ran
 
 import numdev
 from numdev import report
 from numdev.audit.journal import JOURNAL
-from numdev.cli.main import cli, main
+from numdev.cli.main import cli
 from numdev.cli.session import watching
 
 ROOT = Path(numdev.__file__).parent.parent
@@ -85,14 +86,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "80")
 
     def command(*arguments: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["numdev", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return Ran(code, out, err)
+        monkeypatch.setattr(sys, "argv", ["numdev", *arguments])  # what a report says of itself
+        return Ran(*ran(capsys, *arguments))
 
     yield command
     sys.modules.pop("slow_kernel", None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run as numdev
 from compared_reports import audit, floor, head, times
 from gate_rows import planned, row
 from rich.console import Console
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from numdev import report as reports
 from numdev.audit.run import audit as study
-from numdev.cli.main import main
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.compare import compare
@@ -74,12 +74,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> int:
-    """The exit code of `numdev compare ARGUMENTS`."""
-    try:
-        main(["compare", *map(str, arguments)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return numdev("compare", *arguments)
 
 
 # --- end to end ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import models
 import pytest
 import torch
+from commands import ran
 from safetensors.torch import save_file
 
 from numdev.cli.diagnose import attention_options
-from numdev.cli.main import main
 from numdev.config import DiagnoseRequest
 from numdev.diagnose import study
 from numdev.diagnose.chain import Diagnosis
@@ -157,18 +156,8 @@ def run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., tuple[in
     """`numdev diagnose ARGUMENTS` in an empty directory: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        short = ("--length", "12", "--sequences", "2", "--device", "cpu", "-o", "out")
-        monkeypatch.setattr(sys, "argv", ["numdev", "diagnose", *arguments, *short])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
-    return command
+    short = ("--length", "12", "--sequences", "2", "--device", "cpu", "-o", "out")
+    return lambda *arguments: ran(capsys, "diagnose", *arguments, *short)
 
 
 def test_bad_input_is_one_line(run: Any) -> None:

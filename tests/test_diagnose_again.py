@@ -8,7 +8,6 @@ that keys of the same token are equal and most rows have tied maxima.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import models
 import numpy as np
 import pytest
 import torch
+from commands import run
 from safetensors.numpy import load_file, save_file
-
-from numdev.cli.main import main
 
 HEAD, GROUP, DIM, TOKENS, BATCH = 3, 2, 16, 48, 2
 LAYER = "model.layers.0"
@@ -171,12 +169,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captured = ("--device", "cpu", "-q", "--no-cures", "-o", place / "captured")
     run("diagnose", place / "cases", *captured)
     return place
-
-
-def run(*arguments: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["numdev", *map(str, arguments)])
-        main()
 
 
 def inputs(place: Path) -> list[Head]:

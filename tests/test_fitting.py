@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import run
 from gate_rows import control, lse, report, row
 
-from numdev.cli.main import main
 from numdev.errors import MeasurementError
 from numdev.gate.fitting import fitted, rounded_up
 from numdev.gate.judging import judge_report
@@ -149,27 +149,19 @@ def test_rounding_never_goes_down() -> None:
         assert x <= rounded_up(x) <= 1.1 * x
 
 
-def gate(*arguments: str) -> int:
-    try:
-        main(["gate", *arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
 def test_the_command_writes_a_file_and_never_over_one(tmp_path: Path, capsys: Any) -> None:
     """Exit code 2 where there is one, unless --overwrite; the file is the default name's, and the
     report passes it."""
     write(audited(), tmp_path)
     path = tmp_path / "t.yaml"
-    assert gate("--init", str(tmp_path), "-o", str(path)) == 0
+    assert run("gate", "--init", str(tmp_path), "-o", str(path)) == 0
     text = path.read_text()
     path.write_text("mine")
-    assert gate(str(tmp_path), "--init", "-o", str(path)) == 2
+    assert run("gate", str(tmp_path), "--init", "-o", str(path)) == 2
     assert path.read_text() == "mine"
-    assert gate(str(tmp_path), "--init", "-o", str(path), "--overwrite") == 0
+    assert run("gate", str(tmp_path), "--init", "-o", str(path), "--overwrite") == 0
     assert path.read_text() == text
-    assert gate(str(tmp_path), "--thresholds", str(path)) == 0
+    assert run("gate", str(tmp_path), "--thresholds", str(path)) == 0
     capsys.readouterr()
     for wrong in (["-o", str(path)], ["--overwrite"], ["--init", "--json"]):
-        assert gate(str(tmp_path), *wrong) == 2
+        assert run("gate", str(tmp_path), *wrong) == 2

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 from gate_rows import SOUND, control, lse, report, row
 
-from numdev.cli.main import main
 from numdev.errors import MeasurementError
 from numdev.gate.findings import _not_run
 from numdev.gate.judging import judge, judge_report
@@ -351,14 +351,6 @@ def test_the_smallest_dose_that_is_caught() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def gate(*arguments: str) -> int:
-    try:
-        main(["gate", *arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "word"),
     [
@@ -372,11 +364,11 @@ def test_exit_codes(
 ) -> None:
     """Of the command, in words and as JSON."""
     write(report(row(), row(1, **changes)), tmp_path)
-    assert gate(str(tmp_path)) == code
+    assert run("gate", str(tmp_path)) == code
     printed = capsys.readouterr()
     assert printed.out.strip().startswith(word)
     assert printed.err == ""
-    assert gate(str(tmp_path / "report.json"), "--json") == code
+    assert run("gate", str(tmp_path / "report.json"), "--json") == code
     data = json.loads(capsys.readouterr().out)
     assert (data["exit_code"], len(data["findings"])) == (code, int(code == 1))
 

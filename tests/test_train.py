@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from commands import run as numdev
 from scipy.stats import wasserstein_distance
 
 from numdev.audit.journal import JOURNAL
@@ -492,14 +493,6 @@ def test_what_is_wrong_with_a_configuration_is_said(
     assert not (tmp_path / "out").exists()
 
 
-def command(*arguments: Any) -> int:
-    try:
-        cli.main(["train", *(str(a) for a in arguments)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
 def test_a_run_in_parts_ends_with_the_same_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -509,12 +502,12 @@ def test_a_run_in_parts_ends_with_the_same_report(
     more = ("--steps", 2, "--seed", 5, "--device", "cpu")
     parts = 0
     while not (output / "report.json").exists():
-        assert command(path, "-o", output, "--stop-after", 0.001, *more) == 0
+        assert numdev("train", path, "-o", output, "--stop-after", 0.001, *more) == 0
         said = capsys.readouterr().err
         assert ("continue with the same command" in said) != (output / "report.json").exists()
         parts += 1
     assert parts == 3  # a seed that is finished ends no part
-    assert command(path, "-o", tmp_path / "p", "--json", *more) == 0
+    assert numdev("train", path, "-o", tmp_path / "p", "--json", *more) == 0
     whole = read(tmp_path / "p")
     assert (tmp_path / "p" / "report.json").read_text() == capsys.readouterr().out.strip()
     assert isinstance(whole, TrainReport)
@@ -528,13 +521,13 @@ def test_checkpoints_are_written_as_they_were_at_their_step(tmp_path: Path) -> N
     """Of the variants asked for; an audit takes them; --overwrite removes them."""
     path = config(tmp_path, OTHERS[1], checkpoints={"steps": [3], "variants": ["flash"]})
     output = tmp_path / "o"
-    assert command(path, "-o", output, "-q", "--device", "cpu") == 0
+    assert numdev("train", path, "-o", output, "-q", "--device", "cpu") == 0
     (saved,) = (output / "checkpoints").iterdir()
     assert saved.name == "flash-seed0-step3"
     assert json.loads((saved / "training.json").read_text())["step"] == 3
-    cli.main(["audit", str(saved), "-o", str(tmp_path / "a"), "-q", "--length", "16"])
+    assert numdev("audit", saved, "-o", tmp_path / "a", "-q", "--length", 16) == 0
     assert read(tmp_path / "a").measured
     other = config(tmp_path, OTHERS[1], checkpoints={"steps": ["last"]})
-    assert command(other, "-o", output, "-q", "--overwrite", "--device", "cpu") == 0
+    assert numdev("train", other, "-o", output, "-q", "--overwrite", "--device", "cpu") == 0
     names = {path.name for path in (output / "checkpoints").iterdir()}
     assert names == {"golden-seed0-step6", "flash-seed0-step6"}

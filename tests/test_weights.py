@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import ran
 from stored import sharded
 from torch import Tensor
 
 from numdev import report
-from numdev.cli.main import main
 from numdev.training.weights.report import WeightsReport
 from numdev.training.weights.study import weights
 
@@ -163,17 +162,7 @@ def run(
     for seed, name in enumerate(("a.pt", "b.pt", "c.pt")):
         torch.save(state(seed), name)
 
-    def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["numdev", "weights", *arguments, "-o", "out"])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return command
+    return lambda *arguments: ran(capsys, "weights", *arguments, "-o", "out")
 
 
 def test_damage_is_exit_code_3_after_the_report(run: Any, tmp_path: Path) -> None:
