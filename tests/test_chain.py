@@ -1,26 +1,33 @@
-"""The numbers of a diagnosis against known answers and loops over rows and keys; a dense
-computation of all of them is in test_diagnose_again.py."""
+"""The numbers of a diagnosis against known answers and loops over rows and keys, what cures change
+in them, and what of it a real kernel shows from outside. A dense computation of all of them is in
+test_diagnose_again.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracles import FEATURES, make_case
+from scipy import stats
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef, visible
-from numdev.diagnose.chain import diagnosed
+from numdev.diagnose.chain import Diagnosis, diagnosed
+from numdev.diagnose.cures import CURES, NONE, cured, seen_from_outside
 from numdev.diagnose.passes import computed, truth_of
-from numdev.diagnose.report import HeadRow
+from numdev.diagnose.report import CureRow, HeadRow
+from numdev.diagnose.statistics import BLOCKS, STEPS, by_head, largest_eigenvalue, mean, t_of
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, round_to, ulp
+from numdev.kernels import Kernel, Output, find
 from numdev.kernels.emulation import forward as fwd
-from numdev.kernels.emulation.recipe import Recipe, recipe
+from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.emulation.rounding import Rounder
 from numdev.sources.projection import Projection
 
@@ -370,3 +377,147 @@ def test_cuda_and_cpu_agree() -> None:
     for a, b in zip(again.heads, found.heads, strict=True):
         assert a.nulls == b.nulls
         assert_same(numbers(a, *names), numbers(b, *names), rel=2e-2)
+
+
+# --- the t of a mean, and similarity: statistics without attention -------------------------------
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def everything(x: Tensor) -> Tensor:
+    return torch.ones(x.shape, dtype=torch.bool)
+
+
+def test_t_is_scipys_over_means_of_blocks() -> None:
+    """Sixteen blocks of a sequence; a wrong number of blocks gives another t."""
+    x = normal(2, 3, 64) + 0.3
+    found = t_of(x, everything(x))
+    for head in range(3):
+        blocks = x[:, head].reshape(2 * BLOCKS, -1).mean(dim=-1)
+        assert float(found[head]) == pytest.approx(stats.ttest_1samp(blocks, 0.0).statistic)
+        rows = stats.ttest_1samp(x[:, head].flatten(), 0.0).statistic
+        assert float(found[head]) != pytest.approx(rows, rel=1e-3)
+
+
+def test_a_spread_below_half_a_step_is_not_measured() -> None:
+    """Rows that all err alike give no endless t where a grid is known, and none where it is not."""
+    x = torch.full((1, 1, 64), 0.25, dtype=torch.float64)
+    half_step = 0.5 / 4  # of a block's mean, of 4 rows
+    expected = 0.25 / (half_step / math.sqrt(BLOCKS))
+    assert float(t_of(x, everything(x), step=1.0)[0]) == pytest.approx(expected)
+    assert math.isnan(t_of(x, everything(x))[0])
+
+
+def test_few_blocks_have_no_t() -> None:
+    """Three rows are three blocks, one too few; no row has no mean."""
+    x = normal(1, 1, 3)
+    assert math.isnan(t_of(x, everything(x))[0])
+    longer = normal(1, 1, 4)
+    assert math.isfinite(t_of(longer, everything(longer))[0])
+    nothing = {"mean": mean(x, ~everything(x)), "t": t_of(x, ~everything(x))}
+    assert by_head(nothing) == [{"mean": None, "t": None}]
+
+
+def test_the_largest_eigenvalue_is_numpys() -> None:
+    """To fp64 rounding where the steps span the space, or its rank; nearly where they do not."""
+    for n, rank in ((STEPS, STEPS), (100, 7), (1, 1)):
+        x = normal(2, n, rank)
+        gram = x @ x.mT
+        expected = np.linalg.eigvalsh(gram.numpy())[:, -1]
+        assert largest_eigenvalue(gram).numpy() == pytest.approx(expected, rel=1e-10)
+    x = normal(2, 300, 600)  # a bulk without a direction that stands out
+    expected = np.linalg.eigvalsh((x @ x.mT).numpy())[:, -1]
+    found = largest_eigenvalue(x @ x.mT).numpy()
+    assert found == pytest.approx(expected, rel=1e-2)
+    assert (found <= expected * (1 + 1e-12)).all()
+    assert found != pytest.approx(expected * 1.02, rel=1e-2)
+
+
+# --- cures ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    case = tying(heads=4, kv_heads=2, is_causal=True)
+    return diagnosed(case, recipe("qiu2025"), plain_projection(case), checkpoint="c", step=7)
+
+
+@pytest.fixture(scope="module")
+def rows(found: Diagnosis) -> tuple[CureRow, ...]:
+    return cured(found)
+
+
+def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
+    (row,) = (row for row in rows if (row.cure, row.head) == (cure, head))
+    return row
+
+
+def test_dq_errs_as_that_of_the_kernel(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
+    """|error| / |exact| of dq of `emulated`."""
+    case = found.truth.case
+    given, exact = (find(n).gradients(case, **o).dq.double() for n, o in
+                    (("emulated", {"preset": "qiu2025"}), ("reference", {})))  # fmt: skip
+    for head in range(4):
+        a, b = given[:, head], exact[:, head]
+        assert_same([of(rows, NONE, head).dq_rel], [float((a - b).norm() / b.norm())])
+
+
+def test_a_contradiction_has_its_reason() -> None:
+    """Plain attention has no rounded row sum to take."""
+    case = drawn(q_len=12, kv_len=12)
+    row = of(cured(diagnosed(case, recipe("eager"))), "l from rounded P", 1)
+    assert row.out_bias is row.delta_mean is None
+    assert "divides P by l" in (row.reason or "")
+    assert row.options == {"l_from": "rounded"}
+
+
+def test_where_a_cure_breaks_it_is_counted() -> None:
+    """Large tied scores of one kv head: the stabilised softmax loses every row of its two query
+    heads, of O, dq, dk and dv, and none of the others'."""
+    case = dataclasses.replace(drawn(q_len=6, kv_len=6, heads=4, kv_heads=2), scale=1.0)
+    q, k = torch.ones_like(case.q) * 8, torch.ones_like(case.k)
+    k[:, 1] = 8  # scores 64 and 512
+    rows = cured(diagnosed(dataclasses.replace(case, q=q, k=k * 1.0), recipe("qiu2025")))
+    counts = [of(rows, "stabilised", head).nonfinite for head in range(4)]
+    assert counts == [0, 0, 4 * 6 * 8, 4 * 6 * 8]
+    broken = of(rows, "stabilised", 3)
+    assert broken.out_bias is broken.dq_rel is broken.reason is None
+    assert of(rows, NONE, 3).nonfinite == 0
+
+
+def test_delta_from_dp_makes_rows_of_ds_sum_to_zero() -> None:
+    """Under qiu2025 too, where dS itself is not rounded: that takes l in fp32 and products in fp32
+    beside the formula, each of which alone leaves rows that do not."""
+    case = drawn(q_len=32, kv_len=32)
+    case = dataclasses.replace(case, v=case.v.abs() + 1, grad_out=case.grad_out.abs())  # type: ignore[union-attr]
+    made = recipe("qiu2025", sites={"ds": "exact"})
+    options = CURES["delta from dP"].options
+
+    def sums(options: Mapping[str, Any]) -> list[float]:
+        rows = diagnosed(case, changed(made, **options)).heads
+        return [row.ds_row_sum or 0.0 for row in rows]
+
+    whole = max(sums(options))
+    assert whole < 1e-5
+    for left_out in options:
+        assert min(sums({n: x for n, x in options.items() if n != left_out})) > 20 * whole
+
+
+def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> None:
+    """One row for each head all the same."""
+
+    def raises(case: AttentionCase) -> Output:
+        raise ValueError("no")
+
+    forward_only = dataclasses.replace(find("floor"), name="forward", backward=None)
+    for kernel, reason in (
+        (Kernel(name="mine", function=raises), "ValueError: no"),
+        (forward_only, "it has no backward"),
+    ):
+        rows = seen_from_outside(found, kernel, {})
+        assert [row.head for row in rows] == [0, 1, 2, 3]
+        assert {row.reason for row in rows} == {reason}
+        assert all(row.out_bias is row.delta_mean is row.dq_rel is None for row in rows)
