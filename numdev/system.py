@@ -19,7 +19,7 @@ from typing import Any
 
 from numdev.errors import UsageError
 
-OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "xformers")
+OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 RECORDED_PACKAGES = ("numdev", "torch", "transformers", "safetensors", "numpy", *OPTIONAL_PACKAGES)
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _MODULE = r"Kernel Module(?: for \S+)? +(\d[\d.]*)"

@@ -2,8 +2,8 @@
 
 The stand-ins compute in float64 and round once, so an adapter that says everything right returns
 the reference, rounded once. Their arguments are those of flash-attn 2.8, flash_attn_interface
-(flash-attn-3), flash_attn.cute (flash-attn-4, 4.0) and xformers 0.0.35; what these check of their
-inputs, the stand-ins check too.
+(flash-attn-3) and flash_attn.cute (flash-attn-4, 4.0); what these check of their inputs, the
+stand-ins check too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, empty_rows
 from numdev.kernels import Output, Refused, find
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.sdpa import efficient_attention, flash_attention_2
+from numdev.kernels.sdpa import flash_attention_2
 from numdev.system import System
 
 
@@ -33,7 +33,6 @@ def plain(
     hidden: Tensor | None,
     scale: float,
     *,
-    added: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -45,8 +44,6 @@ def plain(
     S = wide_q @ wide_k.mT * scale
     if softcap:
         S = softcap * torch.tanh(S / softcap)
-    if added is not None:
-        S = S + added.double()
     if hidden is not None:
         S = S.masked_fill(hidden, -math.inf)
     if sinks is not None:
@@ -129,110 +126,18 @@ def flash(name: str) -> types.ModuleType:
     return module
 
 
-# --- xformers ------------------------------------------------------------------------------------
-
-# By bias: from its arguments the sides of a window; one is aligned top-left.
-TOP_LEFT_BIAS = "LowerTriangularMask"
-BIASES: dict[str, Any] = {
-    TOP_LEFT_BIAS: lambda: (-1, 0),
-    "LowerTriangularFromBottomRightMask": lambda: (-1, 0),
-    "LowerTriangularFromBottomRightLocalAttentionMask": lambda size: (size - 1, 0),
-    "LocalAttentionFromBottomRightMask": lambda window_left, window_right: (
-        window_left, window_right
-    ),
-}  # fmt: skip
-
-
-class Bias:
-    """What hides keys; a kind of it is made of its name in BIASES."""
-
-    def __init__(self, *given: int, **named: int) -> None:
-        self.left, self.right = BIASES[type(self).__name__](*given, **named)
-        assert self.left >= 0 or self.right == 0
-
-    def hidden(self, n: int, m: int) -> Tensor | None:
-        offset = 0 if type(self).__name__ == TOP_LEFT_BIAS else m - n
-        return beyond(n, m, self.left, self.right, offset)
-
-
-def reasons(operator: str, q: Tensor, bias: Any) -> list[str]:
-    """Why an operator does not take a call."""
-    is_flash, is_tensor = operator == "flash", isinstance(bias, Tensor)
-    kind = type(bias).__name__
-    found = {
-        "attn_bias type is <class 'torch.Tensor'>": is_flash and is_tensor,
-        f"attn_bias type is {kind}": not is_flash and kind == "LocalAttentionFromBottomRightMask",
-        "dtype=torch.float32 (supported: float16, bfloat16)": is_flash and q.dtype == torch.float32,
-        "attn_bias.stride(-2) % 8 != 0": is_tensor
-        and any(bias.stride(d) % 8 for d in range(bias.ndim - 1)),
-    }
-    return [reason for reason, holds in found.items() if holds]
-
-
-def xformers() -> dict[str, types.ModuleType]:
-    """The modules `xformers.ops.fmha` and `xformers.ops.fmha.attn_bias`."""
-    fmha, kinds = (types.ModuleType(f"xformers.ops.fmha{x}") for x in ("", ".attn_bias"))
-    for name in BIASES:
-        setattr(kinds, name, type(name, (Bias,), {}))
-    for name, operator in (("cutlass", "cutlassF-pt"), ("flash", "fa2F@2.8.3-pt")):
-        forward = types.SimpleNamespace(NAME=operator, kind=name)
-        setattr(fmha, name, types.SimpleNamespace(FwOp=forward, BwOp=f"{name} backward"))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float, op: Any) -> Any:
-        if refused := reasons(op.kind, q, bias):
-            raise ValueError(
-                "Operator `memory_efficient_attention` does not support inputs:\n"
-                f"     query       : shape={tuple(q.shape)} ({q.dtype})\n"
-                f"`{op.NAME}` is not supported because:\n    " + "\n    ".join(refused)
-            )
-        grouped = q.shape[2:4] if q.ndim == 5 else None
-        flat = [x.flatten(2, 3) if grouped else x for x in (q, k, v)]
-        parts = []
-        for batch, (one_q, one_k, one_v) in enumerate(zip(*flat, strict=True)):
-            added, hidden = None, None
-            if isinstance(bias, Tensor):
-                added = bias[batch].flatten(0, 1) if grouped else bias[batch]
-            elif bias is not None:
-                hidden = bias.hidden(one_q.shape[0], one_k.shape[0])
-            parts.append(plain(one_q, one_k, one_v, hidden, scale, added=added))
-        out, lse = (torch.stack(x) for x in zip(*parts, strict=True))
-        if op.kind == "cutlass":  # pads the length to a multiple of 32
-            lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-        if grouped:
-            out, lse = out.unflatten(2, grouped), lse.unflatten(1, grouped)
-        return out, lse
-
-    def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op):
-        assert query.ndim == 4, "grouped heads have no backward"
-        return attend(query, key, value, attn_bias, scale, op[0])[0]
-
-    def forward_requires_grad(query, key, value, attn_bias=None, p=0.0, scale=None, *, op):
-        return attend(query, key, value, attn_bias, scale, op)
-
-    fmha.memory_efficient_attention = memory_efficient_attention
-    fmha.memory_efficient_attention_forward_requires_grad = forward_requires_grad
-    fmha.attn_bias = kinds
-    return {fmha.__name__: fmha, kinds.__name__: kinds}
-
-
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stand-ins where imports find them, for one test."""
-    modules = {name: flash(name) for name in MODULES} | xformers()
-    modules |= {name: types.ModuleType(name) for name in ("xformers", "xformers.ops")}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, flash(name))
 
 
 # --- the cases -----------------------------------------------------------------------------------
 
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
-ALL = (*FLASH, "xformers")
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
-VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((name, {"varlen": varlen}) for name in FLASH for varlen in (False, True)),
-    *(("xformers", {"op": op}) for op in ("cutlass", "flash")),
-)
+VARIANTS = tuple((name, varlen) for name in FLASH for varlen in (False, True))
 # Shapes that no layout can be taken for another in; head dimensions that all of them take.
 SHAPE: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 8}
 LONG: dict[str, Any] = {"q_len": 5, "kv_len": 9, "causal_offset": 4}
@@ -279,38 +184,16 @@ def assert_right(case: AttentionCase, found: Output) -> None:
 # --- layouts, alignment, windows, the log-sum-exp ------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@pytest.mark.parametrize(("name", "varlen"), VARIANTS)
 @pytest.mark.parametrize("feature", CASES)
 def test_adapters_say_everything_right(
-    installed: None, name: str, options: dict[str, Any], feature: str
+    installed: None, name: str, varlen: bool, feature: str
 ) -> None:
     """Through every interface, batched or packed, a case's output and log-sum-exp are the fp64
-    reference's, rounded once. A window without causality is not for xFormers' cutlass operator."""
+    reference's, rounded once."""
     for dtype in (torch.bfloat16, torch.float16):
         case = case_of(CASES[feature], dtype)
-        if options.get("op") == "cutlass" and feature.startswith("window"):
-            with pytest.raises(Refused, match=r"^attn_bias type is LocalAttentionFromBottom"):
-                find(name).attend(case, **options)
-        else:
-            assert_right(case, find(name).attend(case, **options))
-
-
-MASKS: dict[str, dict[str, Any]] = {
-    "bool": {"mask": ("bool", "bhqk")},
-    "additive": {"mask": ("float", "bhqk")},
-    "additive, one for all": {"mask": ("holes", "qk")},
-    "per key and causal": {"mask": ("float", "b11k"), "is_causal": True},
-    "per head and window": {"mask": ("bool", "1hqk"), "window": (1, 2)},
-}
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("feature", MASKS)
-def test_masks_of_xformers(installed: None, feature: str, kv_heads: int) -> None:
-    """A mask of any shape becomes a tensor added to the scores, with causality and windows in it,
-    of the alignment that xFormers asks for."""
-    case = case_of({**MASKS[feature], "kv_heads": kv_heads, "kv_len": 9})
-    assert_right(case, find("xformers").attend(case))
+        assert_right(case, find(name).attend(case, varlen=varlen))
 
 
 def test_the_comparison_rejects() -> None:
@@ -327,20 +210,16 @@ def test_the_comparison_rejects() -> None:
             assert_right(case, Output(out=out.to(case.q.dtype), lse=lse))
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@pytest.mark.parametrize(("name", "varlen"), VARIANTS)
 @pytest.mark.parametrize("feature", ["causal, more keys", "sliding window", "one head each"])
 def test_gradients_come_back_through_the_layouts(
-    installed: None, name: str, options: dict[str, Any], feature: str
+    installed: None, name: str, varlen: bool, feature: str
 ) -> None:
     """Autograd's dq, dk and dv are the reference's, rounded once, in the case's own layout."""
     case = case_of(CASES[feature])
     dO = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(case.q)
     case = dataclasses.replace(case, grad_out=dO)
-    if name == "xformers" and case.group > 1:
-        with pytest.raises(Refused, match="no backward for grouped heads"):
-            find(name).gradients(case, **options)
-        return
-    found, exact = find(name).gradients(case, **options), gradients(case)
+    found, exact = find(name).gradients(case, varlen=varlen), gradients(case)
     for tensor in ("dq", "dk", "dv"):
         g = getattr(exact, tensor)
         assert_rounded(getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool))
@@ -359,16 +238,14 @@ TOP_LEFT: dict[str, Any] = {"is_causal": True, "q_len": 3, "kv_len": 7}
         (FLASH, {"mask": ("bool", "qk")}, "takes no mask"),
         (FLASH, {"head_dim": 264}, "head dimensions up to 256"),
         (FLASH, TOP_LEFT, "bottom-right, an offset of 4, not 0"),
-        (ALL, {**TOP_LEFT, "causal_offset": 3}, "an offset of 4, not 3"),
-        (ALL, {"window": (1, 1)}, "an offset of 1, not 0"),
-        (ALL, {"window": (-1, 2), "kv_len": 4}, "a window below 0"),
-        (("flash-attn-2", "flash-attn-3", "xformers"), {"sinks": True}, "no attention sinks"),
+        (FLASH, {**TOP_LEFT, "causal_offset": 3}, "an offset of 4, not 3"),
+        (FLASH, {"window": (1, 1)}, "an offset of 1, not 0"),
+        (FLASH, {"window": (-1, 2), "kv_len": 4}, "a window below 0"),
+        (("flash-attn-2", "flash-attn-3"), {"sinks": True}, "no attention sinks"),
         (("flash-attn-4",), {"sinks": True, "dtype": torch.float16}, "sinks in bfloat16 only"),
         (("flash-attn-2",), {"v_dim": 16}, "V of the head dimension of Q"),
         (("flash-attn-3", "flash-attn-4"), {"head_dim": 12}, "multiples of 8"),
         (("flash-attn-4",), {"v_dim": 12}, "multiples of 8"),
-        (("xformers",), {"softcap": 2.0}, "no soft cap"),
-        (("xformers",), {"dtype": torch.float64}, "takes float16, bfloat16 and float32"),
     ],
 )
 def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], says: str) -> None:
@@ -379,25 +256,13 @@ def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], say
             find(name).attend(case)
 
 
-def test_an_operators_own_reasons(installed: None) -> None:
-    """What an xFormers operator declines is a refusal, in the operator's own words alone."""
-    for fields, says in (
-        ({"mask": ("bool", "qk")}, "^attn_bias type is <class 'torch.Tensor'>$"),
-        ({"dtype": torch.float32}, "dtype=torch.float32"),
-    ):
-        case = make_case(**{**SHAPE, "dtype": torch.bfloat16, **fields})
-        with pytest.raises(Refused, match=says):
-            find("xformers").attend(case, op="flash")
-
-
 def ran(**did: Any) -> Output:
     return Output(out=torch.zeros(1), did=did)
 
 
 def test_claims() -> None:
-    """Version 2 rounds as PyTorch's copy, packed without splits but in decoding; xFormers' cutlass
-    operator as PyTorch's efficient one; where tiles are not documented there are none; and no
-    emulation stands for an approximate tanh."""
+    """Version 2 rounds as PyTorch's copy, packed without splits but in decoding; where tiles are
+    not documented there are none; and no emulation stands for an approximate tanh."""
     case = case_of({"kv_len": 4000})
     two = find("flash-attn-2").claims
     claim = flash_attention_2(case, H200)
@@ -411,6 +276,3 @@ def test_claims() -> None:
         assert find(name).claims(case, ran(), H200) == {"preset": "fa2"}
     capped = case_of({"softcap": 2.0})
     assert all(find(name).claims(capped, ran(), H200) is None for name in FLASH)
-    own = find("xformers").claims
-    assert own(case, ran(op="cutlass"), H200) == efficient_attention(case)
-    assert own(case, ran(op="flash"), H200) == {"preset": "fa2"}

@@ -94,7 +94,6 @@ SENSELESS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("context-parallel", {"world": 1}, "from 2 on, got 1"),
     ("context-parallel", {"load_balance": 1}, "load_balance is 1"),
     ("flash-attn-3", {"num_splits": -1}, "from 0 on, got -1"),
-    ("xformers", {"op": "flsh"}, "did you mean 'flash'"),
     ("flex", {"block_n": 48}, "block_n is 48"),
     ("flex", {"block_m": 64.0}, r"block_m is 64\.0"),
     ("flex", {"prescale_qk": "yes"}, "prescale_qk is 'yes'"),
