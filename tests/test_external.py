@@ -70,7 +70,6 @@ def beyond(n: int, m: int, left: int, right: int, offset: int) -> Tensor | None:
 
 # --- flash-attention -----------------------------------------------------------------------------
 
-PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 COMMON = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 SPLIT = ("num_splits", "pack_gqa")
 # By module: what it takes, a side of a window without a limit, and what asks for the log-sum-exp.
@@ -98,31 +97,15 @@ def flash(name: str) -> types.ModuleType:
         hidden = beyond(n, m, left, 0 if given["causal"] else right, m - n)
         return plain(q, k, v, hidden, given["softmax_scale"], softcap=given["softcap"], sinks=sink)
 
-    def checked(given: dict[str, Any], *more: str) -> dict[str, Any]:
-        assert given.pop(asks)
-        assert given.keys() <= {*known, *more}
-        return given
-
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
         """[batch, length, heads, head_dim], and the log-sum-exp [batch, heads, length]."""
-        given = checked(given)
+        assert given.pop(asks)
+        assert given.keys() <= set(known)
         parts = [sequence(*x, given) for x in zip(q, k, v, strict=True)]
         return torch.stack([x[0] for x in parts]), torch.stack([x[1] for x in parts])
 
-    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
-        """[total, heads, head_dim], and the log-sum-exp [heads, total]."""
-        given = checked(given, *PACKED)
-        cu_q, cu_k, *most = (given[n] for n in PACKED)
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert (cu_q[0], cu_q[-1], cu_k[-1]) == (0, q.shape[0], k.shape[0])
-        assert most == [int(cu_q.diff().max()), int(cu_k.diff().max())]
-        lengths = (cu_q.diff().tolist(), cu_k.diff().tolist(), cu_k.diff().tolist())
-        pieces = (x.split(at) for x, at in zip((q, k, v), lengths, strict=True))
-        parts = [sequence(*x, given) for x in zip(*pieces, strict=True)]
-        return torch.cat([x[0] for x in parts]), torch.cat([x[1] for x in parts], dim=1)
-
     module = types.ModuleType(name)
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    module.flash_attn_func = flash_attn_func
     return module
 
 
@@ -137,7 +120,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
-VARIANTS = tuple((name, varlen) for name in FLASH for varlen in (False, True))
 # Shapes that no layout can be taken for another in; head dimensions that all of them take.
 SHAPE: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 8}
 LONG: dict[str, Any] = {"q_len": 5, "kv_len": 9, "causal_offset": 4}
@@ -184,16 +166,14 @@ def assert_right(case: AttentionCase, found: Output) -> None:
 # --- layouts, alignment, windows, the log-sum-exp ------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "varlen"), VARIANTS)
+@pytest.mark.parametrize("name", FLASH)
 @pytest.mark.parametrize("feature", CASES)
-def test_adapters_say_everything_right(
-    installed: None, name: str, varlen: bool, feature: str
-) -> None:
-    """Through every interface, batched or packed, a case's output and log-sum-exp are the fp64
+def test_adapters_say_everything_right(installed: None, name: str, feature: str) -> None:
+    """Through every interface a case's output and log-sum-exp are the fp64
     reference's, rounded once."""
     for dtype in (torch.bfloat16, torch.float16):
         case = case_of(CASES[feature], dtype)
-        assert_right(case, find(name).attend(case, varlen=varlen))
+        assert_right(case, find(name).attend(case))
 
 
 def test_the_comparison_rejects() -> None:
@@ -210,16 +190,14 @@ def test_the_comparison_rejects() -> None:
             assert_right(case, Output(out=out.to(case.q.dtype), lse=lse))
 
 
-@pytest.mark.parametrize(("name", "varlen"), VARIANTS)
+@pytest.mark.parametrize("name", FLASH)
 @pytest.mark.parametrize("feature", ["causal, more keys", "sliding window", "one head each"])
-def test_gradients_come_back_through_the_layouts(
-    installed: None, name: str, varlen: bool, feature: str
-) -> None:
+def test_gradients_come_back_through_the_layouts(installed: None, name: str, feature: str) -> None:
     """Autograd's dq, dk and dv are the reference's, rounded once, in the case's own layout."""
     case = case_of(CASES[feature])
     dO = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(case.q)
     case = dataclasses.replace(case, grad_out=dO)
-    found, exact = find(name).gradients(case, varlen=varlen), gradients(case)
+    found, exact = find(name).gradients(case), gradients(case)
     for tensor in ("dq", "dk", "dv"):
         g = getattr(exact, tensor)
         assert_rounded(getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool))
@@ -256,23 +234,13 @@ def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], say
             find(name).attend(case)
 
 
-def ran(**did: Any) -> Output:
-    return Output(out=torch.zeros(1), did=did)
-
-
 def test_claims() -> None:
-    """Version 2 rounds as PyTorch's copy, packed without splits but in decoding; where tiles are
-    not documented there are none; and no emulation stands for an approximate tanh."""
-    case = case_of({"kv_len": 4000})
-    two = find("flash-attn-2").claims
+    """Version 2 rounds as PyTorch's copy; where tiles are not documented there are none; and no
+    emulation stands for an approximate tanh."""
+    case, none = case_of({"kv_len": 4000}), Output(out=torch.zeros(1))
     claim = flash_attention_2(case, H200)
     assert claim["splits"] > 1
-    assert two(case, ran(packed=False), H200) == claim
-    packed = ran(packed=True)
-    assert two(case, packed, H200) == {**claim, "splits": 1}
-    decoding = case_of({"q_len": 1, "kv_len": 4000})
-    assert two(decoding, packed, H200) == flash_attention_2(decoding, H200)
-    for name in ("flash-attn-3", "flash-attn-4"):
-        assert find(name).claims(case, ran(), H200) == {"preset": "fa2"}
-    capped = case_of({"softcap": 2.0})
-    assert all(find(name).claims(capped, ran(), H200) is None for name in FLASH)
+    for name in FLASH:
+        expected = claim if name == "flash-attn-2" else {"preset": "fa2"}
+        assert find(name).claims(case, none, H200) == expected
+        assert find(name).claims(case_of({"softcap": 2.0}), none, H200) is None

@@ -22,7 +22,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.formats import FORMATS
 from numdev.kernels import Output, find
-from numdev.kernels.context_parallel import end_all, together
+from numdev.kernels.context_parallel import Ranks, end_all, together
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.reference import gradients as exact_gradients
 from numdev.kernels.sharded import Merge, merged, schedule
@@ -249,11 +249,10 @@ def ended() -> Iterator[None]:
 def explained(case: Any, **options: Any) -> tuple[Output, Output]:
     """Context parallelism, and the `sharded` that it should be."""
     real = PARALLEL.gradients(case, **PARALLEL.with_options(options))
-    balanced = options.get("load_balance", case.is_causal)
     same = SHARDED.with_options(
         {
             "shards": options.get("world", 2),
-            "order": "zigzag" if balanced else "ring",
+            "order": "zigzag" if case.is_causal else "ring",
             "merge_format": "float32" if options.get("convert_to_f32", True) else "promoted",
         }
     )
@@ -261,26 +260,19 @@ def explained(case: Any, **options: Any) -> tuple[Output, Output]:
 
 
 @pytest.mark.parametrize("convert_to_f32", [True, False])
-@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
-@pytest.mark.parametrize("balance", ["not causal", "plain", "balanced"])
-def test_it_is_sharded_bit_by_bit(balance: str, rotate: str, convert_to_f32: bool) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_is_sharded_bit_by_bit(causal: bool, convert_to_f32: bool) -> None:
     """Output and gradients of two ranks are those of `sharded` with two shards, every bit."""
-    case = drawn(64, is_causal=balance != "not causal")
-    real, same = explained(
-        case,
-        rotate=rotate,
-        convert_to_f32=convert_to_f32,
-        load_balance=balance == "balanced",
-    )
+    real, same = explained(drawn(64, is_causal=causal), convert_to_f32=convert_to_f32)
     assert all(torch.equal(getattr(real, t), getattr(same, t)) for t in TENSORS)
-    assert real.ran == f"context parallelism, {rotate}: {same.ran}"
+    assert real.ran == f"context parallelism: {same.ran}"
 
 
 def test_a_rank_that_dies_is_one_failed_row() -> None:
     """SIGKILL to a rank: the attempt fails and says so, no rank is left, and the next one runs."""
     case = drawn(64)
     PARALLEL.attend(case)
-    pids = together(2, "cpu").pids
+    pids = pids_of(together(2, "cpu"))
     os.kill(pids[1], signal.SIGKILL)
     failed = attempt(PARALLEL, case, {})
     assert isinstance(failed, Failure)
@@ -293,12 +285,16 @@ def test_a_rank_that_dies_is_one_failed_row() -> None:
 def test_ranks_that_hang_are_ended() -> None:
     """Stopped ranks are not waited for beyond the limit, and no rank is left."""
     ranks = together(2, "cpu")
-    for pid in ranks.pids:
+    for pid in pids_of(ranks):
         os.kill(pid, signal.SIGSTOP)
     with pytest.raises(MeasurementError, match="rank 0, 1 of 2 did not answer"):
-        ranks.ask({"rotate": "allgather"}, limit_s=0.5)
+        ranks.ask({"scale": 1.0}, limit_s=0.5)
     assert ranks.ended
-    assert not any(map(alive, ranks.pids))
+    assert not any(map(alive, pids_of(ranks)))
+
+
+def pids_of(ranks: Ranks) -> list[int]:
+    return [process.pid for process in ranks.processes]
 
 
 def alive(pid: int) -> bool:
@@ -311,32 +307,31 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("case", "options", "reason"),
+    ("case", "reason"),
     [
-        (drawn(64, softcap=1.0), {}, "no soft cap"),
-        (drawn(64, mask=torch.ones(64, 64, dtype=torch.bool)), {}, "no masks"),
-        (drawn(64, window=(2, 0)), {}, "no masks"),
-        (drawn(64, is_causal=True, causal_offset=1), {}, "from the top left"),
-        (drawn(32, 64, is_causal=True), {}, "as many queries as keys"),
-        (drawn(62, is_causal=True), {}, "62 and 62 are no multiples of 4"),
-        (drawn(64), {"load_balance": True}, "causal calls alone"),
+        (drawn(64, softcap=1.0), "no soft cap"),
+        (drawn(64, mask=torch.ones(64, 64, dtype=torch.bool)), "no masks"),
+        (drawn(64, window=(2, 0)), "no masks"),
+        (drawn(64, is_causal=True, causal_offset=1), "from the top left"),
+        (drawn(32, 64, is_causal=True), "as many queries as keys"),
+        (drawn(62, is_causal=True), "62 and 62 are no multiples of 4"),
     ],
 )
-def test_what_it_refuses(case: Any, options: dict[str, Any], reason: str) -> None:
+def test_what_it_refuses(case: Any, reason: str) -> None:
     """Each in words, before a rank is asked."""
     with pytest.raises(Refused, match=reason):
-        PARALLEL.attend(case, **options)
+        PARALLEL.attend(case)
 
 
 @pytest.mark.gpu
 @two_gpus
 @pytest.mark.parametrize("convert_to_f32", [True, False])
-@pytest.mark.parametrize("balance", ["not causal", "plain", "balanced"])
-def test_on_gpus_it_is_sharded(balance: str, convert_to_f32: bool) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_on_gpus_it_is_sharded(causal: bool, convert_to_f32: bool) -> None:
     """Two GPUs give the output of `sharded` on one, every bit, and its gradients to 1 % of their
     errors' size (flash attention's backward adds up dq in no fixed order)."""
-    case = to_cuda(drawn(1024, heads=4, kv_heads=4, head_dim=64, is_causal=balance != "not causal"))
-    real, same = explained(case, convert_to_f32=convert_to_f32, load_balance=balance == "balanced")
+    case = to_cuda(drawn(1024, heads=4, kv_heads=4, head_dim=64, is_causal=causal))
+    real, same = explained(case, convert_to_f32=convert_to_f32)
     assert torch.equal(real.out, same.out)
     found, expected = errors(case, real), errors(case, same)
     for t in TENSORS:

@@ -43,11 +43,9 @@ from numdev.kernels.sharded import claims, described
 
 VALUES: Mapping[str, Sequence[Any]] = {
     "inner": ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn"),
-    "rotate": ("allgather", "alltoall"),
     "convert_to_f32": (True, False),
-    "load_balance": (None, True, False),
 }
-"""Options beside `world`, their defaults first. None balances causal calls, and no other can be."""
+"""Options beside `world`, their defaults first."""
 NAMES = ("out", "dq", "dk", "dv")
 SEQUENCE = 2  # the axis that is divided
 START_S = 180.0  # for ranks to import torch and to find each other
@@ -91,37 +89,34 @@ def context_parallel(case: AttentionCase, **options: Any) -> Output:
 def _computed(
     case: AttentionCase, options: Mapping[str, Any], upstream: Mapping[str, Tensor]
 ) -> Output:
-    world, inner, balanced = options["world"], options["inner"], options["load_balance"]
-    balanced = case.is_causal if balanced is None else balanced
-    device, parts = case.q.device.type, 2 * world if balanced else world
+    world, inner, device = options["world"], options["inner"], case.q.device.type
+    parts = 2 * world if case.is_causal else world  # causal calls are balanced, and no others
     lacking = device == "cuda" and torch.cuda.device_count() < world
     odd = case.q_len % parts or case.kv_len % parts
     refuse(
         (lacking, f"needs {world} CUDA devices, found {torch.cuda.device_count()}"),
         (inner not in OPERATORS[device], f"{inner} is not there on a CPU"),
-        (balanced and not case.is_causal, "PyTorch balances the load of causal calls alone"),
         (odd, f"the lengths {case.q_len} and {case.kv_len} are no multiples of {parts}"),
     )
     tensors = {"q": case.q, "k": case.k, "v": case.v, **upstream}
     task = {
         **{name: x.detach().cpu().contiguous() for name, x in tensors.items()},
-        **options,
         "operator": OPERATORS[device][inner],
         "scale": case.scale,
         "is_causal": case.is_causal,
-        "load_balance": balanced,
+        "convert_to_f32": options["convert_to_f32"],
     }
     answer = together(world, device).ask(task)[0]
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
     did = {
         "shards": world,
-        "order": "zigzag" if balanced else "ring",
+        "order": "zigzag" if case.is_causal else "ring",
         "merge_format": "float32" if options["convert_to_f32"] else "promoted",
         "partial_format": "working",
         "each": {"operator": task["operator"]},  # the one that PyTorch was left to choose from
     }
-    ran = f"context parallelism, {options['rotate']}: {described(did, task['operator'])}"
+    ran = f"context parallelism: {described(did, task['operator'])}"
     whole = {name: x.to(case.q.device) for name, x in answer.items()}
     return Output(**whole, ran=ran, ran_backward=ran if upstream else None, did=did)
 
@@ -154,26 +149,21 @@ class Ranks:
         self.world, self.ended = world, False
         self._folder = tempfile.TemporaryDirectory(prefix="numdev-ranks-")
         self._pipes: list[Connection[Any, Any]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []  # by rank
+        closed: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
             for number in range(world):
                 ours, theirs = Pipe()
+                self._pipes.append(ours)
                 place = [number, world, device, f"{self._folder.name}/store", theirs.fileno()]
                 command = [sys.executable, "-c", BOOT, json.dumps([sys.path, *place])]
-                self._pipes.append(ours)
-                closed: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
                 process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), **closed)
-                self._processes.append(process)
+                self.processes.append(process)
                 theirs.close()
             self.ask(None, START_S)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes, by rank."""
-        return [process.pid for process in self._processes]
 
     def ask(self, task: Mapping[str, Any] | None, limit_s: float = LIMIT_S) -> list[Answer]:
         """Every rank's answer, in order; to no task, that it is there. Raises MeasurementError, and
@@ -189,9 +179,8 @@ class Ranks:
                 left = max(deadline - time.monotonic(), 0)
                 ready = wait([self._pipes[n] for n in silent], timeout=left)
                 if not ready:
-                    who = ", ".join(map(str, silent))
-                    what = f"rank {who} of {self.world} did not answer within {limit_s:g} s"
-                    raise MeasurementError(what)
+                    who = f"rank {', '.join(map(str, silent))} of {self.world}"
+                    raise MeasurementError(f"{who} did not answer within {limit_s:g} s")
                 answers |= {n: self._answer(n) for n in silent if self._pipes[n] in ready}
             return [answers[n] for n in range(self.world)]
         except BaseException:
@@ -201,7 +190,7 @@ class Ranks:
     def close(self) -> None:
         """End every rank and remove what they shared."""
         self.ended = True
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
                 process.wait(timeout=10)
@@ -223,11 +212,11 @@ class Ranks:
         """How a rank died: what others report is then a consequence. None if all live."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            for number, process in enumerate(self._processes):
+            for number, process in enumerate(self.processes):
                 code = process.poll()
                 if code is not None:
-                    killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else None
-                    how = killed or f"ended with exit code {code}"
+                    name = signal.Signals(-code).name if code < 0 else None
+                    how = f"was killed by {name}" if name else f"ended with exit code {code}"
                     return f"rank {number} of {self.world} {how}"
             time.sleep(0.02)
         return None
@@ -268,8 +257,7 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> Answer:
     """The output, and the gradients where the task has an upstream one, all of them whole."""
     from torch.distributed.tensor.experimental import _attention as cp
 
-    cp.set_rotate_method(task["rotate"])
-    cp._cp_options.enable_load_balance = task["load_balance"]
+    cp._cp_options.enable_load_balance = task["is_causal"]
     cp._cp_options.convert_to_f32 = task["convert_to_f32"]
     device = torch.device(mesh.device_type)  # on CUDA the current one: this rank's
     tensors = [task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task]

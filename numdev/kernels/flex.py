@@ -34,18 +34,14 @@ from numdev.system import System
 
 VALUES: Mapping[str, tuple[Any, ...]] = {
     "compiled": (True, False),
-    "backend": (None, "AUTO", "TRITON", "TRITON_DECODE", "FLASH"),
-    "block_m": (None, 16, 32, 64, 128),
     "block_n": (None, 16, 32, 64, 128),
     "prescale_qk": (None, True, False),
-    "rows_guaranteed_safe": (None, True, False),
 }
 """The options, their defaults first. All but the first are PyTorch's `kernel_options` of the same
 names in capitals; None leaves PyTorch's own."""
 SPARSE_BLOCK = 128  # the keys of a block mask's block
 SHORT = 128  # with fewer queries CUDA runs the kernel for decoding, which splits the keys
 DECODING_TILE = 64
-PLAIN_TILE = 64
 TILES: Mapping[tuple[int, bool], Mapping[int, int]] = {
     (8, True): {64: 64, 128: 64, 192: 32, 256: 64},
     (9, True): {64: 128, 128: 64, 256: 32},
@@ -54,24 +50,17 @@ TILES: Mapping[tuple[int, bool], Mapping[int, int]] = {
     (9, False): {64: 32, 128: 64, 192: 64, 256: 32},
     (10, False): {64: 32, 128: 64, 192: 64, 256: 32},
 }
-"""Keys of a tile by head_dim, for (compute capability, 16-bit format), without autotuning;
-PLAIN_TILE for others."""
-UNLIMITED = 1_000_000
+"""Keys of a tile by head_dim, for (compute capability, 16-bit format), without autotuning; 64 for
+others."""
 LEAST_HEAD_DIM = 16  # of a matrix product in Triton
 Modification = Callable[..., Tensor]
 
 
 def _check(options: Mapping[str, Any]) -> None:
     """Raises UsageError for options that would be ignored."""
-    asked = _kernel_options(options)
+    asked = [n.upper() for n, x in options.items() if n != "compiled" and x is not None]
     if not options["compiled"] and asked:
         raise UsageError(f"eager FlexAttention ignores {', '.join(asked)}")
-
-
-def _kernel_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the options is set, in PyTorch's names."""
-    set_ = {name: x for name, x in options.items() if name != "compiled" and x is not None}
-    return {name.upper(): x for name, x in set_.items()}
 
 
 def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
@@ -84,24 +73,20 @@ def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str,
         return {"preset": "fa2", "block_kv": SPARSE_BLOCK if cut else case.kv_len}
     if did.get("PRESCALE_QK"):
         return None
-    if did.get("BACKEND") == "FLASH":
-        return {"preset": "fa2"}
     claim = {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
-    if _decodes(case, did.get("BACKEND")):
+    if _decodes(case):
         parts = (system.processors or 1) // (case.q.shape[0] * case.kv_heads) * 2
         return {**claim, "block_kv": did.get("BLOCK_N", DECODING_TILE), "splits": max(parts, 1)}
     sixteen, major = case.q.dtype != torch.float32, min((system.capability or (0, 0))[0], 10)
-    tile = TILES.get((major, sixteen), {}).get(d, PLAIN_TILE)
+    tile = TILES.get((major, sixteen), {}).get(d, 64)
     if d > 256:
         tile = 32 if sixteen else 16
     return {**claim, "block_kv": did.get("BLOCK_N", tile)}
 
 
-def _decodes(case: AttentionCase, backend: str | None) -> bool:
+def _decodes(case: AttentionCase) -> bool:
     """Whether the kernel for decoding runs: few queries, and a group that is a power of two. A mask
     that differs by head must do so for every query head, and none may be grouped."""
-    if backend is not None:
-        return backend == "TRITON_DECODE"
     mask = _four_axes(case.mask, bool_mask=True)
     by_head = mask is not None and mask.shape[1] > 1 and case.group > 1
     return case.q_len < SHORT and case.group & (case.group - 1) == 0 and not by_head
@@ -117,7 +102,8 @@ def _decodes(case: AttentionCase, backend: str | None) -> bool:
 )
 def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
     """PyTorch's FlexAttention, compiled into one kernel."""
-    asked, device, on_cuda = _kernel_options(options), case.q.device.type, case.q.is_cuda
+    asked = {name.upper(): x for name, x in options.items() if x is not None}
+    device, on_cuda = case.q.device.type, case.q.is_cuda
     float64 = compiled and case.q.dtype == torch.float64
     narrow = min(case.q.shape[-1], case.v.shape[-1]) < LEAST_HEAD_DIM and compiled and on_cuda
     refuse(
@@ -128,7 +114,7 @@ def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
     )
     from torch._dynamo import config
 
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), UNLIMITED)
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1_000_000)
     with config.patch(limits), warnings.catch_warnings():
         # Said once a process where it is eager, which `ran` says of every call.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -194,10 +180,8 @@ def _block_mask(case: AttentionCase) -> Any:
             shown = shown & (j <= i + high)
         return shown if mask is None else shown & _at(mask, b, h, i, j)
 
-    batches, heads = (None, None) if mask is None else mask.shape[:2]
-    return create_block_mask(
-        seen, batches, heads, case.q_len, case.kv_len, device=case.q.device.type
-    )
+    shape = (*((None, None) if mask is None else mask.shape[:2]), case.q_len, case.kv_len)
+    return create_block_mask(seen, *shape, device=case.q.device.type)
 
 
 def _four_axes(mask: Tensor | None, *, bool_mask: bool) -> Tensor | None:

@@ -31,9 +31,11 @@ format of the merge.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +51,7 @@ from numdev.kernels.emulation import backward as emulation
 from numdev.kernels.emulation.forward import operands_of
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.emulation.rounding import plain_arithmetic, rounding
-from numdev.kernels.output import upstream
+from numdev.kernels.output import refuse, upstream
 from numdev.kernels.sdpa import claim_of, mask_arguments
 from numdev.system import System
 
@@ -60,7 +62,6 @@ VALUES: Mapping[str, Sequence[str]] = {
     "partial_format": ("working", "float32"),
 }
 """Options beside `shards`, their defaults first."""
-CASTS = ("out", "dq_out", "dk_out", "dv_out")
 Slices = tuple[slice, ...]  # ranges of one axis, ascending
 Step = tuple[Slices, Slices]  # some rows meeting the keys of one shard, or of half of it
 State = tuple[Tensor, Tensor]  # O [B, H, rows, v_dim] and L [B, H, rows]
@@ -98,11 +99,6 @@ class Merge:
         fmt = format_named(self.format)
         return None if fmt.contains(format_of(self.arithmetic)) else fmt
 
-    @property
-    def sums(self) -> torch.dtype:
-        """The dtype in which gradients of several parts are added up."""
-        return self.arithmetic if self.between is None else dtype_of(self.between)
-
 
 def merged(parts: Sequence[State], how: Merge) -> State:
     """The parts, of which there is one at least, as one: O in the arithmetic of `how` and L no
@@ -129,20 +125,18 @@ def merged(parts: Sequence[State], how: Merge) -> State:
         while len(states) > 1:
             pairs = zip(states[::2], states[1::2], strict=False)
             left_over = states[len(states) - len(states) % 2 :]
-            states = [*(_pair(a, b, store) for a, b in pairs), *left_over]
+            states = [*(_pair(store, a, b) for a, b in pairs), *left_over]
         return states[0]
-    done = (store(states[0][0]), states[0][1])
-    for state in states[1:]:
-        done = _pair(done, state, store)
-    return done
+    first = (store(states[0][0]), states[0][1])
+    return functools.reduce(functools.partial(_pair, store), states[1:], first)
 
 
-def _pair(a: State, b: State, store: Callable[[Tensor], Tensor]) -> State:
+def _pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
     (O, L), (O_b, L_b) = a, b
-    nothing, first = torch.isneginf(L_b), torch.isneginf(L)
+    nothing = torch.isneginf(L_b)
     weight = torch.sigmoid(L_b - L)[..., None]
     merged_O = torch.where(nothing[..., None], O, O - weight * (O - O_b))
-    merged_L = torch.where(first, L_b, L - logsigmoid(L - L_b))
+    merged_L = torch.where(torch.isneginf(L), L_b, L - logsigmoid(L - L_b))
     return store(merged_O), torch.where(nothing, L, merged_L)
 
 
@@ -152,44 +146,35 @@ def _pair(a: State, b: State, store: Callable[[Tensor], Tensor]) -> State:
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
     """The steps of a case, each one rank's, those of one round after each other. Raises Refused
     where an order cannot have the case."""
-    if order == "zigzag":
-        return list(_zigzag(case, shards))
-    keys = chunks(case.kv_len, shards)
-    rows = chunks(case.q_len, shards) if order == "ring" else [slice(0, case.q_len)]
-    steps = (
-        (rows[rank], keys[(rank - turn if order == "ring" else turn) % len(keys)])
-        for turn in range(len(keys))
-        for rank in range(len(rows))
-    )
-    seen = ((key_range(case, rows), rows, keys) for rows, keys in steps)
-    return [
-        ((rows,), (keys,))
-        for see, rows, keys in seen
-        if max(see.start, keys.start) < min(see.stop, keys.stop)
-    ]
+    zigzag, ring = order == "zigzag", order in ("zigzag", "ring")
+    if zigzag:
+        plain = case.mask is None and case.window is None and case.causal_offset == 0
+        fits = case.is_causal and plain and case.q_len == case.kv_len
+        refuse(
+            (not fits, "zigzag balances plain causal calls, with as many queries as keys"),
+            (case.q_len % (2 * shards), f"the length {case.q_len} is no multiple of {2 * shards}"),
+        )
+        at = chunks(case.q_len, 2 * shards)
+        keys_of: list[Slices] = [(at[rank], at[-1 - rank]) for rank in range(shards)]
+        rows_of = keys_of
+    else:
+        keys_of = [(x,) for x in chunks(case.kv_len, shards)]
+        rows_of = [(x,) for x in chunks(case.q_len, shards if ring else 1)]
+    steps: list[Step] = []
+    for turn, (rank, rows) in itertools.product(range(len(keys_of)), enumerate(rows_of)):
+        keys = keys_of[(rank - turn if ring else turn) % len(keys_of)]
+        if zigzag and turn:  # half of the pairs are hidden, and are not computed
+            rows, keys = (rows, keys[:1]) if turn <= rank else (rows[1:], keys)
+        seen = key_range(case, rows[-1])
+        if max(seen.start, keys[0].start) < min(seen.stop, keys[-1].stop):
+            steps.append((rows, keys))
+    return steps
 
 
 def chunks(length: int, number: int) -> list[slice]:
     """At most so many ranges of one length, the last of which may be shorter."""
     size = -(-length // number)
     return [slice(at, min(at + size, length)) for at in range(0, length, size)]
-
-
-def _zigzag(case: AttentionCase, ranks: int) -> Iterator[Step]:
-    plain = case.mask is None and case.window is None and case.causal_offset == 0
-    if not (case.is_causal and plain and case.q_len == case.kv_len):
-        raise Refused("zigzag balances plain causal calls, with as many queries as keys")
-    if case.q_len % (2 * ranks):
-        raise Refused(f"zigzag divides a length by {2 * ranks}, and {case.q_len} it does not")
-    at = chunks(case.q_len, 2 * ranks)
-    held = [(at[rank], at[-1 - rank]) for rank in range(ranks)]
-    for turn in range(ranks):
-        for rank in range(ranks):
-            rows, keys = held[rank], held[rank - turn]
-            if turn == 0:
-                yield rows, keys
-            else:
-                yield (rows, keys[:1]) if turn <= rank else (rows[1:], keys)
 
 
 def part(case: AttentionCase, step: Step) -> AttentionCase:
@@ -266,8 +251,7 @@ def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, 
 
 
 def described(did: Mapping[str, Any], each: str) -> str:
-    """What ran in words, for example `4 shards, ring, merged in float32, handed over in working,
-    each by _scaled_dot_product_flash_attention`."""
+    """What ran in words; `each` is the operator of one shard."""
     return (
         f"{did['shards']} shards, {did['order']}, merged in {did['merge_format']}, handed over in "
         f"{did['partial_format']}, each by {each}"
@@ -292,7 +276,7 @@ def _computed(case: AttentionCase, options: Mapping[str, Any], *, with_gradients
     if shards == 1:
         return (find(inner).gradients if with_gradients else find(inner).attend)(case)
     wide = inner == "emulated" and options["partial_format"] == "float32"
-    casts = dict.fromkeys(CASTS, "float32") if wide else {}
+    casts = dict.fromkeys(("out", *emulation.CASTS), "float32") if wide else {}
     how = Merge(order=order, format=options["merge_format"], working=case.format)
     steps = schedule(case, shards, order)
     (O, L), last = _forward(case, steps, how, inner, casts)
@@ -300,7 +284,8 @@ def _computed(case: AttentionCase, options: Mapping[str, Any], *, with_gradients
     done = Output(out=_cast(O, case), lse=L, ran=described(did, last.ran or inner), did=did)
     if not with_gradients:
         return done
-    sums = [torch.zeros_like(x, dtype=how.sums) for x in (case.q, case.k, case.v)]
+    dtype = how.arithmetic if how.between is None else dtype_of(how.between)
+    sums = [torch.zeros_like(x, dtype=dtype) for x in (case.q, case.k, case.v)]
     for rows, keys in steps:
         shard = part(case, (rows, keys))
         partial = _backward(inner, shard, taken(done.out, rows), taken(L, rows), casts)
@@ -392,6 +377,6 @@ def _emulated(case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str
         O, L = (x.to(r.dtype) for x in (O, L))
         kept = emulation.Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=L, l=torch.ones_like(L))
         sums = emulation.backward(kept.with_upstream(upstream(case)))
-        casts_of = zip(CASTS[1:], emulation.cast(r, *sums), strict=True)
-        dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in casts_of)
+        sites = zip(emulation.CASTS, emulation.cast(r, *sums), strict=True)
+        dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
     return dq, dk, dv
