@@ -180,8 +180,9 @@ def _block_mask(case: AttentionCase) -> Any:
             shown = shown & (j <= i + high)
         return shown if mask is None else shown & _at(mask, b, h, i, j)
 
-    shape = (*((None, None) if mask is None else mask.shape[:2]), case.q_len, case.kv_len)
-    return create_block_mask(seen, *shape, device=case.q.device.type)
+    batches, heads = (None, None) if mask is None else mask.shape[:2]
+    n, m, device = case.q_len, case.kv_len, case.q.device.type
+    return create_block_mask(seen, batches, heads, n, m, device=device)
 
 
 def _four_axes(mask: Tensor | None, *, bool_mask: bool) -> Tensor | None:

@@ -46,8 +46,8 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     r = Rounder(made, case)
     sites = zip(("out", *backward.CASTS), (O, *dQKV), strict=True)
     out, dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
-    lse = r.stored("lse", L, torch.float32)
-    return Output(out=out, lse=lse, dq=dq, dk=dk, dv=dv, ran=_forward(r), ran_backward=_backward(r))
+    lse, ran = r.stored("lse", L, torch.float32), _ran(r)
+    return Output(out=out, lse=lse, dq=dq, dk=dk, dv=dv, ran=ran, ran_backward=ran)
 
 
 @kernel(
@@ -75,36 +75,16 @@ def emulated(case: AttentionCase, **options: Any) -> Output:
     made = recipe(**options)
     O, L = attend(case, made)
     r = Rounder(made, case)
-    return Output(
-        out=r.stored("out", O, case.q.dtype),
-        lse=r.stored("lse", L, torch.float32),
-        ran=_forward(r),
-    )
+    out, lse = r.stored("out", O, case.q.dtype), r.stored("lse", L, torch.float32)
+    return Output(out=out, lse=lse, ran=_ran(r))
 
 
-def _forward(r: Rounder) -> str:
+def _ran(r: Rounder) -> str:
     """What ran, with everything that was left to the preset filled in."""
-    made, (block_q, block_kv) = r.made, r.tile
-    said = (
-        f"{made.preset}: {made.algorithm}, tiles {block_q} x {block_kv} {made.kv_order}, "
-        f"outer loop {made.loop_order}, l from {made.l_from} P, {made.compute}"
-    )
-    said += f", {made.splits} splits" if made.splits else ""
-    if made.softmax == "stabilised":
-        said += f", stabilised softmax (beta {made.beta}, ties within {made.tie_tolerance})"
-    return said + (", guarded softmax" if made.softmax == "guarded" else "")
-
-
-def _backward(r: Rounder) -> str:
-    """The same of the backward pass."""
-    made, (block_q, block_kv) = r.made, r.tile
-    P = {"lse": "exp(S - L)", "m_and_l": "exp(S - m) / l"}[made.p_from]
-    signs = ", its error with random signs" if made.delta_sign == "random" else ""
-    parts = f", {made.q_splits} parts of the queries" if made.q_splits else ""
-    return (
-        f"{made.preset}: P from {P}, delta from {made.delta_from}{signs}, dS scaled "
-        f"{made.ds_scale} its products, tiles {block_q} x {block_kv}, {made.compute}{parts}"
-    )
+    options = {name: getattr(r.made, name) for name in FIELDS}
+    options |= zip(("block_q", "block_kv"), r.tile, strict=True)
+    words = (f"{name}={value}" for name, value in options.items() if value is not None)
+    return f"{r.made.preset}: {' '.join(words)}"
 
 
 # --- what a claim predicts ---------------------------------------------------------------------
