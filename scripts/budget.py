@@ -26,9 +26,9 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/diagnose": (1500, None),
     "numdev/report": (2900, None),
     "numdev": (28000, 29130),
-    "tests": (20000, 22040),
+    "tests": (20000, None),
 }
-WHOLE = ("numdev", "tests")  # totals have no tenth to spare
+WHOLE = ("numdev",)  # the total has no tenth to spare
 
 
 def lines(name: str) -> int:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
+import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from commands import ran
-from stored import sharded
+from safetensors.torch import save_file
+from scipy.stats import wasserstein_distance
+from stored import distributed, sharded
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from numdev import report
+from numdev.errors import MeasurementError
+from numdev.sources.dcp import read_metadata
+from numdev.training.weights.files import open_weights
+from numdev.training.weights.pairs import CASTS, cast_costs, numbers, pooled
+from numdev.training.weights.pairs import compare as compared
 from numdev.training.weights.report import WeightsReport
-from numdev.training.weights.study import weights
+from numdev.training.weights.study import KINDS, kind_of, weights
 
 State = dict[str, Tensor]
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
@@ -220,3 +236,316 @@ def test_on_a_gpu_the_numbers_are_the_same(run: Any, tmp_path: Path) -> None:
         for name, value in one.model_dump().items():
             wanted = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
             assert getattr(other, name) == wanted, (one.tensor, name)
+
+
+# --- the numbers of two tensors and of many ------------------------------------------------------
+
+
+RELATIVE = 1e-12
+"""Sums of 10^4 fp64 terms, in whichever order: n u = 10^4 * 1.1e-16."""
+
+
+def normal(*shape: int, seed: int, size: float = 0.02) -> Tensor:
+    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def measured(of: Tensor, against: Tensor) -> dict[str, Any]:
+    return numbers(compared(of, against, cast_costs(against)))
+
+
+def expected(of: Tensor, against: Tensor) -> dict[str, float]:
+    """The same by numpy and scipy, from the values."""
+    a, b = (x.double().flatten().numpy() for x in (of, against))
+    cast = b.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    return {
+        "max_abs": np.abs(a - b).max(),
+        "mean_abs": np.abs(a - b).mean(),
+        "rel": np.linalg.norm(a - b) / np.linalg.norm(b),
+        "equal": (a == b).mean(),
+        "w1": wasserstein_distance(a, b),
+        # W1 of a cast is its mean change, since rounding keeps the order.
+        "bfloat16_times": np.abs(a - b).mean() / wasserstein_distance(cast, b),
+    }
+
+
+def agree(found: dict[str, Any], wanted: dict[str, float]) -> bool:
+    return all(math.isclose(found[k], v, rel_tol=RELATIVE) for k, v in wanted.items())
+
+
+def test_one_tensor_against_numpy_and_scipy() -> None:
+    """All numbers of a tensor pair are those of numpy and scipy, W1 of a cast among them; and the
+    comparison rejects a number that is off by 1e-9."""
+    b = normal(100, 70, seed=0)
+    a = b + normal(100, 70, seed=1, size=1e-4) * (torch.arange(70) % 2)
+    found, wanted = measured(a, b), expected(a, b)
+    assert agree(found, wanted)
+    for name in wanted:
+        assert not agree(found | {name: found[name] * (1 + 1e-9)}, wanted)
+    assert found["nulls"] == {}
+
+
+def test_a_group_is_its_tensors_laid_end_to_end() -> None:
+    """Every paired number of several tensors is that of their concatenation; W1 is the mean of
+    theirs, which is never below W1 of the concatenation."""
+    pairs = [(normal(40, n, seed=n), normal(40, n, seed=n + 1, size=0.1)) for n in (3, 50, 77)]
+    pairs.append((torch.zeros(7), torch.zeros(7)))
+    found = numbers(pooled([compared(a, b, cast_costs(b)) for a, b in pairs]))
+    a, b = (torch.cat([p[i].flatten() for p in pairs]) for i in (0, 1))
+    wanted = expected(a, b)
+    of_all = wanted.pop("w1")
+    assert agree(found, wanted)
+    each = [
+        (x.numel(), wasserstein_distance(x.flatten().numpy(), y.flatten().numpy()))
+        for x, y in pairs
+    ]
+    mean = sum(n * w for n, w in each) / sum(n for n, _ in each)
+    assert found["w1"] == pytest.approx(mean, rel=1e-6)  # scipy adds float32 up in float32
+    assert found["w1"] >= of_all
+
+
+def test_formats_of_8_bits_and_of_64() -> None:
+    """Weights stored in float8 and float64 are compared like any."""
+    b = normal(30, 30, seed=6, size=1.0)
+    found = measured(b.to(torch.float8_e4m3fn), b.double())
+    assert found["max_abs"] == (b.to(torch.float8_e4m3fn).double() - b.double()).abs().max()
+    assert found["float8_e4m3fn_times"] == pytest.approx(1, rel=RELATIVE)
+    assert measured(b, b.to(torch.float8_e4m3fn))["nulls"].keys() == {"float8_e4m3fn_times"} | {
+        f"{name}_times" for name in CASTS
+    }
+
+
+KINDS_OF = {
+    "embedding": "transformer.wte.weight patch_embed.proj.weight",
+    "attention": "transformer.h.3.attn.c_attn.weight blocks.11.attn.qkv.weight "
+    "encoder.layers.0.self_attn.in_proj_weight model.layers.10.self_attn.q_proj.weight "
+    "layers.0.attention.wk.weight bert.encoder.layer.1.attention.output.dense.weight "
+    "encoder.block.0.layer.0.SelfAttention.o.weight",
+    "mlp": "transformer.h.3.mlp.c_proj.weight "
+    "model.layers.10.mlp.experts.7.down_proj.weight "
+    "layers.0.feed_forward.w2.weight bert.encoder.layer.1.output.dense.weight "
+    "blocks.11.mlp.fc1.weight decoder.block.0.layer.2.DenseReluDense.wo.weight",
+    "norm": "transformer.h.3.ln_1.weight model.layers.10.self_attn.k_norm.weight "
+    "bert.embeddings.LayerNorm.weight vit.encoder.layer.0.layernorm_before.weight",
+    "other": "model.layers.0.self_attn.rotary_emb.inv_freq 0.weight",
+    "head": "lm_head.weight output.weight cls.predictions.transform.dense.weight head.weight",
+}
+"""Names of GPT-2, Llama, BERT, ViT, timm, T5 and PyTorch's Transformer."""
+
+
+@pytest.mark.parametrize("kind", KINDS_OF)
+def test_kinds_by_common_names(kind: str) -> None:
+    assert kind in KINDS
+    assert {kind_of(name) for name in KINDS_OF[kind].split()} == {kind}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
+    """NaN and infinity of either side are counted for it, and the rest gives the numbers that the
+    finite pairs give alone."""
+    a, b = normal(50, seed=4), normal(50, seed=5)
+    clean = measured(a[3:], b[3:])
+    a[0] = a[1] = b[1] = b[2] = bad
+    found = measured(a, b)
+    assert (found["nonfinite_of"], found["nonfinite_against"], found["elements"]) == (2, 2, 50)
+    same = ("max_abs", "mean_abs", "rel", "w1", "equal")
+    assert {k: found[k] for k in same} == {k: clean[k] for k in same}
+
+
+# --- every kind of file, damaged and hostile ones ------------------------------------------------
+
+
+STATE = {
+    "layers.0.w": torch.arange(12, dtype=torch.float32).view(4, 3),
+    "layers.0.b": torch.arange(4).to(torch.bfloat16),
+    "scale": torch.tensor(2.5, dtype=torch.float64),
+}
+NESTED = {"model": {f"_orig_mod.module.{k}": x for k, x in STATE.items()}, "step": 3}
+OPTIMISER = {"optim": {"x": torch.ones(3)}, "step": 1}
+# As PyTorch's tutorial saves it, of a model in DistributedDataParallel.
+APP = {"app": {"model": {f"module.{k}": x for k, x in STATE.items()}, **OPTIMISER}}
+
+
+def values(path: Path | str) -> dict[str, Tensor]:
+    """Everything in a set of weights."""
+    return {name: stored.read() for name, stored in open_weights(str(path)).tensors.items()}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[k].dtype == x.dtype and torch.equal(found[k], x) for k, x in wanted.items()
+    )
+
+
+def test_every_kind_of_file_gives_its_tensors(tmp_path: Path) -> None:
+    """Names, formats and values are those that were saved, without wrappers' prefixes; and the
+    comparison rejects another value, format or name."""
+    (tmp_path / "lone").mkdir()
+    save_file(STATE, tmp_path / "m.safetensors")
+    save_file(STATE, tmp_path / "lone" / "adapter_model.safetensors")
+    torch.save(STATE, tmp_path / "m.pt")
+    torch.save(STATE, tmp_path / "m.bin", _use_new_zipfile_serialization=False)
+    torch.save(NESTED, tmp_path / "m.pth")
+    index = sharded(tmp_path / "sharded", STATE)
+    for path in (
+        *(tmp_path / name for name in ("m.safetensors", "lone", "m.pt", "m.bin", "m.pth")),
+        *(index, index.parent),
+        distributed(tmp_path / "d", dict(STATE)),
+        distributed(tmp_path / "n", {"model": dict(STATE), **OPTIMISER}),
+        distributed(tmp_path / "app", APP),
+    ):
+        assert same(values(path), STATE), path
+    assert not same(STATE, STATE | {"scale": STATE["scale"] + 1e-9})
+    assert not same(STATE, STATE | {"scale": STATE["scale"].float()})
+    assert not same(STATE, {**STATE, "more": torch.zeros(1)})
+
+
+def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
+    """What shares its storage is listed once, and found under all its names."""
+    x = torch.randn(3, 2)
+    torch.save({"head": x, "other": x.clone(), "embed": x, "view": x[:2]}, tmp_path / "t.pt")
+    found = open_weights(str(tmp_path / "t.pt"))
+    assert list(found.tensors) == ["head", "other", "view"]
+    assert found.tied == {"embed": "head"}
+    assert found.find("embed") is found.tensors["head"]
+    assert torch.equal(found.tensors["head"].read(), x)
+    assert found.find("none") is None
+
+
+# --- distributed checkpoints in pieces -----------------------------------------------------------
+
+WHOLE = torch.arange(35, dtype=torch.float32).view(7, 5)
+QUARTERS = [
+    (slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 5)),
+    (slice(4, 7), slice(0, 2)), (slice(4, 7), slice(2, 5)),
+]  # fmt: skip
+
+
+def pieces(directory: Path, blocks: list[tuple[slice, ...]] = QUARTERS) -> Path:
+    """A distributed checkpoint of WHOLE as `w`, in blocks, one file each, as several ranks write
+    it. Torch's own classes make its metadata."""
+    directory.mkdir()
+    chunks, storage = [], {}
+    for rank, block in enumerate(blocks):
+        part, stream = WHOLE[block].clone(), io.BytesIO()
+        torch.save(part, stream)
+        name, before = f"__{rank}_0.distcp", b"another tensor"
+        (directory / name).write_bytes(before + stream.getvalue())
+        offset = torch.Size([s.start for s in block])
+        chunks.append(torchs.ChunkStorageMetadata(offset, part.shape))
+        place = _StorageInfo(name, len(before), len(stream.getvalue()))
+        storage[torchs.MetadataIndex("w", offset)] = place
+    about = torchs.TensorStorageMetadata(
+        torchs.TensorProperties.create_from_tensor(WHOLE), WHOLE.shape, chunks
+    )
+    written = torchs.Metadata({"w": about}, planner_data={"w": ("w",)}, storage_data=storage)
+    (directory / ".metadata").write_bytes(pickle.dumps(written))
+    return directory
+
+
+def test_pieces_are_put_together(tmp_path: Path) -> None:
+    """A tensor in four blocks is what torch's own reader makes of the same files."""
+    directory = pieces(tmp_path / "d")
+    theirs = {"w": torch.zeros(7, 5)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(theirs, checkpoint_id=directory)
+    assert same(values(directory), theirs)
+    assert same(theirs, {"w": WHOLE})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content, other: content[:-1],
+        lambda content, other: b"x" * len(content),
+        lambda content, other: other.ljust(len(content), b"\0"),
+        None,
+    ],
+    ids=["truncated", "garbled", "another block", "gone"],
+)
+def test_a_damaged_piece_is_named(
+    spoil: Callable[[bytes, bytes], bytes] | None, tmp_path: Path
+) -> None:
+    """A tensor one of whose files is spoiled raises, with the tensor's name and the file's."""
+    directory = pieces(tmp_path / "d")
+    file, other = directory / "__0_0.distcp", directory / "__3_0.distcp"
+    if spoil is None:
+        file.unlink()
+    else:
+        file.write_bytes(spoil(file.read_bytes(), other.read_bytes()))
+    with pytest.raises(MeasurementError, match=r"w: __0_0.distcp is missing or damaged"):
+        values(directory)
+
+
+@pytest.mark.parametrize("blocks", [QUARTERS[:3], [*QUARTERS[:3], QUARTERS[0]]])
+def test_pieces_that_leave_a_gap_are_refused(blocks: Any, tmp_path: Path) -> None:
+    """No number is made of memory that no file filled: a block less, and one twice."""
+    with pytest.raises(MeasurementError, match="do not make up the tensor"):
+        values(pieces(tmp_path / "d", blocks))
+
+
+class _Runs:
+    """What a hostile pickle does: call something."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _Runs(os.mkdir, "ran"),
+        {"state_dict_metadata": _Runs(os.system, "touch ran")},
+        _Runs(torch.load, "x"),
+        torch.nn.Linear(2, 2),
+    ],
+)
+def test_metadata_that_asks_for_anything_else_is_refused(
+    content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pickle that would call something, or build any other object, is refused by the name it
+    asks for, and nothing runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(MeasurementError, match=r"asks for .*, which is no part of a checkpoint"):
+        read_metadata(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [".metadata"]
+
+
+def test_metadata_changes_none_of_torchs_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instruction that writes into a class it names reaches only a stand-in; plain pickle would
+    have changed torch's."""
+    monkeypatch.setattr(torchs.Metadata, "version", None)
+    # Push the class, then the state (None, {"version": "spoilt"}); BUILD sets attributes by it.
+    spoils = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(Vversion\nVspoilt\ndtb."
+    (tmp_path / ".metadata").write_bytes(spoils)
+    with pytest.raises(MeasurementError, match="is not the metadata"):
+        read_metadata(tmp_path)
+    assert torchs.Metadata.version is None
+    pickle.loads(spoils)
+    assert torchs.Metadata.version == "spoilt"
+
+
+def test_metadata_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    """A file outside the checkpoint's directory is never opened."""
+    path = pieces(tmp_path / "d") / ".metadata"
+    written = pickle.loads(path.read_bytes())
+    for place in written.storage_data.values():
+        place.relative_path = "../" + place.relative_path
+    path.write_bytes(pickle.dumps(written))
+    with pytest.raises(MeasurementError, match="not the name of a file beside it"):
+        read_metadata(path.parent)
+
+
+def test_a_pickle_with_objects_is_damage(tmp_path: Path) -> None:
+    """What torch.save wrote is read without building any object but tensors."""
+    torch.save({"w": torch.ones(2), "x": _Runs(os.mkdir, str(tmp_path / "ran"))}, tmp_path / "m.pt")
+    found = open_weights(str(tmp_path / "m.pt"))
+    assert not found.tensors
+    assert "numdev does not unpickle it" in found.damage[0]
+    assert not (tmp_path / "ran").exists()
