@@ -218,7 +218,7 @@ def _left_out(report: AuditReport, *, grouped: bool) -> Iterator[str]:
     for (backward, why), cases in reasons.items():
         what = "backward passes" if backward else "calls"
         which = "" if len(cases) == every else f" ({', '.join(dict.fromkeys(cases))})"
-        yield f"Skipped: {len(cases)} of {every} {what}{which}: {why}."
+        yield f"Skipped: {len(cases)} of {every} {what}{which}: {why.rstrip('.')}."
     fewer = {case.case for case in report.cases if case.kv_heads < case.heads}
     ran = dict.fromkeys(r.case for r in rows if r.status == "ok" and r.case in fewer)
     if ran and not grouped:
