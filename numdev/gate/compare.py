@@ -59,9 +59,9 @@ UNITS = {
     "rms": " (rms)",
 }
 THRESHOLD = (
-    f"Beyond noise is what {ALPHA:.0%} of comparisons would show somewhere by chance, over the "
-    f"{{tests}} numbers judged; a change of less than {LEAST - 1:.0%} never is (of a worst row: "
-    f"less than a factor of {WORST_ELSE:g}, of dq and dk {WORST['dq']:g})."
+    f"Beyond noise is what {100 * ALPHA:g} % of comparisons would show somewhere by chance, over "
+    f"the {{tests}} numbers judged; a change of less than {100 * LEAST - 100:g} % never is (of a "
+    f"worst row: less than a factor of {WORST_ELSE:g}, of dq and dk {WORST['dq']:g})."
 )
 OTHER = (
     "The inputs differ in {count} of {every} rows, judging by the floor: there errors are judged "
