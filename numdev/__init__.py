@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from numdev.api import capture as capture
     from numdev.api import measure as measure
     from numdev.kernels import kernel as kernel
-    from numdev.sources.serving import save_cases as save_cases
-    from numdev.sources.serving import varlen_cases as varlen_cases
+    from numdev.sources.tensorfile import save_cases as save_cases
+    from numdev.sources.tensorfile import varlen_cases as varlen_cases
     from numdev.testing import CheckFailed as CheckFailed
     from numdev.testing import check_attention as check_attention
 
@@ -29,8 +29,8 @@ _HOMES = {
     "check_attention": "testing",
     "kernel": "kernels",
     "measure": "api",
-    "save_cases": "sources.serving",
-    "varlen_cases": "sources.serving",
+    "save_cases": "sources.tensorfile",
+    "varlen_cases": "sources.tensorfile",
 }
 __all__ = tuple(_HOMES)
 

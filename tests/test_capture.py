@@ -24,8 +24,12 @@ from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.kernels import find
-from numdev.sources.capture import attention_implementation, capture, handed_over
-from numdev.sources.watch import attention_modules
+from numdev.sources.capture import (
+    attention_implementation,
+    attention_modules,
+    capture,
+    handed_over,
+)
 
 B, N, STEPS = 3, 12, 3
 IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))

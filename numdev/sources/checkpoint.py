@@ -25,8 +25,7 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.dcp import SplitTensor, files_of, is_distributed, open_distributed
-from numdev.sources.files import blaming, quiet, read_json, some
+from numdev.sources.files import SplitTensor, blaming, is_distributed, quiet, read_json, some
 from numdev.sources.streaming import Deferred, Stored
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -60,9 +59,9 @@ class Weights:
     def opened(cls, path: Path, **own: Any) -> Self:
         """The weights at a path: in its files, or a distributed checkpoint."""
         if is_distributed(path):
-            nesting, split = open_distributed(path)
+            nesting, split = storage.open_distributed(path)
             own |= {"split": split, "nesting": nesting, "prefix": storage.common_prefix([*split])}
-            own["files"] = files_of(path)
+            own["files"] = storage.files_of(path)
         return cls(path=path, name=path.resolve().name, **own)
 
     @property

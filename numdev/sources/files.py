@@ -1,4 +1,5 @@
-"""Files that hold tensors, read lazily and safely: safetensors, and what torch.save writes.
+"""Files that hold tensors, read lazily and safely: safetensors, what torch.save writes, and
+`torch.distributed.checkpoint` directories.
 
 Such a file is foreign data: pickles are read with `weights_only=True` alone, safetensors checks a
 header against its file's length, and a shard must lie beside the index that names it.
@@ -7,12 +8,17 @@ header against its file's length, and a shard must lie beside the index that nam
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
 import json
 import logging
+import math
+import pickle
 import warnings
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +211,184 @@ def some(names: Sequence[str], shown: int = 4) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+# --- distributed checkpoints --------------------------------------------------------------------
+#
+# A tensor is stored in pieces, each a byte range of a `__RANK_N.distcp` file that torch.save wrote,
+# and the pickle `.metadata` says where. It is read by an unpickler that refuses every name such
+# metadata is not made of, and builds empty records in place of torch's classes.
+
+METADATA = ".metadata"
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("TensorProperties", "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,  # where the checkpoint was saved to
+    "pathlib._local": _PATHS,
+}
+_VALUES = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A block of a tensor: where it begins, its shape, and the bytes of a file that hold it."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str  # Beside the metadata
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitTensor:
+    """A tensor of a distributed checkpoint; its values are read when asked for."""
+
+    directory: Path
+    name: str
+    path: tuple[str, ...]  # the keys that lead to it in the saved dict, else the name alone
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def read(self) -> Tensor:
+        """The whole tensor, in its stored format. Raises MeasurementError, naming the file, where a
+        piece is missing or damaged, and where the pieces do not make up the tensor."""
+        if not _fills(self.shape, self.pieces):
+            what = f"{self.directory}: {self.name}: its pieces do not make up the tensor"
+            raise MeasurementError(what, hint=FETCH)
+        parts = [self._read(piece) for piece in self.pieces]
+        if len(parts) == 1:
+            return parts[0]
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for piece, part in zip(self.pieces, parts, strict=True):
+            block = zip(piece.start, piece.shape, strict=True)
+            whole[tuple(slice(a, a + n) for a, n in block)] = part
+        return whole
+
+    def _read(self, piece: Piece) -> Tensor:
+        with naming(self.directory, f"{self.name}: {piece.file} is missing or damaged"):
+            with (self.directory / piece.file).open("rb") as file:
+                file.seek(piece.offset)
+                stored = file.read(piece.length)
+            # Fewer bytes than numbers: cut short, or compressed.
+            if len(stored) < math.prod(piece.shape) * self.dtype.itemsize:
+                raise ValueError("too few bytes")
+            tensor = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
+            if (tuple(tensor.shape), tensor.dtype) != (piece.shape, self.dtype):
+                raise ValueError(f"expected {list(piece.shape)}, got {list(tensor.shape)}")
+            return torch.as_tensor(tensor)
+
+
+def is_distributed(path: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote this directory."""
+    return (path / METADATA).is_file()
+
+
+def open_distributed(directory: Path) -> tuple[str, dict[str, SplitTensor]]:
+    """The tensors of a distributed checkpoint by name: those under the first key of NESTED that
+    holds any, named as they are in it, and what stood before their names; else all."""
+    stored = read_metadata(directory)
+    keys = (*NESTED, "app")
+    heads = (x.path[: x.path.index(k) + 1] for k in keys for x in stored if k in x.path[:-1])
+    head = next(heads, ())
+    inside = [x for x in stored if x.path[: len(head)] == head]
+    names = {".".join(x.path[len(head) :]) if head else x.name: x for x in inside}
+    return "".join(f"{key}." for key in head), names
+
+
+def files_of(directory: Path) -> tuple[Path, ...]:
+    """The files of a distributed checkpoint, its metadata first."""
+    return (directory / METADATA, *sorted(directory.glob("*.distcp")))
+
+
+def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
+    """Whether the pieces are blocks within the shape that cover it exactly once."""
+    if not pieces or any({len(p.start), len(p.shape)} != {len(shape)} for p in pieces):
+        return False
+    blocks = [list(zip(p.start, p.shape, strict=True)) for p in pieces]
+    within = all(a + n <= m for b in blocks for (a, n), m in zip(b, shape, strict=True))
+    apart = all(
+        any(a + n <= b or b + m <= a for (a, n), (b, m) in zip(p, q, strict=True))
+        for p, q in itertools.combinations(blocks, 2)
+    )
+    return within and apart and sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
+
+
+def read_metadata(directory: Path) -> list[SplitTensor]:
+    """The tensors of a distributed checkpoint, in its order. Raises MeasurementError for a file
+    that asks for anything but metadata, is damaged, or names a file elsewhere; nothing of it is
+    run."""
+    path = directory / METADATA
+    places: dict[Any, dict[str, Any]] = {}
+    tensors = []
+    with naming(path, "is not the metadata of a distributed checkpoint"), path.open("rb") as file:
+        metadata = _Unpickler(path, file).load()
+        for index, info in metadata.storage_data.items():
+            name = str(info.relative_path)
+            if Path(name).name != name:
+                what = f"{path}: {name!r} is not the name of a file beside it"
+                raise MeasurementError(what, hint=DISTRUST)
+            offset, length = _sizes((info.offset, info.length))
+            key = str(index.fqn), _sizes(getattr(index, "offset", None) or ())
+            places[key] = {"file": name, "offset": offset, "length": length}
+        keys = getattr(metadata, "planner_data", None)
+        for name, stored in metadata.state_dict_metadata.items():
+            if type(stored).__name__ == "BytesStorageMetadata":
+                continue
+            if not isinstance(dtype := stored.properties.dtype, torch.dtype):
+                raise ValueError(f"{name} has no dtype")
+            pieces = []
+            for chunk in stored.chunks:
+                start, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
+                place = places.get((str(name), start)) or places[str(name), ()]
+                pieces.append(Piece(start=start, shape=shape, **place))
+            way = keys.get(name) if isinstance(keys, dict) else None
+            way = tuple(map(str, way)) if isinstance(way, tuple | list) else (str(name),)
+            own: Any = {"path": way, "dtype": dtype, "shape": _sizes(stored.size)}
+            tensor = SplitTensor(directory=directory, name=str(name), pieces=tuple(pieces), **own)
+            tensors.append(tensor)
+    if not tensors:
+        raise MeasurementError(f"{directory}: holds no tensor", hint="save model.state_dict()")
+    return tensors
+
+
+class _Record:
+    """Stands for an object of torch's: holds what was stored of it, and does nothing."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, stored: Any) -> None:
+        # TensorProperties store a tuple, the dtype first.
+        self.__dict__.update(stored if isinstance(stored, dict) else {"dtype": stored[0]})
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path, file: Any) -> None:
+        super().__init__(file)
+        self._path, self._records = path, dict[str, type[_Record]]()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a name that metadata may use; raises for every other."""
+        if name in _RECORDS.get(module, ()):
+            # Made for this file alone: an instruction that writes into a class spoils no other.
+            return self._records.setdefault(name, type(name, (_Record,), {}))
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        what = f"asks for {module}.{name}, which is no part of a checkpoint's metadata"
+        raise MeasurementError(f"{self._path}: {what}: it is not unpickled", hint=DISTRUST)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """Whole numbers, none of them negative."""
+    sizes = tuple(values)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise ValueError(f"{sizes!r} are no sizes")
+    return sizes

@@ -17,10 +17,17 @@ from numdev.cases import AttentionCase, CaseRef, laid_out, transposed
 from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
-from numdev.sources.capture import Captured, Enough, capture, handed_over
+from numdev.sources.capture import (
+    Captured,
+    Enough,
+    Layers,
+    attention_modules,
+    capture,
+    handed_over,
+    layer_of,
+)
 from numdev.sources.checkpoint import Checkpoint, StateDict, open_checkpoint, open_state_dict
-from numdev.sources.dcp import is_distributed
-from numdev.sources.files import FETCH, some
+from numdev.sources.files import FETCH, is_distributed, some
 from numdev.sources.loss import Upstream, drawn_from, find_upstream
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
@@ -28,7 +35,6 @@ from numdev.sources.prompts import model_inputs
 from numdev.sources.regimes import Shapes, check, draw, draw_mask
 from numdev.sources.streaming import Streamed
 from numdev.sources.tensorfile import holds_cases, open_cases
-from numdev.sources.watch import Layers, attention_modules, layer_of
 from numdev.system import System
 
 # Options that say what a model is and reads, and mean nothing where there is none of that kind.
@@ -125,22 +131,19 @@ class Drawn:
         )
         how: dict[str, Any] = {"seed": self.seed, "label": config.entry}
         drawn = draw(inputs.name, shapes, options=inputs.options, gradients=self.gradients, **how)
-        q, k, v = laid_out(config.layout, *(x.to(self.device) for x in drawn))
-        grad_out, mask = drawn.grad_out, None
-        if grad_out is not None:
-            grad_out = grad_out.to(self.device)
-            if config.layout != "contiguous":  # the gradient of [batch, length, heads * dim]
-                grad_out = transposed(grad_out)
-        if config.mask is not None:
-            mask = draw_mask(config.mask, shapes, **how).to(self.device)
+        mask = None if config.mask is None else draw_mask(config.mask, shapes, **how)
+        device, grad_out = self.device, drawn.grad_out
+        if grad_out is not None and config.layout != "contiguous":
+            grad_out = transposed(grad_out)  # the gradient of [batch, length, heads * dim]
+        q, k, v = laid_out(config.layout, *(x.to(device) for x in drawn))
         side = None if config.window is None else config.window - 1
         return AttentionCase(
             ref=self.ref,
             q=q,
             k=k,
             v=v,
-            grad_out=grad_out,
-            mask=mask,
+            grad_out=None if grad_out is None else grad_out.to(device),
+            mask=None if mask is None else mask.to(device),
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             is_causal=config.causal,
             causal_offset=config.causal_offset,
@@ -216,8 +219,7 @@ class CheckpointSource(Source):
 
     def __init__(self, request: AuditRequest, system: System, *, projections: bool = False) -> None:
         if request.gradients and request.generate:
-            what = f"--generate {request.generate}: a generation has no backward pass"
-            raise UsageError(what, hint="leave --generate out, or audit it without gradients")
+            raise UsageError(f"--generate {request.generate}: a generation has no backward pass")
         self.request, self.projections = request, projections
         opened, dtype = self._opened(), dtype_of(format_named(request.model_dtype))
         self.streamed: Streamed | None = None
@@ -230,8 +232,7 @@ class CheckpointSource(Source):
             self.model = opened.load_model(dtype=dtype, device=system.device)
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
-            what = f"{type(self.model).__name__} does not generate text"
-            raise UsageError(what, hint="leave --generate out: a forward pass is then audited")
+            raise UsageError(f"--generate: {type(self.model).__name__} does not generate text")
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
         layers = [layer_of(self.model.get_submodule(name), name) for name in self.modules]
@@ -242,11 +243,9 @@ class CheckpointSource(Source):
         self.upstream = None
         if request.gradients:
             why_not = "the model's own loss needs the graph of the whole model, which was streamed"
-            self.upstream = (
-                Upstream(seed=request.seed, why_not=why_not)
-                if self.streamed
-                else find_upstream(self.model, self.prompt.inputs, request.seed)
-            )
+            self.upstream = Upstream(seed=request.seed, why_not=why_not)
+            if not self.streamed:
+                self.upstream = find_upstream(self.model, self.prompt.inputs, request.seed)
             mode = ", in eval mode (no dropout)" if self.upstream.loss else ""
             self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
 
@@ -272,10 +271,8 @@ class CheckpointSource(Source):
         return handed_over(self._run)
 
     def _run(self, handle: Callable[[Located], None]) -> None:
-        made = Projections()
-        layers = Layers(self.request.layers)
-        numbers = set(self.numbers)
-        ends = False
+        made, layers = Projections(), Layers(self.request.layers)
+        numbers, ends = set(self.numbers), False
         # A streamed run ends with its last call, so that no later weight is read: unless a layer
         # may run twice, or the model writes, which takes its head.
         if self.streamed and not self.request.generate:
@@ -327,11 +324,9 @@ class CheckpointSource(Source):
         if path.is_file() or bare or (request.model and distributed):
             opened = open_state_dict(path, request.model)
             if request.stream:
-                what = f"--stream: the factory {opened.factory} builds its model whole"
-                raise UsageError(what, hint="leave --stream out, or give a Hugging Face directory")
+                raise UsageError(f"--stream: the factory {opened.factory} builds its model whole")
             return opened
         if request.model:
             what = f"{request.checkpoint}: says itself which model it is, so --model has no place"
-            hint = "leave it out, or give the weight file instead of the directory"
-            raise UsageError(what, hint=hint)
+            raise UsageError(what, hint="or give the weight file instead of the directory")
         return open_checkpoint(path)

@@ -28,11 +28,19 @@ from numdev.config import AuditRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import files as storage
-from numdev.sources.capture import Captured, Enough, capture_run, handed_over
+from numdev.sources.capture import (
+    Captured,
+    Enough,
+    Frame,
+    Layers,
+    Watch,
+    attention_modules,
+    capture_run,
+    handed_over,
+)
 from numdev.sources.files import blaming, quiet
 from numdev.sources.loss import drawn_from, with_drawn
 from numdev.sources.prompts import read_text
-from numdev.sources.watch import Frame, Layers, Watch, attention_modules
 from numdev.system import System
 
 INDEX = "model_index.json"

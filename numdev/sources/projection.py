@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,8 +21,7 @@ from torch.utils._pytree import tree_map
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, one_line
-from numdev.sources.capture import first_call
-from numdev.sources.watch import Frame
+from numdev.sources.capture import Frame, first_call
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,12 +54,10 @@ class Projections:
 
     def of(self, case: AttentionCase) -> Projection:
         """The projection of a call that was met. Raises MeasurementError where there is none."""
-        reason = "the model calls attention outside of any module, or more than once in one"
         for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_is_linear, frame.module.modules())):
                 return _replayed(frame, case)
-            reason = f"{type(frame.module).__name__} has no linear layer"
-        raise _none(case, reason)
+        raise _none(case, "no module with a linear layer makes this call, or it makes several")
 
 
 def _none(case: AttentionCase, why: str) -> MeasurementError:
@@ -72,15 +70,11 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     kind = type(frame.module).__name__
     given = _changed(lambda x: x.double() if x.is_floating_point() else x, frame)
 
-    def cutting(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    def cut(name: str, layer: nn.Module, args: Any, out: Tensor) -> Tensor:
         """Note a linear layer's run; the module goes on with its output alone."""
-
-        def hook(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
-            leaf = out.detach().requires_grad_()
-            ran.append((name, layer, args[0].detach(), leaf))
-            return leaf.view_as(leaf)  # a leaf that requires gradients must not be overwritten
-
-        return hook
+        leaf = out.detach().requires_grad_()
+        ran.append((name, layer, args[0].detach(), leaf))
+        return leaf.view_as(leaf)  # a leaf that requires gradients must not be overwritten
 
     try:
         twin = copy.deepcopy(frame.module).double().requires_grad_(False)
@@ -88,7 +82,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
             part._forward_hooks.clear()
             part._forward_pre_hooks.clear()
             if _is_linear(part):
-                part.register_forward_hook(cutting(name))
+                part.register_forward_hook(partial(cut, name))
         with torch.enable_grad():
             again = first_call(lambda: twin(*given["arguments"], **given["named"]))
     except Exception as error:  # a module's own code: whatever it raises is a reason
@@ -100,8 +94,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     allowed = 100 * torch.finfo(case.q.dtype).eps * case.q.abs().max().double()
     if q.shape != case.q.shape or bool((q.detach() - case.q.double()).abs().max() > allowed):
         raise _none(case, f"{kind} makes other queries when it is run again")
-    # The projection is the layer on which q depends. The gradient that shows it has no pattern, so
-    # that no sum of its elements is zero by chance.
+    # The gradient that shows on which q depends has no pattern, so that no sum of it is zero.
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(q.shape, generator=generator, dtype=q.dtype).to(q.device) + 0.5
     grads = _vjp(q, [out for *_, out in ran], spread)
@@ -116,16 +109,12 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
         raise _none(case, f"the heads are no parts of the output of {name}")
 
     def pull(dq: Tensor) -> Tensor:
-        (back,) = _vjp(q, [out], dq.to(q.device, q.dtype))
-        assert back is not None
+        back = cast(Tensor, _vjp(q, [out], dq.to(q.device, q.dtype))[0])
         return back[..., features].reshape(batch, length, heads, head_dim)
 
     weight = cast(Tensor, layer.weight)
-    return Projection(
-        x=x.reshape(batch, length, -1),
-        weight=(weight.mT if _is_conv1d(layer) else weight)[features],
-        pull=pull,
-    )
+    weight = (weight.mT if _is_conv1d(layer) else weight)[features]
+    return Projection(x=x.reshape(batch, length, -1), weight=weight, pull=pull)
 
 
 def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor | None:
@@ -138,8 +127,7 @@ def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor 
     for head in range(q.shape[1]):
         alone = torch.zeros_like(spread)
         alone[:, head] = spread[:, head]
-        (grad,) = _vjp(q, [out], alone)
-        each.append(_touched(cast(Tensor, grad)))
+        each.append(_touched(cast(Tensor, _vjp(q, [out], alone)[0])))
     if all(torch.equal(features, touched) for features in each):
         return touched
     joined = torch.cat(each)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +70,15 @@ class Deferred(Tensor):
             what = f"the weights are changed in place ({func}) while the model is built"
             raise MeasurementError(what, hint=CANNOT)
 
-        def output(i: int) -> Callable[[Read], Tensor]:
-            def made(read: Read) -> Any:
-                values, named = tree_map_only(Deferred, lambda x: x.made(read), (args, kwargs))
-                return tree_flatten(func(*values, **named))[0][i]
-
-            return made
+        def output(i: int, read: Read) -> Any:
+            values, named = tree_map_only(Deferred, lambda x: x.made(read), (args, kwargs))
+            return tree_flatten(func(*values, **named))[0][i]
 
         empties, named = tree_map_only(Deferred, lambda x: x._empty, (args, kwargs))
         outputs, whole = tree_flatten(func(*empties, **named))
         return whole.unflatten(
-            Deferred.of(x, output(i)) if isinstance(x, Tensor) else x for i, x in enumerate(outputs)
+            Deferred.of(x, partial(output, i)) if isinstance(x, Tensor) else x
+            for i, x in enumerate(outputs)
         )
 
     def made(self, read: Read) -> Tensor:
@@ -98,8 +97,8 @@ class Streamed:
         self.model, self.device = model, torch.empty(0, device=device).device
         names = {module: name for name, module in model.named_modules()}
         empties: dict[int, Any] = {}  # a tied weight stays one, if only by what holds its places
+        # The slots that are filled and emptied as one, by their module, in the model's order.
         self.units: dict[nn.Module, list[Slot]] = {}
-        """The slots that are filled and emptied as one, by their module, in the model's order."""
 
         def slots(module: nn.Module) -> Iterator[Slot]:
             for kind in ("_parameters", "_buffers"):

@@ -19,7 +19,7 @@ from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import INDEX, SUFFIXES, WHOLE
-from numdev.sources.dcp import METADATA, files_of, open_distributed
+from numdev.sources.files import METADATA, files_of, open_distributed
 
 ACCEPTED = (
     "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a directory of "
