@@ -22,7 +22,7 @@ from numdev.audit.check import CheckSource
 from numdev.audit.explanations import Likeness, examine, likeness
 from numdev.audit.task import measure_task
 from numdev.kernels import Kernel, Output
-from numdev.kernels.autograd_styles import WAYS
+from numdev.kernels.baseline import WAYS
 from numdev.kernels.emulation.backward import attended as attend
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.emulation.recipe import recipe

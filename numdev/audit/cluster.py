@@ -40,7 +40,7 @@ from numdev.audit.task import Finished, as_located, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.kernels import find
-from numdev.kernels.emulation.faults import control_named
+from numdev.kernels.emulation.faults import CONTROLS, PREFIX
 from numdev.sources.opening import Drawn, Located
 from numdev.system import System, visible_gpus
 
@@ -316,7 +316,8 @@ def _check(expected: Mapping[str, Any]) -> None:
 
 def _planned(task: Task, known: Mapping[str, str]) -> Planned:
     name = task.kernel
-    kernel = control_named(name).kernel() if task.role == "control" else find(name)
+    fault = name.removeprefix(PREFIX)
+    kernel = CONTROLS[fault].kernel() if task.role == "control" else find(name)
     if kernel.made_from != known.get(name):
         raise UsageError(f"kernel {name}: has another source here", hint=SAME)
     return Planned(role=task.role, kernel=kernel, options=task.options)

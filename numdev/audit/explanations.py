@@ -42,7 +42,7 @@ from numdev.explain.words import sentence
 from numdev.formats import Format, round_to
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
-from numdev.kernels.autograd_styles import WAYS, Way
+from numdev.kernels.baseline import WAYS, Way
 from numdev.kernels.emulation.kernel import (
     SITE_OF,
     emulated_step,

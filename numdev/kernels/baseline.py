@@ -1,21 +1,30 @@
-"""The baseline: plain attention, the score matrix materialised, in the working format.
+"""Plain attention, as people write it in PyTorch: the baseline, and other ways that code rounds.
 
-It rounds where the eager attention of model code does: the product QK^T is rounded, scaled and
-rounded again, the softmax runs in at least fp32, and P is rounded before it meets V. It is the
-yardstick "what plain code costs", not the floor: production flash kernels on GPUs come closer.
+The baseline has the score matrix materialised, in the working format, and rounds where the eager
+attention of model code does: the product QK^T is rounded, scaled and rounded again, the softmax
+runs in at least fp32, and P is rounded before it meets V. It is the yardstick "what plain code
+costs", not the floor: production flash kernels on GPUs come closer. Its gradients are autograd's:
+the backward of the softmax runs in at least fp32, dP, dS and the gradients of every product are
+rounded, and query heads that share a kv head are added up after that.
 
-Its gradients are autograd's, in the working format: the backward of the softmax runs in at least
-fp32, dP, dS and the gradients of every product are rounded, and query heads that share a kv head
-are added up after that.
+Tensor code rounds wherever it casts, in forward and again where autograd comes back through the
+cast. Some of it no recipe of `emulated` describes: P that is cast before it is normalised has a
+gradient that is rounded before it is, and a maximum that is not detached gets what rounding left of
+the sum of a row of dS. So WAYS are written out, for `numdev.audit.explanations`. All are sound:
+sums are in fp32, and nothing is rounded on its way but what a cast or a product of 16-bit tensors
+rounds once. Memory is O(q_len * kv_len). A row that sees no key is 0.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from numdev.cases import AttentionCase, additive, visible
+from numdev.cases import AttentionCase, additive, empty_rows, explicit_mask, visible
 from numdev.kernels import Output, kernel
 
 
@@ -24,9 +33,7 @@ def baseline(case: AttentionCase) -> Output:
     """Plain attention as eager model code does it, every product in the working format."""
     dtype = case.q.dtype
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
-    k, v = (
-        x.repeat_interleave(case.group, dim=1) if case.group > 1 else x for x in (case.k, case.v)
-    )
+    k, v = _repeated(case)
     S = torch.matmul(case.q, k.transpose(-1, -2)) * case.scale
     if case.softcap is not None:
         S = torch.tanh(S / case.softcap) * case.softcap
@@ -44,3 +51,91 @@ def baseline(case: AttentionCase) -> Output:
     if shown is not None:
         P = P.masked_fill(~shown, 0.0)  # a row that sees no key is 0, not NaN
     return Output(out=torch.matmul(P, v))
+
+
+# --- other ways ----------------------------------------------------------------------------------
+
+Way = Callable[[AttentionCase], Tensor]
+"""The output [B, H, q_len, v_dim] in the case's dtype, connected to q, k and v."""
+HIDDEN = -1e30  # the score of a hidden key: exp of it is 0 beside any other, and no row is NaN
+
+
+def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
+    """Plain attention; `wide` says which are in fp32: the product Q Kᵀ, the softmax, P V."""
+    dtype, (scores, softmax, product) = case.q.dtype, wide
+    k, v = _repeated(case)
+    S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
+    P = (S.float() if softmax else S).softmax(dim=-1)
+    return ((P @ v.float()) if product else (P.to(dtype) @ v)).to(dtype)
+
+
+def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
+    """The online softmax, in tiles of keys (None: one): P cast for its product, O / l at the end.
+    `maximum`: whether it is detached, or differentiated as torch.amax or torch.max is."""
+    k, v = _repeated(case)
+    S = _scores(case, case.q.float(), k.float())
+    m = S.new_full((*S.shape[:3], 1), HIDDEN)
+    l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], v.shape[-1])
+    width = tile or case.kv_len
+    for part, values in zip(S.split(width, dim=-1), v.split(width, dim=2), strict=True):
+        if maximum == "max":
+            largest = part.max(dim=-1, keepdim=True).values
+        else:
+            largest = (part if maximum == "amax" else part.detach()).amax(dim=-1, keepdim=True)
+        m_old, m = m, torch.maximum(m, largest)
+        a, P = (m_old - m).exp(), (part - m).exp()
+        l = a * l + P.sum(dim=-1, keepdim=True)
+        O = a * O + P.to(case.q.dtype).float() @ values.float()
+    return (O / l).to(case.q.dtype)
+
+
+def _repeated(case: AttentionCase) -> list[Tensor]:
+    """k and v with as many heads as q."""
+    group = case.group
+    return [x if group == 1 else x.repeat_interleave(group, dim=1) for x in (case.k, case.v)]
+
+
+def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
+    """Scaled, capped, and what is hidden far below everything else."""
+    S = q @ k.mT * case.scale
+    S = S if case.softcap is None else case.softcap * (S / case.softcap).tanh()
+    mask = explicit_mask(case)
+    if mask is None:
+        return S
+    if mask.dtype != torch.bool:
+        S, mask = S + mask, mask > -math.inf
+    return S.masked_fill(~mask, max(HIDDEN, torch.finfo(S.dtype).min))
+
+
+def _of_seen_rows(way: Way) -> Way:
+    """The way, whose rows that see no key are 0 and have no gradient."""
+    return lambda case: way(case).masked_fill(empty_rows(case)[..., None], 0.0)
+
+
+PLAIN = {  # in fp32: the product Q Kᵀ, the softmax, the product P V
+    "all in fp32": (True, True, True),
+    "a softmax in fp32, cast before P V": (True, True, False),
+    "a softmax in the working format": (False, False, False),
+    "S in the working format and the rest in fp32": (False, True, True),
+}
+MAXIMUM = {
+    "amax": "the maximum's gradient included",
+    "max": "the gradient of the first maximum included",
+    "constant": "the maximum detached",
+}
+TILES: Mapping[int | None, str] = {None: "", **{n: f" in tiles of {n} keys" for n in (64, 128, 32)}}
+WAYS: Mapping[str, Way] = {
+    f"as autograd rounds {words}": _of_seen_rows(way)
+    for words, way in (
+        *((words, partial(_plainly, wide=wide)) for words, wide in PLAIN.items()),
+        *(
+            (
+                f"exp(S - m), cast before P V{tiled}, {through}",
+                partial(_online, tile=tile, maximum=maximum),
+            )
+            for tile, tiled in TILES.items()
+            for maximum, through in MAXIMUM.items()
+        ),
+    )
+}
+"""By what is said of a kernel that rounds so, the likeliest first."""

@@ -210,15 +210,11 @@ class Ranks:
 
     def _fate(self) -> str | None:
         """How a rank died: what others report is then a consequence. None if all live."""
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline:
-            for number, process in enumerate(self.processes):
-                code = process.poll()
-                if code is not None:
-                    name = signal.Signals(-code).name if code < 0 else None
-                    how = f"was killed by {name}" if name else f"ended with exit code {code}"
-                    return f"rank {number} of {self.world} {how}"
-            time.sleep(0.02)
+        time.sleep(GRACE_S)
+        for number, process in enumerate(self.processes):
+            if (code := process.poll()) is not None:
+                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+                return f"rank {number} of {self.world} {killed or f'ended with exit code {code}'}"
         return None
 
 

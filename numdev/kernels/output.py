@@ -41,14 +41,6 @@ def why_not(*reasons: tuple[object, str]) -> str | None:
     return next((words for holds, words in reasons if holds), None)
 
 
-def without(case: AttentionCase, what: str) -> str | None:
-    """Why something that knows neither soft cap nor sinks cannot run a case; None when it can."""
-    return why_not(
-        (case.softcap is not None, f"{what} has no soft cap"),
-        (case.sinks is not None, f"{what} has no attention sinks"),
-    )
-
-
 FAR = (1 << 30) - 1
 """A distance that no two positions have, and whose sum with a position is a 32-bit number."""
 

@@ -18,6 +18,7 @@ import torch
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import UsageError
 from numdev.kernels import Kernel, fingerprint, options_of, summary_of
+from numdev.kernels.output import why_not
 
 NAMES = {
     "causal": ("is_causal", "causal"),
@@ -30,6 +31,7 @@ NAMES = {
 }
 OFF: Mapping[str, Any] = dict(mask=None, window=(-1, -1), softcap=0.0, sinks=None, gqa=False)
 """How to say "none" for a parameter without a default, in flash-attention's words."""
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Roles = Mapping[str, str | None]
 """What numdev calls an argument, to what the function calls it (None: it takes no such thing)."""
 
@@ -53,7 +55,14 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     rest = {p.name: p for p in parameters[3:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     roles = {role: next((n for n in names if n in rest), None) for role, names in NAMES.items()}
     others = [p for p in rest.values() if p.name not in roles.values()]
-    wrong = _unusable(parameters[:3], others)
+    first, unknown = parameters[:3], [p.name for p in others if p.default is p.empty]
+    misplaced = [p.name for p in first if any(p.name in names for names in NAMES.values())]
+    few = len(first) < 3 or any(p.kind not in POSITIONAL for p in first)
+    wrong = why_not(
+        (few, "q, k and v must be its first three arguments"),
+        (misplaced, f"{', '.join(misplaced[:1])} stands where q, k and v belong"),
+        (unknown, f"the meaning of {', '.join(unknown)} is unknown"),
+    )
     if wrong:
         what = f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}"
         known = "q, k, v and arguments with known names or defaults"
@@ -79,18 +88,6 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
 def takes(role: str, function: Callable[..., Any]) -> bool:
     """Whether a plain function has a parameter for one of NAMES."""
     return any(name in NAMES[role] for name in inspect.signature(function).parameters)
-
-
-def _unusable(first: list[inspect.Parameter], others: list[inspect.Parameter]) -> str | None:
-    """Why a function with these first three and these unrecognised parameters cannot be called."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(first) < 3 or any(p.kind not in positional for p in first):
-        return "q, k and v must be its first three arguments"
-    misplaced = [p.name for p in first if any(p.name in names for names in NAMES.values())]
-    if misplaced:
-        return f"{misplaced[0]} stands where q, k and v belong"
-    unknown = [p.name for p in others if p.default is p.empty]
-    return f"the meaning of {', '.join(unknown)} is unknown" if unknown else None
 
 
 def _masks_positions_itself(case: AttentionCase, roles: Roles) -> bool:

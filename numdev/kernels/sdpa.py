@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import MeasurementError
 from numdev.kernels import NOTHING, Output, Refused, Requirement, kernel
-from numdev.kernels.output import differentiate, without
+from numdev.kernels.output import differentiate, why_not
 from numdev.system import System, flash_attention_impl
 
 FUSED = {
@@ -160,7 +160,10 @@ def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
         case "_scaled_dot_product_flash_attention":
             return flash_attention_2(case, system)
         case "_scaled_dot_product_efficient_attention":
-            return efficient_attention(case)
+            # Backward keeps P in the working format for both products, and scales dS before it is
+            # rounded, as cuDNN's does.
+            tile, late = 64 if case.v.shape[-1] <= 64 else 128, {"p_for_ds": "working"}
+            return {"preset": "fa2", "block_kv": tile, "ds_scale": "before", **late}
         case "_scaled_dot_product_cudnn_attention":
             return {"preset": "fa2", "block_kv": 128, "ds_scale": "before"}
     return {"preset": "fa2"}
@@ -178,13 +181,6 @@ def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
         "block_kv": 512,
         "exponential": "fexp_u20" if 0 < lanes <= case.kv_len else "exact",
     }
-
-
-def efficient_attention(case: AttentionCase) -> Claim:
-    """Its backward keeps P in the working format for both products, and scales dS before it is
-    rounded, as cuDNN's does."""
-    tile = 64 if case.v.shape[-1] <= 64 else 128
-    return {"preset": "fa2", "block_kv": tile, "p_for_ds": "working", "ds_scale": "before"}
 
 
 def flash_attention_2(case: AttentionCase, system: System) -> Claim:
@@ -238,7 +234,10 @@ def _register(
     kernel(
         name,
         requires=requires,
-        supports=lambda case: without(case, "PyTorch's SDPA"),
+        supports=lambda case: why_not(
+            (case.softcap is not None, "PyTorch's SDPA has no soft cap"),
+            (case.sinks is not None, "PyTorch's SDPA has no attention sinks"),
+        ),
         claims=lambda case, output, system: claim_of(
             (output.did or {}).get("operator", ""), case, system
         ),

@@ -41,12 +41,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import logsigmoid
 
 from numdev.cases import AttentionCase, empty_rows, key_range, mask_block
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import Format, dtype_of, format_named, format_of, round_to
-from numdev.kernels import Output, Refused, find, kernel
+from numdev.kernels import Output, find, kernel
 from numdev.kernels.emulation import backward as emulation
 from numdev.kernels.emulation.forward import operands_of
 from numdev.kernels.emulation.recipe import recipe
@@ -349,24 +349,18 @@ def _backward(
             *tensors, O, L, 0.0, by_flag, attn_mask=mask, scale=case.scale
         )
         return dq, dk, dv
-    if not on_cuda or inner not in ("sdpa-flash", "sdpa-efficient"):
-        raise Refused(f"{inner} has no backward over shards")
-    if mask is not None:
-        raise Refused("its backward over shards takes no mask on CUDA")
-    if inner == "sdpa-flash":  # it is given other head dimensions padded
-        if case.q.shape[-1] % 8 or case.v.shape[-1] != case.q.shape[-1]:
-            raise Refused("its backward over shards takes head dimensions divisible by 8")
-        seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            *tensors, O, L.contiguous(), None, None, case.q_len, case.kv_len, 0.0, by_flag, seed,
-            seed[0], scale=case.scale,
-        )  # fmt: skip
-    else:  # it keeps L for a multiple of 32 rows
-        seed, L = torch.zeros((), dtype=torch.int64), pad(L, (0, -L.shape[-1] % 32))
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            *tensors, None, O, L, seed, seed, 0.0, [True, True, True, False], by_flag,
-            scale=case.scale,
-        )  # fmt: skip
+    # It is given other head dimensions padded.
+    odd = case.q.shape[-1] % 8 or case.v.shape[-1] != case.q.shape[-1]
+    refuse(
+        (inner != "sdpa-flash", f"{inner} has no backward over shards"),
+        (mask is not None, "its backward over shards takes no mask on CUDA"),
+        (odd, "its backward over shards takes head dimensions divisible by 8"),
+    )
+    seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        *tensors, O, L.contiguous(), None, None, case.q_len, case.kv_len, 0.0, by_flag, seed,
+        seed[0], scale=case.scale,
+    )  # fmt: skip
     return dq, dk, dv
 
 

@@ -26,10 +26,7 @@ Options = Mapping[str, Any]
 
 
 def attended(
-    kernel: Kernel,
-    case: AttentionCase,
-    options: Options,
-    generator: torch.Generator | None = None,
+    kernel: Kernel, case: AttentionCase, options: Options, generator: torch.Generator | None = None
 ) -> Tensor:
     """The kernel's output for the case, [batch, heads, q_len, v_dim], connected to its q, k and v.
 
@@ -50,8 +47,7 @@ def attended(
         else:
 
             def whole_step(case: AttentionCase, dO: Tensor) -> tuple[Tensor | None, ...]:
-                case = dataclasses.replace(case, grad_out=dO)
-                done = kernel.gradients(case, **options)
+                done = kernel.gradients(dataclasses.replace(case, grad_out=dO), **options)
                 return done.dq, done.dk, done.dv
 
             out = _applied(kernel, case, options, whole_step)

@@ -12,7 +12,6 @@ from the sound emulation, bit for bit. Doses of rounding are relative to the wor
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from numdev.cases import AttentionCase
-from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, round_to
 from numdev.kernels import Kernel, Output, Refused, find, fingerprint
 from numdev.kernels.emulation.backward import CASTS
@@ -51,9 +49,7 @@ class Control:
     name: str
     words: str
     """A dose of it as a clause, with `dose`, `percent` and `fewer` (a dose less 1) filled in."""
-    doses: tuple[float, ...]
-    """Those that are measured, the smallest first. Any other from 0 on may be asked for, whole
-    numbers where these are."""
+    doses: tuple[float, ...]  # those that are measured, the smallest first
     plant: Callable[[AttentionCase, float], Planted]  # of a dose above 0
     in_backward_only: bool = False  # whether the output is sound, and only gradients show it
 
@@ -63,7 +59,7 @@ class Control:
 
     def attend(self, case: AttentionCase, dose: float = 0.0) -> Output:
         """The output with the fault in it, in the case's dtype. Raises Refused where the case
-        cannot have this dose (more keys dropped than there are), UsageError for what is no dose."""
+        cannot have this dose (more keys dropped than there are)."""
         return self._run(case, dose, find("emulated").attend, ("out",))
 
     def gradients(self, case: AttentionCase, dose: float = 0.0) -> Output:
@@ -77,7 +73,6 @@ class Control:
             function=self.attend,
             summary=f"fa2 as emulated, but {self.said(self.doses[0])}",
             options={"dose": 0.0},
-            validate=lambda options: self._checked(options["dose"]),
             any_format=True,
             any_rows=True,
             made_from=fingerprint(self.attend),
@@ -85,9 +80,8 @@ class Control:
         )
 
     def _run(
-        self, case: AttentionCase, dose: Any, sound: Callable[..., Output], names: tuple[str, ...]
+        self, case: AttentionCase, dose: float, sound: Callable[..., Output], names: tuple[str, ...]
     ) -> Output:
-        dose = self._checked(dose)
         planted = self.plant(case, dose) if dose else Planted(case)
         uncast = dict.fromkeys(("out", *CASTS), "exact")
         result = sound(planted.case, preset="fa2", **{**uncast, **planted.options})
@@ -97,23 +91,6 @@ class Control:
         }
         said = self.said(dose) if dose else "nothing planted"
         return dataclasses.replace(result, **cast, ran=f"{said}; else {result.ran}")
-
-    def _checked(self, dose: Any) -> float:
-        whole = self.doses[0] >= 1
-        number = isinstance(dose, int | float) and not isinstance(dose, bool)
-        if number and 0 <= dose < math.inf and not (whole and dose % 1):
-            return float(dose)
-        hint = f"expected a {'whole ' if whole else ''}number from 0 on"
-        raise UsageError(f"the dose of {PREFIX}{self.name} is {dose!r}", hint=hint)
-
-
-def control_named(name: str) -> Control:
-    """The control of a name such as `control:scale`; raises UsageError for an unknown one."""
-    found = CONTROLS.get(name.removeprefix(PREFIX))
-    if found is None:
-        known = [PREFIX + known for known in CONTROLS]
-        raise UsageError(f"unknown control {name!r}", hint=closest(name, known))
-    return found
 
 
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, format_named
 
-DeltaFrom = Literal["dO*O", "dP*P"]
 WORKING, WIDE, EXACT = "working", "wide", "exact"
 STABILISED: Mapping[str, float] = {"beta": 2.0, "tie_tolerance": 1e-3}
 """Options of the stabilised softmax as the authors' later runs have them."""
@@ -165,7 +164,7 @@ class Recipe:
     p_from: Literal["lse", "m_and_l"] = "lse"
     """Backward: whether P is exp(S − L), or exp(S − m) / l as autograd keeps it, and as `fa1`
     recomputes it (Algorithm 4, line 13)."""
-    delta_from: DeltaFrom = "dO*O"
+    delta_from: Literal["dO*O", "dP*P"] = "dO*O"
     """Backward: whether δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) as autograd's softmax has it."""
     delta_sign: Literal["own", "random"] = "own"
     """Backward: with `random` the error of δ, against rowsum(dP ∘ P) of the same P and dP, has a
@@ -295,7 +294,18 @@ def changed(
         given = {**dict.fromkeys(STABILISED), **of_it, **given}
     made = dataclasses.replace(start, **given, sites={**start.sites, **values})
     check_stabilised(vars(made))
-    for wrong, why in _contradictions(made, "memory" in given):
+    plain, width = made.algorithm == "plain", made.block_kv is not None
+    cut = width or made.tiling != "whole" or made.splits is not None
+    early = made.softmax == "guarded" or made.l_from == "rounded"
+    no_error = made.delta_sign == "random" and made.delta_from == "dP*P"
+    contradictions = {  # options of which one would be ignored
+        "delta_sign with delta_from dP*P: delta has no error whose sign could be drawn": no_error,
+        "block_kv, memory or splits with algorithm plain, which has a single tile": plain and cut,
+        "softmax guarded or l_from rounded with algorithm plain, which divides P by l before P is "
+        "rounded and meets V": plain and early,
+        "memory and block_kv both set the tile": "memory" in given and width,
+    }
+    for why, wrong in contradictions.items():
         if wrong:
             raise UsageError(why, hint="leave out one of them")
     return made
@@ -335,26 +345,3 @@ def check_stabilised(options: Mapping[str, Any]) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and least <= value < math.inf):
             raise UsageError(f"{name} is {value!r}", hint=f"expected a number from {least} on")
-
-
-def _contradictions(made: Recipe, with_memory: bool) -> tuple[tuple[bool, str], ...]:
-    """Options of which one would be ignored."""
-    plain, width = made.algorithm == "plain", made.block_kv is not None
-    drawn = made.delta_sign == "random" and made.delta_from == "dP*P"
-    with_plain = {
-        "block_kv or memory with algorithm plain, which has a single tile": (
-            width or made.tiling != "whole"
-        ),
-        "splits with algorithm plain, which has a single tile": made.splits is not None,
-        "softmax guarded with algorithm plain, which divides P by l before P meets V": (
-            made.softmax == "guarded"
-        ),
-        "l_from rounded with algorithm plain, which divides P by l before P is rounded": (
-            made.l_from == "rounded"
-        ),
-    }
-    return (
-        (drawn, "delta_sign with delta_from dP*P: delta has no error whose sign could be drawn"),
-        *((plain and given, why) for why, given in with_plain.items()),
-        (with_memory and width, "memory and block_kv both set the tile"),
-    )

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
-from numdev.kernels.output import key_limits, refuse, upstream
+from numdev.kernels.output import key_limits, refuse, upstream, why_not
 from numdev.kernels.reference.blocked import Gradients, Reference
 
 LARGEST = 2.0**44
@@ -436,17 +436,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 def accept(case: AttentionCase) -> None:
     """Raises Refused where this path cannot take the case. Reads the inputs, and waits for the
     device."""
-    if not case.q.is_cuda:
-        raise Refused("the fused one runs on CUDA")
-    reason = _unfit(case)
-    if reason is None:
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            raise Refused(f"Triton cannot be imported ({error})") from error
-        reason = _out_of_range(case)
-    if reason is not None:
-        raise Refused(reason)
+    refuse((not case.q.is_cuda, "the fused one runs on CUDA"))
+    refuse((reason := _unfit(case), str(reason)))
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise Refused(f"Triton cannot be imported ({error})") from error
+    refuse((reason := _out_of_range(case), str(reason)))
 
 
 def accept_scores(forward: Mapping[str, Tensor]) -> None:
@@ -463,15 +459,13 @@ def _unfit(case: AttentionCase) -> str | None:
     widest = max(case.q.shape[-1], case.v.shape[-1])
     heads = case.q.shape[0] * case.heads
     masked = 0 if case.mask is None else case.mask.numel()
-    if any(x.dtype == torch.float64 for x in tensors):
-        return "in float64 sums may leave the range the fused one counts on"
-    if widest > WIDEST:
-        return f"the fused one takes operands up to {WIDEST} wide, not {widest}"
-    if heads > MOST_HEADS:
-        return f"the fused one takes up to {MOST_HEADS} heads of all batch entries, not {heads}"
-    if 8 * masked > MASK_BYTES:
-        return f"the mask has {masked:.2g} elements, too many to hold in float64"
-    return None
+    float64, most = any(x.dtype == torch.float64 for x in tensors), "the fused one takes up to"
+    return why_not(
+        (float64, "in float64 sums may leave the range the fused one counts on"),
+        (widest > WIDEST, f"the fused one takes operands up to {WIDEST} wide, not {widest}"),
+        (heads > MOST_HEADS, f"{most} {MOST_HEADS} heads of all batch entries, not {heads}"),
+        (8 * masked > MASK_BYTES, f"the mask has {masked:.2g} elements, too many for float64"),
+    )
 
 
 def _out_of_range(case: AttentionCase) -> str | None:

@@ -310,13 +310,7 @@ def step(case: AttentionCase, **options: Any) -> Output:
     call = Call.of(case, options)
     done, O = call.forward()
     dq, dk, dv = call.backward(O, done.lse, dO)
-    first, second = (tiles(n, call.plan, case.q.dtype) for n in ("of_queries", "of_keys"))
-    ran = (
-        f"delta from {'dP*P' if call.plan.delta_of_p else 'dO*O'}, "
-        f"dP {'rounded' if call.plan.round_dp else 'in float32'}, dq in tiles {first.block_q} x "
-        f"{first.block_kv}, dk and dv in tiles {second.block_q} x {second.block_kv}"
-    )
-    return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=ran)
+    return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=done.ran)
 
 
 class _Trained(torch.autograd.Function):
