@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
+from numdev.gate.rules import default_rules
+from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, KernelSummary
 from numdev.report.summary import summarise
 
@@ -172,6 +173,14 @@ def test_what_a_ratio_is_missing_for(others: Any, changes: dict[str, Any], end: 
     """Whose error the difference is (half the baseline's or less: mostly its own); without a ratio
     its reason: a format that costs nothing, no plain attention, a truth of zeros."""
     assert said(*others, row(**changes)).endswith(end)
+
+
+def test_the_table_counts_by_the_rule() -> None:
+    """A head is called biased in the table where the gate's rule accuses it."""
+    rule = next(t for t in default_rules().thresholds if t.name == "bias")
+    assert rule.certain is not None
+    assert (rule.at_most, rule.where.out_format) == (BIAS_ULP, BIAS_FORMATS)
+    assert (rule.certain.alpha, rule.certain.sequences) == (BIAS_ALPHA, BIAS_SEQUENCES)
 
 
 @pytest.mark.parametrize(
