@@ -36,6 +36,7 @@ from numdev.gate.movement import (
     Names,
     Noise,
     Pair,
+    metrics_of,
     options_of,
     pairs_of,
     same_bits,
@@ -300,7 +301,10 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
         b=statistics.median(x.b for _, x in told) if told else None,
         change=farthest[0] if farthest else None,
         where=Place.of(farthest[1].b) if farthest else None,
-        unjudged=sum(not any(math.isfinite(x.noise) for x in changes) for changes in judged),
+        unjudged=sum(
+            metrics_of(pair) != () and not any(math.isfinite(x.noise) for x in changes)
+            for pair, changes in zip(pairs, judged, strict=True)
+        ),
     )
 
 

@@ -224,13 +224,15 @@ class Rules(Strict):
 def read_rules(path: Path) -> Rules:
     """A gate file; raises UsageError that names the file and the key."""
     rules = read_yaml(path, Rules)
-    return rules if "name" in rules.model_fields_set else _renamed(rules, path.name)
+    return (
+        rules if "name" in rules.model_fields_set else rules.model_copy(update={"name": path.name})
+    )
 
 
 @lru_cache(maxsize=1)
 def default_rules() -> Rules:
     """configs/gate/default.yaml."""
-    return _renamed(_bundled("default.yaml"), "default")
+    return _bundled("default.yaml")
 
 
 def default_rules_for_checks() -> Rules:
@@ -241,7 +243,3 @@ def default_rules_for_checks() -> Rules:
 
 def _bundled(name: str) -> Rules:
     return read_yaml(bundled(f"gate/{name}"), Rules)
-
-
-def _renamed(rules: Rules, name: str) -> Rules:
-    return rules.model_copy(update={"name": name})

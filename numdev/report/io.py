@@ -72,22 +72,22 @@ def read(path: Path) -> Report:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        by = head.provenance.get("numdev", "?")
         raise MeasurementError(
             f"{path}: not a report this version understands: {problem}",
-            hint=f"numdev {by} wrote it, and this is {numdev.__version__}: update numdev, or "
-            "measure again",
+            hint=f"numdev {head.provenance.get('numdev', '?')} wrote it, and this is "
+            f"{numdev.__version__}: update numdev, or measure again",
         ) from error
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Without garbage collection, which takes a third of the time of reading and judging."""
+    resume = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        resume()
 
 
 def text_of(report: Report) -> str:
