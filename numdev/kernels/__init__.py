@@ -79,8 +79,7 @@ class Kernel:
     any_format: bool = False  # whether it reads `case.format`: torch has no dtype for some
     any_rows: bool = False  # whether it goes by `case.positions`, and takes some rows of a call
     claims: Claims = like_fa2
-    """The options of `emulated` whose errors its own are held against; None where no emulation
-    stands for it."""
+    """The options of `emulated` that predict its errors; None where nothing does."""
     made_from: str = ""  # fingerprint of its source: an edited kernel is another kernel
     backward: Literal["autograd"] | Callable[..., Any] | None = "autograd"
     """Where gradients come from: `autograd` differentiates `function`; a function of a case and
@@ -103,8 +102,7 @@ class Kernel:
         return self.broken or self.requires.missing(system)
 
     def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options with `given` in force; raises UsageError for one it does not have, and for a
-        value that an option cannot have."""
+        """All options with `given` in force; raises UsageError for an unknown option or value."""
         for name, value in given.items():
             if name not in self.options:
                 hint = closest(name, self.options) if self.options else "it has no options"
@@ -207,8 +205,7 @@ def all_kernels() -> dict[str, Kernel]:
 
 @functools.cache
 def load_all() -> tuple[Kernel, ...]:
-    """Import the built-in modules, then those of entry points: once a process. Returns the plugins
-    that cannot be loaded."""
+    """Import the built-in modules, then entry points. Returns the plugins that cannot be loaded."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
     broken = []

@@ -1,18 +1,14 @@
 """Plain attention, as people write it in PyTorch: the baseline, and other ways that code rounds.
 
-The baseline has the score matrix materialised, in the working format, and rounds where the eager
-attention of model code does: the product QK^T is rounded, scaled and rounded again, the softmax
-runs in at least fp32, and P is rounded before it meets V. It is the yardstick "what plain code
-costs", not the floor: production flash kernels on GPUs come closer. Its gradients are autograd's:
-the backward of the softmax runs in at least fp32, dP, dS and the gradients of every product are
-rounded, and query heads that share a kv head are added up after that.
+The baseline rounds where the eager attention of model code does: the product QK^T is rounded,
+scaled and rounded again, the softmax runs in at least fp32, and P is rounded before it meets V. Its
+gradients are autograd's. It is the yardstick "what plain code costs", not the floor: production
+flash kernels on GPUs come closer.
 
-Tensor code rounds wherever it casts, in forward and again where autograd comes back through the
-cast. Some of it no recipe of `emulated` describes: P that is cast before it is normalised has a
-gradient that is rounded before it is, and a maximum that is not detached gets what rounding left of
-the sum of a row of dS. So WAYS are written out, for `numdev.audit.explanations`. All are sound:
-sums are in fp32, and nothing is rounded on its way but what a cast or a product of 16-bit tensors
-rounds once. Memory is O(q_len * kv_len). A row that sees no key is 0.
+WAYS are for `numdev.audit.explanations`: sound code that no recipe of `emulated` describes, since
+autograd comes back through every cast. P that is cast before it is normalised has a gradient that
+is rounded before it is, and a maximum that is not detached gets what rounding left of the sum of a
+row of dS. Sums are in fp32. Memory is O(q_len * kv_len). A row that sees no key is 0.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """PyTorch's context parallelism as a kernel: one attention call over several GPUs.
 
 `torch.distributed.tensor.experimental.context_parallel` turns an SDPA call into ring attention over
-the ranks of a process group. Numdev starts a process for each rank, kept from call to call, hands
-each the whole call and takes the whole result; everything between is PyTorch's. On a CPU, where it
-has no operator for that, the ring is called itself, over gloo, which tests do and no audit: the
-kernel requires CUDA devices. What it computes, and claims, is `sharded`.
+the ranks of a process group: a process for each, kept from call to call, which is handed the whole
+call. On a CPU, where PyTorch has no operator for that, the ring is called itself, over gloo, which
+tests do and no audit. What it computes, and claims, is `sharded`.
 
-A rank that waits for another which is gone waits for ever. So where one dies, raises or says
-nothing in time, all are ended, and that is one failed row. A rank ends when its pipe is closed.
-Plain subprocesses, since `multiprocessing` would import the caller's main module again. Names that
-begin with an underscore are PyTorch's, which has no others for these options.
+A rank that waits for another which is gone waits for ever: where one dies, raises or says nothing
+in time, all are ended, and that is one failed row. They are plain subprocesses, since
+`multiprocessing` would import the caller's main module again. Names that begin with an underscore
+are PyTorch's, which has no others for these options.
 """
 
 from __future__ import annotations
@@ -166,9 +165,8 @@ class Ranks:
             raise
 
     def ask(self, task: Mapping[str, Any] | None, limit_s: float = LIMIT_S) -> list[Answer]:
-        """Every rank's answer, in order; to no task, that it is there. Raises MeasurementError, and
-        ends all ranks, where one fails, dies, or does not answer in time; so does any exception,
-        Ctrl-C included."""
+        """Every rank's answer, in order; to no task, that it is there. Any exception ends them;
+        raises MeasurementError where one fails, dies, or does not answer in time."""
         try:
             for pipe in self._pipes if task is not None else ():
                 with contextlib.suppress(OSError):  # it is gone, and so it will be found

@@ -50,8 +50,7 @@ VERSIONS = (
 
 
 def _unsupported(version: Version, case: AttentionCase) -> str | None:
-    """Why a version cannot run the case. (What version 4 cannot do on one generation of GPUs alone
-    it says itself.)"""
+    """Why a version cannot run the case, on any GPU."""
     d, d_v, multiple = case.q.shape[-1], case.v.shape[-1], version.multiple
     sinks = None if case.sinks is None else case.sinks.dtype
     own, package = case.kv_len - case.q_len, f"flash-attn {version.number}"
@@ -88,12 +87,9 @@ def _attend(version: Version, case: AttentionCase, **options: Any) -> Output:
 
 
 def _claims(version: Version, case: AttentionCase, system: System) -> Mapping[str, Any] | None:
-    """Version 2 as PyTorch's copy of it; the others' tiles depend on the GPU and on more than is
-    documented.
-
-    With a soft cap no emulation stands for it: its tanh is the GPU's approximate one, off by 2^-11
-    of the value, which is more than rounding P makes of scores of that size.
-    """
+    """Version 2 as PyTorch's copy of it; the others' tiles are not documented. With a soft cap no
+    emulation stands for it: its tanh is the GPU's approximate one, off by 2^-11 of the value, which
+    is more than rounding P makes of scores of that size."""
     if case.softcap is not None:
         return None
     return flash_attention_2(case, system) if version.number == 2 else {"preset": "fa2"}

@@ -1,18 +1,15 @@
 """PyTorch's FlexAttention as a kernel: compiled, as its users run it, or eager.
 
 `score_mod` has the soft cap and an additive mask, the block mask causality, window and a bool mask.
-A compiled call that was not compiled, which is known from inside the call, is an error. Every shape
-is compiled for itself (seconds each), since a compiler that may generalise gives a case another
-kernel according to the cases before it.
+Every shape is compiled for itself (seconds each), since a compiler that may generalise gives a case
+another kernel according to the cases before it.
 
-How it rounds. On both devices the compiled kernel is FlashAttention-2's arithmetic, but that a
-group's dK and dV are summed before they are cast. Its exponential is to the base 2 on CUDA and good
-to 20 ulp on a CPU, which no format of 16 bits shows. With PRESCALE_QK what is rounded first is Q
-times the scale and log2(e), for which no emulation stands. Sources: the templates in
-torch/_inductor/kernel/flex and torch/_inductor/codegen/cpp_flex_attention_template.py, and the
-tiles in torch/_inductor/template_heuristics, of PyTorch 2.13. With a block mask the blocks of 128
-keys that the mask cuts come before those that it shows whole; the emulation knows ascending order
-only, which is seen in the residual, not in the size of errors.
+On both devices the compiled kernel rounds as FlashAttention-2, but that a group's dK and dV are
+summed before they are cast; with PRESCALE_QK what is rounded first is Q times the scale and
+log2(e), for which no emulation stands. Blocks of 128 keys that the mask cuts come before those that
+it shows whole: the emulation's ascending order shows in the residual, not in the size of errors.
+Sources, of PyTorch 2.13: torch/_inductor/kernel/flex, torch/_inductor/template_heuristics and
+torch/_inductor/codegen/cpp_flex_attention_template.py.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ TILES: Mapping[tuple[int, bool], Mapping[int, int]] = {
     (9, False): {64: 32, 128: 64, 192: 64, 256: 32},
     (10, False): {64: 32, 128: 64, 192: 64, 256: 32},
 }
-"""Keys of a tile by head_dim, for (compute capability, 16-bit format), without autotuning; 64 for
-others."""
+"""Keys of a tile by head_dim, for (compute capability, 16-bit format); 64 for others."""
 LEAST_HEAD_DIM = 16  # of a matrix product in Triton
 Modification = Callable[..., Tensor]
 

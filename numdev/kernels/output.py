@@ -101,8 +101,7 @@ def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> No
 
 
 def upstream(case: AttentionCase) -> Tensor:
-    """The gradient with respect to the output, [batch, heads, q_len, v_dim]. Raises UsageError for
-    a case without one."""
+    """The gradient of the output, [batch, heads, q_len, v_dim]. Raises UsageError without one."""
     if case.grad_out is None:
         what = f"attention case {case.ref.case!r} has no grad_out, so it has no gradients"
         raise UsageError(what, hint="draw one, or take it from the model's loss")
@@ -122,10 +121,8 @@ def differentiate(
     during_backward: AbstractContextManager[Any] | None = None,
 ) -> Output:
     """The function's output and its gradients; `during_backward` is entered for the backward pass.
-
-    dO is brought to the output's dtype (`upstream_in`). The gradient of an input the output does
-    not depend on is 0, as it is to autograd. Raises Refused where autograd cannot follow the
-    function, and whatever the function raises.
+    dO is brought to the output's dtype. The gradient of an input the output does not depend on is
+    0. Raises Refused where autograd cannot follow the function, and whatever the function raises.
     """
     q, k, v = leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     with torch.enable_grad():

@@ -1,9 +1,9 @@
 """PyTorch's `scaled_dot_product_attention`, each backend forced alone, and its default choice.
 
-A backend that cannot run a case refuses, in PyTorch's own words. Which operator really ran, forward
-and backward, is observed in the dispatcher during the measured call itself, and a forced backend
-whose operator did not run is an error. What operators claim (tiles and orders are those of their
-sources) agrees with their errors element by element (docs/log.md).
+Which operator really ran, forward and backward, is observed in the dispatcher during the measured
+call itself, and a forced backend whose operator did not run is an error. What operators claim
+(tiles and orders are those of their sources) agrees with their errors element by element
+(docs/log.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -97,15 +97,24 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
         try:
             out = _called(case)
         except RuntimeError as error:
-            if any(words in str(error).lower() for words in REFUSALS):
-                raise Refused(_reasons(said)) from error
-            raise
+            if not any(words in str(error).lower() for words in REFUSALS):
+                raise
+            # PyTorch's own reasons, which it gives as warnings, without source locations and
+            # without the backends that are off only because another one is forced.
+            texts = [str(w.message).split(" (Triggered internally")[0].strip() for w in said]
+            own = [t for t in texts if not t.endswith(("because:", "runtime disabled."))]
+            none = "PyTorch refuses this case and gives no reason"
+            raise Refused(" ".join(dict.fromkeys(own)) or none) from error
     ran = log.first(FUSED)
     chosen = FUSED.get(ran, SDPBackend.MATH)
     if backend is not None and chosen != backend:
         raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
-    ran = _named(ran)
-    return Output(out=out, lse=_lse(log.returned, out), ran=ran, did={"operator": ran})
+    ran, returned = _named(ran), log.returned
+    lse = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
+    if isinstance(lse, Tensor):  # cuDNN adds an axis, and efficient pads to a multiple of 32 rows
+        lse = (lse.squeeze(-1) if lse.ndim == 4 else lse)[..., : out.shape[2]]
+    whole = isinstance(lse, Tensor) and lse.shape == out.shape[:3]
+    return Output(out=out, lse=lse if whole else None, ran=ran, did={"operator": ran})
 
 
 def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
@@ -126,24 +135,6 @@ def _named(operator: str) -> str:
     active = flash_attention_impl()
     flash = FUSED.get(operator.removesuffix("_backward")) == SDPBackend.FLASH_ATTENTION
     return f"{operator} ({active})" if active and flash else operator
-
-
-def _lse(returned: Any, out: Tensor) -> Tensor | None:
-    """The log-sum-exp a fused operator returned beside its output, where it did. cuDNN adds an
-    axis, and the efficient backend pads the length to a multiple of 32."""
-    lse = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
-    if not isinstance(lse, Tensor):
-        return None
-    lse = (lse.squeeze(-1) if lse.ndim == 4 else lse)[..., : out.shape[2]]
-    return lse if lse.shape == out.shape[:3] else None
-
-
-def _reasons(said: Sequence[warnings.WarningMessage]) -> str:
-    """PyTorch's own reasons, which it gives as warnings, without source locations and without
-    the backends that are off only because another one is forced."""
-    texts = [str(warning.message).split(" (Triggered internally")[0].strip() for warning in said]
-    reasons = [t for t in texts if not t.endswith(("because:", "runtime disabled."))]
-    return " ".join(dict.fromkeys(reasons)) or "PyTorch refuses this case and gives no reason"
 
 
 # --- what the operators compute like -------------------------------------------------------------

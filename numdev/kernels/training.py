@@ -1,11 +1,9 @@
 """A kernel inside a network that learns: one operation of autograd's graph.
 
-`attended` gives the output alone, and gradients reach q, k and v when the network's backward pass
-does: by the kernel's own training form (`Kernel.training`); through its function where autograd
-follows that; and else by its whole training step in backward, which computes forward twice.
-
-Autocast is off in here, in both passes: it would cast matrix products in a custom function's
-forward and not in its backward, so that the two disagree about what was computed.
+Gradients come from the kernel's own training form (`Kernel.training`), through its function where
+autograd follows that, and else from its whole training step in backward, which computes forward
+twice. Autocast is off in here, in both passes: it would cast matrix products in a custom function's
+forward and not in its backward.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ def attended(
     kernel: Kernel, case: AttentionCase, options: Options, generator: torch.Generator | None = None
 ) -> Tensor:
     """The kernel's output for the case, [batch, heads, q_len, v_dim], connected to its q, k and v.
+    What it draws is from the generator, if there is one, in both passes.
 
-    A kernel that `draws` does so from the generator, if there is one, in both passes.
     Raises Refused where the kernel declines the case, has no backward, or autograd cannot follow
     it, MeasurementError where what it returned is no output of this case.
     """
@@ -59,10 +57,8 @@ def attended(
 def crossed(
     kernel: Kernel, case: AttentionCase, options: Options, behind: Kernel, behind_options: Options
 ) -> Tensor:
-    """The output of one kernel with the gradients of another: those of its whole training step on
-    the same q, k and v, from an output of its own and not from the one that is returned.
-
-    Raises Refused where either declines the case, or the other one cannot be trained with.
+    """The output of one kernel with the gradients of another's whole training step, from an output
+    of its own. Raises Refused where either declines the case, or the other cannot be trained with.
     """
     behind.accept(case)
     if behind.backward is None:

@@ -98,8 +98,7 @@ def gradients(
 
 
 def is_at_once(r: Rounder) -> bool:
-    """Whether large blocks are what a recipe says of backward, as far as that is more than fp32
-    rounding."""
+    """Whether large blocks are what a recipe says of backward, to fp32 rounding."""
     sums = [site for x in ("dq", "dk", "dv") for site in (x, f"{x}_product")]
     if r.made.splits not in (None, 1):
         sums.append("dq_partial")
@@ -238,8 +237,7 @@ def _at_once(given: Given) -> Gradients:
 
 @contextlib.contextmanager
 def _apart(r: Rounder, dK: Tensor, dV: Tensor, apart: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where to add gradients up: sums of their own, rounded before they join the others, or the
-    others themselves."""
+    """Where to add gradients up: the sums given, or others, rounded before they join these."""
     if not apart:
         yield dK, dV
         return
@@ -325,8 +323,7 @@ def _scales(given: Given) -> tuple[float, float, Tensor]:
 
 
 def of_products(given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> Tensor:
-    """dS, as it is multiplied with K and Q: from P o (dP - delta), the gradient of the capped
-    scores, to that of Q Kᵀ."""
+    """dS, as it is multiplied with K and Q, of P and `less` = dP - delta."""
     r = given.r
     less = r("dp_minus_delta", less)
     dS = r("ds_softmax", r("p_for_ds", P) * less)
@@ -369,13 +366,10 @@ def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
 
 def attended(case: AttentionCase, made: Recipe, generator: torch.Generator | None = None) -> Tensor:
     """O [B, H, q_len, v_dim] inside a network that learns, in a dtype that holds its site's format,
-    connected to q, k and v, whose gradients come in their own dtypes.
-
-    In large blocks where the recipe allows. Backward recomputes S and nothing else of forward. What
-    is random is drawn from the generator in both passes; without one every call draws the same
-    numbers, from the recipe's seed. Nothing waits for the device, so where V holds infinity or NaN
-    a row may meet them through keys that it does not see. Raises Refused as `emulated` does.
-    """
+    connected to q, k and v, whose gradients come in their own dtypes; in large blocks where the
+    recipe allows. What is random is drawn from the generator in both passes; without one every call
+    draws the same numbers, from the recipe's seed. Nothing waits for the device, so where V holds
+    infinity or NaN a row may meet them through keys that it does not see."""
     given = (case.q, case.k, case.v, case, made, generator)
     out: Tensor = _Attend.apply(*given)  # type: ignore[no-untyped-call]
     return out

@@ -1,12 +1,10 @@
 """Controls: sound attention with a planted fault of a known dose, to show what a gate would catch.
 
-An audit can put planted faults beside the kernel, on the same data: what `fa2` predicts of a
-production kernel (`numdev.kernels.emulation.kernel`), with one thing wrong. The smallest dose a
-gate catches is its power there.
-
-A fault sits in one of three places (`Planted`): another *case* is computed, another *option* of the
-emulation is in force, or the results are *spoiled* before they are cast. At dose 0 nothing differs
-from the sound emulation, bit for bit. Doses of rounding are relative to the working format.
+An audit can put them beside the kernel, on the same data: what `fa2` predicts of a production
+kernel, with one thing wrong. The smallest dose a gate catches is its power there. A fault sits in
+one of three places (`Planted`): another *case* is computed, another *option* of the emulation is in
+force, or the results are *spoiled* before they are cast. At dose 0 nothing differs from the sound
+emulation, bit for bit. Doses of rounding are relative to the working format.
 """
 
 from __future__ import annotations
@@ -110,8 +108,7 @@ def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
 
 
 def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
-    """The last keys of k, v and the mask left out; positions stay as they are, and the gradient of
-    what was dropped is 0."""
+    """The last keys left out; positions stay, and the gradient of what was dropped is 0."""
     kept, rows = case.kv_len - int(dose), (0, 0, 0, int(dose))
     if kept < 1:
         raise Refused(f"it has {case.kv_len} keys, so {dose:g} cannot be dropped")
@@ -181,8 +178,7 @@ CONTROLS: Mapping[str, Control] = {
             "truncated",
             "the output is rounded toward zero (2: so is P)",
             (1.0, 2.0),
-            # From dose 2 on every rounding is. (Beside P's those in fp32 do not show.) O / l is
-            # left exact, since in fp32 the cast would find it rounded already.
+            # At dose 2 every rounding is. O / l is exact, else the cast would find it rounded.
             lambda case, dose: Planted(
                 case,
                 {"normalised": "exact", **({"rounding": "toward_zero"} if dose >= 2 else {})},

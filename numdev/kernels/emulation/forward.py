@@ -135,12 +135,10 @@ def in_any_order(r: Rounder) -> bool:
 
 
 def is_at_once(r: Rounder) -> bool:
-    """Whether many tiles at once are what the recipe says, as far as that is more than fp32
-    rounding.
+    """Whether many tiles at once are what the recipe says, to fp32 rounding.
 
     With `exponent` rounded a product of factors is not a factor. Rounding toward zero makes a whole
-    ulp of a last bit wherever the exact output is a number of the format. The stabilised softmax is
-    not written so.
+    ulp of a last bit wherever the exact output is a number of the format.
     """
     between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
     if r.made.loop_order == "kv":
@@ -151,10 +149,8 @@ def is_at_once(r: Rounder) -> bool:
 
 def forward(r: Rounder, q: Tensor, k: Tensor, v: Tensor, *, at_once: bool = False) -> State:
     """The state after the last tile, O normalised and not yet cast. q is as it meets K. l is the
-    sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may be.
-
-    Merged splits have neither m nor l of their own: they return L and 1, which give P as well.
-    """
+    sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may be. Merged
+    splits have L and 1 for m and l, which give P as well."""
     if at_once and is_at_once(r):
         return _at_once(r, q, k, v)
     states = [_pass(r, q, k, v, split) for split in splits(r)]
@@ -253,8 +249,7 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
 
 
 def maximum(r: Rounder, S: Tensor) -> Tensor:
-    """By what each row of a tile wants to be shifted, [B, H, rows]: its maximum, or what the
-    stabilised softmax takes instead."""
+    """What a tile adds to m, [B, H, rows]: its maximum, or the stabilised softmax's shift."""
     if r.made.beta is None or r.made.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
     # The smallest normal number that P may be on its way to V.
@@ -349,8 +344,7 @@ def _fexp_u20(x: Tensor) -> Tensor:
 
 
 def finite(m: Tensor) -> Tensor:
-    """m, with the lowest number as the maximum of no key at all: any finite shift then gives P = 0,
-    not NaN."""
+    """m, with the lowest number for -inf: any finite shift then gives P = 0, not NaN."""
     return m.clamp(min=torch.finfo(m.dtype).min)
 
 
@@ -365,8 +359,7 @@ def nonzero(l: Tensor) -> Tensor:
 
 
 def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
-    """x @ of_kv_heads [B, H, R, Y], for x [B, H, R, X] and [B, kv_heads, X, Y]: each kv head meets
-    its query heads at once."""
+    """x @ of_kv_heads [B, H, R, Y], for x [B, H, R, X] and [B, kv_heads, X, Y]."""
     b, h, rows, width = x.shape
     product = x.reshape(b, case.kv_heads, case.group * rows, width) @ of_kv_heads
     return product.view(b, h, rows, -1)
@@ -394,11 +387,8 @@ def in_order(r: Rounder, tiles: Sequence[T]) -> Sequence[T]:
 
 
 def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
-    """Every tile of a split that somebody can see by position, as (rows, keys), in the order each
-    row meets them.
-
-    Tiles begin at multiples of block_kv; rows are whole blocks of block_q, as many as fit.
-    """
+    """Every tile of a split that some row can see by position, as (rows, keys), in the order each
+    row meets them: keys from a multiple of block_kv, rows in whole blocks of block_q."""
     case, (block_q, block_kv) = r.case, r.tile
     row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
     step = block_q * max(1, BLOCK_BYTES[case.q.device.type] // (row_bytes * block_q))

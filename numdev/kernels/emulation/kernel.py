@@ -3,11 +3,9 @@
 `emulated` is the kernel: its options are a recipe (`numdev.kernels.emulation.recipe`,
 docs/sites.md), computed by `forward` and `backward` beside it.
 
-It is also what a kernel's errors should be. A kernel's claim is a set of these options: where it
-rounds, to what, in which tiles. The emulation's distance from the reference is then the kernel's,
-head by head and on any inputs: a sound kernel is within a few per cent of it, and one that rounds
-where it does not say so is not, however much worse than both plain attention may be. It is computed
-with many tiles at once where the recipe allows it, which differs by fp32 rounding.
+It is also what a kernel's errors should be: a kernel's claim is a set of these options, and the
+emulation's distance from the reference is then the kernel's, head by head and on any inputs. It is
+computed with many tiles at once where the recipe allows it, which differs by fp32 rounding.
 
 An emulation leaves out what a kernel's fp32 arithmetic errs. So it predicts no single error where
 that is not small beside the rounding to the working format, or where the output keeps more bits
@@ -35,12 +33,9 @@ OPTIONS: Mapping[str, Any] = {"preset": "fa2", **dict.fromkeys((*FIELDS, *SITES)
 
 
 def gradients(case: AttentionCase, **options: Any) -> Output:
-    """Both passes of a training step, under the options of `emulated` (those not given are its
-    defaults): out, lse, dq, dk and dv, each in a dtype that holds its site's format.
-
-    Raises UsageError for an option it does not have and for a senseless recipe, Refused where the
-    case has no grad_out or its format cannot do what the recipe asks.
-    """
+    """Both passes of a training step, under the options of `emulated`: out, lse, dq, dk, dv, each
+    in a dtype that holds its site's format. Raises as `emulated` does, and Refused for a case
+    without grad_out."""
     made = recipe(**options)
     O, L, *dQKV = backward.gradients(case, made)
     r = Rounder(made, case)
@@ -102,8 +97,7 @@ def recipe_of(claim: Mapping[str, Any], **overrides: Any) -> Recipe:
 
 
 def emulation(case: AttentionCase, claim: Mapping[str, Any]) -> Tensor:
-    """The claim's output [B, H, q_len, v_dim], float32. Raises as `emulated` does; waits for the
-    device once."""
+    """The claim's output [B, H, q_len, v_dim], float32. Raises as `emulated` does."""
     return attend(case, recipe_of(claim), at_once=True)[0]
 
 
@@ -127,11 +121,9 @@ def unpredictable(claim: Mapping[str, Any] | None, working: Format, returned: Fo
 
 
 def unexpected(claim: Mapping[str, Any] | None, working: Format, returned: Format) -> str | None:
-    """Why no size of error is expected of an output, as a clause; None where one is.
-
-    In float32 an emulation, which is in fp32 arithmetic itself, predicts no element; but together
-    with what that arithmetic may err (`Yardstick.arithmetic`) it bounds the size.
-    """
+    """Why no size of error is expected of an output, as a clause; None where one is. In float32 an
+    emulation predicts no element, but together with what fp32 arithmetic may err
+    (`Yardstick.arithmetic`) it bounds the size."""
     if claim is not None and working == returned == FORMATS["float32"]:
         return None
     return unpredictable(claim, working, returned)
@@ -140,11 +132,9 @@ def unexpected(claim: Mapping[str, Any] | None, working: Format, returned: Forma
 def returning(
     claim: Mapping[str, Any] | None, case: AttentionCase, returned: Format | Mapping[str, Format]
 ) -> Mapping[str, Any]:
-    """The claim for a kernel that returned formats other than the case's.
-
-    `returned` is the output's format, or a format for each tensor in `SITE_OF` that came back. What
-    backward reads is the O that was returned, unless the claim says otherwise.
-    """
+    """The claim for a kernel that returned another format than the case's, of the output or of each
+    tensor in `SITE_OF` that came back. Backward reads the O that was returned, unless the claim
+    says otherwise."""
     formats = {"out": returned} if isinstance(returned, Format) else returned
     changed = dict(claim or {})
     for tensor, fmt in formats.items():

@@ -119,8 +119,7 @@ TILINGS: Mapping[str, tuple[str, Callable[[int, int], tuple[int, int | None]]]] 
     "qiu2025": ("512 × 512", lambda d, memory: (512, 512)),
     "whole": ("all keys at once", lambda d, memory: (1, None)),
 }
-"""Rules for the tile's size, in words and as a function: (head_dim, memory) to (block_q, block_kv),
-None for all keys."""
+"""Rules for (block_q, block_kv), None for all keys: in words, and from (head_dim, memory)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,15 +199,9 @@ class Recipe:
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    name: get_args(kind)
-    for name, kind in get_type_hints(Recipe).items()
-    if get_origin(kind) is Literal
+    n: get_args(kind) for n, kind in get_type_hints(Recipe).items() if get_origin(kind) is Literal
 }
-FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(Recipe)
-    if field.name not in ("preset", "sites", "tiling")
-)
+FIELDS = tuple(n for n in get_type_hints(Recipe) if n not in ("preset", "sites", "tiling"))
 """What may be changed in a recipe, beside its sites."""
 
 
@@ -268,9 +261,9 @@ def recipe(
 ) -> Recipe:
     """The preset with some of its parts replaced; a value of None leaves the preset's.
 
-    `options` are fields of `Recipe` and sites, and so may `sites` be. With `memory` the tiles
-    follow FlashAttention-1's rule in every preset. Raises UsageError, naming the closest, for an
-    unknown preset, option, format or choice, and for parts that contradict one another.
+    `options` are fields of `Recipe` and sites. With `memory` the tiles follow FlashAttention-1's
+    rule in every preset. Raises UsageError for an unknown preset, option, format or choice, naming
+    the closest, and for parts that contradict one another.
     """
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))

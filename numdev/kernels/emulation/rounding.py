@@ -71,11 +71,9 @@ class Rounder:
 def rounding(
     fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator | None
 ) -> Step | None:
-    """How to round tensors of `dtype` to `fmt`; None where there is nothing to do.
-
-    Where torch's own cast rounds once, to nearest, it is `round_to` at a tenth of the cost: from
-    float64 to float32, and from float32 to its halves. From float64 to a half it rounds twice.
-    """
+    """How to round tensors of `dtype` to `fmt`; None where there is nothing to do. Torch's own cast
+    is `round_to` at a tenth of the cost where it rounds once, which from float64 to a half it does
+    not."""
     if fmt is None or fmt.contains(format_of(dtype)):
         return None
     direct = (torch.float32,) if dtype == torch.float64 else (torch.bfloat16, torch.float16)

@@ -84,11 +84,8 @@ def _fast_or_plain(
 
 
 def floor_of(reference: Reference, fmt: Format) -> Output:
-    """The reference rounded once to `fmt`: no kernel that returns `fmt` can be better everywhere.
-
-    So are the gradients, where the reference has them. The log-sum-exp is left out: kernels return
-    it in a wider format than the output.
-    """
+    """The reference, and its gradients, rounded once to `fmt`: no kernel that returns `fmt` can be
+    better everywhere. Without the log-sum-exp, which kernels return in a wider format."""
     exact = {n: getattr(reference, n) for n in GRADIENTS if isinstance(reference, Gradients)}
     rounded: dict[str, Any] = {n: round_to(x, fmt) for n, x in exact.items()}
     return Output(out=round_to(reference.out, fmt), ran=reference.by, **rounded)

@@ -232,10 +232,8 @@ def _weigher(*inputs: Tensor) -> Weigh:
 
 
 def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
-    """weights @ values, where values of probability 0 count for nothing even if NaN or infinite.
-
-    0 * NaN would let a hidden key through, or not, depending on which block it falls into.
-    """
+    """weights @ values, where values of probability 0 count for nothing even if NaN or infinite:
+    0 * NaN would let a hidden key through, or not, depending on which block it falls into."""
     O = weights @ torch.where(values.isfinite(), values, 0.0)
     infinite = values.isinf().double()
     positive, negative = (values == math.inf).double(), (values == -math.inf).double()

@@ -4,19 +4,15 @@ The blocked path of `numdev.kernels.reference` is the check on this one, and com
 refuses (`accept`). Results agree to fp64 rounding (docs/method.md has the bound), and are the same
 from run to run.
 
-Forward is one kernel, `fused_triton.forward`: two products in fp64, and one for the term scale of
-the output. Backward is the five matrix products that every backward pass makes, in fp64, and three
-for the term scales of dq, dk and dv. S and dP stay in registers until they have become P, dX and
-the terms of dX (`fused_triton.score_gradients`); these are written for a run of query rows at a
-time, and the other six are the library's products of large matrices.
+Forward is one kernel. Backward is the five matrix products that every backward pass makes, in fp64,
+and three for the term scales of dq, dk and dv: S and dP stay in registers until they have become P,
+dX and the terms of dX (`fused_triton.score_gradients`), written for a run of query rows at a time;
+the other six are the library's products of large matrices. Memory is bounded (`OPERAND_BYTES`,
+`SCRATCH_BYTES`).
 
 Term scales are sums in bfloat16: a unit for errors. Rounding terms of one sign to 8 bits moves a
-sum by less than 1 % (docs/method.md), and by much less where there are many. Operands are scaled by
-powers of two that bring them to at most 1 (the terms of dX to at most 2), so that they keep clear
-of the ends of bfloat16's range; products accumulate in fp32.
-
-Memory is bounded: operands are cast to fp64 a few kv heads at a time (`OPERAND_BYTES`), and runs of
-rows are as long as SCRATCH_BYTES allows. All heads of such a group share every launch.
+sum by less than 1 % (docs/method.md). Operands are scaled by powers of two that bring them to at
+most 1 (the terms of dX to at most 2), so that they keep clear of the ends of bfloat16's range.
 
 Legend as in the reference: S scores, P probabilities, L log-sum-exp, delta rowsum(dO O), dX the
 gradient of the scaled products.
@@ -52,8 +48,7 @@ PROGRAMS, LEAST_BLOCKS = 512, 8
 """Fewer programs leave a GPU idle: then keys are divided, into parts of so many blocks at least."""
 LEAST_ROWS = 16  # in a run, whatever they take
 RUNS = 16
-"""Under causality a run computes with all keys its last row sees: there are at least so many runs,
-if they have LEAST_ROWS."""
+"""Under causality, at least, since a run computes with all keys that its last row sees."""
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
 """In units of log 2: scores up to this size need no maximum subtracted. P and its sums stay well
@@ -72,8 +67,7 @@ class Tile(NamedTuple):
 
 
 FORWARD = {64: Tile(64, 32, 4, 3), 128: Tile(64, 16, 4, 3), 256: Tile(16, 32, 4, 1)}
-"""By the width of the widest operand, for 16 and 8 bits. fp32, whose operands take twice the room,
-has one stage less."""
+"""By the width of the widest operand, for 16 and 8 bits. fp32 has one stage less."""
 ELSEWHERE = {128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 1)}
 """Where those cannot be: on GPUs whose blocks have less shared memory than ROOM, and on Blackwell,
 for which Triton 3.6 builds no fp64 product of 64 rows. Not measured."""
@@ -91,8 +85,7 @@ def attend(case: AttentionCase) -> Reference:
 
 
 def gradients(case: AttentionCase) -> Gradients:
-    """See `reference.gradients`. Raises Refused where this path cannot take the case, UsageError
-    for a case without grad_out."""
+    """See `reference.gradients`. Raises Refused where this path cannot take the case."""
     upstream(case)
     accept(case)
     forward = _in_parts(case, lambda part, heads: _forward(part))
@@ -122,8 +115,7 @@ def _in_parts(case: AttentionCase, compute: Callable[[AttentionCase, slice], Res
 
 
 def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
-    """The case in groups of kv heads whose fp64 operands fit OPERAND_BYTES: the part, its query
-    heads and its kv heads."""
+    """Groups of kv heads whose fp64 operands fit OPERAND_BYTES: case, query heads and kv heads."""
     d, d_v = (_width(x) for x in (case.q, case.v))
     rows, columns = d + 2 * d_v, d + d_v  # of q, out and terms; of k and v
     if case.grad_out is not None:  # dO, dq, dk and dv, and in lower precision their terms
@@ -181,8 +173,7 @@ class _Operands:
         )
 
     def bounded(self, case: AttentionCase) -> bool:
-        """Whether no score leaves BOUND, by Cauchy and Schwarz or the soft cap. Waits for the
-        device."""
+        """Whether no score leaves BOUND, by Cauchy and Schwarz. Waits for the device."""
         if _is_additive(case):
             return False
         if case.softcap is not None:
@@ -265,8 +256,7 @@ def _forward_tile(case: AttentionCase) -> Tile:
 
 
 def suits(shared: int, capability: int) -> bool:
-    """Whether FORWARD is for a GPU with so much shared memory for a block, and of a compute
-    capability with this first number."""
+    """Whether FORWARD is for a GPU, by a block's shared memory and the major capability."""
     return shared >= ROOM and capability < BLACKWELL
 
 
@@ -393,8 +383,7 @@ def _runs(case: AttentionCase) -> list[slice]:
 
 
 def _keys(case: AttentionCase, rows: slice) -> slice:
-    """The keys a run of rows can see; one, where it sees none, which spares every step the case of
-    nothing at all."""
+    """The keys a run of rows can see; one, where it sees none."""
     keys = key_range(case, rows)
     if keys.stop > keys.start:
         return keys
@@ -434,8 +423,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def accept(case: AttentionCase) -> None:
-    """Raises Refused where this path cannot take the case. Reads the inputs, and waits for the
-    device."""
+    """Raises Refused where this path cannot take the case. Waits for the device."""
     refuse((not case.q.is_cuda, "the fused one runs on CUDA"))
     refuse((reason := _unfit(case), str(reason)))
     try:
@@ -446,9 +434,8 @@ def accept(case: AttentionCase) -> None:
 
 
 def accept_scores(forward: Mapping[str, Tensor]) -> None:
-    """Raises Refused where P is not to be had from L for a backward pass. An additive mask can lift
-    every score of a row beyond LARGEST: L then says nothing of the differences between them, and
-    only a softmax that subtracts their maximum, as the blocked path's, still does."""
+    """Raises Refused where an additive mask lifts every score of a row beyond LARGEST: L then says
+    nothing of the differences between them, and P is not to be had from it."""
     size = forward["lse"].abs().masked_fill(forward["empty"], 0.0).amax().item()
     refuse((size > LARGEST, f"a row's scores are all about {size:.1g}, {TOO_LARGE}"))
 

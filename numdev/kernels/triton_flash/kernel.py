@@ -155,12 +155,9 @@ class Launch(NamedTuple):
     num_stages: int
 
     def as_arguments(self) -> dict[str, int]:
-        """As a kernel takes it.
-
-        Without fused multiply-adds: where scale · S − m became one, which in tiles with hidden keys
-        it cannot, P at the maximum was no longer 1, nor the same in forward and backward. At
-        scores of 10,000 that was 5e-4 of P.
-        """
+        """For a kernel, without fused multiply-adds: where scale · S − m became one, which in
+        tiles with hidden keys it cannot, P at the maximum was no longer 1, nor the same in forward
+        and backward. At scores of 10,000 that was 5e-4 of P."""
         names = ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages")
         return {**dict(zip(names, self, strict=True)), "enable_fp_fusion": False}
 
@@ -342,9 +339,5 @@ class _Trained(torch.autograd.Function):
     ),
 )
 def triton_flash(case: AttentionCase, **options: Any) -> Output:
-    """Flash attention in Triton, with its roundings and orders as options.
-
-    Rows that see no key are 0, with lse -inf or the sink. NaN and infinity propagate as the
-    arithmetic has it.
-    """
+    """Flash attention in Triton, with its roundings and orders as options."""
     return Call.of(case, options).forward()[0]
