@@ -200,11 +200,9 @@ def _owns_projections(module: nn.Module) -> bool:
 
 def layer_of(module: nn.Module, name: str) -> int | None:
     """transformers' number of a module, else the one number in its name; None without one."""
-    layer = getattr(module, "layer_idx", None)
-    if isinstance(layer, int):
-        return layer
+    own = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return numbers[0] if len(numbers) == 1 else None
+    return own if isinstance(own, int) else numbers[0] if len(numbers) == 1 else None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -445,8 +443,7 @@ def _window(
         reaches = bool((open_ & ((back >= size) | (back < -right))).any())
         beyond = " and a mask that reaches beyond it" if reaches else ""
     if beyond:
-        hint = "its SDPA and its flash attention would not compute the same"
-        raise MeasurementError(f"{ref.module}: passes a window of {size}{beyond}", hint=hint)
+        raise MeasurementError(f"{ref.module}: passes a window of {size}{beyond}")
     return (size - 1, right)
 
 
@@ -488,8 +485,7 @@ def _attention(
     itself = given.keys() & {"is_causal", "position_bias"} & signature(sdpa).parameters.keys()
     if unknown := some(sorted(given.keys() - beside - itself - WITHOUT_EFFECT)):
         what = f"passes its attention an argument numdev does not know: {unknown}"
-        hint = "the captured call would not be the model's; please report the model"
-        raise MeasurementError(f"{type(module).__name__} {what}", hint=hint)
+        raise MeasurementError(f"{type(module).__name__} {what}", hint="please report the model")
     # Within its own handler the mode is off: a model that `on_call` runs is not the one met.
     modes = _get_current_function_mode_stack()
     active = next((mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None)

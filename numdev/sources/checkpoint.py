@@ -200,8 +200,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     none or it asks for code of its own, MeasurementError where it is damaged."""
     stored = path / "config.json"
     if not stored.is_file():
-        hint = "give a Hugging Face directory: config.json with model.safetensors"
-        raise UsageError(f"{path}: has no config.json", hint=hint)
+        raise UsageError(f"{path}: has no config.json", hint="give a Hugging Face directory")
     storage.refuse_code(stored)
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
     files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
@@ -269,8 +268,7 @@ class StateDict(Weights):
             model = self.build(*((dict(self.config),) if takes and self.config else ()))
         except (Exception, SystemExit) as error:
             what = f"the factory {self.factory} raised {one_line(error)}"
-            hint = "it gets no argument, or the configuration stored with the weights"
-            raise MeasurementError(what, hint=hint) from error
+            raise MeasurementError(what) from error
         if not isinstance(model, nn.Module):
             got = f"expected a torch.nn.Module, got {type(model).__name__}"
             raise UsageError(f"the factory {self.factory}: {got}", hint="let it return the model")

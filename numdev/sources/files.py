@@ -45,16 +45,8 @@ def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path
     raise UsageError(f"{directory}: has no weights that numdev reads", hint=hint)
 
 
-def shards(index: Path) -> tuple[Path, ...]:
-    """The files an index names, all present and all in its own directory."""
-    files = tuple(sorted(set(weight_map(index).values())))
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise MeasurementError(f"{index}: the shard {some(missing)} is missing", hint=FETCH)
-    return files
-
-
-def weight_map(index: Path) -> dict[str, Path]:
-    """The file of every tensor, as an index says: beside the index, though it may be missing."""
+def shards(index: Path, *, lack: bool = False) -> tuple[Path, ...]:
+    """The files an index names, all in its own directory, and present unless they may `lack`."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)
@@ -62,7 +54,11 @@ def weight_map(index: Path) -> dict[str, Path]:
         if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
             what = f"{index}: {name!r} is not the name of a weight file beside it"
             raise MeasurementError(what, hint=DISTRUST)
-    return {tensor: index.parent / name for tensor, name in named.items()}
+    files = tuple(sorted({index.parent / name for name in named.values()}))
+    missing = [file.name for file in files if not lack and not file.is_file()]
+    if missing:
+        raise MeasurementError(f"{index}: the shard {some(missing)} is missing", hint=FETCH)
+    return files
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -156,16 +152,14 @@ def refuse_misfits(
     }
     said = ", and ".join(f"{what} {some(sorted(of))}" for what, of in problems.items() if of)
     if said:
-        hint = "is it the model these weights were saved from?"
-        raise MeasurementError(f"{path}: {model} {said}", hint=hint)
+        raise MeasurementError(f"{path}: {model} {said}", hint="is it the model of these weights?")
 
 
 def refuse_code(path: Path) -> None:
     """Raises UsageError for a configuration that asks for code of its own."""
     if read_json(path).get("auto_map"):
         what = f"{path}: asks for Python code of its own (auto_map), which numdev does not run"
-        hint = "if the library has this class too, delete auto_map from a copy of it"
-        raise UsageError(what, hint=hint)
+        raise UsageError(what, hint="or delete auto_map from a copy of it")
 
 
 @contextmanager

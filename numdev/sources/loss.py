@@ -26,7 +26,6 @@ from numdev.sources.regimes import Draws
 
 LANGUAGE = "the model's language-model loss"
 OWN = "the model's own loss"
-STORED = "stored in the file"
 IGNORED = -100  # the label of a position that has none, by PyTorch's default
 
 
@@ -138,8 +137,7 @@ class TrainingStep:
         for case, _, versions in self.held:
             if versions != _versions(case):
                 what = f"{case.ref.module}: the model overwrites what it attended over"
-                hint = "its gradients cannot be audited; its forward pass can"
-                raise MeasurementError(what, hint=hint)
+                raise MeasurementError(what, hint="its forward pass can be audited")
         edges = {i: edge for i, (_, edge, _) in enumerate(self.held) if edge is not None}
         grads: dict[int, Tensor] = {}
         if loss is not None and loss.requires_grad and edges:

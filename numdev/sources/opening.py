@@ -17,15 +17,7 @@ from numdev.cases import AttentionCase, CaseRef, laid_out, transposed
 from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
-from numdev.sources.capture import (
-    Captured,
-    Enough,
-    Layers,
-    attention_modules,
-    capture,
-    handed_over,
-    layer_of,
-)
+from numdev.sources import capture as capturing
 from numdev.sources.checkpoint import Checkpoint, StateDict, open_checkpoint, open_state_dict
 from numdev.sources.files import FETCH, is_distributed, some
 from numdev.sources.loss import Upstream, drawn_from, find_upstream
@@ -59,9 +51,16 @@ class Source(Protocol):
     notes: tuple[str, ...] = ()
     """What a user should be told; some is known only when all cases were met."""
 
+    cases: Sequence[Located] = ()
+    """Those that are known before a model runs."""
+
     def describe(self) -> dict[str, Any]: ...
-    def count(self) -> int: ...
-    def __iter__(self) -> Iterator[Located]: ...
+    def count(self) -> int:
+        return len(self.cases)
+
+    def __iter__(self) -> Iterator[Located]:
+        return iter(self.cases)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's stored weights, where there is a model."""
         return iter(())
@@ -164,20 +163,14 @@ class ConfigSource(Source):
         *,
         gradients: bool = False,
     ) -> None:
-        self.target, self.cases = target, list[Located]()
+        self.target = target
         how: dict[str, Any] = {"source": target, "device": system.device, "gradients": gradients}
         for config in configs:
             check(config.inputs.name, config.inputs.options)
-            self.cases += [Drawn(config=config, seed=seed, **how) for seed in seeds]
+        self.cases = [Drawn(config=config, seed=s, **how) for config in configs for s in seeds]
 
     def describe(self) -> dict[str, Any]:
         return {"config": self.target, "cases": len(self.cases)}
-
-    def count(self) -> int:
-        return len(self.cases)
-
-    def __iter__(self) -> Iterator[Located]:
-        return iter(self.cases)
 
 
 class TensorFileSource(Source):
@@ -187,9 +180,9 @@ class TensorFileSource(Source):
         seed = request.seed if request.gradients else None
         path = Path(request.checkpoint or "")
         self.stored = open_cases(path, device=system.device, upstream=seed)
-        layers = Layers(request.layers)
+        layers = capturing.Layers(request.layers)
         self.chosen = [case for case in self.stored.cases if layers.choose(case.ref.layer)]
-        self.origin = ""
+        self.cases, self.origin = self.chosen, ""
         if seed is not None:
             self.origin = "; ".join(dict.fromkeys(case.upstream_from for case in self.chosen))
             self.notes = (f"Upstream gradients: {self.origin}.",)
@@ -205,12 +198,6 @@ class TensorFileSource(Source):
             "captured_with": dict(self.stored.versions),
             **({"grad_out": self.origin} if self.origin else {}),
         }
-
-    def count(self) -> int:
-        return len(self.chosen)
-
-    def __iter__(self) -> Iterator[Located]:
-        return iter(self.chosen)
 
 
 class CheckpointSource(Source):
@@ -234,8 +221,8 @@ class CheckpointSource(Source):
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
             raise UsageError(f"--generate: {type(self.model).__name__} does not generate text")
         self.prompt = model_inputs(request, self.checkpoint, self.model)
-        self.modules = attention_modules(self.model)
-        layers = [layer_of(self.model.get_submodule(name), name) for name in self.modules]
+        self.modules = capturing.attention_modules(self.model)
+        layers = [capturing.layer_of(self.model.get_submodule(name), name) for name in self.modules]
         self.numbers = [] if None in layers else layers
         if prefix := self.checkpoint.describe().get("prefix_removed"):
             whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
@@ -268,10 +255,10 @@ class CheckpointSource(Source):
         return calls * (1 + (self.request.generate or 0))
 
     def __iter__(self) -> Iterator[Located]:
-        return handed_over(self._run)
+        return capturing.handed_over(self._run)
 
     def _run(self, handle: Callable[[Located], None]) -> None:
-        made, layers = Projections(), Layers(self.request.layers)
+        made, layers = Projections(), capturing.Layers(self.request.layers)
         numbers, ends = set(self.numbers), False
         # A streamed run ends with its last call, so that no later weight is read: unless a layer
         # may run twice, or the model writes, which takes its head.
@@ -284,12 +271,12 @@ class CheckpointSource(Source):
         def chosen(case: AttentionCase) -> None:
             if layers.choose(case.ref.layer):
                 projection = partial(made.of, case) if self.projections else None
-                handle(Captured(ref=case.ref, load=case.detached, projection=projection))
+                handle(capturing.Captured(ref=case.ref, load=case.detached, projection=projection))
             if ends and wanted <= layers.met:
-                raise Enough
+                raise capturing.Enough
 
         with self.streamed.running() if self.streamed else nullcontext():
-            calls, drawn = capture(
+            calls, drawn = capturing.capture(
                 self.model,
                 self.prompt.inputs,
                 chosen,

@@ -12,13 +12,13 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import compress, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,8 @@ from numdev.cases import Attends, AttentionCase
 from numdev.config import AuditRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
+from numdev.sources import capture as capturing
 from numdev.sources import files as storage
-from numdev.sources.capture import (
-    Captured,
-    Enough,
-    Frame,
-    Layers,
-    Watch,
-    attention_modules,
-    capture_run,
-    handed_over,
-)
 from numdev.sources.files import blaming, quiet
 from numdev.sources.loss import drawn_from, with_drawn
 from numdev.sources.prompts import read_text
@@ -48,13 +39,10 @@ DENOISERS = ("unet", "transformer")  # the part that removes noise: the first th
 # They look at pictures, and none is made.
 NOT_NEEDED = ("safety_checker", "feature_extractor", "watermarker", "watermark")
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
-# What a part may be, by its library: a model, scheduler, tokenizer or processor.
+# What a part may be, by its library: a model, scheduler or tokenizer.
 ALLOWED = {
     "diffusers": ("ModelMixin", "SchedulerMixin"),
-    "transformers": (
-        *("PreTrainedModel", "PreTrainedTokenizerBase", "ProcessorMixin"),
-        *("FeatureExtractionMixin", "ImageProcessingMixin"),
-    ),
+    "transformers": ("PreTrainedModel", "PreTrainedTokenizerBase"),
 }
 WRITTEN_BY = f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them"
 STEPS = 4  # Denoising steps, where nobody says how many
@@ -74,6 +62,7 @@ class PipelineSource:
     index, unknown classes, and weights that do not fit."""
 
     notes: tuple[str, ...] = ()
+    cases: Sequence[Any] = ()
 
     def __init__(self, request: AuditRequest, system: System) -> None:
         self.request, self.path = request, Path(request.checkpoint or "")
@@ -95,11 +84,11 @@ class PipelineSource:
                 pipeline.set_progress_bar_config(disable=True)
                 self.pipeline = pipeline.to(system.device)
         self.denoiser: nn.Module = getattr(self.pipeline, self.part)
-        self.modules = attention_modules(self.denoiser)
+        self.modules = capturing.attention_modules(self.denoiser)
         self.arguments, self.prompt = self._read()
-        parts = {n: x for n, x in sorted(self.pipeline.components.items()) if n != self.part}
-        attending = (isinstance(x, nn.Module) and attention_modules(x) for x in parts.values())
-        self.others = ", ".join(compress(parts, attending))
+        parts = {n: x for n, x in self.pipeline.components.items() if isinstance(x, nn.Module)}
+        attending = sorted(n for n, x in parts.items() if capturing.attention_modules(x))
+        self.others = ", ".join(name for name in attending if name != self.part)
         if self.others:
             what = f"Audited: the {self.part}. Not audited: the attention of {self.others}."
             self.notes = (what,)
@@ -132,8 +121,8 @@ class PipelineSource:
         for path in storage.weight_files(self.path / self.part, WEIGHTS, WRITTEN_BY):
             yield from storage.read(path)
 
-    def __iter__(self) -> Iterator[Captured]:
-        return handed_over(self._run)
+    def __iter__(self) -> Iterator[capturing.Captured]:
+        return capturing.handed_over(self._run)
 
     def _part(self, name: str, dtype: torch.dtype) -> Any:
         """A part of the pipeline, loaded; a model in eval mode and cast to `dtype`."""
@@ -187,18 +176,18 @@ class PipelineSource:
         labels = torch.randint(classes, (count,), generator=generator).tolist()
         return {"class_labels": labels}, f"{count} images, of classes drawn with seed {seed}"
 
-    def _run(self, handle: Callable[[Captured], None]) -> None:
+    def _run(self, handle: Callable[[capturing.Captured], None]) -> None:
         """Hand over the calls of chosen steps; latents are drawn on the CPU for every device."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
-        layers, seed = Layers(self.request.layers), self.request.seed
+        layers, seed = capturing.Layers(self.request.layers), self.request.seed
 
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal now
             answer = own_step(*args, **kwargs)
             now += 1
             if now > (max(wanted) if wanted else len(scheduler.timesteps) - 1):
-                raise Enough
+                raise capturing.Enough
             return answer
 
         def on_call(case: AttentionCase) -> None:
@@ -206,7 +195,7 @@ class PipelineSource:
                 ref = dataclasses.replace(case.ref, attends=_attends(case, watch.running[-1]))
                 case = dataclasses.replace(case, ref=ref)
                 case = with_drawn(case, seed) if self.request.gradients else case
-                handle(Captured(ref=ref, load=case.detached))
+                handle(capturing.Captured(ref=ref, load=case.detached))
 
         def run() -> None:
             scheduler.step = step
@@ -218,26 +207,21 @@ class PipelineSource:
             finally:
                 del scheduler.step  # that of the class comes forth again
 
-        watch = Watch(self.denoiser, source=self.path.resolve().name, step=lambda: now)
-        capture_run(run, watch, on_call, self.pipeline)
+        watch = capturing.Watch(self.denoiser, source=self.path.resolve().name, step=lambda: now)
+        capturing.capture_run(run, watch, on_call, self.pipeline)
         self.notes += layers.notes(self.request.target)
 
 
 def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, Any]]:
     """A pipeline's class; library and class of its parts that are needed; its plain settings."""
     if find_spec("diffusers") is None:
-        hint = "pip install 'numdev[diffusers]'"
-        raise UsageError("a pipeline needs the package diffusers", hint=hint)
+        raise UsageError("a pipeline needs diffusers", hint="pip install 'numdev[diffusers]'")
 
-    def refuse(what: str) -> NoReturn:
-        hint = "if diffusers has this pipeline too, name its class in a copy of model_index.json"
-        what = f"{path}: {what}, and numdev takes classes of diffusers and transformers alone"
-        raise UsageError(what, hint=hint)
-
+    refused = "and numdev takes classes of diffusers and transformers alone"
     index = storage.read_json(path)
     kind, parts, settings = index.get("_class_name"), {}, {}
     if not isinstance(kind, str):
-        refuse(f"its pipeline is {kind!r}")
+        raise UsageError(f"{path}: its pipeline is {kind!r}, {refused}")
     for name, value in index.items():
         if name.startswith("_") or name in NOT_NEEDED:
             continue
@@ -246,7 +230,7 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
             continue
         named = all(isinstance(x, str) and x.isidentifier() for x in (name, *value))
         if len(value) != 2 or not named or value[0] not in ALLOWED:
-            refuse(f"its part {name!r} is {value!r}")
+            raise UsageError(f"{path}: its part {name!r} is {value!r}, {refused}")
         directory = path.parent / name
         if not directory.is_dir():
             raise MeasurementError(f"{directory}: is missing", hint=storage.FETCH)
@@ -257,7 +241,7 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
     return kind, parts, settings
 
 
-def _attends(case: AttentionCase, frame: Frame) -> Attends:
+def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
     """By what the module was given: nothing beside the image, or something, which joins it as keys,
     or stands in its place. Both are [batch, positions, channels], or pictures."""
     given = inspect.signature(frame.module.forward).bind(*frame.arguments, **frame.named).arguments

@@ -105,8 +105,9 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
         positions = room
         room -= request.generate or 0  # what it writes follows what it reads
         if room < 1:
-            what = f"--generate {request.generate}: the model has only {positions} positions"
-            raise UsageError(what)
+            raise UsageError(
+                f"--generate {request.generate}: the model has only {positions} positions"
+            )
     length = min(request.length, room or request.length)
     if texts:
         place = Path(request.tokenizer) if request.tokenizer else checkpoint.path
@@ -169,8 +170,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        what = f"{file}: cannot be read ({one_line(error)})"
-        raise UsageError(what, hint="give a text file in UTF-8") from error
+        raise UsageError(f"{file}: expected text in UTF-8, got {one_line(error)}") from error
 
 
 # --- the other arguments of a model -------------------------------------------------------------
@@ -230,9 +230,8 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
         sides = size if isinstance(size, list | tuple) else (size, size)
         shape = [getattr(place, "num_channels", 3), *sides]
     if not all(shape):
-        hint = "give it with --inputs FILE, a safetensors file with a tensor of that name"
         what = f"{type(model).__name__} reads {name}, which numdev cannot draw for it"
-        raise UsageError(what, hint=hint)
+        raise UsageError(what, hint="give it with --inputs FILE")
     x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
     words = f"{count} {what} of {' x '.join(map(str, shape))} drawn with seed {seed}"
     return Prompt(inputs={name: x}, description=words)

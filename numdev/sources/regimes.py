@@ -81,21 +81,10 @@ class Shapes:
     head_dim: int
     v_dim: int
 
-    @property
-    def q(self) -> tuple[int, ...]:
-        return (self.batch, self.heads, self.q_len, self.head_dim)
-
-    @property
-    def k(self) -> tuple[int, ...]:
-        return (self.batch, self.kv_heads, self.kv_len, self.head_dim)
-
-    @property
-    def v(self) -> tuple[int, ...]:
-        return (self.batch, self.kv_heads, self.kv_len, self.v_dim)
-
-    @property
-    def out(self) -> tuple[int, ...]:
-        return (self.batch, self.heads, self.q_len, self.v_dim)
+    q = property(lambda self: (self.batch, self.heads, self.q_len, self.head_dim))
+    k = property(lambda self: (self.batch, self.kv_heads, self.kv_len, self.head_dim))
+    v = property(lambda self: (self.batch, self.kv_heads, self.kv_len, self.v_dim))
+    out = property(lambda self: (self.batch, self.heads, self.q_len, self.v_dim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +158,6 @@ def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
     """As `ties` (`count` 0: nothing ties), with all of V and of dO negative, -1 - |N(0, 1)|."""
-    if count < 0:
-        raise ValueError("count must be at least 0")
     inputs = ties(shapes, draws, count=count, strength=strength) if count else plain(shapes, draws)
     v = draws.normal("v", shapes.v)
     grad_out = draws.normal("grad_out", shapes.out)
@@ -210,8 +197,6 @@ def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) ->
 
 def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
     """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1."""
-    if rank < 1:
-        raise ValueError("rank must be at least 1")
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         if name == "q":

@@ -31,7 +31,7 @@ from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
-from numdev.sources.loss import STORED, drawn_from, with_drawn
+from numdev.sources.loss import drawn_from, with_drawn
 from numdev.yamlfile import Strict, validated
 
 KEY, VERSION = "numdev", 1
@@ -140,7 +140,7 @@ class StoredCase:
     def upstream_from(self) -> str:
         """Where its grad_out comes from, in words."""
         if "grad_out" in self.tensors:
-            return self.call.grad_out or STORED
+            return self.call.grad_out or "stored in the file"
         return "" if self.upstream is None else drawn_from(self.upstream)
 
     def load(self) -> AttentionCase:
@@ -255,8 +255,7 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
     calls = (Call(),) * len(by_call) if header.calls is None else header.calls
     if not calls or max(by_call, default=0) >= len(calls):
         what = f"{path}: holds tensors of call {max(by_call, default=0)}, got {len(calls)} calls"
-        hint = "number the calls from 0, and give every one an entry in `calls`, or none"
-        raise UsageError(what, hint=hint)
+        raise UsageError(what, hint="number the calls from 0, each with an entry in `calls`")
     cases = []
     for index, call in enumerate(calls):
         layout = header.layout if call.layout is None else call.layout
@@ -324,8 +323,7 @@ class Writer:
     def __init__(self, directory: Path, *, overwrite: bool = False) -> None:
         self.directory, self.names = directory, list[str]()
         if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
-            hint = "choose another --save-cases, or remove it first"
-            raise UsageError(f"{directory}: exists", hint=hint)
+            raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
         self.partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
 
     def __enter__(self) -> Writer:

@@ -80,7 +80,7 @@ def _files(path: Path) -> list[Path]:
     """The files meant by a path. Of a directory: what transformers reads; else its only index, all
     its safetensors files, or its only pickle."""
     if path.name.endswith(INDEX):
-        return sorted(set(storage.weight_map(path).values()))
+        return list(storage.shards(path, lack=True))
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise UsageError(f"{path}: is no file of weights", hint=f"give {ACCEPTED}")
