@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from numdev import report
 from numdev.cli.main import main
 from numdev.errors import MeasurementError
-from numdev.sources.checkpoint import open_checkpoint
-from numdev.sources.streaming import Deferred, Stored, Streamed
+from numdev.sources import checkpoint
+from numdev.sources.checkpoint import Deferred, Streamed, open_checkpoint, read_on
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "12", "--device", "cpu")
 IDS = {"input_ids": torch.arange(3, 27).reshape(2, 12)}
@@ -40,13 +40,12 @@ def same_numbers(a: report.AuditReport, b: report.AuditReport) -> bool:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of stored tensors that streaming reads, as it reads them."""
     names: list[str] = []
-    read = Streamed._read
 
-    def noting(self: Streamed, stored: Stored) -> Tensor:
-        names.append(stored.name)
-        return read(self, stored)
+    def noting(file: Path, name: str, device: torch.device) -> Tensor:
+        names.append(name)
+        return read_on(file, name, device)
 
-    monkeypatch.setattr(Streamed, "_read", noting)
+    monkeypatch.setattr(checkpoint, "read_on", noting)
     return names
 
 

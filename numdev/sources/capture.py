@@ -173,12 +173,11 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
 # projections that attends by hand beside others that do not is not noticed.
 
 # The projections by their names, whole words between underscores: q_proj, to_k, linear_v, c_attn.
-_WORD = r"(?:^|_)(?:{})(?:_|$)"
+_FUSED = "qkv|wqkv|query_key_value|c_attn|att_proj"
 _ROLES = tuple(
-    re.compile(_WORD.format(words))
+    re.compile(rf"(?:^|_)(?:{words}|{_FUSED})(?:_|$)")
     for words in ("q|wq|query", "k|kv|wk|wkv|key", "v|kv|wv|wkv|value")
 )
-_FUSED = re.compile(_WORD.format("qkv|wqkv|query_key_value|c_attn|att_proj"))
 
 
 def attention_modules(model: nn.Module) -> list[str]:
@@ -193,9 +192,7 @@ def _owns_projections(module: nn.Module) -> bool:
     if any("conv1d" in name for name in children):  # a linear attention
         return False
     names = [name for name in children if "norm" not in name]
-    return any(_FUSED.search(n) for n in names) or all(
-        any(role.search(n) for n in names) for role in _ROLES
-    )
+    return all(any(role.search(name) for name in names) for role in _ROLES)
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
@@ -237,10 +234,8 @@ class Watch:
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
         self.owners = {m for m in self.modules if _owns_projections(m)}
         self.running: list[Frame] = []
-        self.passes = 0
-        self.ran: Counter[nn.Module] = Counter()
         self.calls: Counter[str] = Counter()
-        self.seen: Counter[nn.Module] = Counter()
+        self.ran, self.seen = Counter[nn.Module](), Counter[nn.Module]()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -249,8 +244,7 @@ class Watch:
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.running.append(Frame(module=module, arguments=args, named=kwargs))
-            self.ran[module] += module in self.owners
-            self.passes += module is self.model
+            self.ran[module] += 1
 
         def leave(module: nn.Module, *_: Any) -> None:
             if self.running and self.running[-1].module is module:  # not where a hook raised before
@@ -261,7 +255,12 @@ class Watch:
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
-        self._check_complete()
+        missed = sorted(self.modules[m] for m in self.owners if self.ran[m] > self.seen[m])
+        if missed or not self.calls:
+            what = f"attention ran but was not seen in {some(missed)}"
+            what = what if missed else "the model made no attention call"
+            hint = "numdev sees calls of scaled_dot_product_attention and transformers' interface"
+            raise MeasurementError(what, hint=hint)
 
     def next_call(self) -> CaseRef:
         """The name of the call being made, which counts for the innermost running module with
@@ -273,7 +272,7 @@ class Watch:
         self.calls[name] += 1
         phase: Phase | None = None
         if self.generates:  # an encoder's run before the first pass is of the prefill too
-            phase = "prefill" if self.passes <= 1 else "decode"
+            phase = "prefill" if self.ran[self.model] <= 1 else "decode"
         step, layer = self.step(), layer_of(module, name)
         suffix = f"/{phase}" if phase else "" if step is None else f"/step{step}"
         ref = CaseRef(
@@ -289,21 +288,12 @@ class Watch:
             self.on_met(ref, self.running)
         return ref
 
-    def _check_complete(self) -> None:
-        missed = sorted(self.modules[m] for m, n in self.ran.items() if n > self.seen[m])
-        if missed or not self.calls:
-            what = f"attention ran but was not seen in {some(missed)}"
-            what = what if missed else "the model made no attention call"
-            hint = "numdev sees calls of scaled_dot_product_attention and transformers' interface"
-            raise MeasurementError(what, hint=hint)
-
 
 class Layers:
     """Chooses calls by their layer, and remembers whose were met. None: all are chosen."""
 
     def __init__(self, asked: Sequence[int] | None) -> None:
-        self.asked = asked
-        self.met: set[int | None] = set()
+        self.asked, self.met = asked, set[int | None]()
 
     def choose(self, layer: int | None) -> bool:
         self.met.add(layer)

@@ -284,21 +284,18 @@ def is_distributed(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def open_distributed(directory: Path) -> tuple[str, dict[str, SplitTensor]]:
+def open_distributed(directory: Path) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
     """The tensors of a distributed checkpoint by name: those under the first key of NESTED that
-    holds any, named as they are in it, and what stood before their names; else all."""
+    holds any, named as they are in it, after what stood before their names; else all. And its
+    files, the metadata first."""
     stored = read_metadata(directory)
     keys = (*NESTED, "app")
     heads = (x.path[: x.path.index(k) + 1] for k in keys for x in stored if k in x.path[:-1])
     head = next(heads, ())
     inside = [x for x in stored if x.path[: len(head)] == head]
     names = {".".join(x.path[len(head) :]) if head else x.name: x for x in inside}
-    return "".join(f"{key}." for key in head), names
-
-
-def files_of(directory: Path) -> tuple[Path, ...]:
-    """The files of a distributed checkpoint, its metadata first."""
-    return (directory / METADATA, *sorted(directory.glob("*.distcp")))
+    files = (directory / METADATA, *sorted(directory.glob("*.distcp")))
+    return "".join(f"{key}." for key in head), names, files
 
 
 def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:

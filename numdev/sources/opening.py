@@ -18,14 +18,19 @@ from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import capture as capturing
-from numdev.sources.checkpoint import Checkpoint, StateDict, open_checkpoint, open_state_dict
+from numdev.sources.checkpoint import (
+    Checkpoint,
+    StateDict,
+    Streamed,
+    open_checkpoint,
+    open_state_dict,
+)  # fmt: skip
 from numdev.sources.files import FETCH, is_distributed, some
 from numdev.sources.loss import Upstream, drawn_from, find_upstream
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import model_inputs
 from numdev.sources.regimes import Shapes, check, draw, draw_mask
-from numdev.sources.streaming import Streamed
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 

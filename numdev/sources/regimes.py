@@ -134,8 +134,8 @@ def outliers(
 def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1) -> Inputs:
     """Key 0 scores higher by about `strength`, and its V is `value` times N(0, 1)."""
     q, k, v = plain(shapes, draws)
-    size = shapes.head_dim**-0.5
-    direction = torch.full((shapes.head_dim,), size, dtype=torch.float32, device="cpu")
+    dim = shapes.head_dim
+    direction = torch.full((dim,), dim**-0.5, dtype=torch.float32, device="cpu")
     # In fp64, rounded once: the last bits of a product in fp32 depend on the processor.
     wide, along = k.double(), direction.double()
     k = (wide - (wide @ along)[..., None] * along).float()
@@ -398,11 +398,10 @@ def draw(
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         what = f"input regime {name} cannot be drawn with {given}: {error}"
         raise UsageError(what, hint="give its parameters numbers") from error
-    if not gradients:
-        return replace(inputs, grad_out=None)
-    if inputs.grad_out is None:
-        return replace(inputs, grad_out=draws.normal("grad_out", shapes.out))
-    return inputs
+    grad_out = inputs.grad_out if gradients else None
+    if gradients and grad_out is None:
+        grad_out = draws.normal("grad_out", shapes.out)
+    return replace(inputs, grad_out=grad_out)
 
 
 def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:

@@ -310,8 +310,7 @@ def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     if path.suffix != ".safetensors":
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
     if not cases or len(names) < len(cases):
-        what = f"{path}: expected cases of different names, got {len(cases)} of {len(names)}"
-        raise UsageError(what, hint="count `call` up")
+        raise UsageError(f"{path}: expected different names, got {len(cases)} of {len(names)}")
     write(path, cases)
 
 
@@ -330,8 +329,7 @@ class Writer:
         try:
             self.partial.mkdir(parents=True)
         except OSError as error:
-            what = f"{self.directory}: cannot write cases there ({error.strerror})"
-            raise UsageError(what, hint="choose another --save-cases") from error
+            raise UsageError(f"{self.directory}: cannot write there ({error.strerror})") from error
         return self
 
     def add(self, case: AttentionCase, axes: Mapping[str, Any] | None = None) -> None:
@@ -388,14 +386,12 @@ def varlen_cases(
 ) -> list[AttentionCase]:
     """One case for each sequence of a packed call that has rows, in copies on the CPU.
 
-    q is [tokens, heads, head_dim]; sequence i has the rows from `cu_seqlens_q[i]` to
-    `cu_seqlens_q[i + 1]`. k and v are packed likewise by `cu_seqlens_k`, or paged ([pages,
-    page_size, kv_heads, dim]): then `block_table` [sequences, pages] names the pages of each and
-    `seqused_k` [sequences] how many keys count. Causality and `window_size` (left, right; -1 is no
-    limit) align at the last key; `softcap` 0 is none. Cases are `MODULE#CALL/seqI`, their phase
-    decode for one query before more than one key, else prefill. Raises UsageError for what does not
-    fit together.
-    """
+    q is [tokens, heads, head_dim], packed by `cu_seqlens_q`; k and v likewise by `cu_seqlens_k`, or
+    paged ([pages, page_size, kv_heads, dim]): then `block_table` [sequences, pages] names the pages
+    of each and `seqused_k` [sequences] how many keys count. Causality and `window_size` (left,
+    right; -1 is no limit) align at the last key; `softcap` 0 is none. Cases are `MODULE#CALL/seqI`,
+    their phase decode for one query before more than one key, else prefill. Raises UsageError for
+    what does not fit together."""
     paged = block_table is not None
     rows, packed = _begins(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
     if cu_seqlens_k is not None:

@@ -19,7 +19,7 @@ from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import INDEX, SUFFIXES, WHOLE
-from numdev.sources.files import METADATA, files_of, open_distributed
+from numdev.sources.files import is_distributed, open_distributed
 
 ACCEPTED = (
     "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a directory of "
@@ -64,9 +64,8 @@ def open_weights(target: str) -> Weights:
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
     weights = Weights(name=target)
     try:
-        if (path / METADATA).is_file():
-            _, split = open_distributed(path)
-            weights.files = files_of(path)
+        if is_distributed(path):
+            _, split, weights.files = open_distributed(path)
             weights.tensors = {n: Stored(shape=x.shape, read=x.read) for n, x in split.items()}
         else:
             for file in _files(path):
