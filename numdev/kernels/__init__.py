@@ -130,10 +130,8 @@ class Kernel:
 
     def gradients(self, case: AttentionCase, **options: Any) -> Output:
         """One training step: out and lse of a forward pass, and dq, dk and dv from `case.grad_out`.
-
-        Raises Refused where the kernel declines the case or has no backward, MeasurementError where
-        what it returned is no output of this case, UsageError for a case without grad_out.
-        """
+        Raises as `attend` does, Refused where the kernel has no backward, and UsageError for a case
+        without grad_out."""
         upstream(case)
         if self.backward is None:
             raise Refused("it has no backward")

@@ -78,14 +78,11 @@ WIDE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 def gradients(
     case: AttentionCase, made: Recipe, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype.
-
-    Shapes as q, k, v and the output have them. A row that sees no key gives and gets nothing.
-    Memory is O(length * head_dim) beyond a block. With `at_once` many tiles together, to fp32
-    rounding, where the recipe allows it and all is finite; that waits for the device once. Runs
-    without autograd. Raises Refused for a case without grad_out, or with one that the `compute`
-    dtype does not hold, and as `emulated` does.
-    """
+    """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype, without autograd. A row
+    that sees no key gives and gets nothing. Memory is O(length * head_dim) beyond a block. With
+    `at_once` many tiles together, to fp32 rounding, where the recipe allows it and all is finite;
+    that waits for the device once. Raises Refused for a case without grad_out, or with one that the
+    `compute` dtype does not hold, and as `emulated` does."""
     r = rounder(case, made)
     at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
     with torch.no_grad(), plain_arithmetic(case.q.device):

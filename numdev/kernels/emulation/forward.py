@@ -99,11 +99,9 @@ class State(NamedTuple):
 
 
 def attend(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> tuple[Tensor, Tensor]:
-    """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute` dtype.
-
-    With `at_once` many tiles together, to fp32 rounding, where the recipe allows it; that waits for
-    the device once. Runs without autograd. Raises Refused as `emulated` does.
-    """
+    """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute` dtype,
+    without autograd. With `at_once` many tiles together, to fp32 rounding, where the recipe allows
+    it; that waits for the device once. Raises Refused as `emulated` does."""
     r = Rounder(made, case)
     at_once = at_once and is_at_once(r)
     with torch.no_grad(), plain_arithmetic(case.q.device):

@@ -19,10 +19,8 @@ Step = Callable[[Tensor], Tensor]
 
 class Rounder:
     """`r(site, x)`: x rounded to the format that the recipe `made` gives the site on this case. May
-    return x itself. Raises Refused where the recipe's arithmetic or the case's format cannot.
-
-    What is random is drawn from `generator`, or from one of the recipe's seed.
-    """
+    return x itself. What is random is drawn from `generator`, or from one of the recipe's seed.
+    Raises Refused where the recipe's arithmetic or the case's format cannot."""
 
     def __init__(
         self, made: Recipe, case: AttentionCase, generator: torch.Generator | None = None

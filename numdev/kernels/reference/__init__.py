@@ -64,10 +64,9 @@ def gradients(case: AttentionCase) -> Gradients:
 def key_gradients(case: AttentionCase, keys: Tensor) -> KeyGradients:
     """The rows `keys` (int64 indices) of dk and dv: those of `gradients` but for fp64 rounding.
 
-    A row of dk or dv is a sum over all queries, so that sampling queries does not give it. But a
-    key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta are known,
-    which one forward reference of all queries gives, in O(q_len kv_len); the rest is O(q_len keys).
-    Raises UsageError for a case without grad_out.
+    A key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta are
+    known, which one forward reference of all queries gives, in O(q_len kv_len); the rest is
+    O(q_len keys). Raises UsageError for a case without grad_out.
     """
     upstream(case)
     return blocked.gradients_of_keys(case, keys.to(case.q.device), attend(case))
