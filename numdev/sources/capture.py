@@ -95,8 +95,7 @@ class Captured:
     ref: CaseRef
     load: Callable[[], AttentionCase]
     axes: dict[str, Any] = field(default_factory=dict)
-    projection: Callable[[], Any] | None = None
-    """The linear layer that made its queries; raises MeasurementError where it is not known."""
+    projection: Callable[[], Any] | None = None  # the linear layer of its queries, or raises
 
 
 def capture(
@@ -126,7 +125,7 @@ def capture(
 
     handed = on_call if upstream is None else lambda case: on_call(with_drawn(case, upstream.seed))
     with tracing(model, step):
-        answer = capture_run(run, watch, handed, model, step)
+        answer = capture_run(run, watch, handed, step)
     if step is None:
         return watch.calls.total(), ()
     with naming(type(model).__name__, "failed in the backward pass of its loss", None):
@@ -137,18 +136,13 @@ def capture(
 
 
 def capture_run(
-    run: Callable[[], T],
-    watch: Watch,
-    on_call: OnCall,
-    owner: object,
-    step: TrainingStep | None = None,
+    run: Callable[[], T], watch: Watch, on_call: OnCall, step: TrainingStep | None = None
 ) -> T | None:
     """What `run` returns; `on_call` is called at every attention call that the watched model makes
     in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
-    way. `owner` is named where the run fails; None where it was ended early."""
-    interceptor = _Interceptor(on_call, watch, step)
-    named, ending = naming(type(owner).__name__, "failed on its inputs", None), suppress(Enough)
-    with named, watch.watching(), ending, interceptor.meeting():
+    way. None where it was ended early."""
+    named = naming(type(watch.model).__name__, "failed on its inputs", None)
+    with named, watch.watching(), suppress(Enough), _Interceptor(on_call, watch, step).meeting():
         return run()
     return None
 

@@ -28,7 +28,7 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.files import SplitTensor, blaming, is_distributed, quiet, read_json, some
+from numdev.sources.files import SplitTensor, blaming, is_distributed, quiet, read_json
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
@@ -124,9 +124,8 @@ class Checkpoint(Weights):
         """The same model on the CPU with a `Deferred` for every stored weight. Raises as
         `load_model`, and UsageError where it cannot be streamed."""
         if self.split or any(file.suffix in storage.PICKLES for file in self.files):
-            names = some([file.name for file in self.files])
-            what = f"{self.path}: streaming a model: expected safetensors files, got {names}"
-            raise UsageError(what, hint="save it with save_pretrained, which writes safetensors")
+            what = f"{self.path}: --stream: expected safetensors files"
+            raise UsageError(what, hint="save_pretrained writes them")
         if find_spec("accelerate") is None:
             raise UsageError("--stream needs accelerate", hint="pip install 'numdev[large]'")
         empty, deferred = {}, {}

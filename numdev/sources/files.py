@@ -270,9 +270,8 @@ class SplitTensor:
             with (self.directory / piece.file).open("rb") as file:
                 file.seek(piece.offset)
                 stored = file.read(piece.length)
-            # Fewer bytes than numbers: cut short, or compressed.
             if len(stored) < math.prod(piece.shape) * self.dtype.itemsize:
-                raise ValueError("too few bytes")
+                raise ValueError("cut short, or compressed")
             tensor = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
             if (tuple(tensor.shape), tensor.dtype) != (piece.shape, self.dtype):
                 raise ValueError(f"expected {list(piece.shape)}, got {list(tensor.shape)}")

@@ -66,13 +66,11 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
     try:
         with torch.no_grad():
             loss = loss_of(model(**at_home(model, {**inputs, **arguments})))
-    except Exception as error:
-        # On the inputs alone it may yet run, and where not, the capture says so.
-        return Upstream(seed=seed, why_not=f"{words} raised {type(error).__name__}")
-    if loss is None:
-        return Upstream(seed=seed)
-    if not bool(loss.isfinite()):
-        return Upstream(seed=seed, why_not=f"{words} is {loss.item()}")
+        why_not = "" if loss is None or loss.isfinite() else f"{words} is {loss.item()}"
+    except Exception as error:  # on the inputs alone it may yet run; if not, the capture says so
+        loss, why_not = None, f"{words} raised {type(error).__name__}"
+    if loss is None or why_not:
+        return Upstream(seed=seed, why_not=why_not)
     return Upstream(seed=seed, loss=words, arguments=arguments)
 
 
@@ -152,7 +150,7 @@ class TrainingStep:
         drawn = []
         while self.held:
             case, grad, _ = self.held.popleft()
-            if grad is None or not bool(grad.isfinite().all()) or not bool(grad.any()):
+            if grad is None or not grad.isfinite().all() or not grad.any():
                 drawn.append(case.ref.case)
                 case = with_drawn(case, self.upstream.seed)
             else:

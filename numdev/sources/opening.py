@@ -53,11 +53,8 @@ class Located(Protocol):
 class Source(Protocol):
     """An iterable of cases, which gives one at a time and keeps none."""
 
-    notes: tuple[str, ...] = ()
-    """What a user should be told; some is known only when all cases were met."""
-
-    cases: Sequence[Located] = ()
-    """Those that are known before a model runs."""
+    notes: tuple[str, ...] = ()  # for the user; some are known only when all cases were met
+    cases: Sequence[Located] = ()  # those that are known before a model runs
 
     def describe(self) -> dict[str, Any]: ...
     def count(self) -> int:

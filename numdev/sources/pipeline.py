@@ -208,7 +208,7 @@ class PipelineSource:
                 del scheduler.step  # that of the class comes forth again
 
         watch = capturing.Watch(self.denoiser, source=self.path.resolve().name, step=lambda: now)
-        capturing.capture_run(run, watch, on_call, self.pipeline)
+        capturing.capture_run(run, watch, on_call)
         self.notes += layers.notes(self.request.target)
 
 

@@ -44,11 +44,9 @@ class Projections:
 
     def met(self, ref: CaseRef, running: Sequence[Frame]) -> None:
         """A call is made while these modules run: by the innermost, for which it is the first."""
-        self.frames[ref.case] = [
-            Frame(module=f.module, **_changed(Tensor.detach, f))
-            for f in reversed(running)
-            if not f.calls
-        ]
+        new = [frame for frame in reversed(running) if not frame.calls]
+        changed = [Frame(module=f.module, **_changed(Tensor.detach, f)) for f in new]
+        self.frames[ref.case] = changed
         for frame in running:
             frame.calls += 1
 

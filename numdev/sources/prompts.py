@@ -67,7 +67,7 @@ def model_inputs(
         inputs = {first if name == "input_ids" else name: x for name, x in text.inputs.items()}
         if "attention_mask" in inputs.keys() - takes and not takes_all:
             what = "the sequences differ in length and the model takes no attention_mask"
-            raise UsageError(what, hint="give a smaller --length, so that all are equally long")
+            raise UsageError(what, hint="give a smaller --length")
         return dataclasses.replace(text, inputs=inputs)
     given = parts[0].inputs if parts else {}
     needs = wanted(model, given=given, generates=request.generate is not None)
@@ -105,9 +105,7 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
         positions = room
         room -= request.generate or 0  # what it writes follows what it reads
         if room < 1:
-            raise UsageError(
-                f"--generate {request.generate}: the model has only {positions} positions"
-            )
+            raise UsageError(f"--generate {request.generate}: it has only {positions} positions")
     length = min(request.length, room or request.length)
     if texts:
         place = Path(request.tokenizer) if request.tokenizer else checkpoint.path
@@ -119,8 +117,7 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
             tokenizer.padding_side = "left"  # what is written must follow the text itself
         return from_text(texts, tokenizer, length=length, sequences=request.sequences)
     if vocab_size is None:
-        what = f"{checkpoint.path}: nothing says how many token ids its model knows"
-        raise UsageError(what, hint="give --text or --inputs")
+        raise UsageError(f"{checkpoint.path}: its vocabulary's size is unknown", hint="give --text")
     return drawn(vocab_size, length=length, sequences=request.sequences, seed=request.seed)
 
 

@@ -248,9 +248,9 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
         by_call: dict[int, list[str]] = {}
         for name in file.keys():  # noqa: SIM118  # no mapping
             if not (numbered := NUMBERED.fullmatch(name)):
-                what = f"{path}: holds a tensor {name!r}, and numdev does not know what it is"
                 known = ", ".join(REQUIRED + OPTIONAL)
-                raise UsageError(what, hint=f"a call's are INDEX.NAME, NAME of {known}")
+                what = f"{path}: expected tensors INDEX.NAME, NAME of {known}, got {name!r}"
+                raise UsageError(what, hint="see docs/inputs.md")
             by_call.setdefault(int(numbered[1]), []).append(numbered[2])
     calls = (Call(),) * len(by_call) if header.calls is None else header.calls
     if not calls or max(by_call, default=0) >= len(calls):
