@@ -3,9 +3,7 @@
 The call a finding is worst in is opened again from the source, rounded as the kernel saw it, and
 reduced for as long as the accused row is accused again, by the same measurements and limit; a
 kernel that raises is asked whether it still does. What does not come again gets no script, and that
-is said. `reduce` is delta debugging on the axes of attention (Zeller and Hildebrandt, Simplifying
-and Isolating Failure-Inducing Input, 2002): it leaves out heads, sequences, keys and query rows,
-halves first.
+is said. `reduce` leaves out heads, sequences, keys and query rows from the ends, by bisection.
 """
 
 from __future__ import annotations
@@ -17,10 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from numdev.audit.bench import Selection
+from numdev.audit.bench import KV_TENSORS, Selection
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Plan, Planned
 from numdev.audit.rows import given
@@ -33,7 +28,6 @@ from numdev.metrics.of_rows import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
 from numdev.sources.opening import Source
-from numdev.sources.tensorfile import storage_order
 
 FOLDER = "reproducers"
 SECONDS = 20.0  # how long one finding is reduced
@@ -140,9 +134,8 @@ def _accused(
         worst_first = sorted(rows, key=lambda row: _size(row, metric), reverse=True)
         return next((row for row in worst_first if _shows(row, finding)), None)
 
-    head = finding.place.head if finding.place is not None else None
-    if finding.tensor in ("dk", "dv") and head is not None:
-        head *= whole.group
+    head = (finding.place.head if finding.place is not None else None) or 0
+    head *= whole.group if finding.tensor in KV_TENSORS else 1
     small = reduce(whole, lambda case: accused(case) is not None, seconds, head=head)
     row = accused(small) or accused(small)
     if row is None:
@@ -177,15 +170,14 @@ def _shows(row: DeviationRow, finding: Finding) -> bool:
 # --- the smallest call ---------------------------------------------------------------------------
 
 TRIES = 3  # how often the input and the result are asked: a kernel may differ from run to run
-# Which are cut together where positions count: rows at the start, rows at the end, keys at the
-# start, keys at the end. Cuts that keep the offset come first, since a kernel may be wrong at one
-# alignment only. As many queries as keys stay as many: where they differ kernels align causality at
-# one corner or the other, and a kernel that is right could be shown to differ for that alone.
-SQUARE_CUTS = ((0, 1, 0, 1), (1, 0, 1, 0))
-CUTS = (*SQUARE_CUTS, (0, 1, 0, 0), (0, 0, 0, 1), (1, 0, 1, 0), (0, 0, 1, 0), (1, 0, 0, 0))
-# Into how many pieces an axis is cut, round by round: all axes become coarsely small first.
-ALL = 1 << 30
-PIECES = (4, 32, ALL)
+Ends = tuple[tuple[str, bool], ...]  # axes that are cut together; whether at the start or the end
+ROWS_START, ROWS_END = ("row", True), ("row", False)
+KEYS_START, KEYS_END = ("key", True), ("key", False)
+# Cuts that keep the offset come first, since a kernel may be wrong at one alignment only. Where
+# positions count, as many queries as keys stay as many: where they differ kernels align causality
+# at one corner or the other, and a kernel that is right could be shown to differ for that alone.
+SQUARE: tuple[Ends, ...] = ((ROWS_END, KEYS_END), (ROWS_START, KEYS_START))
+SINGLE: tuple[Ends, ...] = ((ROWS_END,), (KEYS_END,), (KEYS_START,), (ROWS_START,))
 # The axes of a case's tensors; a mask may have the last ones alone, and broadcast along them.
 AXES = {
     "q": ("batch", "head", "row", "feature"),
@@ -202,133 +194,69 @@ def reduce(
     still_shows: Callable[[AttentionCase], bool],
     budget_s: float = 60.0,
     *,
-    head: int | None = None,
+    head: int = 0,
 ) -> AttentionCase:
     """The smallest form of `case` for which `still_shows` holds, `head` being the query head to
-    begin with. No candidate is begun after `budget_s` seconds. Raises MeasurementError where the
+    begin with, else as few kv heads as will do. No candidate is begun after `budget_s` seconds. Raises MeasurementError where the
     finding does not show in `case` itself."""
     if not any(still_shows(case) for _ in range(TRIES)):
         raise MeasurementError(
             f"the finding does not show again in case {case.ref.case!r}, {TRIES} times asked"
         )
-    search = _Search(case, still_shows, time.monotonic() + budget_s)
-    search.heads(head)
-    search.fewer_features()
-    for pieces in PIECES:
-        search.fewer("batch", pieces)
-        if search.best.restricts_positions:
-            search.ranges()
-        else:
-            search.fewer("key", pieces)
-            search.fewer("row", pieces)
-    search.fewer_features()
-    return search.best if any(still_shows(search.best) for _ in range(TRIES)) else case
+    best, deadline = case, time.monotonic() + budget_s
+
+    def accept(candidate: AttentionCase) -> bool:
+        nonlocal best
+        shows = time.monotonic() < deadline and still_shows(candidate)
+        best = candidate if shows else best
+        return shows
+
+    def trim(*ends: tuple[str, bool]) -> None:
+        """Cut as much off these ends as can be, by bisection."""
+        whole = best
+        sizes = {"batch": len(whole.q), "row": whole.q_len, "key": whole.kv_len}
+        sizes["kv_head"] = whole.kv_heads
+        most = min(sizes[axis] for axis, _ in ends) - 1
+        dropped, step = 0, 1 << most.bit_length() >> 1
+        while step:
+            t = dropped + step
+            kept = {a: range(t, sizes[a]) if start else range(sizes[a] - t) for a, start in ends}
+            if t <= most and accept(part(whole, **kept)):
+                dropped = t
+            step //= 2
+
+    kv = head // case.group
+    if not accept(part(case, head=range(head, head + 1), kv_head=range(kv, kv + 1))):
+        trim(("kv_head", False))
+        trim(("kv_head", True))
+    if best.mask is not None:
+        accept(dataclasses.replace(best, mask=None))
+    if best.restricts_positions:
+        everywhere: dict[str, Any] = {"is_causal": False, "causal_offset": 0, "window": None}
+        accept(dataclasses.replace(best, **everywhere))
+    for end in (False, True):
+        trim(("batch", end))
+    square = best.restricts_positions and best.q_len == best.kv_len
+    for ends in SQUARE if square else (*SQUARE, *SINGLE):
+        trim(*ends)
+    return best if any(still_shows(best) for _ in range(TRIES)) else case
 
 
-@dataclasses.dataclass
-class _Search:
-    """The smallest case so far that shows."""
-
-    best: AttentionCase
-    shows: Callable[[AttentionCase], bool]
-    deadline: float
-
-    def accept(self, candidate: AttentionCase) -> bool:
-        """Make the candidate the best case if it shows; False once the budget is spent."""
-        if time.monotonic() >= self.deadline or not self.shows(candidate):
-            return False
-        self.best = candidate
-        return True
-
-    def fewer(self, axis: str, pieces: int = ALL) -> None:
-        """Leave out indices of an axis of the best case."""
-        case = self.best
-        size = {"batch": len(case.q), "row": case.q_len, "key": case.kv_len, "head": case.heads}
-        _fewest(size[axis], lambda few: self.accept(part(case, **{axis: few})), pieces)
-
-    def heads(self, head: int | None) -> None:
-        """The given head; else as few kv heads as will do, then as few query heads of a single
-        one."""
-        case, group = self.best, self.best.group
-
-        def groups(kv_heads: Sequence[int]) -> bool:
-            heads = [h * group + g for h in kv_heads for g in range(group)]
-            return self.accept(part(case, head=heads, kv_head=kv_heads))
-
-        if head is not None and self.accept(part(case, head=[head], kv_head=[head // group])):
-            return
-        _fewest(case.kv_heads, groups)
-        if self.best.kv_heads == 1:
-            self.fewer("head")
-
-    def ranges(self) -> None:
-        """Cut rows and keys off the ends, by bisection."""
-        square = self.best.q_len == self.best.kv_len
-        for rows_first, rows_last, keys_first, keys_last in SQUARE_CUTS if square else CUTS:
-            case = self.best
-            n, m = case.q_len, case.kv_len
-            moves_rows, moves_keys = rows_first or rows_last, keys_first or keys_last
-            most = min(n if moves_rows else m, m if moves_keys else n) - 1
-            dropped, step = 0, (most + 1) // 2
-            while step:
-                t = dropped + step
-                rows = range(rows_first * t, n - rows_last * t)
-                keys = range(keys_first * t, m - keys_last * t)
-                if t <= most and self.accept(at_positions(case, rows, keys)):
-                    dropped = t
-                step //= 2
-
-    def fewer_features(self) -> None:
-        """Leave out the mask, and causality and the window."""
-        if self.best.mask is not None:
-            self.accept(dataclasses.replace(self.best, mask=None))
-        if self.best.is_causal or self.best.window:
-            everywhere: dict[str, Any] = {"is_causal": False, "causal_offset": 0, "window": None}
-            self.accept(dataclasses.replace(self.best, **everywhere))
-
-
-def _fewest(size: int, shows: Callable[[list[int]], bool], pieces: int = ALL) -> None:
-    """Leave out pieces of `size` items, halves first, for as long as `shows` says yes; at most
-    `pieces` pieces. Never leaves nothing."""
-    items = list(range(size))
-    smallest = max(1, -(-size // pieces))
-    size = (size + 1) // 2
-    while len(items) > 1:
-        start = 0
-        while start < len(items):
-            fewer = items[:start] + items[start + size :]
-            if fewer and shows(fewer):
-                items = fewer
-            else:
-                start += size
-        if size <= smallest:
-            return
-        size = max(smallest, min(size, len(items)) // 2)
-
-
-def at_positions(case: AttentionCase, rows: range, keys: range) -> AttentionCase:
-    """The call with a range of query rows and of keys, each row seeing what it saw among them: of
+def part(case: AttentionCase, **kept: range) -> AttentionCase:
+    """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`), its
+    tensors copied, dense, in their own order of axes in memory: kernels choose by it. With a kv
+    head come all query heads that read it, unless `head` says which. Each row sees what it saw: of
     rows from r and keys from k, j <= i + offset becomes j' + k <= i' + r + offset."""
-    moved = rows[0] - keys[0] if case.restricts_positions else 0
-    smaller = part(case, row=rows, key=keys)
-    return dataclasses.replace(smaller, causal_offset=case.causal_offset + moved)
-
-
-def part(case: AttentionCase, **indices: Sequence[int]) -> AttentionCase:
-    """The call with the given indices of some axes alone (`batch`, `head`, `kv_head`, `row`,
-    `key`), its tensors copied, dense, in their own order of axes in memory: kernels choose by it.
-    Query head h must still read kv head h // group; positions are the caller's business."""
+    if "kv_head" in kept and "head" not in kept:
+        group, heads = case.group, kept["kv_head"]
+        kept["head"] = range(heads.start * group, heads.stop * group)
     parts: dict[str, Any] = {}
     for name, axes in AXES.items():
-        x: Tensor | None = getattr(case, name)
-        if x is None:
-            continue
-        for dim, axis in enumerate(axes[-x.ndim :]):
-            broadcasts = name == "mask" and x.shape[dim] == 1
-            if axis in indices and not broadcasts and len(indices[axis]) < x.shape[dim]:
-                order = storage_order(x)
-                index = torch.tensor(list(indices[axis]), device=x.device)
-                picked = x.detach().permute(order).index_select(order.index(dim), index)
-                x = picked.permute([order.index(axis) for axis in range(x.ndim)])
+        x = getattr(case, name)
+        for dim, axis in enumerate(() if x is None else axes[-x.ndim :]):
+            if axis in kept and len(kept[axis]) < x.shape[dim]:  # a mask may broadcast there
+                x = x.detach().narrow(dim, kept[axis].start, len(kept[axis])).clone()
         parts[name] = x
+    moved = kept.get("row", range(1)).start - kept.get("key", range(1)).start
+    parts["causal_offset"] = case.causal_offset + (moved if case.restricts_positions else 0)
     return dataclasses.replace(case, **parts)
