@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,11 @@ class System:
             threads=torch.get_num_threads(),
             python=platform.python_version(),
             platform=f"{platform.system()} {platform.machine()}",
-            packages=dict(_packages()),
-            settings=_torch_settings(),
+            packages=_packages(),
+            settings={
+                **{name: read() for name, (read, _) in switches().items()},
+                "flash_attention_impl": flash_attention_impl(),
+            },
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,12 +128,9 @@ def visible_gpus() -> list[str]:
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:  # a half-removed distribution has none
-            found.setdefault(_normalised(name), distribution.version)
-    return dict(sorted(found.items()))
+    named = ((d.metadata["Name"], d.version) for d in importlib.metadata.distributions())
+    # A half-removed distribution has no name; of two of one name the first is imported.
+    return dict(sorted((_normalised(n), v) for n, v in reversed([*named]) if n))
 
 
 def _normalised(name: str) -> str:
@@ -138,27 +138,32 @@ def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _torch_settings() -> dict[str, Any]:
-    """The switches of torch that change what a kernel computes, as they stand now."""
+@functools.cache
+def switches() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """The switches of torch that change what a kernel computes: how each is read, and set. (What
+    TF32 a matrix product may use is told by the first; PyTorch sets both together.)"""
     import torch
 
-    matmul = torch.backends.cuda.matmul
+    def of(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+        return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+
+    cuda, bf16 = torch.backends.cuda, "allow_bf16_reduced_precision_reduction"
+    exact = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    math = cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp
+    repeatable = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cuda_matmul_allow_tf32": matmul.allow_tf32,
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
-        "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
-        "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
-        "sdpa_math_reduced_precision": (torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()),
-        "flash_attention_impl": flash_attention_impl(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cpu_capability_override": os.environ.get("ATEN_CPU_CAPABILITY"),
+        "float32_matmul_precision": exact,
+        "cudnn_allow_tf32": of(torch.backends.cudnn, "allow_tf32"),
+        "bf16_reduced_precision_reduction": of(cuda.matmul, bf16),
+        "fp16_reduced_precision_reduction": of(cuda.matmul, bf16.replace("bf16", "fp16")),
+        "sdpa_math_reduced_precision": math,
+        "deterministic_algorithms": repeatable,
     }
 
 
 def flash_attention_impl() -> str | None:
-    """What was activated in place of PyTorch's own flash attention kernels
-    (`torch.nn.attention.activate_flash_attention_impl`), by its name; None: nothing was."""
+    """What `torch.nn.attention.activate_flash_attention_impl` put in place of PyTorch's own flash
+    attention kernels, by its name; None: nothing."""
     from torch.nn.attention import current_flash_attention_impl
 
     return current_flash_attention_impl()

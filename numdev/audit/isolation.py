@@ -33,6 +33,7 @@ from numdev.cases import AttentionCase, strided_as
 from numdev.errors import MeasurementError, NumdevError, Refused, one_line
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.output import as_output
+from numdev.system import switches
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
     def _fate(self, process: subprocess.Popen[bytes]) -> Failure:
         """How the worker ended, and the last line it wrote to stderr."""
         try:
-            code = process.wait(timeout=1)
+            code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             what = "its process closed its pipe"
         else:
@@ -231,31 +232,6 @@ def serve(descriptor: int) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
-MATMUL, CUDNN, CUDA = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
-BF16, FP16 = (f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16"))
-# The global switches of torch that a kernel's result depends on: how each is read, and set.
-SWITCHES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "float32_matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "cudnn_tf32": (lambda: CUDNN.allow_tf32, lambda x: setattr(CUDNN, "allow_tf32", x)),
-    "bf16_reduction": (lambda: getattr(MATMUL, BF16), lambda x: setattr(MATMUL, BF16, x)),
-    "fp16_reduction": (lambda: getattr(MATMUL, FP16), lambda x: setattr(MATMUL, FP16, x)),
-    "sdpa_math_reduction": (
-        CUDA.fp16_bf16_reduction_math_sdp_allowed,
-        CUDA.allow_fp16_bf16_reduction_math_sdp,
-    ),
-    "deterministic": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
-}
-
-
-def torch_settings() -> dict[str, Any]:
-    """The switches as they stand."""
-    return {name: read() for name, (read, _) in SWITCHES.items()}
-
-
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """PyTorch on so many threads."""
@@ -267,10 +243,18 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threads)}
+
+
+def torch_settings() -> dict[str, Any]:
+    """What a kernel's result depends on in torch, as it stands."""
+    return {name: read() for name, (read, _) in SETTINGS.items()}
+
+
 def set_torch(wanted: Mapping[str, Any]) -> None:
     """Set what differs from what `torch_settings` gave. (Setting a switch to what it is already is
     not always without effect.)"""
     now = torch_settings()
-    for name, (_, set_to) in SWITCHES.items():
+    for name, (_, set_to) in SETTINGS.items():
         if now[name] != wanted[name]:
             set_to(wanted[name])

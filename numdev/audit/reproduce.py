@@ -196,9 +196,9 @@ def reduce(
     *,
     head: int = 0,
 ) -> AttentionCase:
-    """The smallest form of `case` for which `still_shows` holds, `head` being the query head to
-    begin with, else as few kv heads as will do. No candidate is begun after `budget_s` seconds. Raises MeasurementError where the
-    finding does not show in `case` itself."""
+    """The smallest form of `case` for which `still_shows` holds: query head `head` alone, else as
+    few kv heads as will do. No candidate is begun after `budget_s` seconds. Raises MeasurementError
+    where the finding does not show in `case` itself."""
     if not any(still_shows(case) for _ in range(TRIES)):
         raise MeasurementError(
             f"the finding does not show again in case {case.ref.case!r}, {TRIES} times asked"

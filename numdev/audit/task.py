@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numdev.audit.bench import Bench, Selection
-from numdev.audit.explanations import beyond, examine, explain, likeness, profile, remarkable
+from numdev.audit.explanations import beyond, examine, explain, likeness, profile
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.rows import (
@@ -99,7 +99,7 @@ def _rows(kernel: Kernel, task: Task, bench: Bench, plan: Plan, run: Runner) -> 
     rows: dict[str, Sequence[Any]] = {"row": measured.rows}
     if plan.details:
         rows["profile"] = profile(task, measured, bench)
-    if plan.details and task.role == "kernel" and remarkable(measured.rows):
+    if plan.details and task.role == "kernel":
         with bench.watch("metrics"):
             rows["worst"] = examine(task, kernel, measured, bench, plan.system)
     if plan.explain and task.role in ("baseline", "kernel"):

@@ -13,7 +13,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,23 +32,11 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
     """Every named mistake that is possible in this call and would change what is computed."""
     case = probe.case
     for cause, variant in variants(case):
-        yield cause, partial(_answer, case=variant)
-    yield "the output is 0 everywhere", lambda p: p.with_out(p.exact.out * 0)
-    yield "the output is not divided by the row sum", lambda p: _times(p, _row_sum(p))
-    yield (
-        "the output is not divided by the sum of exponentials",
-        lambda p: _times(p, p.exact.lse.exp()),
-    )
+        yield cause, partial(Probe.answer, case=variant)
+    yield "the output is 0 everywhere", partial(Probe.multiplied, factor=0.0)
+    cause = "the output is not divided by the row sum"
+    yield cause, lambda p: p.multiplied(_row_sum(p)[..., None])
     yield from _layouts(case)
-
-
-def _answer(p: Probe, case: AttentionCase) -> Reference:
-    return p.answer(case)
-
-
-def _times(p: Probe, factor: Tensor) -> Reference:
-    """The exact output, every row multiplied; unlike the exact one only where the factor is."""
-    return p.with_out(p.exact.out * factor[..., None])
 
 
 def _row_sum(p: Probe) -> Tensor:
@@ -79,17 +66,13 @@ def _layouts(case: AttentionCase) -> Iterator[Alternative]:
         return
     if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
         yield "the heads' axis is taken for the sequence's", _across_heads
-    for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
-        names = [name for name in "qkv" if name in words.replace(",", "").split()]
-        changed: dict[str, Any] = {n: _reread(getattr(case, n)) for n in names}
-        if all(torch.equal(x, getattr(case, n)) for n, x in changed.items()):
-            continue
-        variant = dataclasses.replace(case, **changed)
-        memory = "[batch, length, heads, dim] in memory"
-        yield f"{words} read as {memory}", partial(_answer, case=variant)
-        if len(names) == 3 and _scores_of(case) <= WHOLE:
+    memory = "[batch, length, heads, dim] in memory"
+    variant = dataclasses.replace(case, q=_reread(case.q), k=_reread(case.k), v=_reread(case.v))
+    if not all(torch.equal(getattr(case, n), getattr(variant, n)) for n in "qkv"):
+        yield f"q, k and v are read as {memory}", partial(Probe.answer, case=variant)
+        if _scores_of(case) <= WHOLE:
             cause = f"q, k, v and the output have {memory}"
-            yield cause, lambda p, v=variant: _rewritten(p, attend(v).out)  # type: ignore[misc]
+            yield cause, lambda p: _rewritten(p, attend(variant).out)
     if case.heads > 1 and case.q_len > 1:
         cause = "the output is laid out as [batch, length, heads, dim]"
         yield cause, lambda p: _rewritten(p, _whole(p))
@@ -144,21 +127,13 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     fit, judge = index % 2 == 0, index % 2 == 1
     least = 2 * probe.case.format.unit_roundoff
     for factor, words, apply in (
-        (_scale_factor(probe, fit), "the scale is {} times what was asked", _scaled),
-        (_out_factor(probe, fit), "the output is {} times too large", _multiplied),
+        (_scale_factor(probe, fit), "the scale is {} times what was asked", Probe.scaled),
+        (_out_factor(probe, fit), "the output is {} times too large", Probe.multiplied),
     ):
         if factor is not None and abs(factor - 1) > least:
             shown = f"{factor:.{3 if factor < 10 else 4}f}" if factor >= 0.1 else f"{factor:.3g}"
             again = partial(apply, factor=factor)
             yield (words.format(shown), again), probe.cut(again(probe), judge)
-
-
-def _scaled(p: Probe, factor: float) -> Reference:
-    return p.scaled(factor)
-
-
-def _multiplied(p: Probe, factor: float) -> Reference:
-    return p.with_out(p.exact.out * factor)
 
 
 def _out_factor(p: Probe, fit: Tensor) -> float | None:

@@ -26,7 +26,7 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
     """Every mistake that is another case, with that case."""
     families = (
         *(scales, _positions, _window, _masks, _kv_heads, _batches),
-        *(_keys, _values, _features, _softcap, _sinks),
+        *(_keys, _values, _softcap, _sinks),
     )
     for family in families:
         for cause, changes in family(case):
@@ -35,15 +35,13 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
 
 def scales(case: AttentionCase) -> Changes:
     """Wrong scales, as numbers."""
-    d, v_dim, asked = case.q.shape[-1], case.v.shape[-1], case.scale
+    d, asked = case.q.shape[-1], case.scale
     known = {
         "the scores are not scaled": 1.0,
         "the scale is 1/sqrt(head_dim) instead of what was asked": d**-0.5,
         "the scale is applied twice": asked * asked,
         "the scale is 1/head_dim": 1 / d,
         "the scale is sqrt(head_dim), not its reciprocal": d**0.5,
-        "the scale is 1/sqrt of V's head_dim": v_dim**-0.5,
-        "the scale is 1/sqrt(heads * head_dim)": (case.heads * d) ** -0.5,
         "the exponential is to base 2 (the scale lacks log2(e))": asked * math.log(2),
         "the scale has log2(e) in it, and the exponential is to base e": asked / math.log(2),
         "the sign of the scores is wrong": -asked,
@@ -85,21 +83,12 @@ def _window(case: AttentionCase) -> Changes:
     if case.window is None:
         return
     yield "the window is ignored", {"window": None}
-    left, behind = case.window
+    left, right = case.window
     for step, words in ((1, "one key too wide"), (-1, "one key too narrow")):
-        for side in (0, 1):
-            limit = case.window[side]
-            if limit is None or (side == 1 and case.is_causal and limit >= 0 and step > 0):
-                continue
-            moved = list(case.window)
-            moved[side] = limit + step
-            where = ("on the left", "on the right")[side]
-            yield f"the window is {words} {where}", {"window": tuple(moved)}
-        if left is not None and behind is not None and not case.is_causal:
-            both = (left + step, behind + step)
-            yield f"the window is {words} on both sides", {"window": both}
-    if left is not None and behind is not None and not case.is_causal:
-        yield "the window is one-sided: only keys before the query", {"window": (left, 0)}
+        if left is not None:
+            yield f"the window is {words} on the left", {"window": (left + step, right)}
+        if right is not None and not (case.is_causal and right >= 0 and step > 0):
+            yield f"the window is {words} on the right", {"window": (left, right + step)}
 
 
 def _shifted(case: AttentionCase, step: int) -> Any:
@@ -122,7 +111,6 @@ def _masks(case: AttentionCase) -> Changes:
         added = mask.to(case.q.dtype)
         yield "the bool mask is added to the scores as 0 and 1", {"mask": added}
     else:
-        yield "the additive mask is subtracted", {"mask": -mask}
         yield "the additive mask is scaled like the scores", {"mask": mask.double() * case.scale}
     if mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2] > 1:
         yield "the mask is transposed", {"mask": mask.transpose(-1, -2)}
@@ -144,8 +132,6 @@ def _kv_heads(case: AttentionCase) -> Changes:
         "every query head reads kv head 0": [0 for h in every],
         "query heads read the next kv head": [(h // group + 1) % kv for h in every],
         "query heads read the previous kv head": [(h // group - 1) % kv for h in every],
-        "query head h reads kv head h, the last one beyond": [min(h, kv - 1) for h in every],
-        "kv heads are read in reverse order": [kv - 1 - h // group for h in every],
     }
     seen = [[h // group for h in every]]
     for cause, mapping in mappings.items():
@@ -159,8 +145,6 @@ def _batches(case: AttentionCase) -> Changes:
         return
     first = [0] * case.q.shape[0]
     yield "every batch entry reads entry 0's k and v", {"k": case.k[first], "v": case.v[first]}
-    zeroth = {name: getattr(case, name)[first] for name in ("q", "k", "v")}
-    yield "every batch entry reads entry 0's q, k and v", zeroth
 
 
 def _keys(case: AttentionCase) -> Changes:
@@ -175,22 +159,9 @@ def _keys(case: AttentionCase) -> Changes:
                 mask = mask[..., : n - lost]
             k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
             yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
-    if n > 1:
-        yield "the first key is dropped", _hidden(case, 0)
     for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
         cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
         yield cause, _padded(case, padded - n)
-
-
-def _hidden(case: AttentionCase, key: int) -> dict[str, Any]:
-    """One key taken out where it stands, so that positions stay."""
-    here = torch.ones(1, 1, 1, case.kv_len, dtype=torch.bool, device=case.q.device)
-    here[..., key] = False
-    if case.mask is None:
-        return {"mask": here}
-    if case.mask.dtype == torch.bool:
-        return {"mask": case.mask & here}
-    return {"mask": case.mask.masked_fill(~here, -math.inf)}
 
 
 def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
@@ -206,8 +177,6 @@ def _values(case: AttentionCase) -> Changes:
     if case.kv_len > 1:
         yield "V is read in reverse order", {"v": case.v.flip(2)}
         yield "V is shifted by one row", {"v": case.v.roll(1, 2)}
-        yield "V is shifted by one row, the other way", {"v": case.v.roll(-1, 2)}
-        yield "K is shifted by one row", {"k": case.k.roll(1, 2)}
     if case.k.shape == case.v.shape:
         yield "K stands in V's place", {"v": case.k}
         yield "V stands in K's place", {"k": case.v}
@@ -215,15 +184,6 @@ def _values(case: AttentionCase) -> Changes:
     if case.q.shape == case.k.shape and case.q_len > 1:
         cause = "Q and K are swapped (the softmax is over the wrong axis)"
         yield cause, {"q": case.k, "k": case.q}
-
-
-def _features(case: AttentionCase) -> Changes:
-    """Head dimensions beyond a tile that do not enter the scores."""
-    d = case.q.shape[-1]
-    for used in (16, 32, 64, 128):
-        if used < d <= 2 * used:
-            cause = f"only the first {used} of {d} features enter the scores"
-            yield cause, {"q": case.q[..., :used], "k": case.k[..., :used]}
 
 
 def _softcap(case: AttentionCase) -> Changes:

@@ -110,6 +110,10 @@ class Probe:
         """The term scale; infinite where that is 0, so that nothing over it counts."""
         return torch.where(self.exact.term_scale > 0, self.exact.term_scale, math.inf)
 
+    def multiplied(self, factor: float | Tensor) -> Reference:
+        """The exact reference with `factor` times its output."""
+        return self.with_out(self.exact.out * factor)
+
     def with_out(self, out: Tensor) -> Reference:
         """The exact reference with another output: unlike it there and nowhere else."""
         return dataclasses.replace(self.exact, out=out)
