@@ -149,16 +149,9 @@ class AttentionCase:
             # that is stored in a wider one is another than the format's.
             hidden = self.mask == torch.finfo(self.mask.dtype).min
             mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-        return dataclasses.replace(
-            self,
-            q=cast(self.q),
-            k=cast(self.k),
-            v=cast(self.v),
-            mask=mask,
-            sinks=None if self.sinks is None else cast(self.sinks),
-            grad_out=None if self.grad_out is None else cast(self.grad_out),
-            working=working,
-        )
+        named = ((n, getattr(self, n)) for n in ("q", "k", "v", "sinks", "grad_out"))
+        rounded: dict[str, Any] = {n: cast(x) for n, x in named if x is not None}
+        return dataclasses.replace(self, **rounded, mask=mask, working=working)
 
     def select_groups(self, kv_heads: list[int]) -> AttentionCase:
         """The same call restricted to some kv heads and all query heads that read them."""
@@ -357,9 +350,7 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
     PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v in one
     packed tensor). Where elements of `like` share memory (an expanded mask), `x` is returned as it
     is."""
-    reach = (
-        0  # of the axes of smaller strides; where it meets the next stride, elements may overlap
-    )
+    reach = 0  # of the axes of smaller strides: what meets the next stride may overlap with it
     for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
         if size > 1:
             if stride <= reach:

@@ -7,7 +7,6 @@ with an `Option` is on the command line too; the string under it is its help.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ MaskKind = Literal[
     "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
 ]  # what `numdev.sources.regimes` can draw
 Layout = Literal["contiguous", "transposed", "packed"]  # of q, k and v (`numdev.cases.laid_out`)
-RowsOf = Literal["head", "cell"]
 MOST_SEEDS = 100_000
 
 
@@ -103,9 +101,7 @@ class CaseConfig(Strict):
 
 def _distinct(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
     """Tasks and rows know a case by its name, so two of one name would be taken for one."""
-    name, count = next(iter(Counter(case.name for case in cases).most_common(1)), ("", 0))
-    if count > 1:
-        raise ValueError(f"{count} cases are called {name!r}")
+    each_once(tuple(case.name for case in cases))
     return cases
 
 
@@ -115,7 +111,7 @@ Cases = Annotated[tuple[CaseConfig, ...], AfterValidator(_distinct)]
 class CheckConfig(Strict):
     """The keys of a YAML file of cases for `numdev.check_attention`."""
 
-    cases: Annotated[Cases, Field(min_length=1)]
+    cases: Cases
 
 
 class Placed(Strict):
@@ -252,16 +248,10 @@ class SweepConfig(Measuring):
     """The axis curves run along: a key with several values, `format`, or a kernel's option."""
     y: Names = ("max_abs", "rms")
     """Metrics to draw."""
-    rows: RowsOf = "head"
+    rows: Literal["head", "cell"] = "head"
     """`head`: the report keeps a row for every head and seed. `cell`: only what they come to."""
     repeats: Annotated[Positive, Option(metavar="N")] = 1
     """Run each kernel N times on the same inputs; from 2 on its noise is measured.  [1]"""
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> SweepConfig:
-        if not self.cases:
-            raise ValueError("`cases` is an empty grid; give it at least one case")
-        return self
 
 
 class SweepRequest(SweepConfig):

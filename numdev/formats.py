@@ -1,20 +1,15 @@
 """Floating-point formats, and rounding to them correctly.
 
-Why not `x.to(torch.bfloat16)`. torch converts float64 to its 16-bit and 8-bit dtypes by way of
-float32, so the value is rounded twice: 1 + 2^-8 + 2^-40 first loses its 2^-40, then looks like a
-tie, and becomes 1.0 instead of 1.0078125. An audit that must tell rounding from error cannot
-stand on that, and it needs formats for which torch has no dtype at all.
+torch converts float64 to its 16-bit and 8-bit dtypes by way of float32, so the value is rounded
+twice: 1 + 2^-8 + 2^-40 first loses its 2^-40, then looks like a tie, and becomes 1.0 instead of
+1.0078125. And there are formats for which torch has no dtype at all.
 
-How `round_to` works. Write |x| = s * 2^(e - p + 1), where p is the precision and 2^e the binade
-|x| lies in, but never below the format's smallest one: below it the spacing stays as it is, and
-that is all there is to subnormals. Then round s to an integer. Scaling by powers of two is exact,
-so the one inexact step is the rounding of s, and the three modes differ in that step alone. The
-scaling is done in two steps, |x| / 2^e (between 0 and 2) and then times 2^(p - 1), because
-2^(p - 1 - e) as a single factor would overflow for the formats with the widest exponents. After
-that, what exceeds the largest value overflows, and the sign of x goes back on.
-
-Values are rounded, never encoded: the result is a float32 or float64 tensor whose values the format
-contains."""
+`round_to` writes |x| = s * 2^(e - p + 1), where p is the precision and 2^e the binade |x| lies in,
+but never below the format's smallest one (so much for subnormals), and rounds s to an integer: the
+one inexact step, in which the three modes differ. It scales in two steps, |x| / 2^e and then times
+2^(p - 1), since one factor would overflow for the formats with the widest exponents. Then what
+exceeds the largest value overflows, and the sign goes back on. Values are rounded, never encoded.
+"""
 
 from __future__ import annotations
 
@@ -174,9 +169,8 @@ def round_to(
 
     - `nearest`: to the nearest value, ties to the one with an even significand.
     - `toward_zero`: to the nearest value no larger in magnitude.
-    - `stochastic`: to one of the two neighbours, the further up the likelier, so that the mean is
-      `x` (to within 2^-53 of the spacing); values of the format stay. `generator` supplies one
-      uniform number per element, the same for float32 as for float64.
+    - `stochastic`: to one of the two neighbours, so that the mean is `x` (to within 2^-53 of the
+      spacing). `generator` supplies one uniform number per element, whatever the dtype.
 
     A magnitude that rounds beyond the largest value, on the grid continued upwards, becomes
     infinity, or NaN in a format without infinity (OCP's non-saturating mode): in `nearest` from

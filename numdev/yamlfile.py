@@ -27,13 +27,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
-def each_once(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    if values is not None:
-        if not values:
-            raise ValueError("is an empty list")
-        twice = next((v for v, n in Counter(map(str, values)).items() if n > 1), None)
-        if twice is not None:
-            raise ValueError(f"names {twice} twice")
+def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("is an empty list")
+    (value, count), *_ = Counter(map(str, values)).most_common(1)
+    if count > 1:
+        raise ValueError(f"names {value} twice")
     return values
 
 
@@ -51,11 +50,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
-        count = Counter(str(key.value) for key, _ in node.value)
+        seen: set[str] = set()
         for key, _ in node.value:
-            if count[str(key.value)] > 1:
+            if str(key.value) in seen:
                 problem = f"the key {key.value!r} stands twice"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
         return node
 
 
