@@ -101,7 +101,7 @@ class CaseConfig(Strict):
 
 def _distinct(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
     """Tasks and rows know a case by its name, so two of one name would be taken for one."""
-    each_once(tuple(case.name for case in cases))
+    each_once(tuple(case.name for case in cases) or (None,))
     return cases
 
 
@@ -111,7 +111,7 @@ Cases = Annotated[tuple[CaseConfig, ...], AfterValidator(_distinct)]
 class CheckConfig(Strict):
     """The keys of a YAML file of cases for `numdev.check_attention`."""
 
-    cases: Cases
+    cases: Annotated[Cases, Field(min_length=1)]
 
 
 class Placed(Strict):
@@ -233,7 +233,7 @@ class SweepConfig(Measuring):
     """The keys of a YAML file for `numdev sweep`."""
 
     title: str | None = None
-    cases: Cases
+    cases: Annotated[Cases, Field(min_length=1)]
     kernels: Annotated[Kernels, Option("--kernel", "NAME")] = DEFAULT_KERNELS
     """Kernel to sweep: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
     the file's."""

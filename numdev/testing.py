@@ -118,9 +118,8 @@ def check_attention(
             kernel, source, formats=formats, rules=rules, backward=backward, system=system,
             folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
         )  # fmt: skip
-    left_out = tuple(
-        _left_out(report, grouped=kernel.adapted is None or takes("gqa", kernel.adapted))
-    )
+    grouped = kernel.adapted is None or takes("gqa", kernel.adapted)
+    left_out = tuple(_left_out(report, grouped=grouped))
     words = _failure(name, report, judgement)
     if passed:
         ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]

@@ -84,7 +84,7 @@ def test_what_is_no_rounding_is_unknown(spoil: Callable[[Tensor], Tensor]) -> No
     found = explained(output, case)
     assert found is not None
     assert found.why_not == "no known way of rounding makes these errors"
-    assert found.shares == ()
+    assert found.sites == ()
 
 
 @pytest.mark.parametrize(("next_residual", "known"), [(0.33, False), (0.4, True)])
@@ -108,7 +108,7 @@ def test_the_scores_roundings_are_one_site() -> None:
     found = explained(find("baseline").attend(case).out, case)
     assert found is not None
     assert found.best.preset == "eager"
-    share = {s.site: s.share for s in found.shares}
+    share = {s.site: s.share for s in found.sites}
     assert set(share) == {"scores", "p", "out"}
     assert share["scores"] > 0.5
     assert sum(share.values()) == pytest.approx(1.0, abs=0.1)

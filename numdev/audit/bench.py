@@ -1,10 +1,9 @@
 """One case on the bench: in one format, with everything its kernels are measured against.
 
-What the tasks of one case share (references, floor, baseline) is nearly all the cost of an audit,
-so it is computed once per format. Kernels always see the whole call; a selection of heads and rows
-restricts what is measured. With gradients it grows to whole groups of query heads, since dk and dv
-are sums over a group. Of a sample of query rows the baseline is computed for these alone, and dk
-and dv are measured in a sample of keys, without baseline or prediction.
+What the tasks of one case share (references, floor, baseline) is computed once per format. Kernels
+see the whole call; a selection of heads and rows restricts what is measured. With gradients it
+grows to whole groups of query heads, since dk and dv are sums over a group. Of a sample of query
+rows the baseline is of these alone, and dk and dv are of sampled keys, with no baseline.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ class Bench:
                 wide = selection.baseline(given.rounded_to(FORMATS["float32"]))
                 fp32 = selection.select(wide.out) if isinstance(wide, Output) else None
         measured = selection.measured(case)
-        by_query, by_key = _arithmetic(measured)
-        yardsticks = {}
+        (by_query, by_key), yardsticks = _arithmetic(measured), {}
         for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
             plain = getattr(baseline, tensor, None)
             rows = {"empty": reference.empty, "lse": reference.lse, "arithmetic": by_query}

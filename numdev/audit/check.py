@@ -38,7 +38,6 @@ from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml, validated
 
 SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
-TRIED = 3  # so many findings are tried before there is no script
 SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}  # of a case that does not say
 FEATURES = bundled("check/features.yaml")  # one feature a case
 Backward = bool | Literal["auto"]
@@ -97,14 +96,9 @@ def check(
     said: list[str] = []
     # Of a row that sees no key there is no truth that a script could show an error against.
     serious = [f for f in findings if f.severity != "note" and f.metric != "empty_nonfinite"]
-    wanted = [f for f in serious if f.place is not None][:TRIED]
-    directory = reproducers() if wanted else Path()
-    how: dict[str, Any] = {"count": 1, "seconds": SECONDS, "folder": folder}
-    for finding in wanted:  # until one can be had as a script
-        scripts = reproduce([finding], source, plan, attempt, directory, said.append, **how)
-        if scripts:
-            said.clear()
-            break
+    if wanted := [f for f in serious if f.place is not None][:1]:
+        how: dict[str, Any] = {"count": 1, "seconds": SECONDS, "folder": folder}
+        scripts = reproduce(wanted, source, plan, attempt, reproducers(), said.append, **how)
     if backward is True and not trained:
         said.append("backward=True asks for gradients, and none could be measured.")
     passed = judgement.outcome == "passed" and (backward is not True or trained)

@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from numdev.audit.isolation import (
-    Failure,
-    Isolated,
-    copied,
-    set_torch,
-    threads,
-    torch_settings,
-)
+from numdev.audit.isolation import Failure, Isolated, copied, set_torch, threads, torch_settings
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
@@ -57,6 +50,7 @@ CONFIG = {
     "distributed.worker.profile.enabled": False,
 }
 Tasks = Sequence[tuple[Planned, Task]]
+GONE, KEPT = "the Dask scheduler is gone", "what is finished is kept; the same command continues"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +70,8 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
     if workers is not None and scheduler is not None:
         raise UsageError("--workers and --scheduler: expected one of them", hint="give one")
     if importlib.util.find_spec("distributed") is None:
-        option = "--scheduler" if workers is None else "--workers"
-        raise UsageError(
-            f"{option} needs Dask, which is not installed", hint='pip install "numdev[dask]"'
-        )
+        what = f"{'--scheduler' if workers is None else '--workers'} needs Dask"
+        raise UsageError(f"{what}, which is not installed", hint='pip install "numdev[dask]"')
     return Cluster(workers=workers, scheduler=scheduler)
 
 
@@ -181,7 +173,7 @@ class Workers:
                 yield task.key, {"row": [row]}, f"{task.case.module} {task.kernel}"
             return
         except (CancelledError, OSError, TimeoutError) as error:
-            raise _lost() from error
+            raise MeasurementError(GONE, hint=KEPT) from error
         except Exception as error:
             raise MeasurementError(
                 f"a worker could not do its work: {one_line(error)}",
@@ -198,24 +190,16 @@ class Workers:
         UsageError for a worker that would do several cases at a time: they would share a GPU, and
         torch's settings."""
         if self.client.status != "running":
-            raise _lost()
+            raise MeasurementError(GONE, hint=KEPT)
         try:
             threads = self.client.nthreads()
         except (OSError, TimeoutError) as error:
-            raise _lost() from error
+            raise MeasurementError(GONE, hint=KEPT) from error
         for address, count in threads.items():
             if count > 1:
-                raise UsageError(
-                    f"worker {address}: expected 1 thread, got {count}",
-                    hint="start it by `dask worker --nthreads 1`",
-                )
+                hint = "start it by `dask worker --nthreads 1`"
+                raise UsageError(f"worker {address}: expected 1 thread, got {count}", hint=hint)
         return len(threads)
-
-
-def _lost() -> MeasurementError:
-    return MeasurementError(
-        "the Dask scheduler is gone", hint="what is finished is kept; the same command continues"
-    )
 
 
 @contextlib.contextmanager
@@ -250,12 +234,10 @@ def _client(cluster: Cluster, system: System) -> Iterator[Client]:
         here = {"host": "127.0.0.1", "dashboard": False}
         # memory_limit: tensors are not Dask's to count, nor to spill.
         shared = {**here, "nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL}
-        nannies = [
-            {"cls": Nanny, "options": {**shared, "env": {**threads, **environ}}} for environ in own
-        ]
+        each = ({**shared, "env": {**threads, **environ}} for environ in own)
         local = SpecCluster(
             scheduler={"cls": Scheduler, "options": here},
-            workers=dict(enumerate(nannies)),
+            workers={i: {"cls": Nanny, "options": its} for i, its in enumerate(each)},
             shutdown_on_close=False,  # what an interrupt left half begun ends with its parent
         )
         yield stack.enter_context(Client(stack.enter_context(local), set_as_default=False))
@@ -284,16 +266,12 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
         return type(error)(f"worker {who}: {error.message}", hint=error.hint)
 
 
-@functools.cache
-def _isolated() -> Isolated:
-    """Kept from case to case, until `leave`."""
-    return Isolated()
+_isolated = functools.cache(Isolated)  # kept from case to case, until `leave`
 
 
 def leave() -> None:
     """End the process of isolated kernels, if there is one."""
-    if _isolated.cache_info().currsize:
-        _isolated().close()
+    _isolated().close()
 
 
 SAME = "give all workers the same, and start them anew"

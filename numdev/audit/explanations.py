@@ -12,7 +12,6 @@ all tensors, and sqrt(1/2) in each beyond its limit. A prediction that is merely
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +50,6 @@ from numdev.kernels.emulation.kernel import (
     unexpected,
     unpredictable,
 )
-from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
@@ -60,7 +58,7 @@ from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
 from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
-from numdev.report import AttributionRow, DeviationRow, ProfileRow, SiteShare, WorstRow
+from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.system import System
 
 # --- a known way of rounding ---------------------------------------------------------------------
@@ -110,10 +108,9 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
             return False
         worst = max((r.worst_row for r in heads if r.worst_row is not None), default=0.0)
         values = {"error": max(ratios), "typical head": median(ratios), "worst row": worst}
-        if any(_excess(name, value, heads[0]) > 1 for name, value in values.items()):
-            return True
+        far = any(_excess(name, value, heads[0]) > 1 for name, value in values.items())
         biased = (r for r in heads if r.tensor == "out" and _excess("bias", r.bias_size) > 1)
-        return any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
+        return far or any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
 
     if any(row.nonfinite or row.suspicion for row in rows):
         return ()
@@ -208,6 +205,7 @@ def explain(
     if kernel.missing(system):
         return []
     case, heads, options = bench.case, bench.selection.heads, given(task.options, kernel)
+    rows: list[AttributionRow] = []
     try:
         output = run(kernel, case, options, gradients=task.gradients)
         if task.gradients and isinstance(output, Failure):
@@ -216,14 +214,13 @@ def explain(
             return []
         claim = kernel.claims(case, output, system)
         compared = _Compared(bench, output)
+        for tensor in compared.formats:
+            found, unknown = compared.attribution(tensor, claim)
+            rows.append(_row(task, tensor, compared.heads[tensor], found, unknown))
+            if tensor == "out":
+                claim = _informed(claim, found)
     except FAILS_ONE_ROW as error:
-        return [_row(task, "out", chosen(heads), None, f"it could not be tried ({error})")]
-    rows = []
-    for tensor in compared.formats:
-        found, unknown = compared.attribution(tensor, claim)
-        rows.append(_row(task, tensor, compared.heads[tensor], found, unknown))
-        if tensor == "out":
-            claim = _informed(claim, found)
+        rows.append(_row(task, "out", chosen(heads), None, f"it could not be tried ({error})"))
     return rows
 
 
@@ -309,7 +306,6 @@ def _row(
     fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
     fields |= {"explained_by": None, "reason": unknown, "sentence": ""}
     if found is not None:
-        shares = [{**dataclasses.asdict(s), "rounds": SITES[s.site].rounds} for s in found.shares]
         fields |= {
             "explained_by": None if found.why_not else found.best.preset,
             "reason": found.why_not,
@@ -319,7 +315,7 @@ def _row(
             "size": found.best.ratio,
             "next_preset": found.next.preset,
             "next_residual": found.next.residual,
-            "sites": tuple(SiteShare(**share) for share in shares),
+            "sites": found.sites,
         }
     row = AttributionRow(**fields)
     return row.model_copy(update={"sentence": sentence(row)})
@@ -391,18 +387,17 @@ def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow
     which is 0 where a row sees one key: its result is a row of V and needs no rounding."""
     rows: list[ProfileRow] = []
     about = {name: x for name, x in identity(task).items() if name in OF_PROFILE}
-    for tensor, deviation in measured.along.items() if task.role != "control" else ():
+    for tensor, deviation in measured.along.items():
         along, length = deviation.along, bench.selection.length_of(tensor)
-        if not along:
+        if not along or task.role == "control":
             continue
-        predicted = None
+        shown = {"tensor": tensor, "length": length, "starts": starts(length)}
+        shown["counts"] = [int(n) for n in along["counted"]]
+        shown["errors"] = _rms(along["relative"], along["counted"])
         if task.role == "kernel" and "predicted" in along:
             least = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
-            predicted = _rms(least, along["expected_count"])
-        counts, errors = along["counted"], _rms(along["relative"], along["counted"])
-        shown = {"tensor": tensor, "length": length, "starts": starts(length), "errors": errors}
-        more = {"counts": [int(n) for n in counts], "predicted": predicted}
-        rows.append(ProfileRow.model_validate({**about, **shown, **more}))
+            shown["predicted"] = _rms(least, along["expected_count"])
+        rows.append(ProfileRow.model_validate({**about, **shown}))
     return rows
 
 

@@ -95,6 +95,7 @@ from numdev.audit.isolation import serve
 serve(pipe)
 """
 TICK_S = 0.2  # how often it is looked whether the worker lives
+UNUSABLE = "its process gave an unusable answer"
 START_S = 300.0  # what importing torch may take: seconds, but minutes on a cold network disk
 
 
@@ -134,7 +135,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             try:  # a process in which foreign code ran may answer anything
                 return as_output(copied(result, device), case)
             except Exception as error:
-                result = _unusable(error)
+                result = Failure("failed", f"{UNUSABLE} ({one_line(error)})")
         if result.status == "failed":
             self.close()
         return result
@@ -187,7 +188,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         except (EOFError, ConnectionError):
             return self._fate(self.process)
         except Exception as error:
-            return _unusable(error)
+            return Failure("failed", f"{UNUSABLE} ({one_line(error)})")
 
     def _fate(self, process: subprocess.Popen[bytes]) -> Failure:
         """How the worker ended, and the last line it wrote to stderr."""
@@ -204,10 +205,6 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip()
         return Failure("failed", f"{what} ({said.splitlines()[-1].strip()})" if said else what)
-
-
-def _unusable(error: Exception) -> Failure:
-    return Failure("failed", f"its process gave an unusable answer ({one_line(error)})")
 
 
 def serve(descriptor: int) -> None:

@@ -50,10 +50,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             directory.mkdir(parents=True, exist_ok=True)
             journal._open(overwrite=overwrite)
         except OSError as error:
-            raise UsageError(
-                f"{error.filename or directory}: cannot write results there ({error.strerror})",
-                hint="choose another --output",
-            ) from error
+            what = f"{error.filename or directory}: cannot write results there ({error.strerror})"
+            raise UsageError(what, hint="choose another --output") from error
         return journal
 
     def __exit__(self, *_: object) -> None:
@@ -83,8 +81,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def records(self, kind: str, model: type[M]) -> tuple[M, ...]:
         """The same as records of a report."""
-        rows = self.rows(kind)
-        return tuple(x if isinstance(x, model) else model.model_validate(x) for x in rows)
+        return tuple(model.model_validate(row) for row in self.rows(kind))
 
     def _open(self, *, overwrite: bool) -> None:
         path = self.directory / JOURNAL
@@ -95,10 +92,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         header = _parse(first, {"header"})
         others = sorted(p.name for p in self.directory.iterdir())
         if others and not (path.exists() and (blank or (header and header["header"]))):
-            raise UsageError(
-                f"{self.directory}: holds something else ({others[0]})",
-                hint="choose an empty or a new --output",
-            )
+            what = f"{self.directory}: holds something else ({others[0]})"
+            raise UsageError(what, hint="choose an empty or a new --output")
         if header is None or overwrite:
             for name in (*RESULTS, JOURNAL) if overwrite else ():
                 (self.directory / name).unlink(missing_ok=True)

@@ -188,26 +188,20 @@ def plan_controls(*, gradients: bool) -> list[Planned]:
 
 def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
     """The formats by name, each once. Raises UsageError for one that no kernel could run in."""
-    hint = "use float64, float32, bfloat16 or float16"
+    any_format = any(p.kernel.any_format for p in kernels if p.role == "kernel")
     formats: dict[Format, None] = {}
     for name in names:
-        fmt = format_named(name)
+        fmt, why = format_named(name), None
         try:
             dtype = dtype_of(fmt)
-        except UsageError as error:
-            if not any(p.kernel.any_format for p in kernels if p.role == "kernel"):
-                raise UsageError(
-                    f"format {fmt.name}: no tensor is stored in it",
-                    hint=f"{hint}, or a kernel that takes any format, as `emulated` does",
-                ) from error
+        except UsageError:
+            why = None if any_format else "no tensor is stored in it; `emulated` takes any such"
         else:
-            if dtype.itemsize < 2:
-                raise UsageError(
-                    f"format {fmt.name}: no attention kernel takes plain 8-bit q, k and v on this "
-                    "device",
-                    hint=hint,
-                )
+            why = "no kernel takes plain 8-bit q, k and v" if dtype.itemsize < 2 else None
             fmt = format_of(dtype)
+        if why:
+            hint = "use float64, float32, bfloat16 or float16"
+            raise UsageError(f"format {fmt.name}: {why}", hint=hint)
         formats.setdefault(fmt)
     return list(formats)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from numdev.audit.bench import KV_TENSORS, Selection
 from numdev.audit.isolation import Failure, Runner
-from numdev.audit.plan import Plan, Planned
+from numdev.audit.plan import Plan
 from numdev.audit.rows import given
-from numdev.audit.script import figure_for, write
+from numdev.audit.script import EVERYWHERE, figure_for, write
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
@@ -89,54 +89,41 @@ def reproduce(
 def _shown(
     finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
 ) -> dict[str, Any]:
-    """A small call that shows a finding, and what a script looks at in it. Raises NumdevError where
-    it does not show again."""
-    which = ("kernel", finding.kernel, finding.options)
+    """A small call in which a finding's row is accused again, or its kernel fails, and what a
+    script looks at in it. Raises NumdevError where it does not show again."""
+    which, metric = ("kernel", finding.kernel, finding.options), finding.metric or ""
     planned = next(p for p in plan.kernels if (p.role, p.kernel.name, p.options) == which)
-    case = whole.rounded_to(format_named(finding.formats[0]))
-    options = given(planned.options, planned.kernel)
-    shown = {"kernel": planned.kernel, "options": options, "tensor": finding.tensor or "out"}
-    if finding.rule != "runs":
-        return {**shown, **_accused(finding, case, planned, plan, run, seconds)}
-    backward = finding.tensor == "dq"
-    case = case if backward else dataclasses.replace(case, grad_out=None)
+    case, kernel = whole.rounded_to(format_named(finding.formats[0])), planned.kernel
+    options = given(planned.options, kernel)
+    shown = {"kernel": kernel, "options": options, "tensor": finding.tensor or "out"}
+    if finding.rule == "runs":
+        backward = finding.tensor == "dq"
 
-    def fails(case: AttentionCase) -> bool:
-        result = run(planned.kernel, case, options, gradients=backward)
-        return isinstance(result, Failure) and result.status == "failed"
+        def fails(case: AttentionCase) -> bool:
+            result = run(kernel, case, options, gradients=backward)
+            return isinstance(result, Failure) and result.status == "failed"
 
-    began = time.monotonic()
-    slow = fails(case) and time.monotonic() - began > SLOW
-    small = case if slow else reduce(case, fails, seconds)
-    return {**shown, "case": small, "head": 0, "metric": "raises", "observed": None}
+        case = case if backward else dataclasses.replace(case, grad_out=None)
+        began = time.monotonic()
+        slow = fails(case) and time.monotonic() - began > SLOW
+        small = case if slow else reduce(case, fails, seconds)
+        return {**shown, "case": small, "head": 0, "metric": "raises", "observed": None}
 
-
-def _accused(
-    finding: Finding,
-    whole: AttentionCase,
-    planned: Planned,
-    plan: Plan,
-    run: Runner,
-    seconds: float,
-) -> dict[str, Any]:
-    """A small call in which the finding's row is accused again, with the figure of the row."""
-    kernel, metric = planned.kernel, finding.metric or ""
-    if not kernel.declares:  # what explained nothing in the whole call is not tried in its parts
-        kernel = dataclasses.replace(kernel, claims=lambda case, output, system: {"preset": "fa2"})
-    task = dataclasses.replace(
-        plan.task(planned, finding.formats[0], whole.ref),
-        heads=None,
-        repeats=3 if metric == "noise_ratio" else 1,
-    )
+    held = kernel  # what explained nothing in the whole call is not tried in its parts
+    if not kernel.declares:
+        held = dataclasses.replace(kernel, claims=lambda case, output, system: {"preset": "fa2"})
+    repeats = 3 if metric == "noise_ratio" else 1
+    task = plan.task(planned, finding.formats[0], case.ref)
+    task = dataclasses.replace(task, heads=None, repeats=repeats)
 
     def accused(case: AttentionCase) -> DeviationRow | None:
-        rows = measure_one(task, kernel, case, plan.system, run)
+        rows = measure_one(task, held, case, plan.system, run)
         worst_first = sorted(rows, key=lambda row: _size(row, metric), reverse=True)
         return next((row for row in worst_first if _shows(row, finding)), None)
 
     head = (finding.place.head if finding.place is not None else None) or 0
-    head *= whole.group if finding.tensor in KV_TENSORS else 1
-    small = reduce(whole, lambda case: accused(case) is not None, seconds, head=head)
+    head *= case.group if finding.tensor in KV_TENSORS else 1
+    small = reduce(case, lambda case: accused(case) is not None, seconds, head=head)
     row = accused(small) or accused(small)
     if row is None:
         raise NumdevError("it does not show every time", hint="the kernel differs between runs")
@@ -144,8 +131,8 @@ def _accused(
     observed, limit = getattr(row, figure), None
     if metric == "expected_ratio" and row.expected_ratio and observed:
         limit = observed * (finding.limit or 1.0) / row.expected_ratio
-    shown = {"head": row.head or 0, "metric": figure, "observed": observed, "limit": limit}
-    return {"case": small, **shown}
+    of = {"case": small, "head": row.head or 0, "metric": figure}
+    return {**shown, **of, "observed": observed, "limit": limit}
 
 
 def _size(row: DeviationRow, metric: str) -> float:
@@ -232,8 +219,7 @@ def reduce(
     if best.mask is not None:
         accept(dataclasses.replace(best, mask=None))
     if best.restricts_positions:
-        everywhere: dict[str, Any] = {"is_causal": False, "causal_offset": 0, "window": None}
-        accept(dataclasses.replace(best, **everywhere))
+        accept(dataclasses.replace(best, **EVERYWHERE))
     for end in (False, True):
         trim(("batch", end))
     square = best.restricts_positions and best.q_len == best.kv_len

@@ -56,9 +56,7 @@ def rows_of(
     """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
     claim's, or those of the way `like` that explains it. Raises MeasurementError for an output
     that lacks a tensor."""
-    rows, along = _Of(task, runs, bench, claim, like).rows()
-    expected = None if like is None else like.expected
-    return Measured(rows=rows, output=runs[0], held_to=expected, along=along)
+    return _Of(task, runs, bench, claim, like).measured()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +69,7 @@ class _Of:
     claim: Mapping[str, Any] | None
     like: Likeness | None
 
-    def rows(self) -> tuple[list[DeviationRow], dict[str, Deviation]]:
-        """A row per head and tensor; by tensor, the sums along the call."""
+    def measured(self) -> Measured:
         task, output, bench, select = self.task, self.runs[0], self.bench, self.bench.selection
         rest = self.elsewhere()
         trained = any(getattr(output, name) is not None for name in GRADIENTS)
@@ -105,7 +102,8 @@ class _Of:
             heads = measure_plain(lse, exact.lse, exact.empty, of=select.sampled_from("lse")).heads
             self.finish(heads, "lse", rest)
             rows += self.shown("lse", heads)
-        return rows, along
+        held_to = None if self.like is None else self.like.expected
+        return Measured(rows=rows, output=output, held_to=held_to, along=along)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
         """One tensor's metrics beside what is predicted of it."""

@@ -30,7 +30,7 @@ from numdev.sources import tensorfile
 from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED, storage_order
 from numdev.system import System
 
-PICKED = "whatever PyTorch picks"
+EVERYWHERE: Any = {"is_causal": False, "causal_offset": 0, "window": None}
 ENOUGH = 0.5  # a script shows a finding from this part of the reported figure on
 RUNS_OF_NOISE = 10
 # Figures that stand on a kernel's tensor and the exact one alone, in the words a script prints.
@@ -91,14 +91,11 @@ def write(
     """Write reproduce.py and tensors.safetensors into `directory`; returns the script.
 
     `head` is a kv head for dk and dv. With grad_out inputs require gradients also where `tensor` is
-    out or lse. `metric` is one of FIGURES, `noise`, or `raises` for a kernel that fails; `observed`
-    is its value for this case. The deviation shows from `limit` on: by default half of what was
-    observed, and a single element for `nonfinite`. `options` are those that are not the kernel's
-    defaults; `folder` is where its module is looked for last.
-
-    Raises UsageError for an option that has no spelling, MeasurementError for a format that torch
-    has no dtype for, gradients of inputs that are not finite, and where nothing can be written.
-    """
+    out or lse. `metric` is one of FIGURES, `noise`, or `raises`; `observed` its value. The
+    deviation shows from `limit` on: by default half of that, and one element for `nonfinite`.
+    `options` are those that are not the kernel's defaults; `folder` is where its module is looked
+    for last. Raises UsageError for an option that has no spelling, MeasurementError for a format
+    without a dtype, gradients of inputs that are not finite, and where nothing can be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
     if case.working is not None:
         raise MeasurementError(f"no reproducer: torch has no dtype for {case.working.name}")
@@ -140,13 +137,9 @@ def write(
         "runs": RUNS_OF_NOISE,
         "about": f"Measured: {about}.",
     }
-    templates = Environment(
-        loader=PackageLoader("numdev", "data/reproducer"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    loader = PackageLoader("numdev", "data/reproducer")
+    templates = Environment(loader=loader, undefined=StrictUndefined, **blocks)
     templates.filters["literal"] = literal
     script = directory / "reproduce.py"
     try:
@@ -171,9 +164,6 @@ def literal(value: Any) -> str:
     raise UsageError(f"a script cannot spell the option {value!r}")
 
 
-# --- how the kernel is called --------------------------------------------------------------------
-
-
 def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str) -> Call:
     """How the template spells the call, and the case in the form in which the kernel was given it
     (its mask explicit)."""
@@ -181,8 +171,9 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
         backend, positions = BACKENDS[name], case.window or case.causal_offset
         if case.restricts_positions and (positions or case.mask is not None):
-            case = _with_mask(case, explicit_mask(case))
-        words = f"PyTorch's SDPA, {f'backend {backend}, forced alone' if backend else PICKED}"
+            case = dataclasses.replace(case, mask=explicit_mask(case), **EVERYWHERE)
+        how = f"backend {backend}, forced alone" if backend else "whatever PyTorch picks"
+        words = f"PyTorch's SDPA, {how}"
         return case, {"call": "sdpa", "kernel_words": words, "backend": backend}
     if name == "baseline":
         words = "plain attention as eager model code has it, every product in the working format"
@@ -200,11 +191,6 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
         ),
         "needs": "numdev",
     }
-
-
-def _with_mask(case: AttentionCase, mask: Tensor | None) -> AttentionCase:
-    """The case with its positions in the mask."""
-    return dataclasses.replace(case, mask=mask, is_causal=False, causal_offset=0, window=None)
 
 
 def _function(
@@ -233,7 +219,7 @@ def _function(
         else:
             values[argument] = "mask"
             if x is not case.mask:  # positions, or a bool mask, as the function's one mask
-                case = _with_mask(case, x)
+                case = dataclasses.replace(case, mask=x, **EVERYWHERE)
     return case, {
         "call": "function",
         "kernel_words": path,
@@ -243,9 +229,6 @@ def _function(
         "imports": (f"from {module} import {name}",),
         "needs": module,
     }
-
-
-# --- what the script is told ---------------------------------------------------------------------
 
 
 def _view(x: Tensor) -> str:
@@ -265,9 +248,6 @@ def _shown(case: AttentionCase) -> str:
         additive = "(mask != torch.finfo(mask.dtype).min)"  # models write "hidden" so
         parts.append("mask" if case.mask.dtype == torch.bool else additive)
     return " & ".join(parts) if len(parts) > 1 else parts[0].strip("()") if parts else ""
-
-
-# --- where a function comes from -----------------------------------------------------------------
 
 
 def name_of(function: Callable[..., Any]) -> str:

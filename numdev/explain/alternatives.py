@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, additive, visible
+from numdev.cases import additive, visible
 from numdev.explain.mistakes import variants
 from numdev.explain.probe import Alternative, Probe
 from numdev.kernels.reference import attend
@@ -36,7 +36,7 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
     yield "the output is 0 everywhere", partial(Probe.multiplied, factor=0.0)
     cause = "the output is not divided by the row sum"
     yield cause, lambda p: p.multiplied(_row_sum(p)[..., None])
-    yield from _layouts(case)
+    yield from _layouts(probe)
 
 
 def _row_sum(p: Probe) -> Tensor:
@@ -59,9 +59,10 @@ def _row_sum(p: Probe) -> Tensor:
 # --- layouts -------------------------------------------------------------------------------------
 
 
-def _layouts(case: AttentionCase) -> Iterator[Alternative]:
+def _layouts(probe: Probe) -> Iterator[Alternative]:
     """[batch, heads, length, dim] taken for [batch, length, heads, dim], in shape or in memory."""
-    same = case.q_len == case.kv_len
+    case, same = probe.case, probe.case.q_len == probe.case.kv_len
+    cheap = case.q.shape[:3].numel() * case.kv_len <= WHOLE
     if case.heads == 1 and case.kv_heads == 1:
         return
     if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
@@ -70,12 +71,12 @@ def _layouts(case: AttentionCase) -> Iterator[Alternative]:
     variant = dataclasses.replace(case, q=_reread(case.q), k=_reread(case.k), v=_reread(case.v))
     if not all(torch.equal(getattr(case, n), getattr(variant, n)) for n in "qkv"):
         yield f"q, k and v are read as {memory}", partial(Probe.answer, case=variant)
-        if _scores_of(case) <= WHOLE:
+        if cheap:
             cause = f"q, k, v and the output have {memory}"
             yield cause, lambda p: _rewritten(p, attend(variant).out)
-    if case.heads > 1 and case.q_len > 1:
+    if case.heads > 1 and case.q_len > 1 and (cheap or probe.whole is not None):
         cause = "the output is laid out as [batch, length, heads, dim]"
-        yield cause, lambda p: _rewritten(p, _whole(p))
+        yield cause, lambda p: _rewritten(p, attend(case).out if p.whole is None else p.whole)
 
 
 def _across_heads(p: Probe) -> Reference:
@@ -96,20 +97,6 @@ def _reread(x: Tensor) -> Tensor:
 def _rewritten(p: Probe, x: Tensor) -> Reference:
     """Written as [B, N, H, D], read as [B, H, N, D]."""
     return p.with_out(p.take(x.transpose(1, 2).reshape(x.shape)))
-
-
-def _whole(p: Probe) -> Tensor:
-    """The whole call's reference; NaN, which explains nothing, where it would be too expensive."""
-    if p.whole is not None:
-        return p.whole
-    if _scores_of(p.case) <= WHOLE:
-        return attend(p.case).out
-    shape = (*p.case.q.shape[:3], p.case.v.shape[-1])
-    return torch.full(shape, math.nan, dtype=torch.float64, device=p.case.q.device)
-
-
-def _scores_of(case: AttentionCase) -> int:
-    return case.q.shape[0] * case.heads * case.q_len * case.kv_len
 
 
 # --- factors -------------------------------------------------------------------------------------

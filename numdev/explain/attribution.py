@@ -8,19 +8,19 @@ is not enough, and a wrong tile correlates too. Otherwise the answer is "unknown
 
 Rows count alike (each is divided by its term scale), as in row_rel. Where a kernel is explained,
 one site at a time is made exact, and the share of the squared error that goes with it is the
-site's. Roundings are independent, so shares add up to about 1. Where several roundings follow one
-another on the same number, the next takes over when one is left out: they are one site here.
+site's. Roundings are independent, so shares add up to about 1; those that follow one another on the
+same number are one site, since the next takes over when one is left out.
 
 A preset is tried with its own tiles, then over tile sizes, both orders of the keys, and the exps
-and rounding modes real kernels have; only then is it called a worse explanation than another. A
-gradient depends on the sites of both passes that lead to it. There tiles tell where a sum over them
-is rounded from one to the next, so what is tried is where FlashAttention-2 may keep its sums (in
-the working format, those of a group apart or not), with tiles, and whence its delta is.
+and rounding modes real kernels have. In a gradient tiles tell where a sum over them is rounded from
+one to the next: what is tried is where FlashAttention-2 may keep its sums (in the working format,
+those of a group apart or not), with tiles, and whence its delta is.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,8 @@ from torch import Tensor
 
 from numdev.formats import FORMATS, Format
 from numdev.kernels.emulation.kernel import SITE_OF, recipe_of
-from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, Recipe
+from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, SITES, Recipe
+from numdev.report import SiteShare
 
 Claim = Mapping[str, Any]
 Emulate = Callable[[Claim], Tensor]
@@ -73,21 +74,12 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one rounding site contributes to the errors of the explanation."""
-
-    site: str
-    share: float  # of the squared error: what goes when the site is exact
-    residual: float  # of the kernel, when the site is exact
-
-
-@dataclass(frozen=True, kw_only=True)
 class Attribution:
     """The best explanation and the next; `why_not` where it is none."""
 
     best: Fit
     next: Fit
-    shares: tuple[Share, ...] = ()
+    sites: tuple[SiteShare, ...] = ()
     why_not: str | None = None
 
 
@@ -125,22 +117,24 @@ def attribute(
         return Fit(preset=name, claim=tried, residual=residual, ratio=ratio)
 
     best, other = _search(claim, fit, tensor, group)[:2]
+    why_not = None
     if best.residual > EXPLAINS:
         why_not = "no known way of rounding makes these errors"
-        return Attribution(best=best, next=other, why_not=why_not)
-    if best.residual > CLEARLY * other.residual:
+    elif best.residual > CLEARLY * other.residual:
         why_not = (
             f"`{best.preset}` and `{other.preset}` fit these data equally well (residuals "
             f"{best.residual:.2f} and {other.residual:.2f})"
         )
+    if why_not:
         return Attribution(best=best, next=other, why_not=why_not)
     base, shares = errors(best.claim), []
     for site, together in rounding_sites(best.claim, fmt, tensor, group).items():
         left = errors({**best.claim, **dict.fromkeys(together, "exact")})
         share = 1 - float(left.square().sum() / base.square().sum())
         residual = float((error - left).norm()) / size
-        shares.append(Share(site=site, share=share, residual=residual))
-    return Attribution(best=best, next=other, shares=tuple(sorted(shares, key=lambda s: -s.share)))
+        rounds = SITES[site].rounds
+        shares.append(SiteShare(site=site, rounds=rounds, share=share, residual=residual))
+    return Attribution(best=best, next=other, sites=tuple(sorted(shares, key=lambda s: -s.share)))
 
 
 def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Tensor:
@@ -175,8 +169,7 @@ def _search(
             start[name] = {**base, **claim}
     best = {name: fit(name, start[name]) for name in PRESETS}
 
-    def residual(found: Fit) -> float:
-        return found.residual
+    residual = operator.attrgetter("residual")
 
     def better(name: str, tried: Claim) -> None:
         if best[name].residual > ENOUGH and dict(tried) != dict(best[name].claim):

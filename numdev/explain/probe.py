@@ -84,12 +84,7 @@ class Probe:
 
     def scaled(self, factor: float) -> Reference:
         """The same of the case with `factor` times its scale."""
-        scale = self.case.scale * factor
-        return self._joined([attend(dataclasses.replace(x, scale=scale)) for x in self._parts])
-
-    @cached_property
-    def _parts(self) -> list[AttentionCase]:
-        return [self.part(self.case, rows) for rows in self.blocks]
+        return self.answer(dataclasses.replace(self.case, scale=self.case.scale * factor))
 
     @staticmethod
     def _joined(parts: Sequence[Reference]) -> Reference:

@@ -40,9 +40,10 @@ def sentence(row: AttributionRow) -> str:
 def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
     first, compared = rows[0], [row for row in rows if row.residual is not None]
     explained = [row for row in compared if row.explained_by]
-    unknown = [row for row in compared if not row.explained_by]
     known = bool(explained) and 2 * len(explained) >= len(compared)
-    same = _most(explained if known else unknown)
+    alike = [row for row in compared if bool(row.explained_by) == known]
+    name = next((name for name, _ in Counter(map(_name, alike)).most_common(1)), None)
+    same = [row for row in alike if _name(row) == name]  # what most of them have
     sites = tuple(_sites(same)) if known else ()
     residual, following = (_median(same, name) for name in ("residual", "next_residual"))
     reason = None if compared else next((row.reason for row in rows if row.reason), None)
@@ -56,7 +57,7 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
         calls = f" in {several}" if len(compared) > 1 else ""
         shares = ", ".join(f"{100 * s.share:.0f} % from `{s.site}` ({s.rounds})" for s in sites)
         said = (
-            f"{kernel} makes the errors of {_name(same[0])}{calls}: residual {residual:.2f}, next "
+            f"{kernel} makes the errors of {name}{calls}: residual {residual:.2f}, next "
             f"`{same[0].next_preset}` {following:.2f}. "
             f"{f'The squared error comes {shares}.' if shares else 'It rounds nowhere.'}"
         )
@@ -64,7 +65,7 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
         why = Counter(row.reason for row in compared if row.reason).most_common(1)[0][0]
         calls = f" ({several} are explained)" if len(compared) > 1 else ""
         said = (
-            f"{kernel}: unknown{calls}; {why}. Nearest is {_name(same[0])}: residual "
+            f"{kernel}: unknown{calls}; {why}. Nearest is {name}: residual "
             f"{residual:.2f}, {_median(same, 'size'):.2f} x its size."
         )
     return Explanation(
@@ -73,7 +74,7 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
         format=first.format,
         tensor=first.tensor,
         known=known,
-        nearest=_name(same[0]) if same else None,
+        nearest=name,
         residual=residual if same else None,
         next_preset=same[0].next_preset if same else None,
         next_residual=following if same else None,
@@ -85,12 +86,6 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
     )
 
 
-def _most(rows: Sequence[AttributionRow]) -> list[AttributionRow]:
-    """The rows of the explanation that most of them have."""
-    common = Counter(map(_name, rows)).most_common(1)
-    return [row for row in rows if _name(row) == common[0][0]]
-
-
 def _median(rows: Sequence[AttributionRow], field: str) -> float:
     return median([float(getattr(row, field) or 0.0) for row in rows] or [0.0])
 
@@ -100,15 +95,11 @@ def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
     sites: dict[str, list[SiteShare]] = {}
     for site in (s for row in rows for s in row.sites):
         sites.setdefault(site.site, []).append(site)
-    found = [
-        of_calls[-1].model_copy(
-            update={
-                name: median(getattr(s, name) for s in of_calls) for name in ("share", "residual")
-            }
-        )
-        for of_calls in sites.values()
-    ]
-    return sorted((s for s in found if s.share >= SMALL), key=lambda s: -s.share)
+    found = []
+    for of_calls in sites.values():
+        new = {n: median(getattr(s, n) for s in of_calls) for n in ("share", "residual")}
+        found += [of_calls[-1].model_copy(update=new)] * (new["share"] >= SMALL)
+    return sorted(found, key=lambda s: -s.share)
 
 
 def _name(row: AttributionRow) -> str:
