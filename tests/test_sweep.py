@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> Callable[..., SweepReport]:
     ("changes", "message"),
     [
         ({"sead": 3}, "unknown key 'sead'; did you mean 'seeds'"),
-        ({"cases": []}, "cases: Tuple should have at least 1 item"),
+        ({"cases": []}, "cases: Value should have at least 1 item"),
         ({"cases": [{**GRID, "heads": []}]}, "heads is an empty list"),
         ({"formats": ["bf16", "bf16"]}, "names bf16 twice"),
         ({"kernels": [{"name": "off", "by": []}]}, "by is an empty list"),
