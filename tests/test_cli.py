@@ -130,7 +130,7 @@ USAGE = [
     ("audit tiny.yaml --kernel slow_kernel:atend", "no function 'atend'", "did you mean 'attend'?"),
     ("audit tiny.yaml --kernel os:getcwd", "os:getcwd", "a kernel is a function of q, k, v"),
     ("audit tiny.yaml --format bf17", "unknown format 'bf17'", "did you mean 'bf16'?"),
-    ("audit tiny.yaml --format float8_e4m3fn", "no attention kernel takes plain 8-bit", "float16"),
+    ("audit tiny.yaml --format float8_e4m3fn", "no kernel takes plain 8-bit", "float16"),
     ("audit tiny.yaml --format tf32", "format tf32: no tensor", "use float64"),
     ("audit demo --layers 5-3", "--layers: expected a list as 0,3-5, got '5-3'", ""),
     ("audit demo --heads 3-", "--heads: expected a list", "got '3-'"),

@@ -167,6 +167,9 @@ def _ways(
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
         for name, operator in sdpa.OPERATORS[system.device].items()
     }
+    if bench.case.group > 1:  # a function without grouped heads is given k and v repeated
+        claims |= {f"{words}, heads repeated": {**claim, "group_sum": "separate"}
+                   for words, claim in claims.items()}  # fmt: skip
     claims |= {f"as {preset} rounds": {"preset": preset} for preset in ("eager", "fa2-consistent")}
     for words, claim in claims.items():
         with contextlib.suppress(Refused, MeasurementError, UsageError):

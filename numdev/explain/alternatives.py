@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,11 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
     if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
         yield "the heads' axis is taken for the sequence's", _across_heads
     memory = "[batch, length, heads, dim] in memory"
+    for words in ("q is", "k is", "v is", "k and v are"):
+        changed: Any = {n: _reread(getattr(case, n)) for n in "qkv" if n in words.split()}
+        if not all(torch.equal(x, getattr(case, n)) for n, x in changed.items()):
+            one = dataclasses.replace(case, **changed)
+            yield f"{words} read as {memory}", partial(Probe.answer, case=one)
     variant = dataclasses.replace(case, q=_reread(case.q), k=_reread(case.k), v=_reread(case.v))
     if not all(torch.equal(getattr(case, n), getattr(variant, n)) for n in "qkv"):
         yield f"q, k and v are read as {memory}", partial(Probe.answer, case=variant)

@@ -26,7 +26,7 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
     """Every mistake that is another case, with that case."""
     families = (
         *(scales, _positions, _window, _masks, _kv_heads, _batches),
-        *(_keys, _values, _softcap, _sinks),
+        *(_keys, _values, _features, _softcap, _sinks),
     )
     for family in families:
         for cause, changes in family(case):
@@ -41,6 +41,8 @@ def scales(case: AttentionCase) -> Changes:
         "the scale is 1/sqrt(head_dim) instead of what was asked": d**-0.5,
         "the scale is applied twice": asked * asked,
         "the scale is 1/head_dim": 1 / d,
+        "the scale is 1/sqrt of V's head_dim": case.v.shape[-1] ** -0.5,
+        "the scale is 1/sqrt(heads * head_dim)": (case.heads * d) ** -0.5,
         "the scale is sqrt(head_dim), not its reciprocal": d**0.5,
         "the exponential is to base 2 (the scale lacks log2(e))": asked * math.log(2),
         "the scale has log2(e) in it, and the exponential is to base e": asked / math.log(2),
@@ -111,6 +113,7 @@ def _masks(case: AttentionCase) -> Changes:
         added = mask.to(case.q.dtype)
         yield "the bool mask is added to the scores as 0 and 1", {"mask": added}
     else:
+        yield "the additive mask is subtracted", {"mask": -mask}
         yield "the additive mask is scaled like the scores", {"mask": mask.double() * case.scale}
     if mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2] > 1:
         yield "the mask is transposed", {"mask": mask.transpose(-1, -2)}
@@ -132,6 +135,7 @@ def _kv_heads(case: AttentionCase) -> Changes:
         "every query head reads kv head 0": [0 for h in every],
         "query heads read the next kv head": [(h // group + 1) % kv for h in every],
         "query heads read the previous kv head": [(h // group - 1) % kv for h in every],
+        "kv heads are read in reverse order": [kv - 1 - h // group for h in every],
     }
     seen = [[h // group for h in every]]
     for cause, mapping in mappings.items():
@@ -159,6 +163,10 @@ def _keys(case: AttentionCase) -> Changes:
                 mask = mask[..., : n - lost]
             k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
             yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
+    if n > 1 and (case.mask is None or case.mask.dtype == torch.bool):
+        rest = torch.arange(n, device=case.q.device)[None, None, None] > 0
+        mask = rest if case.mask is None else case.mask & rest
+        yield "the first key is dropped", {"mask": mask}
     for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
         cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
         yield cause, _padded(case, padded - n)
@@ -177,6 +185,8 @@ def _values(case: AttentionCase) -> Changes:
     if case.kv_len > 1:
         yield "V is read in reverse order", {"v": case.v.flip(2)}
         yield "V is shifted by one row", {"v": case.v.roll(1, 2)}
+        yield "V is shifted by one row, the other way", {"v": case.v.roll(-1, 2)}
+        yield "K is shifted by one row", {"k": case.k.roll(1, 2)}
     if case.k.shape == case.v.shape:
         yield "K stands in V's place", {"v": case.k}
         yield "V stands in K's place", {"k": case.v}
@@ -184,6 +194,15 @@ def _values(case: AttentionCase) -> Changes:
     if case.q.shape == case.k.shape and case.q_len > 1:
         cause = "Q and K are swapped (the softmax is over the wrong axis)"
         yield cause, {"q": case.k, "k": case.q}
+
+
+def _features(case: AttentionCase) -> Changes:
+    """Head dimensions beyond a tile that do not enter the scores."""
+    d = case.q.shape[-1]
+    for used in (16, 32, 64, 128):
+        if used < d <= 2 * used:
+            cause = f"only the first {used} of {d} features enter the scores"
+            yield cause, {"q": case.q[..., :used], "k": case.k[..., :used]}
 
 
 def _softcap(case: AttentionCase) -> Changes:
