@@ -2,8 +2,7 @@
 
 One model for each command: a YAML file (`numdev.yamlfile`) and the command line fill the same
 fields (a flag beats the YAML, the YAML beats the default), and the report stores it whole. A field
-with an `Option` is on the command line too; the string under it is its help.
-"""
+with an `Option` is on the command line too; the string under it is its help."""
 
 from __future__ import annotations
 

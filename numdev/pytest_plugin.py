@@ -7,8 +7,7 @@ pytest until a test asks for something.
 
     @pytest.mark.numdev_cases("causal", "ties")
     def test_my_flash_on(attention_check, numdev_case):
-        attention_check(my_flash, cases=numdev_case)
-"""
+        attention_check(my_flash, cases=numdev_case)"""
 
 from __future__ import annotations
 

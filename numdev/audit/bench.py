@@ -3,8 +3,7 @@
 What the tasks of one case share (references, floor, baseline) is computed once per format. Kernels
 see the whole call; a selection of heads and rows restricts what is measured. With gradients it
 grows to whole groups of query heads, since dk and dv are sums over a group. Of a sample of query
-rows the baseline is of these alone, and dk and dv are of sampled keys, with no baseline.
-"""
+rows the baseline is of these alone, and dk and dv are of sampled keys, with no baseline."""
 
 from __future__ import annotations
 
@@ -235,8 +234,7 @@ def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
 
     A score is a sum of d products; in fp32 its roundings amount to about u sqrt(d) / 3 of the sum
     of their sizes, at most |scale| |q_i| |k_j|, and P moves by that relatively. Nothing beside the
-    rounding to 16 bits for scores of usual size, and all there is where they reach 1e4.
-    """
+    rounding to 16 bits for scores of usual size, and all there is where they reach 1e4."""
     u = FORMATS["float32"].unit_roundoff * math.sqrt(case.q.shape[-1]) / 3 * abs(case.scale)
     q, k = (
         torch.linalg.vector_norm(widened(x), dim=-1, dtype=torch.float64) for x in (case.q, case.k)

@@ -1,8 +1,7 @@
 """A check: one kernel on small cases, held to the gate's rules. What `numdev.testing` offers.
 
 The line of an audit with a judgement at its end: a source, the loop, the report, the rules. Nothing
-is kept on disk but the script of what is found.
-"""
+is kept on disk but the script of what is found."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ rounds are tried on the same inputs (`likeness`): claims of PyTorch's fused oper
 stand for real code (not `golden2024` and `qiu2025`, whose running sums in the working format are a
 fault here), and PyTorch code with autograd's gradients. A way explains a kernel whose errors it has
 element by element: the residual |x - way| / |x - r|, rows counting alike, is at most a half over
-all tensors, and sqrt(1/2) in each beyond its limit. A prediction that is merely larger leaves 1.
-"""
+all tensors, and sqrt(1/2) in each beyond its limit. A prediction that is merely larger leaves 1."""
 
 from __future__ import annotations
 

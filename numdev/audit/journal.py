@@ -2,8 +2,7 @@
 
 The journal (`rows.jsonl`) is a header that names the request and the environment, then one line for
 each finished task, written at once: killed at any moment, it loses at most the line being written.
-The same request in the same environment continues where it stopped; anything else is refused.
-"""
+The same request in the same environment continues where it stopped; anything else is refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What an audit measures of every case: kernels x options x formats, and which rows and heads.
 
 A plan refuses what cannot be run here before anything is measured. Its tasks are plain data, whose
-key identifies their result in the journal.
-"""
+key identifies their result in the journal."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The call a finding is worst in is opened again from the source, rounded as the kernel saw it, and
 reduced for as long as the accused row is accused again, by the same measurements and limit; a
 kernel that raises is asked whether it still does. What does not come again gets no script, and that
-is said. `reduce` leaves out heads, sequences, keys and query rows from the ends, by bisection.
-"""
+is said. `reduce` leaves out heads, sequences, keys and query rows from the ends, by bisection."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`numdev audit`: every attention call, through every kernel, against fp64, beside low precision.
 
 The main line. A source gives cases, `measure_case` turns each into finished rows, the journal keeps
-them, and the report is made of them. `numdev sweep` goes through the same loop (`measure`).
-"""
+them, and the report is made of them. `numdev sweep` goes through the same loop (`measure`)."""
 
 from __future__ import annotations
 

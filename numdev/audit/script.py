@@ -3,8 +3,7 @@
 The script reads the tensors, computes the answer in fp64 by the definition, runs the kernel as a
 user would, prints the figure of the finding, and exits with 1 if it shows. Nothing of numdev is in
 it, unless the kernel itself is written for numdev. The text is in the template
-`data/reproducer/reproduce.py.j2`; here is what it is told.
-"""
+`data/reproducer/reproduce.py.j2`; here is what it is told."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the audit's loop.
 
 The grid is the configuration's cells; each is drawn anew with every seed. What comes of the rows
-is computed in `numdev.report.curves`.
-"""
+is computed in `numdev.report.curves`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The fp64 reference of the case as it came is computed once, all else of it once per format. Nothing
 that goes wrong inside a kernel, or in measuring what it returned, reaches other tasks: it becomes a
-row with a reason.
-"""
+row with a reason."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A section within another takes its time from it, so that sections add up to the whole. On a GPU work
 is under way when the call that began it returns, so a section waits for the device where it ends.
-Times belong to a report, never to its rows.
-"""
+Times belong to a report, never to its rows."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def audit(
     pipeline's directory, a .safetensors file of captured tensors or a directory of them,
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Without it,
     configs/audit/default.yaml. The same request into the same
-    directory continues where it stopped.
-    """
+    directory continues where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.run import audit as run
 
@@ -73,8 +72,7 @@ def sweep(
     CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every cell is
     measured with every seed, and the report gives means with confidence intervals. With --seed N
     the seeds are counted from N. The same request into the same directory continues where it
-    stopped.
-    """
+    stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.sweep import plan
     from numdev.audit.sweep import sweep as run

@@ -44,8 +44,7 @@ def diagnose(
 
     TARGET is what `numdev audit` takes: a checkpoint, `demo`, or captured tensors with grad_out.
     Several checkpoints, or a directory of them such as that of a `numdev train`, are a series over
-    training. The same request into the same directory continues where it stopped.
-    """
+    training. The same request into the same directory continues where it stopped."""
     from numdev.diagnose.study import diagnose as run
 
     first = targets[0]

@@ -52,8 +52,7 @@ def gate(
     """Judge a finished report by thresholds, for CI. PATH is a report.json or a directory with one.
 
     Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong option or
-    threshold file. 3: something could not be measured or judged, which is never a pass.
-    """
+    threshold file. 3: something could not be measured or judged, which is never a pass."""
     if init:
         if rules or as_json or junit or summary or github:
             raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")

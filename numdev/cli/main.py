@@ -54,8 +54,7 @@ def cli(context: click.Context, debug: bool) -> None:
     """Are my numbers right? Numeric-deviation audits for attention kernels.
 
     numdev measures flash attention, the plain baseline and your own kernels against an fp64
-    reference on the same inputs, and sets what it finds beside the cost of low precision.
-    """
+    reference on the same inputs, and sets what it finds beside the cost of low precision."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

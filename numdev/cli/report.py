@@ -94,8 +94,7 @@ def compare(
     Each is a report.json or a directory with one, of the same request. Needs neither torch nor a
     GPU. Exit code 0: nothing moved. 1: a number moved beyond noise, something else ran, or a row is
     gone. 2: the two are not comparable, or a wrong option. 3: a report cannot be read, a kernel
-    failed, or no row is in both.
-    """
+    failed, or no row is in both."""
     from numdev.gate.compare import compare as run
 
     found = run(a, b, allow=allow, command=command_line())

@@ -32,8 +32,7 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
     CONFIG is a YAML file. Its variants (another attention kernel, format, seed, optimiser, or a
     difference of rounding alone) start from the same weights and see the same batches; at recorded
     steps their weights are compared with the golden run's. With --seed N the seeds are counted from
-    N. The same request into the same directory continues where it stopped, bit for bit.
-    """
+    N. The same request into the same directory continues where it stopped, bit for bit."""
     from numdev.training.config import TrainConfig, resolve
     from numdev.training.study import train as run
     from numdev.yamlfile import read_yaml
@@ -56,8 +55,7 @@ def weights(targets: tuple[str, ...], device: str | None, results: Results) -> N
     Each is a safetensors file, the index of a sharded one, a .pt, .pth or .bin file, a directory of
     either (of a Hugging Face checkpoint, say), a torch.distributed.checkpoint directory, or `demo`.
     No model is built. Exit code 0 however far apart they are; 3 where something is damaged, after
-    the rest was compared and reported.
-    """
+    the rest was compared and reported."""
     from numdev.training.weights.study import weights as run
 
     if len(targets) < 2:
@@ -80,8 +78,7 @@ def bounds(run: Path, results: Results) -> None:
     """Set how far flash moves weights beside low precision, another seed, and chance.
 
     RUN is the report of a `numdev train`, or its directory. Needs neither torch nor a GPU.
-    Distances between weights are proxies.
-    """
+    Distances between weights are proxies."""
     from numdev.training.bounds import study
 
     found = study.bounds(run, command=command_line())

@@ -4,8 +4,7 @@ Most alternatives are another case (`numdev.explain.mistakes`), answered by its 
 The rest are here: no case describes an output that was not divided by the row sum, or memory read
 in another order than it was written in; and factors of the scale and of the output, estimated from
 what the kernel returned. What an alternative explains, and which of several is named, is for
-`numdev.explain.wrong_function` to judge.
-"""
+`numdev.explain.wrong_function` to judge."""
 
 from __future__ import annotations
 

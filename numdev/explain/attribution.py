@@ -14,8 +14,7 @@ same number are one site, since the next takes over when one is left out.
 A preset is tried with its own tiles, then over tile sizes, both orders of the keys, and the exps
 and rounding modes real kernels have. In a gradient tiles tell where a sum over them is rounded from
 one to the next: what is tried is where FlashAttention-2 may keep its sums (in the working format,
-those of a group apart or not), with tiles, and whence its delta is.
-"""
+those of a group apart or not), with tiles, and whence its delta is."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def attribute(
 
     `scale` [B, H, rows] is what a row's errors are divided by (`row_weights`). `fmt` is the working
     format. `claim` is tried first, under its preset's name. `tensor` says what it is: out, dq, dk
-    or dv, of `group` query heads to a kv head.
-    """
+    or dv, of `group` query heads to a kv head."""
     weight = row_weights(output, exact, scale, fmt)
     error = weighed(output.double() - exact, weight)
     size = float(error.norm())
@@ -161,8 +159,7 @@ def _search(
     """The best variant found of every preset, best preset first.
 
     Where some preset fits as it is, the others get its tiles, order and exp too, so that it wins
-    by how it rounds. Else sums, tiles and orders are tried, and then the exps and modes.
-    """
+    by how it rounds. Else sums, tiles and orders are tried, and then the exps and modes."""
     start = dict(PRESETS)  # a preset as it is, or as the kernel claims to be it
     for name, base in PRESETS.items():
         if claim is not None and claim.get("preset", "fa2") == base["preset"]:

@@ -4,8 +4,7 @@ Each family takes an `AttentionCase` and yields a cause in words with the fields
 the mistake is possible in this call and would change what is computed. The same call under the
 wrong scale, mask, head mapping or length is a case like any other, so its answer is the fp64
 reference's, and nothing is computed here. Mistakes that are no case (layouts, a missing division,
-factors estimated from the data) are in `numdev.explain.alternatives`.
-"""
+factors estimated from the data) are in `numdev.explain.alternatives`."""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ class Probe:
 
         `rows` [b, h, rows] restricts it. No residual counts as less than a rounding floor of the
         alternative (u * ||a|| / sqrt(12)), so that the cut is never infinite, and alternatives
-        that differ by less than the output can hold are alike.
-        """
+        that differ by less than the output can hold are alike."""
         usable = self.usable if rows is None else self.usable & rows[..., None]
         both = usable & ~alternative.empty[..., None] & finite(alternative.out)
         if int(both.sum()) < max(LEAST_ELEMENTS, 0.5 * int(usable.sum())):

@@ -12,8 +12,7 @@ two of the best) are all named, since the data do not tell them apart.
 
 When it searches (`far_off`). The alternative is at least a rounding floor away from any output, so
 a tenfold cut needs an error of ten floors; and an error that the plain baseline makes too, on the
-same data, is what rounding costs there, however large. Both only save time: the rule accuses.
-"""
+same data, is what rounding costs there, however large. Both only save time: the rule accuses."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def suspect(
     `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows `rows` if not
     in all, `far` a selection of `heads`.
     First one cause is sought for all heads together (a mistake is seldom in one head, and heads
-    that are right speak against wrong causes), then for the worst head alone.
-    """
+    that are right speak against wrong causes), then for the worst head alone."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_errors(out[:, list(heads)], exact, rows)

@@ -1,8 +1,7 @@
 """`numdev compare`: two audits of one request, or two sweeps, on two versions, machines or commits.
 
 Each pair of rows (`pairs`) is held to what noise explains (`movement`). Planted faults
-(`role: control`) are left out. Reads rows alone: no torch, no GPU.
-"""
+(`role: control`) are left out. Reads rows alone: no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
     """Report B beside report A, each a report.json of an audit or a sweep, or its directory.
 
     Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
-    in `allow`; MeasurementError for a report that cannot be understood.
-    """
+    in `allow`; MeasurementError for a report that cannot be understood."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))

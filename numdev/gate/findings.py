@@ -1,8 +1,7 @@
 """From verdicts to findings: what is wrong with which kernel, where it is worst, what it means.
 
 What one fault brings about is one finding: heads that an earlier rule has named already are not
-accused by a later one again, which is added to the sentence instead.
-"""
+accused by a later one again, which is added to the sentence instead."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def findings_of(
     """What is wrong, the gravest first; and sentences on what was tested and what could not be.
 
     Calls that a kernel declined are notes at the end, unless it declined them all: then it is not
-    under test here.
-    """
+    under test here."""
     judgement = judge(rows, rules)
     findings, tested = findings_in(judgement, rows)
     if judgement.power:

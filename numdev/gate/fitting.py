@@ -37,8 +37,7 @@ HEADER = """\
 def fitted(report: Measured, name: str) -> str:
     """The YAML file; `name` is what to call the report in it.
 
-    Raises MeasurementError where nothing was measured, or a kernel is wrong outright.
-    """
+    Raises MeasurementError where nothing was measured, or a kernel is wrong outright."""
     groups = measured(by_tensor([row for row in report.rows if row.role == "kernel"]))
     if not groups:
         raise MeasurementError(

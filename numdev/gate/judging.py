@@ -3,8 +3,7 @@
 Reads rows alone: no torch, no GPU. It fails closed: what could not be judged is `unmeasured`, never
 passed, unless a rule says that it may lack. Planted faults (`role: control`) are put through the
 rules by themselves; from which dose on each is caught is the gate's power. Of sampled rows an
-estimate passes or fails by its 95 % interval, and a maximum is a lower bound: it can only fail.
-"""
+estimate passes or fails by its 95 % interval, and a maximum is a lower bound: it can only fail."""
 
 from __future__ import annotations
 
@@ -203,8 +202,7 @@ def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) 
     """A row beside the first limit whose number it has; else why it has none.
 
     The next limit is for a number that means nothing, and says why; one that was not measured at
-    all is not excused by it.
-    """
+    all is not excused by it."""
     test = threshold.certain
     if test is not None:
         if (row.sequences or 0) < test.sequences:

@@ -5,8 +5,7 @@
 LEAST: less is nobody's concern. repeats = ln(1 + noise / rms), by the triangle inequality. s: the
 standard error of ln rms of a head, whose elements are a sample; z: the normal quantile at ALPHA
 over all numbers judged (Bonferroni). spread, where the inputs are not the same: how far heads
-scatter, by Student's t at the same level. Derivations and false alarms: docs/compare.md.
-"""
+scatter, by Student's t at the same level. Derivations and false alarms: docs/compare.md."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Names:
     """The keys by which rows of both reports are paired.
 
     Options are part of a kernel's name only where it ran with several sets of them, and the seed
-    only where there are several: otherwise they may have changed from A to B.
-    """
+    only where there are several: otherwise they may have changed from A to B."""
 
     def __init__(self, a: Sequence[DeviationRow], b: Sequence[DeviationRow]) -> None:
         sides = [options_of(rows) for rows in (a, b)]

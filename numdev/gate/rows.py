@@ -1,8 +1,7 @@
 """Rows of a report in groups, whether they are all there, and what stands beside a row.
 
 A cell is where a row was measured: case, module, layer, call, seed, phase, head, format and tensor.
-A kernel has one row in it for each set of options.
-"""
+A kernel has one row in it for each set of options."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The rule book: which rows are judged, by which number, up to where. Data; `judging` applies it.
 
 A threshold is a selector, a metric and a limit. Every limit of numdev stands in `configs/gate/`:
-the gate, the findings of every report, checks and files of one's own are all read here.
-"""
+the gate, the findings of every report, checks and files of one's own are all read here."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ supports; built-in and third-party kernels by the same decorator:
     def my_flash(case: AttentionCase, *, block_q: int = 64) -> Output: ...
 
 There is no fallback anywhere: a kernel that cannot run a case says why (`Refused`), and the row is
-`skipped`. This module knows nothing of metrics.
-"""
+`skipped`. This module knows nothing of metrics."""
 
 from __future__ import annotations
 
@@ -167,8 +166,7 @@ def kernel(
     (or arbitrary keywords, with `options` their names and defaults); it returns an Output, or the
     tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out and the log-sum-exp [batch,
     heads, q_len]. Further arguments are the fields of `Kernel`. Raises UsageError for a name that
-    is taken by another function, and for an option without a default.
-    """
+    is taken by another function, and for an option without a default."""
 
     def register(function: Function) -> Function:
         taken = _registry.get(name)

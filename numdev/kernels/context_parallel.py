@@ -8,8 +8,7 @@ tests do and no audit. What it computes, and claims, is `sharded`.
 A rank that waits for another which is gone waits for ever: where one dies, raises or says nothing
 in time, all are ended, and that is one failed row. They are plain subprocesses, since
 `multiprocessing` would import the caller's main module again. Names that begin with an underscore
-are PyTorch's, which has no others for these options.
-"""
+are PyTorch's, which has no others for these options."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ summed before they are cast; with PRESCALE_QK what is rounded first is Q times t
 log2(e), for which no emulation stands. Blocks of 128 keys that the mask cuts come before those that
 it shows whole: the emulation's ascending order shows in the residual, not in the size of errors.
 Sources, of PyTorch 2.13: torch/_inductor/kernel/flex, torch/_inductor/template_heuristics and
-torch/_inductor/codegen/cpp_flex_attention_template.py.
-"""
+torch/_inductor/codegen/cpp_flex_attention_template.py."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 What a function of q, k and v can do is read off its parameters' names: one that takes `is_causal`
 or `causal` supports causal attention, one that takes no mask is skipped for a case with a mask.
 Further parameters with a default are the kernel's options. Tensors are [batch, heads, length,
-head_dim]. It returns what `as_output` takes; its gradients are those autograd finds.
-"""
+head_dim]. It returns what `as_output` takes; its gradients are those autograd finds."""
 
 from __future__ import annotations
 

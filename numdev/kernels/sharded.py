@@ -25,8 +25,7 @@ meet shard after shard. A step that no query can see by position is left out.
 
 Backward is ring attention's: from the merged O as it is returned, and the merged log-sum-exp, so
 with P = exp(S - L) and delta of the whole row, a shard's gradients need only be added up, in the
-format of the merge.
-"""
+format of the merge."""
 
 from __future__ import annotations
 
@@ -225,8 +224,7 @@ def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, 
 
     A recipe has splits of the keys, merged in full precision: each split's O is rounded at `merge`
     as it is handed over, its dQ at `dq_partial`; where queries are divided too (`q_splits`), each
-    part's dK and dV at `dk_partial` and `dv_partial`. Within a shard it is the inner's claim.
-    """
+    part's dK and dV at `dk_partial` and `dv_partial`. Within a shard it is the inner's claim."""
     did = output.did or {}
     if "shards" not in did:  # a single shard: the inner kernel itself
         return claim_of(did.get("operator", ""), case, system)

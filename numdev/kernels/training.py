@@ -3,8 +3,7 @@
 Gradients come from the kernel's own training form (`Kernel.training`), through its function where
 autograd follows that, and else from its whole training step in backward, which computes forward
 twice. Autocast is off in here, in both passes: it would cast matrix products in a custom function's
-forward and not in its backward.
-"""
+forward and not in its backward."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def attended(
     What it draws is from the generator, if there is one, in both passes.
 
     Raises Refused where the kernel declines the case, has no backward, or autograd cannot follow
-    it, MeasurementError where what it returned is no output of this case.
-    """
+    it, MeasurementError where what it returned is no output of this case."""
     kernel.accept(case)
     if kernel.backward is None:
         raise Refused("it has no backward")

@@ -30,8 +30,7 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
     for the family (Bonferroni with weights, so that the 64 or 128 features do not drown the two
     overall means: these get a quarter of the error rate each, the features share the other half).
     The correction over heads is made where heads are seen together. Members of at least BIAS_ULP
-    are preferred, so that a tiny but certain bias does not hide a large one.
-    """
+    are preferred, so that a tiny but certain bias does not hide a large one."""
     overall, whole = features.sum(axis=-1), counts.sum(axis=-1)
     sums = np.concatenate([np.stack([overall, along], axis=-1), features], axis=-1)
     sizes = np.concatenate([np.stack([whole, whole], axis=-1), counts], axis=-1)
@@ -83,8 +82,7 @@ def _standard_error(means: Numbers, counts: Numbers, seen: Flags) -> Numbers:
 
     Outputs lie on a grid of about one ulp, so the mean of k elements moves in steps of 1/k ulp. A
     spread below half a step is not measured but missed, and does not count as smaller: eight
-    sequences of one row that all round a feature up are no certainty.
-    """
+    sequences of one row that all round a feature up are no certainty."""
     n = seen.sum(axis=0)
     mean = means.sum(axis=0) / np.maximum(n, 1)
     spread = np.sqrt(np.where(seen, (means - mean) ** 2, 0.0).sum(axis=0) / np.maximum(n - 1, 1))

@@ -7,8 +7,7 @@ Of a head's n elements, in the order of their places, with bit patterns b_i (as 
 w_i being odd and a fixed scramble of i. Integers add up to the same sum in any order, so neither
 the device nor how it adds changes the result. One element that differs always changes it (w_i is
 odd); several do but for a chance of about 2^-64, elements that changed places among them. It is no
-cryptographic hash. Zeros of different sign differ, and NaN of different bits.
-"""
+cryptographic hash. Zeros of different sign differ, and NaN of different bits."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ reason in `nulls`.
 
 Sums and maxima come from `row_sums`, for all heads at once. All else is computed on the host:
 means, root mean squares and their ratios in `intervals.of_sums`, bias in `bias`; maxima, `rel`,
-`worst_row` and reasons for nulls here.
-"""
+`worst_row` and reasons for nulls here."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def measure(
     `expected` is the output of the emulation the kernel claims to be, on the same inputs; without
     it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
     position, of how many; then `interval` holds the intervals of some metrics. `bins`: which row is
-    in which bin of positions, fp64 [rows, bins] of 0 and 1 (`numdev.metrics.sampling`).
-    """
+    in which bin of positions, fp64 [rows, bins] of 0 and 1 (`numdev.metrics.sampling`)."""
     totals = to_host(row_sums(output, yardstick, expected), bins)
     with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
         columns = of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)

@@ -4,8 +4,7 @@ In the rows that are measured finiteness is held against the floor's, element by
 others this needs no reference as long as the inputs are finite: then the exact output is, being a
 mean of rows of V, and so is the log-sum-exp of a row that sees a key, and a gradient is never NaN.
 A gradient may overflow a narrow format rightly; where a bound on its size excludes that, an
-infinite element is wrong too, and elsewhere it stays open.
-"""
+infinite element is wrong too, and elsewhere it stays open."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def elsewhere(
     """Of each head of a tensor `x` [B, H, rows, ...] of `case`, in all rows but `rows`.
 
     `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv, `fmt` the
-    format of `x`. Left out are query rows that see no key.
-    """
+    format of `x`. Left out are query rows that see no key."""
     heads = x.shape[1]
     if not inputs_finite(case):
         return [Elsewhere(0, "the inputs are not finite")] * heads

@@ -8,8 +8,7 @@ the distance between two runs, sqrt(2) times the standard deviation of one; a me
 free of the number of runs. It is exactly 0 when all runs agree bit for bit, and only then: pairs
 are compared for equality first. NaN equals NaN at the same place, and infinity itself; zeros of
 different sign are not told apart. Where only one of two runs is finite there is no distance: such
-elements are counted (`flickering`) and left out of the mean.
-"""
+elements are counted (`flickering`) and left out of the mean."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
     """The noise of each head of one tensor [B, H, rows, ...] over several runs.
 
     Runs are brought to fp64 two at a time, some heads at a time. Raises MeasurementError for fewer
-    than two runs, and for runs that differ in shape or dtype.
-    """
+    than two runs, and for runs that differ in shape or dtype."""
     if len(runs) < 2:
         raise MeasurementError(f"noise: expected at least 2 runs, got {len(runs)}")
     if len({(x.shape, x.dtype) for x in runs}) > 1:

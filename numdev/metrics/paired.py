@@ -4,8 +4,7 @@ W1 does not know which value stood where: it is zero under any permutation, and 
 like one cast. So it never stands alone: whatever compares weights shows all of these.
 
 The elements are read in blocks, so that two tensors are compared in little more memory than W1
-takes, and the device is waited for once, and once more for W1.
-"""
+takes, and the device is waited for once, and once more for W1."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class Paired:
     """Distances of a from b, in the units of their values.
 
     Over the elements that are finite in both. A number is None where there is no such element,
-    where what it is relative to is zero, and where the squares it takes leave float64's range.
-    """
+    where what it is relative to is zero, and where the squares it takes leave float64's range."""
 
     elements: int
     nonfinite: int  # NaN or infinite in a, in b or in both, alike or not: left out of what follows
@@ -43,8 +41,7 @@ def paired(a: Tensor, b: Tensor) -> Paired:
     """All distances, in fp64, of tensors of any real floating-point dtypes, also two.
 
     NaN and infinity are counted and left out. Raises UsageError for two shapes, for two devices,
-    and for other dtypes.
-    """
+    and for other dtypes."""
     if a.shape != b.shape or a.device != b.device:
         raise UsageError(
             f"{list(a.shape)} on {a.device} and {list(b.shape)} on {b.device} cannot be paired"

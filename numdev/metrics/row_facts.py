@@ -7,8 +7,7 @@ all queries that read it. Which rows are worth it is decided in `numdev.metrics.
 Scores of n rows are computed against the keys of every batch entry, of which each row keeps its
 own: one matrix product. No more of a call is ever in fp64 than one kv head and these scores.
 
-Legend: S scores, P probabilities, m row maximum, L log-sum-exp.
-"""
+Legend: S scores, P probabilities, m row maximum, L log-sum-exp."""
 
 from __future__ import annotations
 

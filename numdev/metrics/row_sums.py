@@ -3,8 +3,7 @@
 `row_sums` is what every metric of an output is a function of; `to_host` deals rows to groups, which
 intervals of sampled rows need (`numdev.metrics.intervals`), and brings everything to the host in
 one transfer. Elements that are not usable are 0 in every error. On CUDA one Triton kernel with the
-same results takes the place of the steps of PyTorch (`numdev.metrics.row_sums_triton`).
-"""
+same results takes the place of the steps of PyTorch (`numdev.metrics.row_sums_triton`)."""
 
 from __future__ import annotations
 
@@ -213,8 +212,7 @@ def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: Yardstick) -
     What is predicted is at least typical of the head (the rms over rows of what is predicted
     relative to |term scale_i|): that one row's roundings happen to cancel is no prediction. It is
     also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE. `error` and `predicted` are 0 where they
-    are not usable.
-    """
+    are not usable."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(row_norm(predicted))
     typical = _typical(rows.relative(torch.stack([sizes, rows.least])).square(), rows)

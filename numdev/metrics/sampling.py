@@ -7,8 +7,7 @@ be compared. What is estimated, and how well: `numdev.metrics.intervals`.
 
 A bin is as wide as all that comes before it, until bins of one width reach the end: 0, 1, 2-3, 4-7,
 8-15 and so on, then equal ones. Under a causal mask row i averages i + 1 keys, so that among the
-first rows every doubling changes what is computed, and later a position hardly does.
-"""
+first rows every doubling changes what is computed, and later a position hardly does."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def draw(length: int, count: int, seed: int, label: str) -> Tensor | None:
 
     Depends on nothing but the arguments; other labels get other positions. None where `count`
     reaches the length: then all are measured and nothing is sampled. Raises UsageError for a count
-    below 1.
-    """
+    below 1."""
     if count < 1:
         raise UsageError(f"{count} rows cannot be measured", hint="ask for 1 or more")
     if count >= length:

@@ -66,8 +66,7 @@ def noise_ratio(row: DeviationRow) -> float | None:
 def holm(p: Sequence[float], alpha: float) -> list[bool]:
     """Which hypotheses Holm's step-down procedure rejects at family-wise error rate `alpha`.
 
-    S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
-    """
+    S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
     order = np.argsort(p, kind="stable")
     below = np.asarray(p)[order] <= alpha / (len(p) - np.arange(len(p)))
     rejected = np.empty(len(p), dtype=bool)

@@ -12,8 +12,7 @@ W1 does not know which value was where: it is zero under any permutation, never 
 
 A 16-bit or 8-bit sample has at most 65,536 different values, however long it is: these are counted.
 Other samples are sorted, by numpy on a CPU, where it is faster than torch. bfloat16, which numpy
-does not know, and 8-bit values are widened to float32 first, which changes no value.
-"""
+does not know, and 8-bit values are widened to float32 first, which changes no value."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def w1(a: Tensor, b: Tensor) -> float:
     anywhere gives NaN, it is never dropped. An infinity gives infinity, or NaN where both samples
     have one of the same sign (how far apart they are is not defined). Both zeros are the same
     value. Float64 values so large that the sum of their distances leaves float64's range give
-    infinity.
-    """
+    infinity."""
     a, b = a.detach(), b.detach()
     if max(a.dtype.itemsize, b.dtype.itemsize) <= 2:
         return _of_counts(*_counts(a), *_counts(b))

@@ -16,8 +16,7 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
 
     Elements the format cannot hold, or that were not finite to begin with, are counted and left
     out of the averages. Sums are fp64; a tensor goes by WEIGHTS_AT_ONCE elements, so that memory
-    does not depend on it.
-    """
+    does not depend on it."""
     lossless = fmt.contains(format_of(tensor.dtype))
     parts = tensor.detach().reshape(-1).split(WEIGHTS_AT_ONCE) if tensor.numel() else ()
     sums = [_cast_sums(part, None if lossless else fmt) for part in parts]

@@ -3,8 +3,7 @@
 A kernel's error in a head is often the error of a few rows. `worst_rows` finds the head of a call
 in which a row's error is largest beside what is predicted for it, takes that head's worst rows, and
 has these recomputed in fp64 (`numdev.metrics.row_facts`). A few rows evenly spread over the head
-are recomputed too, as what is usual there (`numdev.metrics.row_words` says what stands out).
-"""
+are recomputed too, as what is usual there (`numdev.metrics.row_words` says what stands out)."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def worst_rows(
     |term scale_i|; before all others come those with an element that is not finite where the exact
     one, rounded once, is. Left out are empty rows, rows without an error, and rows that repeat a
     worse one at the same place of another sequence. `identity` holds fields of the report's row
-    beyond what the case says.
-    """
+    beyond what the case says."""
     o = output.detach().double()
     bad = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)

@@ -115,8 +115,7 @@ class Yardstick:
         """bool [B, H, q_len]: rows whose exact result an earlier sequence has at the same place.
 
         Sequences with a common beginning, or the same text twice, are no independent observations.
-        Results alone can agree by chance (with V = 1 all are 1); the log-sum-exp does not.
-        """
+        Results alone can agree by chance (with V = 1 all are 1); the log-sum-exp does not."""
         r, repeated = self.reference, torch.zeros_like(self.empty)
         for shift in range(1, r.shape[0]):
             same = r[shift:, ..., 0] == r[:-shift, ..., 0]  # rarely true: spares most comparisons
@@ -166,8 +165,7 @@ class Yardstick:
 
         u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor of values
         that fill their binades, and stands in where all are exactly representable (V = 1, or
-        float64) and the floor itself is 0.
-        """
+        float64) and the floor itself is 0."""
         floor = self.usable & self.floor_finite
         size = row_norm(kept(self.reference, floor))
         sums = {

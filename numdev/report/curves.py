@@ -4,8 +4,7 @@ In each cell, for one kernel in one format, heads are pooled within a seed (METR
 then the seeds give a mean and its 95 % interval from Student's t-distribution: heads of one seed
 are no further observations. A ratio to the baseline is taken seed by seed, on the same inputs, and
 the ratios' geometric mean is shown. Curves run along one axis; other axes make figures of their
-own, kernels with their options are the lines within one.
-"""
+own, kernels with their options are the lines within one."""
 
 from __future__ import annotations
 
@@ -155,8 +154,7 @@ class Grid:
         """The axis of the curves: as asked, else the one with most values.
 
         Raises UsageError for a grid without an axis, for one it does not have, and for a metric
-        that cannot be drawn.
-        """
+        that cannot be drawn."""
         asked, target = self.request.x, self.request.target
         for name in self.request.y:
             if name not in METRICS:

@@ -1,8 +1,7 @@
 """A document: what a view makes of a report, and what the terminal, HTML and Markdown print.
 
 Nodes are data. All text in them may be foreign (names of kernels, layers, files): renderers make it
-harmless. A node that only some media show says so in `only`.
-"""
+harmless. A node that only some media show says so in `only`."""
 
 from __future__ import annotations
 

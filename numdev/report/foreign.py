@@ -1,8 +1,7 @@
 """Foreign text, such as the names of layers and kernels, made harmless for where it is shown.
 
 Whoever writes a checkpoint or a report chooses these names. In a terminal they could be escape
-sequences, in a spreadsheet formulas. HTML is escaped by its template, Markdown by its renderer.
-"""
+sequences, in a spreadsheet formulas. HTML is escaped by its template, Markdown by its renderer."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 one.
 
 Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
-one head with large values would rule a pooled one.
-"""
+one head with large values would rule a pooled one."""
 
 from __future__ import annotations
 

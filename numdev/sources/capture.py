@@ -4,8 +4,7 @@ Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), an
 a `TorchFunctionMode`, as it came. transformers models are led there by a function of numdev's in
 its attention interface: SDPA has no word for a soft cap, sinks and a window, so that function takes
 these out of what the model passes, and they join the case. Nothing is kept but for gradients of the
-model's own loss (`loss`); attention that went elsewhere is found out by `Watch`.
-"""
+model's own loss (`loss`); attention that went elsewhere is found out by `Watch`."""
 
 from __future__ import annotations
 

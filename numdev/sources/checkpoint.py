@@ -3,8 +3,7 @@
 A Hugging Face checkpoint is `config.json` beside weight files: transformers builds the model of the
 tensors read here, so neither its search for files nor the network is in play. The model of a state
 dict (files, or a `torch.distributed.checkpoint` directory) is the user's own
-`package.module:factory`, handed the stored configuration if it takes one. Loading is strict.
-"""
+`package.module:factory`, handed the stored configuration if it takes one. Loading is strict."""
 
 from __future__ import annotations
 

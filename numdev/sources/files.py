@@ -2,8 +2,7 @@
 `torch.distributed.checkpoint` directories.
 
 Such a file is foreign data: pickles are read with `weights_only=True` alone, safetensors checks a
-header against its file's length, and a shard must lie beside the index that names it.
-"""
+header against its file's length, and a shard must lie beside the index that names it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A language model of transformers is asked to predict what it reads, a model with two towers for its
 contrastive loss, any other is run as it is. Calls are held during the forward pass and their
 gradients asked of autograd in one go, at the edges of the graph where the outputs were made: right
-also where the model overwrites an output, and no graph is held while calls are measured.
-"""
+also where the model overwrites an output, and no graph is held while calls are measured."""
 
 from __future__ import annotations
 

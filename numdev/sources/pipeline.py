@@ -3,8 +3,7 @@
 Its parts are classes of diffusers and transformers that `model_index.json` names, and nothing else;
 weights are safetensors files alone, and nothing is fetched. A step ends where the scheduler is
 asked for the next latents: guidance run apart belongs to the same step, and Heun's two evaluations
-make two. The run ends with the last step that is wanted, so no picture is decoded.
-"""
+make two. The run ends with the last step that is wanted, so no picture is decoded."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ An error of the gradient at q is one of dW_Q only after it has gone back through
 between: rotary embeddings, a norm of the heads. The module that made the call is run again in fp64,
 up to the call, the outputs of its linear layers cut off from what made them: the one that q depends
 on is W_Q (of GPT-2's `c_attn` a part), and the graph between the two is the way back. Where the
-queries are not those of the call, or no or several layers make them, there is no projection.
-"""
+queries are not those of the call, or no or several layers make them, there is no projection."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A prompt is a batch of independent sequences: chunks of text do not overlap and each carries the
 tokenizer's special tokens, as statistics over sequences (`bias_p`) need. Which arguments a run
-needs follows from the model. Images and spectrograms are N(0, 1), as processors normalise them.
-"""
+needs follows from the model. Images and spectrograms are N(0, 1), as processors normalise them."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A regime is a function of shapes, draws, and parameters that a configuration may set; each in full:
 docs/hazards.md. Each head of each named tensor has a stream of its own, from seed, label, name and
 head alone: a tensor keeps its numbers whatever else is drawn, to the same bits on every machine.
-All is drawn in fp32, and rounded to the audited format afterwards.
-"""
+All is drawn in fp32, and rounded to the audited format afterwards."""
 
 from __future__ import annotations
 

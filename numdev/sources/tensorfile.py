@@ -2,8 +2,7 @@
 
 What is not known in a header is an error: a misspelt soft cap would be another function.
 safetensors stores contiguous tensors alone, while kernels choose by strides: so the header names
-the order of each tensor's stored axes (`layout`), and reading gives back a view.
-"""
+the order of each tensor's stored axes (`layout`), and reading gives back a view."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What a training run is asked to do: the YAML of `numdev train` and the request it comes to.
 
 A variant says where it departs from the golden run; what it does not say is as there. A request
-holds every variant complete, so that the report shows what ran.
-"""
+holds every variant complete, so that the report shows what ran."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What networks learn: text as token ids.
 
 A batch is a function of a seed and the number of its step, and of nothing else: there is no
-position in the data to be saved, and every device sees the same batches.
-"""
+position in the data to be saved, and every device sees the same batches."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]
     """A byte-level BPE tokenizer trained on the texts, and the same saved and loaded: text is
     encoded by the latter, so that the network sees the ids that a user of its checkpoint will get.
 
-    Raises MeasurementError where what was loaded is another tokenizer than was trained.
-    """
+    Raises MeasurementError where what was loaded is another tokenizer than was trained."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -1,8 +1,7 @@
 """One variant of one seed: its network, its attention, its optimiser, and a step of them.
 
 A lane uses no random numbers but those of a generator of its own, and shares nothing with the lanes
-beside it but the batch, so it computes the same whoever runs beside it.
-"""
+beside it but the batch, so it computes the same whoever runs beside it."""
 
 from __future__ import annotations
 

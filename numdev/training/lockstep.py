@@ -1,8 +1,7 @@
 """The variants of one seed, side by side: the same batch for all at every step.
 
 Saved states are plain tensors and numbers, loaded as such (`weights_only=True`), and take their
-name only when they are complete.
-"""
+name only when they are complete."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ and biases, and with the output tied to the embedding; `numdev.training.checkpoi
 names.
 
 Under autocast matrix products are in the working format, and sums along the residual stream in
-fp32, as in others' training code. Norms are computed in fp32 either way.
-"""
+fp32, as in others' training code. Norms are computed in fp32 either way."""
 
 from __future__ import annotations
 
@@ -181,8 +180,7 @@ def build(config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend
     on every machine. Without a seed weights are whatever PyTorch makes.
 
     Matrices are drawn from a normal distribution, those that end a branch of the residual stream
-    narrower by sqrt(2 layers), as GPT-2 has them. Gains are 1.
-    """
+    narrower by sqrt(2 layers), as GPT-2 has them. Gains are 1."""
     network = Network(config, vocabulary, attend)
     if seed is None:
         return network

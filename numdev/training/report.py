@@ -2,8 +2,7 @@
 
 All distances are from the golden run's weights, of the same seed and at the same step. Steps count
 updates: step 0 is the initialisation, and what a row says of a step is after that many updates,
-except `loss`, `grad_norm` and `max_logit`, which are of the batch that the last update used.
-"""
+except `loss`, `grad_norm` and `max_logit`, which are of the batch that the last update used."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Seeds come one after the other, their variants side by side (`numdev.training.lockstep`). Rows are
 journalled by seed and step; beside the journal stands the state to continue from. What of it was
-measured after the state was saved is computed again, and not recorded twice.
-"""
+measured after the state was saved is computed again, and not recorded twice."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def train(
     saved, and the same call continues.
 
     Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the variant,
-    for one that refuses or fails.
-    """
+    for one that refuses or fails."""
     until = None if stop_after is None else time.monotonic() + stop_after
     with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
         system = System.here(request.device)

@@ -44,8 +44,7 @@ and at most 5 %, whose own rms agrees to 0.1 %; in ties, where all of a dk may h
 of one O, by 8 % and to 1 %.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; d of any of
-them the gradient with respect to it, delta = rowsum(dO o O), o elementwise.
-"""
+them the gradient with respect to it, delta = rowsum(dO o O), o elementwise."""
 
 from __future__ import annotations
 

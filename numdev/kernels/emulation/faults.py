@@ -4,8 +4,7 @@ An audit can put them beside the kernel, on the same data: what `fa2` predicts o
 kernel, with one thing wrong. The smallest dose a gate catches is its power there. A fault sits in
 one of three places (`Planted`): another *case* is computed, another *option* of the emulation is in
 force, or the results are *spoiled* before they are cast. At dose 0 nothing differs from the sound
-emulation, bit for bit. Doses of rounding are relative to the working format.
-"""
+emulation, bit for bit. Doses of rounding are relative to the working format."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ wide and tied scores, all presets): 0.1 % of the outputs differ in bf16 and up t
 root mean square of at most 7 % and 18 % of the emulated error, whose own rms agrees to 0.1 %.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; a = exp(m_old
-- m) rescales what was summed before.
-"""
+- m) rescales what was summed before."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ def is_at_once(r: Rounder) -> bool:
     """Whether many tiles at once are what the recipe says, to fp32 rounding.
 
     With `exponent` rounded a product of factors is not a factor. Rounding toward zero makes a whole
-    ulp of a last bit wherever the exact output is a number of the format.
-    """
+    ulp of a last bit wherever the exact output is a number of the format."""
     between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
     if r.made.loop_order == "kv":
         between.append("state")
@@ -269,8 +267,7 @@ def stabilised_shift(S: Tensor, beta: float, tie_tolerance: float, smallest: flo
     P is then at most exp(-(beta - 1) r). The authors keep l above 1e-10: wrong, silently, from
     (beta - 1) r = 23 on; here the row becomes NaN where exp(-(beta - 1) r) < smallest, the
     smallest normal number of the formats P goes through, and where r < 0 and l is 0 (`lost`). One
-    tied tile is enough to shift the whole row by 0. `triton-flash` has the same on the device.
-    """
+    tied tile is enough to shift the whole row by 0. `triton-flash` has the same on the device."""
     r = S.amax(dim=-1)
     tied = ((r - tie_tolerance)[..., None] <= S).sum(dim=-1) > 1
     shifted = torch.where(r > 0, beta * r, 0.0)
@@ -465,8 +462,7 @@ def _add_tiles(
     """m, l and O with a block of keys added: whole tiles, and of all splits where there are some.
 
     Here P and S are [B, H, rows, splits, tiles, block_kv], the maximum each tile met and the factor
-    by which it is scaled to the last one [B, H, rows, splits, tiles].
-    """
+    by which it is scaled to the last one [B, H, rows, splits, tiles]."""
     case, parts, block_kv = r.case, m_old.shape[-1], r.tile[1]
     each = split_width(r) if parts > 1 else S.shape[-1] + -S.shape[-1] % block_kv
     missing = parts * each - S.shape[-1]

@@ -9,8 +9,7 @@ computed with many tiles at once where the recipe allows it, which differs by fp
 
 An emulation leaves out what a kernel's fp32 arithmetic errs. So it predicts no single error where
 that is not small beside the rounding to the working format, or where the output keeps more bits
-than fp32 sums have to give. In float32 a size of error is expected nevertheless (`unexpected`).
-"""
+than fp32 sums have to give. In float32 a size of error is expected nevertheless (`unexpected`)."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def emulated(case: AttentionCase, **options: Any) -> Output:
     if that holds its site's format (`exact`: in that of `compute`), `lse` in float32 or wider. Rows
     that see no key are 0, with lse -inf or the sink. NaN and infinity propagate as the arithmetic
     has it; a format without infinity overflows to NaN. Raises UsageError for an unknown name,
-    Refused where the case's format cannot do what the recipe asks.
-    """
+    Refused where the case's format cannot do what the recipe asks."""
     made = recipe(**options)
     O, L = attend(case, made)
     r = Rounder(made, case)

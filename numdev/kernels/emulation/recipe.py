@@ -10,8 +10,7 @@ rounded beyond the arithmetic itself), or the name of a format. docs/sites.md is
 
 References: FlashAttention, arXiv 2205.14135 (`fa1`, Algorithm 1); FlashAttention-2, arXiv
 2307.08691 (`fa2`, Algorithm 1); P1 = Golden et al., arXiv 2405.02803; P2 = Qiu & Yao, arXiv
-2510.04212, with their published code.
-"""
+2510.04212, with their published code."""
 
 from __future__ import annotations
 
@@ -263,8 +262,7 @@ def recipe(
 
     `options` are fields of `Recipe` and sites. With `memory` the tiles follow FlashAttention-1's
     rule in every preset. Raises UsageError for an unknown preset, option, format or choice, naming
-    the closest, and for parts that contradict one another.
-    """
+    the closest, and for parts that contradict one another."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
     return changed(PRESETS[preset], sites=sites, **options)

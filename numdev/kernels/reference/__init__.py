@@ -41,8 +41,7 @@ def attend(case: AttentionCase) -> Reference:
     """O = softmax(S) V with S = bias + softcap(scale * Q K^T), all in fp64.
 
     NaN and infinity in the inputs propagate as the arithmetic has it, but a key of probability 0
-    has no part in the sum, whatever its V holds. Inputs of any format are widened exactly.
-    """
+    has no part in the sum, whatever its V holds. Inputs of any format are widened exactly."""
     if not case.q.is_cuda:
         return blocked.attend(case)
     return _fast_or_plain(case, fused.attend, blocked.attend)
@@ -54,8 +53,7 @@ def gradients(case: AttentionCase) -> Gradients:
     Memory is that of inputs, results and a few blocks of rows. Where P is 0, query and key have no
     part in each other's gradients, whatever Q, K, V and dO hold there; elsewhere NaN and infinity
     propagate as the arithmetic has it. An empty row adds nothing to any gradient. Raises UsageError
-    for a case without grad_out.
-    """
+    for a case without grad_out."""
     if not case.q.is_cuda:
         return blocked.gradients(case)
     return _fast_or_plain(case, fused.gradients, blocked.gradients)
@@ -66,8 +64,7 @@ def key_gradients(case: AttentionCase, keys: Tensor) -> KeyGradients:
 
     A key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta are
     known, which one forward reference of all queries gives, in O(q_len kv_len); the rest is
-    O(q_len keys). Raises UsageError for a case without grad_out.
-    """
+    O(q_len keys). Raises UsageError for a case without grad_out."""
     upstream(case)
     return blocked.gradients_of_keys(case, keys.to(case.q.device), attend(case))
 

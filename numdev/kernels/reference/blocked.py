@@ -5,8 +5,7 @@ softmax: no online rescaling and no approximation. Memory is O(rows * kv_len). `
 every block on through the backward pass. The formulas stand in `numdev.kernels.reference`.
 
 Legend: X scaled products, S scores (X capped, biased, masked), P probabilities, m row maximum,
-l row sum, O output, L log-sum-exp; dX, dP the gradients of X and P.
-"""
+l row sum, O output, L log-sum-exp; dX, dP the gradients of X and P."""
 
 from __future__ import annotations
 

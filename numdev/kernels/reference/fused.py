@@ -15,8 +15,7 @@ sum by less than 1 % (docs/method.md). Operands are scaled by powers of two that
 most 1 (the terms of dX to at most 2), so that they keep clear of the ends of bfloat16's range.
 
 Legend as in the reference: S scores, P probabilities, L log-sum-exp, delta rowsum(dO O), dX the
-gradient of the scaled products.
-"""
+gradient of the scaled products."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ scales, which are sums of products of bfloat16 numbers in fp32.
   `numdev.kernels.reference.fused`.
 
 Scores are in units of log 2, so that exp is 2^x. Tiles that causality or the window hides are not
-computed. Imported only where it runs: this module needs Triton.
-"""
+computed. Imported only where it runs: this module needs Triton."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def exp2(x, SMALL: tl.constexpr = False):
     |x| <= 1021.
 
     x = n + f with |f| <= 1/2: 2^f is a minimax polynomial of degree 11, good to 2^-55, and n is
-    added to its exponent. Adding 1.5 * 2^52 rounds x to n, and leaves n in the lowest bits.
-    """
+    added to its exponent. Adding 1.5 * 2^52 rounds x to n, and leaves n in the lowest bits."""
     shifted = x + 6755399441055744.0
     f = x - (shifted - 6755399441055744.0)
     p = f * 4.4558179083360645e-10 + 7.074194297288521e-09
@@ -124,8 +122,7 @@ def in_bfloat16(p):
     than that, 0 becomes 0.
 
     Half of the last place is added to the bits, the exponent's bias made that of bfloat16, and the
-    rest cut off. A cast would be as long as the product it is for.
-    """
+    rest cut off. A cast would be as long as the product it is for."""
     upper = (p.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
     return (tl.maximum(upper - 939520000, 0) >> 13).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
@@ -163,8 +160,7 @@ def forward(
     bfloat16; all contiguous. SINKS [heads] are in units of log 2. PART columns of V are taken at a
     time, D_V or half of it: Triton gives a warp rows of its own where a product is no wider than
     high, and P then stays in its registers. WHOLE, which needs BOUNDED and not MASKED, hides keys
-    only in the tiles where some are hidden.
-    """
+    only in the tiles where some are hidden."""
     # The last rows see most keys under causality: begin with them.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)

@@ -8,8 +8,7 @@ P are rounded to the working format for their products, which are summed in fp32
 end.
 
 Legend: as in `triton_flash.forward`; d of any of them the gradient with respect to it, delta =
-rowsum(dO o O), o elementwise.
-"""
+rowsum(dO o O), o elementwise."""
 
 from __future__ import annotations
 

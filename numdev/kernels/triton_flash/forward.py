@@ -15,8 +15,7 @@ reach a kernel as fp32, the scale among them. Places are 64-bit only where they 
 offset of a head, and of a tile's first row.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; i, j the
-numbers of query rows and of keys; a = exp(m_old - m).
-"""
+numbers of query rows and of keys; a = exp(m_old - m)."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ def within(
 
     Line x meets x + first to x + last. Returns the places (begin, full, rest, end): tiles of BLOCK
     from `begin` on meet some line; those in [full, rest) meet all, and so need no check; the last
-    one that meets any ends at or after `end`. All but `end` are multiples of BLOCK.
-    """
+    one that meets any ends at or after `end`. All but `end` are multiples of BLOCK."""
     begin, full, rest, end = 0, 0, total // BLOCK * BLOCK, total
     if LEFT:
         begin = tl.minimum(tl.maximum(start + first, 0), total) // BLOCK * BLOCK

@@ -4,8 +4,7 @@ It is a kernel to audit and an experiment at once: where a published result is a
 here is GPU code that rounds there, or does not. Its options (docs/kernels.md) are named as in
 `emulated`, and it claims to compute as those there say. The code that runs on the device is in
 `forward` and `backward` beside this module, which needs no triton. Tiles given as options are those
-of the forward pass; backward has its own, which decide nothing but the order of fp32 sums.
-"""
+of the forward pass; backward has its own, which decide nothing but the order of fp32 sums."""
 
 from __future__ import annotations
 

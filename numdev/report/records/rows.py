@@ -1,7 +1,6 @@
 """Rows: what was measured, of one head, one call, one row or one stored tensor.
 
-JSON has no NaN: a number that means nothing is null, and its row's `nulls` says why.
-"""
+JSON has no NaN: a number that means nothing is null, and its row's `nulls` says why."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class DeviationRow(OfKernel, _OfCall):
     """One head of one call, through one kernel, in one format. No numbers unless `ok`.
 
     `head` is a query head for out, lse and dq, a key head for dk and dv, and None on a row that
-    stands for the whole call. Of sampled rows maxima are lower bounds, and averages estimates.
-    """
+    stands for the whole call. Of sampled rows maxima are lower bounds, and averages estimates."""
 
     head: int | None
     tensor: Tensor

@@ -2,8 +2,7 @@
 
 Nothing is measured or averaged here: a figure holds means and intervals. Figures of one metric have
 the same range, each line's name stands beside its end instead of a legend, and a line differs from
-the others by colour, marker and dash, so that colour alone carries nothing.
-"""
+the others by colour, marker and dash, so that colour alone carries nothing."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 JUnit has no standard; this is the shape that Jenkins, GitLab and GitHub's reporters share. A suite
 is a kernel, a case one rule on one tensor in one format; names hold no numbers, so that a case
 keeps its history. Something fails or is in error exactly where the exit code is not 0. Names come
-from elsewhere: they cannot end a line, an element or a command.
-"""
+from elsewhere: they cannot end a line, an element or a command."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A document as one self-contained HTML page: readable offline, on paper, in light and dark.
 
 No script and nothing loaded from elsewhere. All names and messages are foreign text; the template
-escapes everything, and the drawings are built of elements.
-"""
+escapes everything, and the drawings are built of elements."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A document in the terminal, with rich, and the progress bar of a study.
 
 Results go to stdout, progress to stderr. Colour carries nothing that the text does not say. Names
-and messages are foreign text: they go through `_text`, never through rich's markup.
-"""
+and messages are foreign text: they go through `_text`, never through rich's markup."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A judgement, shown: the outcome, what is wrong, how near each rule came, which faults are caught.
 
 One document for the terminal and for GitHub; annotations and JUnit take their sentences from here.
-A judgement that did not pass has at least one problem.
-"""
+A judgement that did not pass has at least one problem."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ proportion it stays, and as curves merge it falls to 1 (docs/bounds.md). Three m
   of one kind over the smallest is more than twice what it was at first. The nulls alone say so: a
   window that ended where the ratio asked about begins to scatter would be chosen for its answer.
 
-A window is decided by the paired mean |difference| alone, and holds for every metric.
-"""
+A window is decided by the paired mean |difference| alone, and holds for every metric."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def bounds(path: Path, *, command: str = "") -> BoundsReport:
     """The bounds of a training run: a report.json of `numdev train`, or a directory with one.
 
     Raises UsageError where there is none or it is of another command, MeasurementError where no
-    weights were compared in it.
-    """
+    weights were compared in it."""
     run = reports.read(path)
     if not isinstance(run, TrainReport):
         raise UsageError(

@@ -2,8 +2,7 @@
 
 A pair is kept as sums over the elements that are finite in both, so that the numbers of a layer or
 a model are made as those of one tensor, without its values. Beside them stand those of casting the
-tensor to lower formats, the yardstick.
-"""
+tensor to lower formats, the yardstick."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A row is about the tensors of one name in a set of weights (`of`) and in the one all others are
 compared with (`against`), the first on the command line. Differences are of - against; averages are
-over the elements that are finite in both.
-"""
+over the elements that are finite in both."""
 
 from __future__ import annotations
 
