@@ -18,7 +18,7 @@ from numdev.audit.cluster import Cluster, at_work, cluster_of, sharing
 from numdev.audit.isolation import Isolated, attempt, torch_settings
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header, plan_controls, plan_formats, plan_kernels
-from numdev.audit.run import measure_source
+from numdev.audit.run import run_source
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import AuditConfig, Choice
@@ -58,7 +58,7 @@ def rows_of(
         Isolated(limit_s) if crew is not None else contextlib.nullcontext(attempt) as run,
         at_work(crew, plan, shared, limit_s, watch, lambda text: None) as workers,
     ):
-        measure_source(source, plan, journal, run, watch, workers)
+        run_source(source, plan, journal, run, watch, workers)
         plain = {
             kind: [row.model_dump(mode="json") for row in journal.rows(kind)]
             for kind in ("case", "row", "worst", "profile")

@@ -117,7 +117,7 @@ class Selection:
             return case.select_groups(list(self.kv_heads))
         return case.select_heads(list(self.heads))
 
-    def measured(self, case: AttentionCase) -> AttentionCase:
+    def restricted(self, case: AttentionCase) -> AttentionCase:
         """A case of this call's shape, restricted to the measured heads and query rows."""
         heads = self.with_heads(case)
         return heads if self.queries is None else heads.select_rows(self.queries.cpu())
@@ -125,8 +125,8 @@ class Selection:
     def exact(self, case: AttentionCase) -> tuple[Reference, Tensor]:
         """The fp64 reference of what is measured of a case of this call's shape; and the
         log-sum-exp [B, H, q_len] of all queries for which it is computed."""
-        measured = self.measured(case)
-        reference = gradients(measured) if self.gradients else attend(measured)
+        restricted = self.restricted(case)
+        reference = gradients(restricted) if self.gradients else attend(restricted)
         if self.keys is None or not isinstance(reference, Gradients):
             return reference, reference.lse
         of_keys = dict(vars(key_gradients(self.with_heads(case), self.keys)))
@@ -136,7 +136,7 @@ class Selection:
     def baseline(self, case: AttentionCase, *, gradients: bool = False) -> Output | Failure:
         """Plain attention of a case of this call's shape: of the whole call, or of sampled rows,
         over which dk and dv would be sums."""
-        whole = case if self.queries is None else self.measured(case)
+        whole = case if self.queries is None else self.restricted(case)
         output = attempt(find("baseline"), whole, {}, gradients=gradients)
         if self.queries is None or isinstance(output, Failure):
             return output
@@ -149,7 +149,7 @@ class Bench:
 
     selection: Selection
     case: AttentionCase  # whole and rounded: what kernels are given
-    measured: AttentionCase  # the measured heads and query rows of it
+    restricted: AttentionCase  # the measured heads and query rows of it
     format: Format
     reference: Reference  # of what is measured; with gradients where they are wanted
     lse: Tensor
@@ -176,8 +176,8 @@ class Bench:
             if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
                 wide = selection.baseline(given.rounded_to(FORMATS["float32"]))
                 fp32 = selection.select(wide.out) if isinstance(wide, Output) else None
-        measured = selection.measured(case)
-        (by_query, by_key), yardsticks = _arithmetic(measured), {}
+        restricted = selection.restricted(case)
+        (by_query, by_key), yardsticks = _arithmetic(restricted), {}
         for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
             plain = getattr(baseline, tensor, None)
             rows = {"empty": reference.empty, "lse": reference.lse, "arithmetic": by_query}
@@ -198,7 +198,7 @@ class Bench:
         return cls(
             selection=selection,
             case=case,
-            measured=measured,
+            restricted=restricted,
             format=fmt,
             reference=reference,
             lse=lse,
@@ -220,10 +220,10 @@ class Bench:
         if key not in self.predictions:
             with self.watch("predictions"):
                 if isinstance(self.reference, Gradients):
-                    step = emulated_step(self.measured, claim)
+                    step = emulated_step(self.restricted, claim)
                     step = {name: x for name, x in step.items() if name in self.by_row}
                 else:
-                    step = {"out": emulation(self.measured, claim)}
+                    step = {"out": emulation(self.restricted, claim)}
             self.predictions[key] = step
         return self.predictions[key]
 

@@ -181,7 +181,7 @@ def _ways(
 
 def _written(way: Way, bench: Bench) -> Step | None:
     """What a way that is written out returns, and autograd's gradients of it."""
-    case = bench.measured
+    case = bench.restricted
     if case.sinks is not None or case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
     kernel = Kernel(name="written", function=way, any_rows=True)

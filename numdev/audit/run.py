@@ -66,7 +66,7 @@ def audit(
     with watch("capture"):
         source = open_source(request, system)
     asked = request.model_dump(mode="json")
-    results = measure(source, plan, request, asked, directory, watch, say=say, **how)
+    results = run_plan(source, plan, request, asked, directory, watch, say=say, **how)
     with watch("weights"):
         weights = tuple(
             weight_row(name, tensor, fmt)  # cheap, and so not journalled
@@ -105,7 +105,7 @@ class Results(NamedTuple):
     described: Mapping[str, Any]  # the source, in plain data
 
 
-def measure(
+def run_plan(
     source: Source,
     plan: Plan,
     request: AuditRequest | SweepRequest,
@@ -136,7 +136,7 @@ def measure(
         Writer(save_cases, overwrite=overwrite) if save_cases else contextlib.nullcontext() as save,
     ):
         before = journal.finished
-        calls = measure_source(source, plan, journal, run, watch, team, save, progress)
+        calls = run_source(source, plan, journal, run, watch, team, save, progress)
         if before and journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
@@ -154,7 +154,7 @@ def measure(
     return Results(journal, plan.record(calls), rows, findings, tested, described)
 
 
-def measure_source(
+def run_source(
     source: Source,
     plan: Plan,
     journal: Journal,

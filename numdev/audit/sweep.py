@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
-from numdev.audit.run import Say, measure, provenance
+from numdev.audit.run import Say, provenance, run_plan
 from numdev.audit.timing import Stopwatch
 from numdev.config import SweepRequest
 from numdev.kernels import find
@@ -81,7 +81,7 @@ def sweep(
     `how` is what `measure` takes."""
     request, source, grid = planned.request, planned.source, planned.grid
     watch, asked = Stopwatch(planned.plan.system.device), request.measured()
-    results = measure(source, planned.plan, request, asked, directory, watch, say=say, **how)
+    results = run_plan(source, planned.plan, request, asked, directory, watch, say=say, **how)
     rows = results.rows
     of = (planned.baseline.kernel.name, planned.baseline.options)
     metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))

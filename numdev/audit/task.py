@@ -155,7 +155,7 @@ def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output]
         return [Output(out=y["out"].floor, ran=exact.by, ran_backward=exact.by, **floors)]
     if task.role == "baseline":
         return bench.baseline if isinstance(bench.baseline, Failure) else [bench.baseline]
-    case = bench.measured if task.role == "control" else bench.case
+    case = bench.restricted if task.role == "control" else bench.case
     runs: list[Output] = []
     with bench.watch("other" if task.role == "control" else "kernels"):
         for _ in range(task.repeats):

@@ -38,10 +38,13 @@ DENOISERS = ("unet", "transformer")  # the part that removes noise: the first th
 # They look at pictures, and none is made.
 NOT_NEEDED = ("safety_checker", "feature_extractor", "watermarker", "watermark")
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
-# What a part may be, by its library: a model, scheduler or tokenizer.
+# What a part may be, by its library: a model, scheduler, tokenizer or processor.
 ALLOWED = {
     "diffusers": ("ModelMixin", "SchedulerMixin"),
-    "transformers": ("PreTrainedModel", "PreTrainedTokenizerBase"),
+    "transformers": (
+        *("PreTrainedModel", "PreTrainedTokenizerBase", "ProcessorMixin"),
+        *("FeatureExtractionMixin", "ImageProcessingMixin"),
+    ),
 }
 WRITTEN_BY = f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them"
 STEPS = 4  # Denoising steps, where nobody says how many
