@@ -63,6 +63,10 @@ def half_gpt() -> nn.Module:
     return gpt().to(torch.bfloat16)
 
 
+def hidden_length() -> nn.Module:
+    return GPT(SimpleNamespace(**NANO, max_position_embeddings=48))
+
+
 def gemma2(config: dict[str, Any]) -> nn.Module:
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**config))
 

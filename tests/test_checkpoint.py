@@ -9,6 +9,7 @@ import pickle
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import factories
@@ -20,9 +21,11 @@ from safetensors.torch import load_file, save_file
 from stored import distributed, sharded
 from torch import Tensor
 
+from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.sources.capture import NAME
 from numdev.sources.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, open_state_dict
+from numdev.sources.prompts import model_inputs
 
 WAYS = ["whole", "shards", "pickle", "old pickle"]
 
@@ -181,16 +184,34 @@ def test_a_pickle_that_would_run_code_does_not(llama: Path, tmp_path: Path, kind
     assert not target.exists()
 
 
-def test_a_config_that_brings_code_is_refused(llama: Path, tmp_path: Path) -> None:
-    """Neither the model's code nor the tokenizer's is imported."""
-    target = tmp_path / "payload"
+@pytest.mark.parametrize("known", [True, False])
+def test_code_that_comes_with_a_checkpoint_is_not_run(
+    tmp_path: Path, capsys: Any, known: bool
+) -> None:
+    """Model and tokenizer are transformers' own, where it has them, and this is said."""
+    target, demo = tmp_path / "payload", demo_checkpoint()
+    llama = models.saved("llama", tmp_path, vocab_size=2048)
     (llama / "evil.py").write_text(f"import os\nos.mkdir({str(target)!r})\n")
-    auto = {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Slow", None]}
-    (llama / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto}))
-    with pytest.raises(UsageError, match=r"tokenizer_config\.json.*auto_map"):
-        load_tokenizer(llama)
-    edit(llama / "config.json", auto_map=auto)
-    failure(llama, UsageError, "config.json", "auto_map", "delete")
+    kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoModel")
+    auto: dict[str, Any] = {kind: "evil.Evil" for kind in kinds}
+    auto["AutoTokenizer"] = ["evil.Slow", "evil.Fast"]
+    (llama / "tokenizer.json").write_bytes((demo / "tokenizer.json").read_bytes())
+    own = {"tokenizer_class": "PreTrainedTokenizerFast" if known else "Evil", "auto_map": auto}
+    (llama / "tokenizer_config.json").write_text(json.dumps(own))
+    if known:
+        edit(llama / "config.json", auto_map=auto)
+        text = tmp_path / "text"
+        text.write_text("ab")
+        assert run("audit", llama, "--text", text, *SMALL, "-o", tmp_path / "o") == 0
+        source = report(tmp_path / "o")["provenance"]["source"]
+        assert source["auto_map"] == "not run"
+        assert "the tokenizer's own code is not run" in source["prompt"]
+        said = "The checkpoint's own code (auto_map) is not run: it is LlamaForCausalLM of transf"
+        assert said in capsys.readouterr().err
+    else:
+        edit(llama / "config.json", auto_map=auto, model_type="evil")
+        failure(llama, MeasurementError, "of type evil", "does not run code", "auto_map")
+        fails(lambda: load_tokenizer(llama), MeasurementError, "tokenizer")
     assert not target.exists()
 
 
@@ -354,6 +375,25 @@ def test_a_nanogpt_checkpoint_needs_a_two_line_factory(tmp_path: Path) -> None:
     cases = [(c["case"], c["is_causal"], c["q_len"]) for c in found["cases"]]
     assert cases == [("h.0#0", True, 24), ("h.1#0", True, 24)]
     assert sorted({w["tensor"] for w in found["weights"]}) == UNTIED
+
+
+def test_a_models_length_is_known_by_many_names(tmp_path: Path, capsys: Any) -> None:
+    """On the model or in its configuration, which may be a dict; else the error names --length."""
+    weights, model = STORED[""](tmp_path), factories.gpt()
+    opened = open_state_dict(weights, "factories:gpt")
+    request = AuditRequest(target="x", checkpoint=str(weights), length=99, sequences=2)
+    del model.config
+    for holder in (SimpleNamespace(seq_length=24), {"n_ctx": 24}, {"model": 1, "max_seq_len": 24}):
+        for place in ("config", "args", "hparams"):
+            setattr(model, place, holder)
+            assert model_inputs(request, opened, model).inputs["idx"].shape == (2, 24)
+            delattr(model, place)
+    model.max_seq_length = 24
+    assert model_inputs(request, opened, model).inputs["idx"].shape == (2, 24)
+    audit = ("audit", weights, "--model", "factories:hidden_length", "-o", tmp_path / "o")
+    assert run(*audit, *KERNELS) == 3
+    assert "failed on its inputs: " in (said := capsys.readouterr().err)
+    assert "does it take as many tokens as --length" in said
 
 
 def test_a_soft_cap_of_transformers_is_not_lost(tmp_path: Path) -> None:

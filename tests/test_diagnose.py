@@ -60,7 +60,7 @@ def test_every_checkpoint_and_no_cures(checkpoints: Path, tmp_path: Path) -> Non
     assert (found.cures, found.costs) == ((), {})
     assert {(k.step, k.kernel) for k in found.kernels} == {(s, "baseline") for s in (10, 20, 30)}
     assert any(n.startswith("sdpa-cudnn was left out: needs CUDA") for n in found.summary.notes)
-    with pytest.raises(MeasurementError, match=r"no attention call in layers 7;"):
+    with pytest.raises(UsageError, match=r"no attention call in layers 7;"):
         study.diagnose(asked(checkpoints, layers=(7,)), tmp_path / "other")
 
 

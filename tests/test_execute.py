@@ -116,6 +116,17 @@ def test_another_run_is_refused_and_the_first_difference_named(tmp_path: Path) -
     assert "torch was '2.14', now '2.13'" in refused(tmp_path / "more")
 
 
+def test_a_run_that_failed_before_its_first_row_is_no_other_run(tmp_path: Path) -> None:
+    """The corrected request starts anew in its directory; what a case is called is no row."""
+    for name, rows in (("failed", {"case": [{}]}), ("empty", {}), ("measured", {"row": [{}]})):
+        other = {**HEADER, "request": {"target": "demmo"}}
+        with Journal.open(tmp_path / name, other, overwrite=False) as journal:
+            journal.append("case a", rows)
+    assert [run(tmp_path / name) for name in ("failed", "empty")] == [(ALL, 4)] * 2
+    assert run(tmp_path / "failed") == (ALL, 0)
+    refused(tmp_path / "measured")
+
+
 FOREIGN = ("1,2,3\n", "\n", "[]\n", '{"rows":[]}\n')
 
 

@@ -2,7 +2,8 @@
 
 The journal (`rows.jsonl`) is a header that names the request and the environment, then one line for
 each finished task, written at once: killed at any moment, it loses at most the line being written.
-The same request in the same environment continues where it stopped; anything else is refused."""
+The same request in the same environment continues where it stopped; anything else is refused,
+unless nothing was measured before the run failed: then there is nothing to lose."""
 
 from __future__ import annotations
 
@@ -93,9 +94,18 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         if others and not (path.exists() and (blank or (header and header["header"]))):
             what = f"{self.directory}: holds something else ({others[0]})"
             raise UsageError(what, hint="choose an empty or a new --output")
-        if header is None or overwrite:
-            for name in (*RESULTS, JOURNAL) if overwrite else ():
+        good = len(first)
+        for raw in lines[1:] if header and not overwrite else ():
+            line = _parse(raw, {"task", "rows"})
+            if line is None:
+                break
+            self._done[line["task"]] = line["rows"]
+            good += len(raw)
+        measured = any(rows.keys() - {"case"} for rows in self._done.values())
+        if header is None or overwrite or not (measured or header["header"] == self.header):
+            for name in (*RESULTS, JOURNAL):
                 (self.directory / name).unlink(missing_ok=True)
+            self._done.clear()
             self._file = path.open("w", encoding="utf-8")
             self._write({"header": self.header})
             return
@@ -108,13 +118,6 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                     f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
                     hint="choose another --output, or --overwrite to start anew",
                 )
-        good = len(first)
-        for raw in lines[1:]:
-            line = _parse(raw, {"task", "rows"})
-            if line is None:
-                break
-            self._done[line["task"]] = line["rows"]
-            good += len(raw)
         self._file = path.open("r+", encoding="utf-8")
         self._file.truncate(good)  # a torn last line belongs to a task that was not finished
         self._file.seek(good)

@@ -23,7 +23,7 @@ from numdev.audit.task import Finished, as_located, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.cases import CaseRef
 from numdev.config import AuditRequest, SweepRequest
-from numdev.errors import MeasurementError
+from numdev.errors import UsageError
 from numdev.explain.words import explanations
 from numdev.gate.findings import findings_of
 from numdev.metrics.weights import weight_row
@@ -145,10 +145,8 @@ def run_plan(
             say(note)
         rows = journal.records("row", DeviationRow)
         if not rows:
-            raise MeasurementError(
-                f"{request.target}: no attention call was selected",
-                hint="check --layers and --heads",
-            )
+            what = f"{request.target}: no attention call was selected"
+            raise UsageError(what, hint="check --layers and --heads")
         findings, tested = findings_of(rows)
         reproduce(findings, source, plan, run, directory, say, count=request.reproducers)
     return Results(journal, plan.record(calls), rows, findings, tested, described)

@@ -110,8 +110,10 @@ def diagnose(
     notes += [f"Not diagnosed: {some(refused)}."] if refused else []
     heads = journal.records("head", records.HeadRow)
     if not heads:
-        why = some(refused) if refused else "no attention call was selected"
-        raise MeasurementError(f"{request.target}: {why}", hint="check --layers")
+        if not refused:
+            what = f"{request.target}: no attention call was selected"
+            raise UsageError(what, hint="check --layers")
+        raise MeasurementError(f"{request.target}: {some(refused)}", hint="check --layers")
     cures = journal.records("cure", records.CureRow)
     last = [head for head in heads if head.checkpoint == stages[-1].name]
     ranking = ranked(last, cures)

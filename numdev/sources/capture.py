@@ -140,7 +140,8 @@ def capture_run(
     """What `run` returns; `on_call` is called at every attention call that the watched model makes
     in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
     way. None where it was ended early."""
-    named = naming(type(watch.model).__name__, "failed on its inputs", None)
+    hint = "does it take as many tokens as --length, and these --inputs?"
+    named = naming(type(watch.model).__name__, "failed on its inputs", hint)
     with named, watch.watching(), suppress(Enough), _Interceptor(on_call, watch, step).meeting():
         return run()
     return None
@@ -294,7 +295,7 @@ class Layers:
 
     def notes(self, target: str | None) -> tuple[str, ...]:
         """What to say when all calls were met: layers that were asked for, and have none. Raises
-        MeasurementError where no call is in any of them."""
+        UsageError where no call is in any of them."""
         lacking = sorted(set(self.asked or ()) - self.met)
         if not lacking:
             return ()
@@ -302,7 +303,7 @@ class Layers:
         what = f"no attention call in layers {some(list(map(str, lacking)), 8)}"
         what += f"; there are calls in layers {some(numbers, 8)}" if numbers else ""
         if self.asked and self.met and self.met.isdisjoint(self.asked):
-            raise MeasurementError(f"{target}: {what}", hint="check --layers")
+            raise UsageError(f"{target}: {what}", hint="check --layers")
         return (f"--layers: {what}.",)
 
 

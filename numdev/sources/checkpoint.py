@@ -30,7 +30,11 @@ from numdev.sources.capture import attention_implementation
 from numdev.sources.files import SplitTensor, blaming, is_distributed, quiet, read_json
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
-LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
+LENGTHS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size"),
+    *("seq_length", "max_seq_length", "max_sequence_length", "sequence_length", "seq_len"),
+    *("context_length", "context_size", "n_context", "ctx_len", "max_context_length"),
+)
 META = torch.device("meta")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SUFFIXES = (".safetensors", *storage.PICKLES)
@@ -83,8 +87,9 @@ class Weights:
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
-        removed = self.nesting + self.prefix
-        return {"prefix_removed": removed} if removed else {}
+        code = "not run" if self.config.get("auto_map") else ""
+        said = {"prefix_removed": self.nesting + self.prefix, "auto_map": code}
+        return {name: text for name, text in said.items() if text}
 
     def fitted(self, model: nn.Module) -> Self:
         """The same under this model's names: with the prefix where its own names have it."""
@@ -173,6 +178,8 @@ class Checkpoint(Weights):
             model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
             if not model or kind not in transformers.CONFIG_MAPPING:
                 what = f"transformers {transformers.__version__} has no model {name} of type {kind}"
+                if self.config.get("auto_map"):
+                    what += ", and numdev does not run code that comes with it (auto_map)"
                 hint = 'a newer one may; "architectures" is the class that the weights belong to'
                 raise MeasurementError(f"{self.path / 'config.json'}: {what}", hint=hint)
             with blaming(self.path, "read config.json with transformers"):
@@ -186,8 +193,6 @@ def load_tokenizer(directory: Path) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
-    if (stored := directory / "tokenizer_config.json").is_file():
-        storage.refuse_code(stored)
     with quiet(), blaming(directory, "load the tokenizer with transformers"):
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -196,11 +201,10 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at `path` without loading its weights. Raises UsageError where there is
-    none or it asks for code of its own, MeasurementError where it is damaged."""
+    none, MeasurementError where it is damaged."""
     stored = path / "config.json"
     if not stored.is_file():
         raise UsageError(f"{path}: has no config.json", hint="give a Hugging Face directory")
-    storage.refuse_code(stored)
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
     files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
     return Checkpoint.opened(path, files=files, config=read_json(stored))
@@ -218,11 +222,11 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
 
 
 def size(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these keys that holds a number, here or in the config of the text model."""
+    """The first of these keys that holds a number above 0, here or in the text model's config."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
     held = (place.get(name) for place in places for name in names)
-    return next((int(number) for number in held if isinstance(number, int)), None)
+    return next((int(number) for number in held if isinstance(number, int) and number > 0), None)
 
 
 # --- a state dict and the factory of its model --------------------------------------------------

@@ -154,13 +154,6 @@ def refuse_misfits(
         raise MeasurementError(f"{path}: {model} {said}", hint="is it the model of these weights?")
 
 
-def refuse_code(path: Path) -> None:
-    """Raises UsageError for a configuration that asks for code of its own."""
-    if read_json(path).get("auto_map"):
-        what = f"{path}: asks for Python code of its own (auto_map), which numdev does not run"
-        raise UsageError(what, hint="or delete auto_map from a copy of it")
-
-
 @contextmanager
 def naming(
     of: object, what: str, hint: str | None = FETCH, *, passing: type[Exception] = NumdevError

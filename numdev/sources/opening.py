@@ -226,7 +226,11 @@ class CheckpointSource(Source):
         self.modules = capturing.attention_modules(self.model)
         layers = [capturing.layer_of(self.model.get_submodule(name), name) for name in self.modules]
         self.numbers = [] if None in layers else layers
-        if prefix := self.checkpoint.describe().get("prefix_removed"):
+        described = self.checkpoint.describe()
+        if "auto_map" in described:
+            which = f"{type(self.model).__name__} of {type(self.model).__module__.split('.')[0]}"
+            self.notes += (f"The checkpoint's own code (auto_map) is not run: it is {which}.",)
+        if prefix := described.get("prefix_removed"):
             whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
             self.notes += (f"{whose} under names that begin with {prefix!r}; it was taken off.",)
         self.upstream = None

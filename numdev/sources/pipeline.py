@@ -236,9 +236,6 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
         directory = path.parent / name
         if not directory.is_dir():
             raise MeasurementError(f"{directory}: is missing", hint=storage.FETCH)
-        for file in (directory / "config.json", directory / "tokenizer_config.json"):
-            if file.is_file():
-                storage.refuse_code(file)
         parts[name] = (value[0], value[1])
     return kind, parts, settings
 

@@ -26,6 +26,8 @@ from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_token
 from numdev.sources.files import read as read_tensors
 from numdev.sources.files import some
 
+CONFIGS = ("config", "args", "params", "cfg", "hparams")  # where a model keeps its configuration
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
@@ -97,8 +99,10 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
     vocab_size, room = checkpoint.vocab_size, checkpoint.max_length
     if isinstance(checkpoint, StateDict):  # the model says what is not stored
         tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-        own = {name: getattr(getattr(model, "config", None), name, None) for name in LENGTHS}
-        vocab_size, room = vocab_size or next(tables, None), room or size(own, *LENGTHS)
+        holders = (model, *(getattr(model, name, None) for name in CONFIGS))
+        fields = (x if isinstance(x, Mapping) else getattr(x, "__dict__", {}) for x in holders)
+        own = (limit for x in fields if (limit := size(x, *LENGTHS)))
+        vocab_size, room = vocab_size or next(tables, None), room or next(own, None)
     writes_on = request.generate and not checkpoint.config.get("is_encoder_decoder")
     if room and writes_on:
         positions = room
@@ -114,7 +118,11 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
             raise UsageError(f"{place}: has no tokenizer, so --text cannot be read", hint=hint)
         if writes_on:
             tokenizer.padding_side = "left"  # what is written must follow the text itself
-        return from_text(texts, tokenizer, length=length, sequences=request.sequences)
+        prompt = from_text(texts, tokenizer, length=length, sequences=request.sequences)
+        if vocab_size and (most := int(prompt.inputs["input_ids"].max())) >= vocab_size:
+            what = f"{place}: expected token ids below the model's {vocab_size}, got {most}"
+            raise UsageError(what, hint="give the model's own --tokenizer")
+        return prompt
     if vocab_size is None:
         raise UsageError(f"{checkpoint.path}: its vocabulary's size is unknown", hint="give --text")
     return drawn(vocab_size, length=length, sequences=request.sequences, seed=request.seed)
@@ -150,6 +158,8 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     if any(len(row) < most for row in rows):
         inputs["attention_mask"], up_to = padded([torch.ones_like(row) for row in rows]), "up to "
     names = some([file.name for file in files])
+    if tokenizer.init_kwargs.get("auto_map"):
+        names += " (the tokenizer's own code is not run)"
     return Prompt(inputs=inputs, description=f"{len(rows)} x {up_to}{most} tokens of {names}")
 
 
