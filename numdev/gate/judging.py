@@ -184,9 +184,9 @@ def _held(threshold: Threshold, rows: Sequence[DeviationRow]) -> tuple[list[Held
     """Rows beside their limit, the worst first; and those without the number."""
     held: list[Held] = []
     lacking: list[Lacking] = []
-    limits = (threshold, *threshold.otherwise)
+    heads = 1 if threshold.heads is None else len(rows)
     for row in rows:
-        result = _held_row(threshold, limits, row)
+        result = _held_row(threshold.above_luck(row, heads), row)
         if isinstance(result, str):
             lacking.append((row, result))
         else:
@@ -198,7 +198,7 @@ def _held(threshold: Threshold, rows: Sequence[DeviationRow]) -> tuple[list[Held
     return held, lacking
 
 
-def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) -> Held | str:
+def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
     """A row beside the first limit whose number it has; else why it has none.
 
     The next limit is for a number that means nothing, and says why; one that was not measured at
@@ -210,7 +210,8 @@ def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) 
         if row.bias_p is None:
             return row.nulls.get("bias_p", NOT_MEASURED)
     why: str | None = None
-    for limit in limits:
+    limit: Limit
+    for limit in (threshold, *threshold.otherwise):
         value, why = value_of(row, limit.metric)
         if value is not None or limit.absent:
             held = Held(row, limit, value, limit.excess(value))

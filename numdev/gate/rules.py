@@ -167,6 +167,8 @@ class Threshold(Limit):
     certain: Certain | None = None
     heads: Annotated[int, Field(ge=2)] | None = None
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
+    scatter: Annotated[float, Field(ge=0)] = 0
+    """Standard deviations of luck that a ratio may be above 1, whatever the limit (`above_luck`)."""
     may_lack: Literal["nothing", "rows", "sampled", "numbers"] = "nothing"
     """`sampled`: as `rows`, and dk and dv may lack the number where rows were sampled."""
 
@@ -176,6 +178,8 @@ class Threshold(Limit):
             raise ValueError("`instead` changes at_most, and there is none")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
+        if self.scatter and self.at_most is None:
+            raise ValueError("`scatter` is for `at_most`, and there is none")
         if self.certain and not self.metric.startswith("bias"):
             raise ValueError(f"`certain` is for a bias, and {self.metric} is none")
         return self
@@ -184,6 +188,17 @@ class Threshold(Limit):
         """As it is for rows of this one's kernel, format and tensor."""
         other = next((each for each in self.instead if _fits(each, row)), None)
         return self if other is None else self.model_copy(update={"at_most": other.at_most})
+
+    def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
+        """As it is for a row with so few numbers that a ratio near 1 may be beyond the limit by
+        luck. A ratio of two independent root mean squares of n numbers has a standard deviation of
+        1/√n or less; a median of those of N heads, 1.25/√N of that. An interval has luck in it."""
+        if not (self.scatter and row.elements) or row.sampled:
+            return self
+        luck = (1.25 if heads > 1 else 1.0) / math.sqrt(row.elements * heads)
+        least = math.ceil(1000 * (1 + self.scatter * luck)) / 1000
+        higher = self.at_most is not None and least > self.at_most
+        return self.model_copy(update={"at_most": least}) if higher else self
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -50,8 +50,9 @@ Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
 def like_fa2(case: AttentionCase, output: Output, system: System) -> Claim:
-    """What every fused kernel claims unless it says otherwise: FlashAttention-2's arithmetic."""
-    return {"preset": "fa2"}
+    """What every fused kernel claims unless it says otherwise: FlashAttention-2's arithmetic, the
+    gradients of a group summed before they are rounded, which is the least that a kernel can do."""
+    return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
 
 
 def no_claim(case: AttentionCase, output: Output, system: System) -> Claim:
