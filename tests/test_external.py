@@ -235,12 +235,12 @@ def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], say
 
 
 def test_claims() -> None:
-    """Version 2 rounds as PyTorch's copy; where tiles are not documented there are none; and no
-    emulation stands for an approximate tanh."""
+    """Version 2 rounds as PyTorch's copy; where tiles are not documented there are none, and a
+    group is summed in fp32; no emulation stands for an approximate tanh."""
     case, none = case_of({"kv_len": 4000}), Output(out=torch.zeros(1))
     claim = flash_attention_2(case, H200)
     assert claim["splits"] > 1
     for name in FLASH:
-        expected = claim if name == "flash-attn-2" else {"preset": "fa2"}
-        assert find(name).claims(case, none, H200) == expected
+        own = {"preset": "fa2", "group_sum": "running"}
+        assert find(name).claims(case, none, H200) == (claim if name == "flash-attn-2" else own)
         assert find(name).claims(case_of({"softcap": 2.0}), none, H200) is None

@@ -45,6 +45,7 @@ def only(judgement: Judgement) -> Verdict:
         ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
         ("metric: expected_ratio, at_most: 0.5, certain: {p: 1}", "certain.p"),
         ("metric: expected_ratio, at_most: 0.5, certain: {}", "`certain` is for a bias"),
+        ("metric: suspicion, absent: true, scatter: 4", "`scatter` is for `at_most`"),
         ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "there is no 'o'"),
         ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' stands"),
     ],
@@ -80,6 +81,22 @@ def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
     )
     found = read_rules(tmp_path / "t.yaml").thresholds
     assert [(t.name, t.at_most) for t in found] == [("a", 1), ("b", 1), ("c", 2)]
+
+
+@pytest.mark.parametrize(
+    ("elements", "heads", "limit"),
+    [(128, 1, 1.354), (64, 1, 1.5), (1600, 1, 1.1), (10**6, 1, 1.1), (128, 8, 1.157)],
+)
+def test_a_limit_knows_how_many_numbers_stand_behind_it(
+    elements: int, heads: int, limit: float
+) -> None:
+    """4 of 1/√n above 1 where that is more than the limit; 1.25/√N of that for a median of N heads.
+    What is beyond fails."""
+    of = {"heads": heads} if heads > 1 else {}
+    book = rules(metric="expected_ratio", at_most=1.1, scatter=4, **of)
+    for excess, outcome in ((-0.001, "passed"), (0.001, "exceeded")):
+        found = dict(expected_ratio=limit + excess, elements=elements)
+        assert only(judge([row(head, **found) for head in range(heads)], book)).outcome == outcome
 
 
 # --- what the gate must catch --------------------------------------------------------------------

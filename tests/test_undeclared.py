@@ -117,14 +117,75 @@ def test_sound_kernels_without_a_claim_pass(function: Any, way: str, seed: int) 
 FAULTS = ("row_sum_rounded", "p_truncated", "scores_rounded", "ds_truncated", "delta_missing")
 
 
-def test_a_function_that_is_given_repeated_heads_is_not_accused() -> None:
-    """It cannot be told of groups: dk and dv are summed over them apart from the kernel."""
+def grouped(apart: bool, fault: str = "") -> Any:
+    """A function told of its groups, `planted.sound` in every query head but for the fault; dk and
+    dv of each are rounded `apart`, or what they sum is."""
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False
+    ) -> Tensor:
+        wide = [x if apart else x.float() for x in (k, v)]
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide)
+        return Within.apply(q, k, v, is_causal, fault)
 
-    result = check_attention(plain, cases="grouped", formats="bfloat16")
-    assert any("heads repeated" in claim for claim in claims(result.report.rows))
+    return kernel
+
+
+class Within(torch.autograd.Function):
+    """Sound in q's format, with gradients of k and v in theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: str) -> Tensor:
+        low, scale = [x.to(q.dtype) for x in (q, k, v)], q.shape[-1] ** -0.5
+        planted._Flash.forward(ctx, *low, causal, scale, "")
+        out, lse, m = ctx.to_save[3:]
+        lse = lse.half().float() if fault == "log-sum-exp in fp16" else lse
+        ctx.save_for_backward(*(x.to(k.dtype) for x in low), out, lse, m)
+        ctx.how = (causal, scale, "dq_accumulator_rounded" if fault.startswith("dq") else "")
+        ctx.low = q.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(planted, "_rounded", lambda x, dtype: x.to(ctx.low).to(x.dtype))
+            if ctx.how[2]:
+                patched.setattr(planted, "TILE", 32)
+            dq, dk, dv, *_ = planted._Flash.backward(ctx, grad, None)
+        return dq.to(ctx.low), dk, dv, None, None
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+APART = ", dk and dv of each query head"
+WIDE = {"name": "wide", "heads": 8, "kv_heads": 2, "seq_len": 256, "causal": True}
+
+
+@pytest.mark.parametrize(
+    ("function", "way"),
+    [
+        (grouped(apart=False), "fa2"),
+        (grouped(apart=True), "as fa2 rounds" + APART),
+        (plain, "as sdpa-flash rounds on this CPU" + APART),
+    ],
+)
+def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) -> None:
+    """In fp32 within the kernel, or of the rounded dk and dv of every query head."""
+    result = check_attention(function, cases="grouped", seeds=range(3))
+    assert way in claims(result.report.rows) <= {"fa2", way}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "tensor"), [("log-sum-exp in fp16", "dv"), ("dq in bf16 over 8 tiles", "dq")]
+)
+def test_no_way_to_sum_a_group_excuses_a_fault(apart: bool, fault: str, tensor: str) -> None:
+    """Neither leaves room for what else is rounded."""
+    with pytest.raises(CheckFailed) as caught:
+        check_attention(grouped(apart, fault), cases=WIDE, formats=BF16)
+    assert tensor in {f.tensor for f in caught.value.result.report.findings}
 
 
 @pytest.mark.parametrize("name", FAULTS)

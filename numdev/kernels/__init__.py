@@ -49,7 +49,7 @@ Claim = Mapping[str, Any] | None
 Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
-def like_fa2(case: AttentionCase, output: Output, system: System) -> Claim:
+def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
     """What every fused kernel claims unless it says otherwise: FlashAttention-2's arithmetic, the
     gradients of a group summed before they are rounded, which is the least that a kernel can do."""
     return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from numdev.cases import AttentionCase
-from numdev.kernels import Output, Requirement, kernel
+from numdev.kernels import Output, Requirement, kernel, like_fa2
 from numdev.kernels.output import why_not
 from numdev.kernels.sdpa import flash_attention_2
 from numdev.system import System
@@ -85,13 +85,18 @@ def _attend(version: Version, case: AttentionCase, **options: Any) -> Output:
     return Output(out=out.transpose(1, 2), lse=lse, ran=f"{version.module}.flash_attn_func")
 
 
-def _claims(version: Version, case: AttentionCase, system: System) -> Mapping[str, Any] | None:
-    """Version 2 as PyTorch's copy of it; the others' tiles are not documented. With a soft cap no
+def _claims(
+    version: Version, case: AttentionCase, output: Output, system: System
+) -> Mapping[str, Any] | None:
+    """Version 2 as PyTorch's copy of it; the others keep a group's dK and dV in fp32 until they are
+    summed (`dk_accum` in their sources), and their tiles are not documented. With a soft cap no
     emulation stands for it: its tanh is the GPU's approximate one, off by 2^-11 of the value, which
     is more than rounding P makes of scores of that size."""
     if case.softcap is not None:
         return None
-    return flash_attention_2(case, system) if version.number == 2 else {"preset": "fa2"}
+    if version.number == 2:
+        return flash_attention_2(case, system)
+    return like_fa2(case, output, system)
 
 
 def _register(version: Version) -> None:
@@ -106,7 +111,7 @@ def _register(version: Version) -> None:
         values={"num_splits": 0},  # 0 lets it choose
         requires=Requirement(device="cuda", package=version.package, capability=version.capability),
         supports=lambda case: _unsupported(version, case),
-        claims=lambda case, output, system: _claims(version, case, system),
+        claims=lambda case, output, system: _claims(version, case, output, system),
     )(attend)
 
 

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
-from numdev.kernels import Output, kernel
+from numdev.kernels import Output, kernel, like_fa2
 from numdev.kernels.output import key_limits, refuse, why_not
 from numdev.system import System
 
@@ -68,7 +68,7 @@ def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str,
         return {"preset": "fa2", "block_kv": SPARSE_BLOCK if cut else case.kv_len}
     if did.get("PRESCALE_QK"):
         return None
-    claim = {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
+    claim = like_fa2(case, output, system)
     if _decodes(case):
         parts = (system.processors or 1) // (case.q.shape[0] * case.kv_heads) * 2
         return {**claim, "block_kv": did.get("BLOCK_N", DECODING_TILE), "splits": max(parts, 1)}
