@@ -45,7 +45,7 @@ def only(judgement: Judgement) -> Verdict:
         ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
         ("metric: expected_ratio, at_most: 0.5, certain: {p: 1}", "certain.p"),
         ("metric: expected_ratio, at_most: 0.5, certain: {}", "`certain` is for a bias"),
-        ("metric: suspicion, absent: true, scatter: 4", "`scatter` is for `at_most`"),
+        ("metric: suspicion, absent: true, scatter: 4", "`scatter` change at_most"),
         ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "there is no 'o'"),
         ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' stands"),
     ],

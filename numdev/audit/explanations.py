@@ -91,12 +91,10 @@ class Likeness:
         return explained
 
 
-def _excess(
-    rule: str, value: float | None, row: DeviationRow | None = None, heads: int = 1
-) -> float:
+def _excess(rule: str, value: float | None, row: DeviationRow | None = None, n: int = 1) -> float:
     """How far a value is on the way to the limit of a rule of configs/gate/default.yaml."""
     threshold = next(t for t in default_rules().thresholds if t.name == rule)
-    return (threshold if row is None else threshold.at(row).above_luck(row, heads)).excess(value)
+    return (threshold if row is None else threshold.at(row).above_luck(row, n)).excess(value)
 
 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
@@ -108,16 +106,14 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
         if not predicted:
             return False
         middle = median(r.expected_ratio or 0.0 for r in predicted)
-        excesses = [_excess("typical head", middle, predicted[0], len(predicted))]
+        far = _excess("typical head", middle, predicted[0], len(predicted)) > 1
         for r in predicted:
-            excesses += [
-                _excess("error", r.expected_ratio, r),
-                _excess("worst row", r.worst_row, r),
-            ]
+            far |= (
+                _excess("error", r.expected_ratio, r) > 1
+                or _excess("worst row", r.worst_row, r) > 1
+            )
         biased = (r for r in heads if r.tensor == "out" and _excess("bias", r.bias_size) > 1)
-        return max(excesses) > 1 or any(
-            r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased
-        )
+        return far or any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
 
     if any(row.nonfinite or row.suspicion for row in rows):
         return ()

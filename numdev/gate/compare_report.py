@@ -16,8 +16,7 @@ from numdev.report import OfKernel, Place, Provenance, Record, Report
 class Difference(Record):
     """A key in which two reports differ, and both values, shortened to be read."""
 
-    key: str
-    """With the first place in it where they differ, as in `cases.0.seq_len`."""
+    key: str  # with the first place in it where they differ, as in `cases.0.seq_len`
     a: str
     b: str
 
@@ -47,8 +46,7 @@ class Move(OfKernel):
 
     tensor: str
     place: Place
-    metric: str
-    """A metric of rows, or `ran`: another operator ran."""
+    metric: str  # a metric of rows, or `ran`: another operator ran
     a: float | None = None
     b: float | None = None
     change: float | None = None  # B / A; null where either is 0 or there is no number

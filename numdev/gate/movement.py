@@ -56,8 +56,7 @@ class Pair:
     a: DeviationRow
     b: DeviationRow
     inputs: Inputs
-    width: int
-    """Elements in a row of the tensor."""
+    width: int  # elements in a row of the tensor
 
     @property
     def tensor(self) -> Key:
@@ -180,10 +179,8 @@ class Change(NamedTuple):
     metric: str
     a: float
     b: float
-    noise: float
-    """ln of the factor that noise explains; not finite where it explains anything."""
-    least: float = 0.0
-    """Below this, values count as equal to it."""
+    noise: float  # ln of the factor that noise explains; not finite where it explains anything
+    least: float = 0.0  # below this, values count as equal to it
 
     @property
     def change(self) -> float | None:

@@ -113,8 +113,7 @@ class Limit(Strict):
 
     metric: Metric
     at_most: Annotated[float, Field(ge=0)] | None = None
-    absent: Literal[True] | None = None
-    """There may be no such statement: of `suspicion`."""
+    absent: Literal[True] | None = None  # there may be no such statement: of `suspicion`
 
     @model_validator(mode="after")
     def _one(self) -> Limit:
@@ -160,26 +159,23 @@ class Threshold(Limit):
 
     name: Annotated[str, Field(min_length=1)]
     where: Selector = Selector()
-    otherwise: tuple[Limit, ...] = ()
-    """In this order where the metric is null and the row says why."""
+    otherwise: tuple[Limit, ...] = ()  # in this order where the metric is null and the row says why
     instead: tuple[Instead, ...] = ()
     """Of these the first that holds for a row has the limit; otherwise the threshold's own."""
     certain: Certain | None = None
     heads: Annotated[int, Field(ge=2)] | None = None
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
     scatter: Annotated[float, Field(ge=0)] = 0
-    """Standard deviations of luck that a ratio may be above 1, whatever the limit (`above_luck`)."""
+    """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
     may_lack: Literal["nothing", "rows", "sampled", "numbers"] = "nothing"
     """`sampled`: as `rows`, and dk and dv may lack the number where rows were sampled."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
-        if self.instead and self.at_most is None:
-            raise ValueError("`instead` changes at_most, and there is none")
+        if (self.instead or self.scatter) and self.at_most is None:
+            raise ValueError("`instead` and `scatter` change at_most, and there is none")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
-        if self.scatter and self.at_most is None:
-            raise ValueError("`scatter` is for `at_most`, and there is none")
         if self.certain and not self.metric.startswith("bias"):
             raise ValueError(f"`certain` is for a bias, and {self.metric} is none")
         return self
@@ -197,8 +193,7 @@ class Threshold(Limit):
             return self
         luck = (1.25 if heads > 1 else 1.0) / math.sqrt(row.elements * heads)
         least = math.ceil(1000 * (1 + self.scatter * luck)) / 1000
-        higher = self.at_most is not None and least > self.at_most
-        return self.model_copy(update={"at_most": least}) if higher else self
+        return self if least <= (self.at_most or 0) else self.model_copy(update={"at_most": least})
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -211,8 +206,7 @@ class Rules(Strict):
     holds_for: dict[str, str] = Field(default_factory=dict)
     """Keys of the report's system, for example cpu_capability or gpu, with a pattern for each: a
     report from elsewhere is not judged."""
-    required: Names = ()
-    """Kernels that must have been measured in every call."""
+    required: Names = ()  # kernels that must have been measured in every call
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()

@@ -21,10 +21,8 @@ class Held(NamedTuple):
     row: DeviationRow
     limit: Limit
     value: Value
-    excess: float
-    """Above 1 it is exceeded."""
-    interval: tuple[float, float] | None = None
-    """Of an estimate from sampled rows."""
+    excess: float  # above 1 it is exceeded
+    interval: tuple[float, float] | None = None  # of an estimate from sampled rows
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -44,22 +42,18 @@ class Verdict(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     format: str | None = None
     tensor: str | None = None
-    judged: int = 0
-    """Rows that had what the rule needs."""
+    judged: int = 0  # rows that had what the rule needs
     offending: int = 0
     observed: float | str | None = None
     """The number farthest toward or beyond its limit; a suspicion in words."""
     metric: str | None = None
-    limit: str = ""
-    """The limit that this number was held to."""
-    median: bool = False
-    """The number is the median over heads."""
+    limit: str = ""  # the limit that this number was held to
+    median: bool = False  # the number is the median over heads
     bound: float | None = None
     places: tuple[Place, ...] = ()
     """Of the first offending rows, the worst one first; of the rows that lack the number."""
     unjudged: int = 0
-    reasons: tuple[str, ...] = ()
-    """Why rows were not judged."""
+    reasons: tuple[str, ...] = ()  # why rows were not judged
     _beyond: tuple[Held, ...] = PrivateAttr(default=())
 
     @property
@@ -79,10 +73,8 @@ class Calls(Record):
     skipped: int
     failed: int
     required: bool
-    reasons: tuple[str, ...]
-    """Why not, where it did not."""
-    place: Place | None = None
-    """The first call in which it failed."""
+    reasons: tuple[str, ...]  # why not, where it did not
+    place: Place | None = None  # the first call in which it failed
     outcome: Outcome
 
 
@@ -91,8 +83,7 @@ class Dose(Record):
 
     dose: float
     outcome: Literal["caught", "missed", "unmeasured"]
-    by: tuple[str, ...] = ()
-    """The rules it exceeded."""
+    by: tuple[str, ...] = ()  # the rules it exceeded
 
 
 class Power(Record):
@@ -100,8 +91,7 @@ class Power(Record):
 
     fault: str
     format: str
-    doses: tuple[Dose, ...]
-    """Growing."""
+    doses: tuple[Dose, ...]  # growing
     caught_from: float | None
     """The smallest dose from which on every one that was measured is caught; None where the largest
     of them is missed."""
@@ -123,8 +113,7 @@ class Judgement(Record):
     outcome: Literal["passed", "exceeded", "unmeasured"]
     verdicts: tuple[Verdict, ...]
     calls: tuple[Calls, ...]
-    missing: tuple[str, ...] = ()
-    """Required kernels that are not in the report."""
+    missing: tuple[str, ...] = ()  # required kernels that are not in the report
     power: tuple[Power, ...] = ()
     fa_rule: tuple[int, int] | None = None
     """Heads that pass flash-attention's own rule, and all that have it. Not judged."""
