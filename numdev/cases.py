@@ -376,6 +376,8 @@ def _problems(case: AttentionCase) -> Iterator[str]:
         yield f"q and k differ in head_dim: {q.shape[3]} and {k.shape[3]}"
     if q.shape[1] % k.shape[1]:
         yield f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads"
+    if any(n is not None and abs(n) > 1 << 60 for n in (case.causal_offset, *(case.window or ()))):
+        yield f"causal_offset {case.causal_offset} or window {case.window} is beyond 2^60"
     if not math.isfinite(case.scale):
         yield f"scale: expected a finite number, got {case.scale}"
     if case.softcap is not None and not (math.isfinite(case.softcap) and case.softcap > 0):

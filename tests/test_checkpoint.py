@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import socket
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,9 +154,6 @@ def test_a_shard_that_is_not_a_weight_file_beside_its_index(llama: Path, name: s
     failure(llama, MeasurementError, index.name, f"{name!r} is not the name of a weight file")
 
 
-# --- what would run code -------------------------------------------------------------------------
-
-
 class Payload:
     """Unpickling this makes a directory."""
 
@@ -215,7 +214,43 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(
     assert not target.exists()
 
 
-# --- what does not fit the model -----------------------------------------------------------------
+@pytest.mark.parametrize("stream", [False, True])
+def test_fp8_weights_are_read_times_their_scales(llama: Path, stream: bool) -> None:
+    """Scales of blocks, which do not divide the weight; another way of quantising is refused."""
+    state, expected = load_file(llama / "model.safetensors"), {}
+    for name in [n for n in state if n.endswith("proj.weight")]:
+        x = state[name] = state[name].to(torch.float8_e4m3fn)
+        scale = state[f"{name}_scale_inv"] = torch.rand(*((n + 23) // 24 for n in x.shape)) + 0.5
+        whole = scale.repeat_interleave(24, 0).repeat_interleave(24, 1)
+        expected[name] = x.float() * whole[: x.shape[0], : x.shape[1]]
+    save_file(state, llama / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [24, 24]}
+    edit(llama / "config.json", quantization_config=how)
+    opened: Any = open_checkpoint(llama)
+    found = load(llama).state_dict()
+    if stream:
+        streamed = opened.deferred_model(dtype=torch.float32).named_parameters()
+        found = {n: x.made(torch.device("cpu")) for n, x in streamed}
+    assert all(torch.equal(found[n], x) for n, x in expected.items())
+    edit(llama / "config.json", quantization_config={"quant_method": "gptq"})
+    failure(llama, MeasurementError, "quantised by gptq", "expected fp8")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_holds_no_real_numbers_is_named(tmp_path: Path) -> None:
+    """Not read as if it were one; nor is a pickle compressed, which could fill the memory."""
+    name, x = "h.0.c_proj.weight", state()["h.0.c_proj.weight"]
+    for bad, kind in (
+        (x.to_sparse(), "sparse_coo"), (x.to_sparse_csr(), "sparse_csr"), (x.to("meta"), "meta"),
+        (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "qint8"), (x.bool(), "bool"),
+        (x.to(torch.complex64), "complex64"), (x.to(torch.int8), "int8"),
+    ):  # fmt: skip
+        path = torch_saved(tmp_path / "w.pt", {**state(), name: bad})
+        fails(partial(built, path), MeasurementError, f"{name}: expected an array of reals", kind)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "z.pt", "w", 8) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    fails(lambda: built(tmp_path / "z.pt"), MeasurementError, "z.pt", "damaged")
 
 
 def test_an_unknown_architecture(llama: Path) -> None:
@@ -225,6 +260,13 @@ def test_an_unknown_architecture(llama: Path) -> None:
     for value in ("no_such_type", None):
         edit(llama / "config.json", model_type=value)
         failure(llama, MeasurementError, "config.json", f"of type {value}")
+
+
+def test_sizes_far_beyond_what_is_stored_are_refused(llama: Path) -> None:
+    """Before a model is built, which would take all memory, or forever."""
+    for name, said in (("num_hidden_layers", "_layers"), ("hidden_size", "parameters")):
+        edit(llama / "config.json", **{"num_hidden_layers": 2, name: 10**9})
+        failure(llama, MeasurementError, "config.json", said)
 
 
 def test_a_missing_weight_is_named(llama: Path) -> None:

@@ -224,6 +224,8 @@ SHORT = QKV | {"0.q": drawn(2, 4, 2, 8)}
         (QKV, {"layout": "bhds "}, ("layout", "'bhds '", "'bhsd'")),
         (QKV, {"calls": [{"layout": {"q": "bhs"}}]}, ("calls.0.layout", "'bhs'")),
         (QKV, {"calls": [{"scale": "big"}]}, ("calls.0.scale",)),
+        (QKV, {"calls": [{"window": [2**70, 0]}]}, ("call 0", "window (1180", "beyond 2^60")),
+        (QKV, {"calls": [{"causal_offset": -(2**63)}]}, ("causal_offset -922", "beyond 2^60")),
         (SHORT, {"calls": [{"is_causal": True}]}, ("causal_offset", "0 (top-left", "4 (bottom")),
         (TWICE, {"calls": [{"module": "m"}] * 2}, ("2 calls are called 'm#0'",)),
     ],

@@ -166,9 +166,6 @@ def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output]
     return runs
 
 
-# --- a case in memory ----------------------------------------------------------------------------
-
-
 def bench_of(
     case: AttentionCase,
     format_name: str,

@@ -307,9 +307,6 @@ class Layers:
         return (f"--layers: {what}.",)
 
 
-# --- meeting the call --------------------------------------------------------------------------
-
-
 class _Interceptor(TorchFunctionMode):
     """Meets every SDPA call. The mode is off inside its own handler, so nothing is met twice."""
 
@@ -429,9 +426,6 @@ def _window(
     if beyond:
         raise MeasurementError(f"{ref.module}: passes a window of {size}{beyond}")
     return (size - 1, right)
-
-
-# --- transformers -------------------------------------------------------------------------------
 
 
 def attention_implementation(model_class: Any) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ LENGTHS = (
     *("context_length", "context_size", "n_context", "ctx_len", "max_context_length"),
 )
 META = torch.device("meta")
+MANY = re.compile(r'"\w*(?:layers?|depths?|experts|blocks)": \[?\d{5,}')  # no model has so many
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SUFFIXES = (".safetensors", *storage.PICKLES)
 INDEX = ".index.json"
@@ -99,16 +101,17 @@ class Weights:
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every stored tensor with its name, one at a time in file order, in its stored format;
-        `tied` ones, which share storage as only a pickle can hold them, once or by each name."""
+        `tied` ones, which share storage as only a pickle can hold them, once or by each name.
+        Raises MeasurementError for one that is no array, and for weights that are no reals."""
         for name, split in self.split.items():
-            yield name.removeprefix(self.prefix), split.read()
+            yield name.removeprefix(self.prefix), storage.plain(self.path, name, split.read())
         for path in () if self.split else self.files:
             seen = set()
             for name, tensor in storage.read(path):
                 place = storage.held_at(tensor) if path.suffix in storage.PICKLES else None
                 if tied or place is None or place not in seen:
                     seen.add(place)
-                    yield name.removeprefix(self.prefix), tensor
+                    yield name.removeprefix(self.prefix), storage.plain(path, name, tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +138,34 @@ class Checkpoint(Weights):
         empty, deferred = {}, {}
         for file in self.files:
             for name, x in storage.read(file):
-                empty[name] = torch.empty_like(x, device=META)
+                empty[name] = torch.empty_like(storage.plain(file, name, x), device=META)
                 deferred[name] = Deferred.of(empty[name], partial(read_on, file, name))
         # Once all on the meta device, to find out what is missing: values are drawn for that, in
         # the memory of a model that has none.
         self._built(empty, dtype, device_map={"": META})
         return self._built(deferred, dtype).eval()
 
-    def _built(self, state: Mapping[str, Tensor], dtype: torch.dtype, **options: Any) -> nn.Module:
+    def _built(self, state: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> nn.Module:
         """transformers' model of these weights, checked."""
+        if many := MANY.search(json.dumps(dict(self.config))):
+            raise MeasurementError(
+                f"{self.path}: config.json: {many[0]}: too many", hint=storage.FETCH
+            )
         cls, config = self._class_and_config()
+        # What is far larger than all that is stored would fill the memory before it does not fit.
+        stored, needs = sum(x.numel() for x in state.values()), 0
+        with quiet(), suppress(Exception), META:
+            needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
+        if needs > 2 * stored + (1 << 20):  # each tied weight is stored once
+            what = f"config.json asks for {needs:,} parameters, and {stored:,} values are stored"
+            raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
         with quiet(), blaming(self.path, "build the model with transformers"):
+            block: Any = (self.config.get("quantization_config") or {}).get("weight_block_size")
+            for name in [n for n in state if block and n.endswith("_scale_inv")]:
+                sizes = state[name.removesuffix("_scale_inv")].shape[-2:]
+                for axis, n, b in zip((-2, -1), sizes, block, strict=True):
+                    if n % b:  # transformers would divide the weight into equal blocks
+                        state[name] = state[name].repeat_interleave(b, axis).narrow(axis, 0, n)
             model, loaded = cls.from_pretrained(
                 None,
                 config=config,
@@ -184,6 +204,11 @@ class Checkpoint(Weights):
                 raise MeasurementError(f"{self.path / 'config.json'}: {what}", hint=hint)
             with blaming(self.path, "read config.json with transformers"):
                 stored = copy.deepcopy(dict(self.config))
+                if how := stored.get("quantization_config"):
+                    if how["quant_method"] != "fp8":
+                        what = f"{self.path}: is quantised by {how['quant_method']}, expected fp8"
+                        raise MeasurementError(what, hint="audit the checkpoint it was made from")
+                    how["dequantize"] = True  # each weight times its scale, on any device
                 return cls, transformers.CONFIG_MAPPING[kind].from_dict(stored)
 
 
@@ -227,9 +252,6 @@ def size(config: Mapping[str, Any], *names: str) -> int | None:
     places = (config, text if isinstance(text, Mapping) else {})
     held = (place.get(name) for place in places for name in names)
     return next((int(number) for number in held if isinstance(number, int) and number > 0), None)
-
-
-# --- a state dict and the factory of its model --------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +356,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
 CANNOT = "this model cannot be streamed; load it whole, without --stream"
 
 
-def read_on(file: Path, name: str, device: torch.device) -> Tensor:
+def read_on(file: Path, name: str, device: torch.device | str = "cpu") -> Tensor:
     """A tensor of a safetensors file, on a device."""
     with storage.open_safetensors(file) as opened:
         value: Tensor = opened.get_tensor(name)

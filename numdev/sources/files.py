@@ -98,13 +98,33 @@ def open_safetensors(path: Path) -> Any:
 def read_pickle(path: Path) -> dict[Any, Any]:
     """The dict that torch.save wrote; tensors and plain values, no other object is ever built."""
     try:  # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
-        mapped = zipfile.is_zipfile(path)
+        if mapped := zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                members = archive.infolist()
+            # torch compresses nothing: what is larger than its file could fill the memory.
+            larger = sum(m.file_size for m in members) > path.stat().st_size
+            if larger or any(m.compress_type for m in members):
+                raise ValueError("compressed")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # its message would advise to run the code of the file
         what = "is damaged or holds Python objects other than tensors: numdev does not unpickle it"
         hint = "convert it to safetensors with a tool you trust"
         raise MeasurementError(f"{path}: {what}", hint=hint) from error
     return state if isinstance(state, dict) else {}
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is an array of its values."""
+    return not (x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta)
+
+
+def plain(path: Path, name: str, x: Tensor) -> Tensor:
+    """A stored tensor. Raises MeasurementError where it is no array, or a weight of no reals."""
+    real = ("bias", "weight") if x.is_complex() else "weight"  # old files' masks are called bias
+    if not is_plain(x) or (not x.is_floating_point() and name.endswith(real)):
+        what = f"{path}: {name}: expected an array of reals, got {x.dtype}, {x.layout}, {x.device}"
+        raise MeasurementError(what, hint="convert it, or take what it was made from")
+    return x
 
 
 def common_prefix(names: Sequence[str]) -> str:
@@ -117,7 +137,7 @@ def common_prefix(names: Sequence[str]) -> str:
 
 def held_at(x: Tensor) -> tuple[Any, ...] | None:
     """What views of the same values have in common; None without elements or a plain array."""
-    if x.is_nested or x.is_meta or x.layout is not torch.strided or x.numel() == 0:
+    if not is_plain(x) or x.numel() == 0:
         return None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype)
 

@@ -106,9 +106,6 @@ def at_home(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return home
 
 
-# --- one training step --------------------------------------------------------------------------
-
-
 class TrainingStep:
     """The calls of one forward pass until their gradients are there."""
 

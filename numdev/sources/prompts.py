@@ -23,10 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest, one_line
 from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
+from numdev.sources.files import plain, some
 from numdev.sources.files import read as read_tensors
-from numdev.sources.files import some
-
-CONFIGS = ("config", "args", "params", "cfg", "hparams")  # where a model keeps its configuration
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,7 +97,8 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
     vocab_size, room = checkpoint.vocab_size, checkpoint.max_length
     if isinstance(checkpoint, StateDict):  # the model says what is not stored
         tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-        holders = (model, *(getattr(model, name, None) for name in CONFIGS))
+        places = ("config", "args", "params", "cfg", "hparams")
+        holders = (model, *(getattr(model, name, None) for name in places))
         fields = (x if isinstance(x, Mapping) else getattr(x, "__dict__", {}) for x in holders)
         own = (limit for x in fields if (limit := size(x, *LENGTHS)))
         vocab_size, room = vocab_size or next(tables, None), room or next(own, None)
@@ -126,9 +125,6 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
     if vocab_size is None:
         raise UsageError(f"{checkpoint.path}: its vocabulary's size is unknown", hint="give --text")
     return drawn(vocab_size, length=length, sequences=request.sequences, seed=request.seed)
-
-
-# --- text and token ids -------------------------------------------------------------------------
 
 
 def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int) -> Prompt:
@@ -179,9 +175,6 @@ def read_text(file: Path) -> str:
         raise UsageError(f"{file}: expected text in UTF-8, got {one_line(error)}") from error
 
 
-# --- the other arguments of a model -------------------------------------------------------------
-
-
 def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
     """The arguments that a transformers model needs beside the `given` ones."""
     takes, _ = _arguments(model.forward)
@@ -201,7 +194,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
     UsageError where there is no such file, no tensor, or no such argument."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file", hint="--inputs takes a safetensors file")
-    inputs = dict(sorted(read_tensors(path)))
+    inputs = {name: plain(path, name, x) for name, x in sorted(read_tensors(path))}
     if not inputs:
         raise UsageError(f"{path}: holds no tensor", hint="name tensors after the model's inputs")
     takes, _ = _arguments(model.forward)

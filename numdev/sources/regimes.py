@@ -108,9 +108,6 @@ def plain(shapes: Shapes, draws: Draws) -> Inputs:
     return of_each(shapes, draws.normal)  # N(0, 1)
 
 
-# --- regimes whose answer only a reference knows
-
-
 def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0) -> Inputs:
     """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores."""
     q, k, v = plain(shapes, draws)
@@ -293,9 +290,6 @@ def _exact(x: Tensor, bits: int = 8) -> Tensor:
     return rounded.masked_fill(rounded.abs() < SMALLEST, 0.0)
 
 
-# --- probes: whose answer is known without a reference
-
-
 def ones(shapes: Shapes, draws: Draws) -> Inputs:
     """N(0, 1) but for V = 1: every output is 1."""
     q, k, v = plain(shapes, draws)
@@ -360,9 +354,6 @@ _ALL: tuple[Callable[..., Inputs], ...] = (
     ones, one_key, uniform, one_hot, two_hot,
 )  # fmt: skip
 REGIMES = {regime.__name__: regime for regime in _ALL}
-
-
-# --- drawing
 
 
 def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:

@@ -46,8 +46,6 @@ DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8},
 }
 
-# --- the header ---------------------------------------------------------------------------------
-
 
 def _checked(layouts: Any) -> Any:
     for name, layout in layouts.items() if isinstance(layouts, dict) else [("q", layouts)]:
@@ -106,9 +104,6 @@ def _header(path: Path, text: str | None) -> Header:
         hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
         raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
     return validated(raw, Header, f"{path}: header")
-
-
-# --- reading ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +259,6 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
         case = replace(case, **how)
         cases.append(case)
     return header, cases
-
-
-# --- writing ------------------------------------------------------------------------------------
 
 
 def write(

@@ -150,9 +150,6 @@ def curves(distances: pd.DataFrame) -> pd.DataFrame:
     return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
 
 
-# --- where curves merge --------------------------------------------------------------------------
-
-
 def saturation(distances: pd.DataFrame) -> Saturation:
     """The marks of one metric of weights."""
     steps = tuple(sorted({int(step) for step in distances.step if step > 0}))

@@ -17,7 +17,7 @@ from torch import Tensor
 from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
-from numdev.sources.checkpoint import INDEX, SUFFIXES, WHOLE
+from numdev.sources.checkpoint import INDEX, SUFFIXES, WHOLE, read_on
 from numdev.sources.files import is_distributed, open_distributed
 
 ACCEPTED = (
@@ -125,14 +125,7 @@ def _listed(file: Path) -> Iterator[tuple[str, Stored, object]]:
     with storage.open_safetensors(file) as handle:
         for name in handle.offset_keys():
             shape = tuple(handle.get_slice(name).get_shape())
-            yield name, Stored(shape=shape, read=partial(_mapped, file, name)), None
-
-
-def _mapped(file: Path, name: str) -> Tensor:
-    """Mapped anew for each tensor: what was read counts as memory while the file is mapped."""
-    with storage.naming(file, f"{name} cannot be read"), storage.open_safetensors(file) as handle:
-        tensor: Tensor = handle.get_tensor(name)
-        return tensor
+            yield name, Stored(shape=shape, read=partial(read_on, file, name)), None
 
 
 def _without_prefix(weights: Weights) -> Weights:

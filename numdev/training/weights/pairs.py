@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_of
 from numdev.metrics.paired import paired
 from numdev.metrics.weights import WEIGHTS_AT_ONCE, weight_row
+from numdev.sources.files import is_plain
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
 BEYOND = "is beyond what float64 holds"
@@ -27,7 +27,7 @@ times the elements."""
 
 def unfit(x: Tensor) -> str | None:
     """Why a tensor has no floating-point values to measure; None where it has."""
-    if x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta:
+    if not is_plain(x):
         return "is not stored as a plain array"
     stored = x.untyped_storage().nbytes() // x.itemsize
     if x.numel() > stored:  # a few bytes can claim any shape, and would take forever
