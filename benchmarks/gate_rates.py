@@ -45,7 +45,7 @@ from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
-from numdev.report import DeviationRow
+from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.regimes import Shapes, draw
 from numdev.system import System
 
@@ -54,6 +54,7 @@ SIZES = Shapes(batch=8, heads=4, kv_heads=4, q_len=130, kv_len=130, head_dim=32,
 BROKEN = ("raises", "exits", "leaves", "abort", "segfault", "out_of_memory", "forks", "hangs",
           "writes", "overlapping", "refuses")  # fmt: skip
 LIMIT_S = 5.0
+TWICE = PlanRecord(kernels=(), formats=(), calls=(), repeats=2)  # kernels run twice
 HERE = Path(__file__).parent
 
 
@@ -120,7 +121,7 @@ def rows_of(
 
 
 def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | None = None) -> Trial:
-    judged = judge(rows, rules)
+    judged = judge(rows, TWICE, rules)
     by = dict.fromkeys(v.rule for v in judged.verdicts if v.outcome == "exceeded")
     return Trial(kind=kind, name=name, outcome=judged.outcome, by=tuple(by))
 

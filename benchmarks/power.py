@@ -46,7 +46,7 @@ from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.of_rows import value_of
-from numdev.report import DeviationRow
+from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.regimes import Shapes, draw
 from numdev.system import System
 
@@ -86,6 +86,7 @@ DOSED = ("normal", "logits x 16", "sink 8", "ties 8", "one sign", "correlated")
 CAPABILITIES = ("default", "avx2", "avx512")
 METRICS = ("expected_ratio", "baseline_ratio", "worst_row", "noise_ratio", "lse_error", "bias_size")
 TYPICAL = "typical head"
+TWICE = PlanRecord(kernels=(), formats=(), calls=(), repeats=2)  # kernels run twice
 """The rule that takes many heads."""
 Unit = dict[str, Any]
 
@@ -184,7 +185,7 @@ def judged(rows: Sequence[DeviationRow]) -> Unit | None:
         return None
     why = [
         [v.rule, v.tensor, v.metric, v.observed, v.bound]
-        for v in verdicts_of(rows, default_rules())
+        for v in verdicts_of(rows, TWICE, default_rules())
         if v.outcome == "exceeded"
     ]
     fa = [r for r in rows if r.fa_rule is not None]
@@ -244,7 +245,7 @@ def units(seeds: Sequence[int], only: str | None = None) -> Iterator[Unit]:
                         found.append(doses(on))
                 yield from ({**where, **unit} for unit in itertools.chain(*found))
     for (kind, name, fmt, place), rows in pooled.items():
-        said = list(verdicts_of(rows, default_rules()))
+        said = list(verdicts_of(rows, TWICE, default_rules()))
         said = [v for v in said if v.rule == TYPICAL]
         why = [v.tensor for v in said if v.outcome == "exceeded"]
         medians = {v.tensor: v.observed for v in said if v.judged}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from numdev.gate import findings, judging
+from numdev.gate.rules import Rules
+from numdev.gate.verdict import Judgement
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -20,6 +23,7 @@ SOUND: dict[str, Any] = {
     "sequences": 8,
     "nonfinite": 0,
     "max_abs": 4e-3,
+    "mean_abs": 8e-4,
     "rms": 1e-3,
     "row_rel": 1e-3,
     "floor_ratio": 1.1,
@@ -48,6 +52,7 @@ def row(head: int | None = 0, **changes: Any) -> DeviationRow:
 def lse(head: int = 0, **changes: Any) -> DeviationRow:
     nothing = dict.fromkeys(SOUND)
     measured = {"elements": 10_000, "nonfinite": 0, "rms": 1e-5, "rel": 2e-6}
+    measured |= {"max_abs": 1e-4, "mean_abs": 1e-6}
     return row(head, **{**nothing, **measured, "tensor": "lse", "out_format": None, **changes})
 
 
@@ -75,8 +80,19 @@ def planned(rows: Sequence[DeviationRow], **fields: Any) -> PlanRecord:
         "calls": tuple(dict.fromkeys((r.case, r.seed) for r in rows)),
         "gradients": any(r.tensor in ("dq", "dk", "dv") for r in rows),
         "heads": tuple(heads) if heads and heads != set(range(max(heads) + 1)) else None,
+        "repeats": 2,
         **fields,
     })  # fmt: skip
+
+
+def judge(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any) -> Judgement:
+    """Rows that are all that was planned."""
+    return judging.judge(rows, planned(rows, **plan), rules)
+
+
+def findings_of(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any) -> Any:
+    """The same in words."""
+    return findings.findings_of(rows, planned(rows, **plan), rules)
 
 
 def report(*rows: DeviationRow, **system: Any) -> AuditReport:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_rows import control, row
+from gate_rows import control, findings_of, row
 
 from numdev.cli.main import main
-from numdev.gate.findings import findings_of
 from numdev.report import DeviationRow, Finding, read
 
 

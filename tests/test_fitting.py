@@ -81,11 +81,12 @@ def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
     for group in range(draw.randint(1, 6)):
         some = draw.random() < 0.3
         for h in range(heads):
-            size = 10 ** draw.uniform(-8, 3)
+            rms, size = draw.choice((0.0, 1.0)), 10 ** draw.uniform(-8, 3)
             interval = {"expected_ratio": (size / 2, size * 2), "rms": (0.0, size)}
             sampled = {"sampled": True, "interval": interval, "worst_row": 1.0} if some else {}
-            numbers = {"expected_ratio": size, "worst_row": size, "noise": draw.choice((0, size)),
-                       "rms": draw.choice((0.0, size)), "bias_size": 0.0}  # fmt: skip
+            numbers = {"expected_ratio": size, "worst_row": size, "rms": rms * size,
+                       "noise": rms * draw.choice((0, size)), "bias_size": 0.0, "max_abs": size,
+                       "mean_abs": 0.0}  # fmt: skip
             rows.append(row(h, kernel=f"k{group}", **{**numbers, **sampled}))
     found = report(*rows)
     assert judge_report(found, read(fitted(found, "r"))).exit_code == 0

@@ -11,13 +11,11 @@ from urllib.parse import unquote
 
 import pytest
 from commands import run
-from gate_rows import report, row
+from gate_rows import findings_of, judge, report, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from numdev.gate.findings import findings_of
-from numdev.gate.judging import judge
 from numdev.gate.rules import default_rules
 from numdev.gate.verdict import Judgement
 from numdev.report import DeviationRow, Finding, Places, write
@@ -259,7 +257,7 @@ def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
     """The summary is added to what the step has written already."""
     (tmp_path / "rules.yaml").write_text(RULES)
     (tmp_path / "step.md").write_text("before\n")
-    code, out, err = gate([row(rms=2.0)], "--thresholds", "rules.yaml", "--github")
+    code, out, err = gate([row(rms=2.0, max_abs=2.0)], "--thresholds", "rules.yaml", "--github")
     (command,) = runner(out.splitlines())
     assert (code, err) == (1, "")
     assert command.properties == {"title": "mine: small"}

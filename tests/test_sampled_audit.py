@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate_rows import judge
 from on_bench import HERE, grouped_step, invoked, prepare, rows_on, task_of
 from recipes import drawn
 
@@ -16,7 +17,6 @@ from numdev.audit.bench import Bench
 from numdev.audit.explanations import examine
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase
-from numdev.gate.judging import judge
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
 from numdev.metrics.sampling import Sample

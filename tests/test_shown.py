@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gate_rows import control, row
+from gate_rows import control, judge, row
 from rich.console import Console
 from test_html import audit, figure, sample, sweep
 
@@ -19,7 +19,6 @@ from numdev.cli.kernels import shown
 from numdev.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import findings_in
-from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
 from numdev.report import (
     Axis,

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import pytest
-from gate_rows import row
+from gate_rows import judge, row
 from rich.cells import cell_len
 from rich.console import Console
 from test_github import NAMES
@@ -14,7 +14,6 @@ from test_html import audit, provenance
 from test_shown import kernel
 
 from numdev.gate.findings import findings_in
-from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, HeadMap, Places, WeightRow, numbers
 from numdev.report.document import Document

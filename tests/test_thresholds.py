@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_rows import control, report, row
+from gate_rows import control, judge, report, row
 
 from numdev.cli.main import main
 from numdev.errors import UsageError
-from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, Threshold, default_rules, read_rules
 from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
@@ -142,7 +141,7 @@ required: [mine]
 catches: {scale: 0.01}
 thresholds:
   - {name: first, metric: nonfinite, at_most: 0}
-  - {name: second, where: {head: 0}, metric: rms, at_most: 1.0}
+  - {name: second, where: {head: 0}, metric: row_rel, at_most: 1.0}
 """
 
 
@@ -151,7 +150,7 @@ thresholds:
     [
         ([row(nonfinite=None)], "first (nonfinite ≤ 0) could not be judged"),
         ([row(1)], "second could not be judged: no row matches"),
-        ([row(rms=None)], "second (rms ≤ 1) could not be judged"),
+        ([row(row_rel=None)], "second (row_rel ≤ 1) could not be judged"),
         ([row(kernel="b")], "mine is required and not in this report"),
         ([row(kernel="b", status="skipped", reason="x", head=None)], "no row matches"),
         ([], "No kernel under audit was measured."),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate_rows import planned
 from on_bench import grouped_step, invoked, prepare, rows_on
 from torch import Tensor
 
@@ -71,7 +72,7 @@ def test_a_kernel_without_a_backward_has_its_output_measured(
     assert [(r.tensor, r.head, r.status) for r in measured] == [("out", h, "ok") for h in range(4)]
     assert all((r.floor_ratio or 0) >= 0.9 for r in measured)
     assert (last.tensor, last.head, last.status, last.reason) == ("dq", None, status, reason)
-    forward, backward = calls_of([*measured, last], default_rules())
+    forward, backward = calls_of([*measured, last], planned(measured), default_rules())
     assert (forward.backward, forward.ok) == (False, 1)
     assert (backward.backward, getattr(backward, status)) == (True, 1)
 

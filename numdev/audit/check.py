@@ -62,6 +62,7 @@ def check(
     With `backward` True a kernel whose gradients could not be measured does not pass. Raises
     UsageError for a format no kernel can run in, MeasurementError for another system's rules."""
     kernel = declining(kernel)
+    rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
     planned = Planned(role="kernel", kernel=kernel, options=recorded(kernel.with_options({})))
     kernels = [*plan_kernels(()), planned]
     plan = Plan(
@@ -77,14 +78,15 @@ def check(
         tasks = plan.tasks(located.ref)
         done |= {key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch)}
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
-    findings, tested = findings_of(rows, rules)
+    record = plan.record(located.ref for located in source)
+    findings, tested = findings_of(rows, record, rules)
     report = AuditReport(
         provenance=provenance(system, source.describe(), "numdev.check_attention"),
         request=dict(asked),
         summary=summarise(rows),
         findings=findings,
         tested=tested,
-        plan=plan.record(located.ref for located in source),
+        plan=record,
         cases=tuple(case for each in done.values() for case in each.get("case", ())),
         rows=rows,
         timings=watch.seconds(),

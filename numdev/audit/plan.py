@@ -33,6 +33,8 @@ ALWAYS: tuple[tuple[Role, str], ...] = (
     ("baseline", "baseline"),
 )
 
+RECORDED = ("gradients", "heads", "sampled_rows", "repeats", "named")  # of a plan, in the report
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
@@ -82,6 +84,7 @@ class Plan:
     sampled_rows: int | None = None
     seed: int = 0
     repeats: int = 1
+    named: bool = False  # whether the kernels were asked for by name
 
     @classmethod
     def of(cls, request: AuditRequest, system: System) -> Plan:
@@ -94,6 +97,7 @@ class Plan:
             formats=plan_formats(request.formats, kernels),
             kernels=kernels,
             details=True,
+            named="kernels" in request.model_fields_set,
             **{name: getattr(request, name) for name in same},
         )
 
@@ -106,7 +110,7 @@ class Plan:
             ),
             formats=tuple(fmt.name for fmt in self.formats),
             calls=tuple((ref.case, ref.seed) for ref in calls),
-            **{name: getattr(self, name) for name in ("gradients", "heads", "sampled_rows")},
+            **{name: getattr(self, name) for name in RECORDED},
         )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:

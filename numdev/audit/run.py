@@ -147,9 +147,10 @@ def run_plan(
         if not rows:
             what = f"{request.target}: no attention call was selected"
             raise UsageError(what, hint="check --layers and --heads")
-        findings, tested = findings_of(rows)
+        planned = plan.record(calls)
+        findings, tested = findings_of(rows, planned)
         reproduce(findings, source, plan, run, directory, say, count=request.reproducers)
-    return Results(journal, plan.record(calls), rows, findings, tested, described)
+    return Results(journal, planned, rows, findings, tested, described)
 
 
 def run_source(

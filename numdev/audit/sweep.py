@@ -60,6 +60,7 @@ def plan(request: SweepRequest) -> SweepPlan:
             gradients=request.gradients,
             sampled_rows=request.sampled_rows,
             repeats=request.repeats,
+            named="kernels" in request.model_fields_set,
         ),
         source=ConfigSource(
             request.target, request.cases, request.seeds, system, gradients=request.gradients

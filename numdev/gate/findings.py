@@ -12,15 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 from numdev.gate.judging import NOTHING, judge
-from numdev.gate.rows import grouped
+from numdev.gate.rows import FOUND, OVERFLOWS, grouped
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Calls, Held, Judgement, Verdict
-from numdev.report import DeviationRow, Finding, Place, Places
+from numdev.report import DeviationRow, Finding, Place, Places, PlanRecord
 
-# How a row's claim begins where the kernel declared none and was found to round so.
-FOUND = "as "
-# Formats in which an exact result may rightly be infinite once it is rounded.
-OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 BEYOND = "errs beyond what {format} explains"
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {
@@ -49,13 +45,13 @@ TENSORS = {"out": "the output", "lse": "the log-sum-exp", None: ""}
 
 
 def findings_of(
-    rows: Sequence[DeviationRow], rules: Rules | None = None
+    rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules | None = None
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """What is wrong, the gravest first; and sentences on what was tested and what could not be.
 
     Calls that a kernel declined are notes at the end, unless it declined them all: then it is not
     under test here."""
-    judgement = judge(rows, rules)
+    judgement = judge(rows, plan, rules)
     findings, tested = findings_in(judgement, rows)
     if judgement.power:
         caught = "; ".join(map(str, judgement.power))
@@ -202,12 +198,11 @@ def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
     """Calls in which a kernel failed; then those that it declined, where it ran others."""
     for call in calls:
         if call.outcome == "unmeasured":
-            words = "is required, and has nothing to judge in"
-            if call.failed or call.skipped:
-                words = "failed in" if call.failed else "is required, and skipped"
-            yield _call(call, "runs", words)
+            words = f"{'is required' if call.required else 'was asked for'}, and "
+            words += "skipped" if call.skipped else "has nothing to judge in"
+            yield _call(call, "runs", "failed in" if call.failed else words)
     for call in calls:
-        if call.ok and call.skipped and not (call.failed or call.required):
+        if call.ok and call.outcome == "untested":
             yield _call(call, "refuses", "refuses")
 
 

@@ -50,7 +50,7 @@ def fitted(report: Measured, name: str) -> str:
         entry = _fit(threshold, groups) if threshold.name in MARGINS else threshold
         text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
     formats = {rows[0].format for rows in groups.values()}
-    if doses := dict(_doses(report.rows, _parsed(text), formats)):
+    if doses := dict(_doses(report, _parsed(text), formats)):
         text += "\n" + _dumped({"catches": doses})
     judged = judge_report(report, _parsed(text))
     if judged.outcome != "passed":
@@ -123,11 +123,9 @@ def rounded_up(x: float) -> float:
     return float(f"{nearest + 10.0**step:.1e}")
 
 
-def _doses(
-    rows: Sequence[DeviationRow], rules: Rules, formats: set[str]
-) -> Iterator[tuple[str, float]]:
+def _doses(report: Measured, rules: Rules, formats: set[str]) -> Iterator[tuple[str, float]]:
     """What these rules must go on catching: faults that they catch in every format."""
-    power = list(power_of(rows, rules))
+    power = list(power_of(report.rows, report.plan, rules))
     for fault in dict.fromkeys(p.fault for p in power):
         caught = {p.format: p.caught_from for p in power if p.fault == fault}
         if None not in caught.values() and caught.keys() >= formats:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from numdev.errors import MeasurementError
 from numdev.gate.rows import (
+    FOUND,
     GRADIENTS,
     NOT_MEASURED,
     Groups,
@@ -30,9 +31,9 @@ from numdev.gate.rows import (
 )
 from numdev.gate.rules import Limit, Rules, Selector, Threshold, default_rules, matches
 from numdev.gate.verdict import Calls, Dose, Held, Judgement, Outcome, Power, Verdict
-from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
+from numdev.metrics.of_rows import ERRORS, ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.metrics.statistics import holm
-from numdev.report import NOT_PREDICTED, DeviationRow, Place
+from numdev.report import NOT_PREDICTED, DeviationRow, Place, PlanRecord
 from numdev.report.io import uncollected
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
@@ -49,16 +50,16 @@ def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
     _refuse_elsewhere(report.provenance.system, rules)
     with uncollected():
         check_whole(report)
-        return judge(report.rows, rules)
+        return judge(report.rows, report.plan, rules)
 
 
-def judge(rows: Sequence[DeviationRow], rules: Rules | None = None) -> Judgement:
-    """Rows held to the rules (the default ones)."""
+def judge(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules | None = None) -> Judgement:
+    """Rows of a plan held to the rules (the default ones)."""
     rules = rules or default_rules()
-    power = tuple(power_of(rows, rules))
-    calls = tuple(calls_of(rows, rules))
+    power = tuple(power_of(rows, plan, rules))
+    calls = tuple(calls_of(rows, plan, rules))
     formats = dict.fromkeys(call.format for call in calls)
-    verdicts = (*verdicts_of(rows, rules), *_powerless(power, rules, formats))
+    verdicts = (*verdicts_of(rows, plan, rules), *_powerless(power, rules, formats))
     kernels = {call.kernel for call in calls}
     missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in kernels))
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
@@ -100,7 +101,7 @@ def _outcome(
 # --- a rule --------------------------------------------------------------------------------------
 
 
-def verdicts_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Verdict]:
+def verdicts_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Iterator[Verdict]:
     """Every rule on everything it selects, in the rules' order."""
     groups = measured(by_tensor(rows))
     for threshold in rules.thresholds:
@@ -110,7 +111,7 @@ def verdicts_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Verdict]
             outcome: Outcome = "unmeasured" if threshold.may_lack == "nothing" else "untested"
             yield _verdict(threshold, outcome, reasons=(why,))
         for group in chosen.values():
-            yield _judge(threshold, group)
+            yield _judge(threshold, group, plan)
 
 
 def _unmatched(where: Selector, groups: Groups) -> str:
@@ -143,7 +144,7 @@ def _verdict(
     return Verdict(rule=threshold.name, outcome=outcome, **fields)
 
 
-def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Verdict:
+def _judge(threshold: Threshold, rows: Sequence[DeviationRow], plan: PlanRecord) -> Verdict:
     """One rule on the heads of one tensor of one kernel in one format."""
     first = rows[0]
     threshold = threshold.at(first)
@@ -155,8 +156,8 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Verdict:
     if threshold.heads is not None and held:
         shown = _median(held)
     outcome: Outcome = "passed" if held else "untested"
-    excused = {"sampled": {NOT_PREDICTED}, "numbers": {why for _, why in lacking}}
-    if unsure or {why for _, why in lacking} - excused.get(threshold.may_lack, set()):
+    strict = threshold.may_lack != "numbers"
+    if unsure or any(strict or not _excused(threshold, *each, plan) for each in lacking):
         outcome = "unmeasured"
     if offending:
         outcome = "exceeded"
@@ -221,6 +222,27 @@ def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
     return why or NOT_MEASURED
 
 
+def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord) -> bool:
+    """Whether a row itself bears out that it lacks what a rule needs. That its elements and
+    sequences are all there is seen beside the floor (`check_whole`)."""
+    metric = threshold.metric
+    if row.elements == 0:
+        return not row.sampled  # others of its rows may see a key
+    if threshold.certain is not None:
+        own = (row.claim or "").startswith(FOUND) and why != NOT_MEASURED  # its way is so biased
+        return own or (row.sequences or 0) < threshold.certain.sequences
+    if metric in ("noise", "noise_ratio"):
+        return row.noise is None and plan.repeats < 2
+    if metric == "empty_nonfinite":
+        return not row.empty_rows
+    if value_of(row, metric)[0] is not None:  # too few heads have it, or it is a sample's maximum
+        return True
+    if row.sampled and row.tensor in ("dk", "dv"):
+        return why == NOT_PREDICTED
+    unclaimed = row.claim is None and row.expected_ratio is None and metric in ERRORS
+    return unclaimed and not threshold.otherwise and why != NOT_MEASURED
+
+
 def _of_sample(held: Held) -> Held | str:
     """What is known of sampled rows alone, with its interval; or why that says nothing."""
     metric = held.limit.metric
@@ -276,8 +298,9 @@ def _median(held: Sequence[Held]) -> Held:
 # --- calls ---------------------------------------------------------------------------------------
 
 
-def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
-    """How many calls each kernel under audit ran, declined, or failed in."""
+def calls_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Iterator[Calls]:
+    """How many calls each kernel under audit ran, declined, or failed in. What was asked for by
+    name, as gradients are, and ran in none is not measured."""
     call_of = attrgetter("case", "call", "seed")
     kernels = (row for row in rows if row.role == "kernel")
     passes = grouped(
@@ -291,10 +314,12 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
         told = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
         reasons = list(dict.fromkeys(row.reason or "" for row in bare if row.status == told))
         required = any(fnmatchcase(kernel, p) for p in rules.required)
+        required |= rules.skipped == "never"
+        asked = (plan.named or backward) and rules.skipped == "refused-only"
         outcome: Outcome = "passed" if count["ok"] == len(status) else "untested"
         if required and count["ok"] and not any(map(something, group)):
             outcome, reasons = "unmeasured", [*reasons, EMPTY]
-        if count["failed"] or (required and count["skipped"]):
+        if count["failed"] or (count["skipped"] and (required or (asked and not count["ok"]))):
             outcome = "unmeasured"
         yield Calls(
             kernel=kernel,
@@ -314,12 +339,12 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
 # --- planted faults ------------------------------------------------------------------------------
 
 
-def power_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Power]:
+def power_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Iterator[Power]:
     """Every planted fault in every format, its doses put through the rules as kernels are."""
     controls = (row for row in rows if row.role == "control")
     for fault in grouped(controls, attrgetter("kernel", "format")).values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
-        tried = [_dose(group, rules) for group in doses]
+        tried = [_dose(group, plan, rules) for group in doses]
         known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
         caught = list(takewhile(lambda d: d.outcome == "caught", known))
         yield Power(
@@ -336,11 +361,11 @@ def _size(rows: Sequence[DeviationRow]) -> float:
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
-def _dose(rows: Sequence[DeviationRow], rules: Rules) -> Dose:
+def _dose(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Dose:
     """A fault that raises, or that no rule could judge, is not caught by that."""
     # A planted fault is put through the rules as if it were a kernel.
     planted = [row.model_copy(update={"role": "kernel"}) for row in rows]
-    verdicts = list(verdicts_of(planted, rules))
+    verdicts = list(verdicts_of(planted, plan, rules))
     by = tuple(dict.fromkeys(v.rule for v in verdicts if v.outcome == "exceeded"))
     known = any(v.outcome == "passed" for v in verdicts)
     outcome: Any = "caught" if by else "missed" if known else "unmeasured"

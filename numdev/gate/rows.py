@@ -17,6 +17,11 @@ from numdev.report import AuditReport, CaseRecord, DeviationRow, PlanRecord, Swe
 Measured = AuditReport | SweepReport
 GRADIENTS = ("dq", "dk", "dv")
 NOT_MEASURED = "not measured"
+# How a row's claim begins where the kernel declared none and was found to round so.
+FOUND = "as "
+ROUNDING = 1 + 1e-9
+# Formats in which an exact result may rightly be infinite once it is rounded.
+OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 CUT = "rows were left out of it, or put into it; measure again"
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -73,18 +78,49 @@ def check_whole(report: Measured) -> None:
         if name not in cases:
             raise MeasurementError(f"the report is not whole: it does not know the case {name}")
         heads = _heads(plan, cases[name])
+        floors: dict[tuple[str, int | None], DeviationRow] = {}
         for fmt, planned in itertools.product(plan.formats, plan.kernels):
             key = (name, seed, fmt, planned.role, planned.kernel, spelt(planned.options))
             where = f"of {name}" + ("" if seed is None else f", seed {seed}")
-            if wrong := _lacking(tasks.pop(key, []), heads, plan, planned.role):
+            rows = tasks.pop(key, [])
+            if wrong := _lacking(rows, heads, plan, planned.role):
                 raise MeasurementError(
                     f"the report is not whole: {planned.kernel} ({fmt}) {wrong} {where}", hint=CUT
                 )
+            if planned.role == "floor":
+                floors = {(row.tensor, row.head): row for row in rows}
+            for row in rows:
+                if wrong := _contradiction(row, floors.get((row.tensor, row.head), row)):
+                    raise MeasurementError(
+                        f"the report contradicts itself: {planned.kernel} ({fmt}) {wrong} in "
+                        f"{row.tensor} head {row.head} {where}",
+                        hint="measure again",
+                    )
     if tasks:
         name, _, fmt, _, kernel, _ = next(iter(tasks))
         raise MeasurementError(
             f"the report has rows that were not planned: {kernel} ({fmt}) of {name}", hint=CUT
         )
+
+
+def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
+    """What of a row cannot be, beside that of the floor; None where all fits together."""
+    mean, rms, largest = row.mean_abs, row.rms, row.max_abs
+    if row.status != "ok" or (row.elements == 0 and (row.nonfinite or not floor.elements)):
+        return None
+    if not row.elements or mean is None or rms is None or largest is None:
+        return "has errors of no size"
+    if not mean <= rms * ROUNDING or not rms <= largest * ROUNDING:
+        return "has a mean error above the rms, or an rms above the largest"
+    for metric, (low, high) in row.interval.items():
+        value = getattr(row, metric)
+        if value is None or not low <= value * ROUNDING or not value <= high * ROUNDING:
+            return f"has an interval of {metric} that does not contain it"
+    alike = row.role == "kernel" and row.out_format == row.format and row.format not in OVERFLOWS
+    counts = [(each.elements, each.sequences) for each in (row, floor)]
+    if alike and not row.nonfinite and counts[0] != counts[1]:
+        return "has more or fewer elements or sequences than the floor"
+    return None
 
 
 def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:

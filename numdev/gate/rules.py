@@ -167,8 +167,8 @@ class Threshold(Limit):
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
     scatter: Annotated[float, Field(ge=0)] = 0
     """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
-    may_lack: Literal["nothing", "rows", "sampled", "numbers"] = "nothing"
-    """`sampled`: as `rows`, and dk and dv may lack the number where rows were sampled."""
+    may_lack: Literal["nothing", "rows", "numbers"] = "nothing"
+    """`numbers`: as `rows`, and a row may lack the number for a reason that the row bears out."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
@@ -207,6 +207,9 @@ class Rules(Strict):
     """Keys of the report's system, for example cpu_capability or gpu, with a pattern for each: a
     report from elsewhere is not judged."""
     required: Names = ()  # kernels that must have been measured in every call
+    skipped: Literal["allow", "refused-only", "never"] = "refused-only"
+    """What may be skipped: everything; single calls of a kernel that was asked for by name, and all
+    of one that was not; nothing."""
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()
