@@ -122,3 +122,57 @@ def test_baselines_of_sampled_rows_have_no_gradients_of_keys() -> None:
     assert judged(told(less).model_copy(update={"plan": plan})) == 0
     with pytest.raises(MeasurementError, match=r"b .* dk head 0"):
         judged(told(less).model_copy(update={"plan": planned(plain)}))
+
+
+ALTERED: list[tuple[dict[str, Any], str]] = [
+    *(({name: None}, "no size") for name in ("elements", "rms", "mean_abs", "max_abs")),
+    ({"elements": 0}, "has no size"),
+    ({"elements": 999}, "than the floor"),
+    ({"sequences": 1}, "than the floor"),
+    ({"sequences": None}, "than the floor"),
+    ({"rms": 1e-9}, "a mean error above"),
+    ({"max_abs": 1e-9}, "an rms above the largest"),
+    ({"interval": {"rms": (1.0, 2.0)}}, "an interval of rms without its value"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), ALTERED)
+def test_a_row_that_contradicts_itself_or_its_floor_is_refused(
+    change: dict[str, Any], said: str
+) -> None:
+    """In one head of one kernel, beside the floor of the same head."""
+    floor = [row(h, role="floor", kernel="floor") for h in range(4)]
+    sound = [row(h) for h in range(4)]
+    assert judge_report(report(*floor, *sound), FINITE).exit_code == 0
+    with pytest.raises(MeasurementError, match=said):
+        judge_report(report(*floor, *sound[:3], row(3, **change)), FINITE)
+
+
+@pytest.mark.parametrize("name", ["expected_ratio", "worst_row", "noise", "bias_p", "bias_size",
+                                  "nonfinite"])  # fmt: skip
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("reason", [None, "needs at least two sequences", "0/0", "because"])
+def test_a_number_that_lacks_for_no_reason_of_its_row_is_no_pass(
+    name: str, heads: int, reason: str | None
+) -> None:
+    """In one head or in all, whatever reason it gives."""
+    nulls = {} if reason is None else {name: reason}
+    lacking = [row(h, claim="fa2", **{name: None}, nulls=nulls) for h in range(heads)]
+    rest = [row(h, claim="fa2") for h in range(heads, 8)]
+    assert judge_report(report(*lacking, *rest)).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "named", "codes"),
+    [("refused-only", True, (3, 0)), ("refused-only", False, (0, 0)),
+     ("never", False, (3, 3)), ("allow", True, (0, 0))],
+)  # fmt: skip
+def test_what_was_asked_for_and_skipped(policy: Any, named: bool, codes: tuple[int, int]) -> None:
+    """A kernel that ran in no call, and one that refused one of two."""
+    book = FINITE.model_copy(update={"skipped": policy})
+    away = row(None, kernel="away", status="skipped", reason="not installed")
+    some = [row(kernel="away", case="d"), away]
+    for rows, code in (([away, away.model_copy(update={"case": "d"})], codes[0]), (some, codes[1])):
+        found = report(row(), row(case="d"), *rows)
+        plan = found.plan.model_copy(update={"named": named})
+        assert judge_report(found.model_copy(update={"plan": plan}), book).exit_code == code

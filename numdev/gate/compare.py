@@ -40,7 +40,7 @@ from numdev.gate.movement import (
     pairs_of,
     same_bits,
 )
-from numdev.gate.rows import GRADIENTS, Measured, grouped
+from numdev.gate.rows import GRADIENTS, Measured, Rows, grouped
 from numdev.report import AuditReport, DeviationRow, Place, Places, Provenance, SweepReport, read
 
 MUST = (
@@ -124,9 +124,6 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     return tuple(d for key in keys for d in unequal(key, *(side.get(key) for side in sides)))
 
 
-# --- what the requests must have in common ------------------------------------------------------
-
-
 def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> list[Difference]:
     """The differences of two requests that `allow` lets pass. Raises UsageError for any other, and
     for an audit beside a sweep."""
@@ -174,9 +171,6 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# --- what moved ----------------------------------------------------------------------------------
 
 
 class Compared(NamedTuple):
@@ -306,12 +300,7 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
     )
 
 
-# --- what only one of them has -------------------------------------------------------------------
-
-
-def _presences(
-    old: Sequence[DeviationRow], new: Sequence[DeviationRow], names: Names
-) -> Iterator[Presence]:
+def _presences(old: Rows, new: Rows, names: Names) -> Iterator[Presence]:
     """By kernel and reason: what was measured in one report and not in the other, and calls that
     failed in either."""
     lacking = []
@@ -340,9 +329,6 @@ def _presences(
         yield Presence(
             what=what, **_who(rows[0]), tensors=tensors, rows=len(rows), why=why, place=place
         )
-
-
-# --- sentences -----------------------------------------------------------------------------------
 
 
 def answer(

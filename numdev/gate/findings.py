@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from numdev.gate.judging import NOTHING, judge
-from numdev.gate.rows import FOUND, OVERFLOWS, grouped
+from numdev.gate.rows import FOUND, OVERFLOWS, Rows, grouped
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Calls, Held, Judgement, Verdict
 from numdev.report import DeviationRow, Finding, Place, Places, PlanRecord
@@ -45,7 +45,7 @@ TENSORS = {"out": "the output", "lse": "the log-sum-exp", None: ""}
 
 
 def findings_of(
-    rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules | None = None
+    rows: Rows, plan: PlanRecord, rules: Rules | None = None
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """What is wrong, the gravest first; and sentences on what was tested and what could not be.
 
@@ -59,16 +59,11 @@ def findings_of(
     return findings, tested
 
 
-def findings_in(
-    judgement: Judgement, rows: Sequence[DeviationRow]
-) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """The same of what is judged of these rows already, without what planted faults showed."""
     findings = [*_exceeded(judgement.verdicts, Places(rows)), *_not_run(judgement.calls)]
     tested = _tested(judgement.verdicts, findings)
     return tuple(findings), (*tested, *found_to_round(rows))
-
-
-# --- names ---------------------------------------------------------------------------------------
 
 
 def label(of: Any) -> str:
@@ -87,9 +82,6 @@ def short(value: float) -> str:
     """Three digits; 9570 and not 9.57e+03."""
     text = f"{value:.3g}"
     return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else text
-
-
-# --- what exceeds a limit ------------------------------------------------------------------------
 
 
 def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
@@ -151,7 +143,7 @@ def _finding(fault: Fault, named: Places) -> Finding:
     )
 
 
-def _wrong(verdict: Verdict, rows: Sequence[DeviationRow], where: str) -> str:
+def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
     """What is wrong in `rows`, the worst first, and `where`: the rest of a sentence that begins
     with the kernel."""
     worst, observed = rows[0], verdict.observed
@@ -182,16 +174,13 @@ def _wrong(verdict: Verdict, rows: Sequence[DeviationRow], where: str) -> str:
     return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
 
 
-def _whose(rows: Sequence[DeviationRow]) -> str:
+def _whose(rows: Rows) -> str:
     """Whose roundings were expected: the emulation the kernel claims, or is taken, to be; or, as a
     clause, the way in which one that claims nothing was found to round."""
     claim = next((row.claim for row in rows if row.claim), None)
     if claim and claim.startswith(FOUND):
         return f"its own ({claim})"
     return f"the `{claim}`" if claim else "the kernel's own"
-
-
-# --- calls that did not run ----------------------------------------------------------------------
 
 
 def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
@@ -223,9 +212,6 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
         count=count,
         judged=every,
     )
-
-
-# --- what was tested -----------------------------------------------------------------------------
 
 
 def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterator[str]:

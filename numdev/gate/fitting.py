@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from numdev.errors import MeasurementError
-from numdev.gate.judging import judge_report, power_of
-from numdev.gate.rows import Groups, Measured, by_tensor, grouped, measured
+from numdev.gate.judging import judge_report
+from numdev.gate.rows import Groups, Measured, Rows, by_tensor, grouped, measured
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
 from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
-from numdev.report import DeviationRow
 
 # Of the default rules that are fitted: the margin, and what is fitted to no less.
 MARGINS = {
@@ -49,9 +47,6 @@ def fitted(report: Measured, name: str) -> str:
     for threshold in rules:
         entry = _fit(threshold, groups) if threshold.name in MARGINS else threshold
         text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
-    formats = {rows[0].format for rows in groups.values()}
-    if doses := dict(_doses(report, _parsed(text), formats)):
-        text += "\n" + _dumped({"catches": doses})
     judged = judge_report(report, _parsed(text))
     if judged.outcome != "passed":
         wrong = (v for v in judged.verdicts if v.outcome == "exceeded")
@@ -99,7 +94,7 @@ def _fit(threshold: Threshold, groups: Groups) -> Threshold:
     return threshold.model_copy(update={"instead": (*instead, *threshold.instead)})
 
 
-def _worst(rows: Sequence[DeviationRow], threshold: Threshold) -> float | None:
+def _worst(rows: Rows, threshold: Threshold) -> float | None:
     """The number that the rule judges of the rows that have it; of sampled rows the upper end of
     the interval. None where no row has one, as none has a maximum over sampled rows."""
     metric, sizes = threshold.metric, []
@@ -121,15 +116,6 @@ def rounded_up(x: float) -> float:
         return nearest
     step = math.floor(math.log10(x)) - 1
     return float(f"{nearest + 10.0**step:.1e}")
-
-
-def _doses(report: Measured, rules: Rules, formats: set[str]) -> Iterator[tuple[str, float]]:
-    """What these rules must go on catching: faults that they catch in every format."""
-    power = list(power_of(report.rows, report.plan, rules))
-    for fault in dict.fromkeys(p.fault for p in power):
-        caught = {p.format: p.caught_from for p in power if p.fault == fault}
-        if None not in caught.values() and caught.keys() >= formats:
-            yield fault, max(dose or 0.0 for dose in caught.values())
 
 
 def _parsed(text: str) -> Rules:

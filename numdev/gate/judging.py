@@ -22,6 +22,7 @@ from numdev.gate.rows import (
     NOT_MEASURED,
     Groups,
     Measured,
+    Rows,
     by_tensor,
     check_whole,
     grouped,
@@ -53,7 +54,7 @@ def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
         return judge(report.rows, report.plan, rules)
 
 
-def judge(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules | None = None) -> Judgement:
+def judge(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judgement:
     """Rows of a plan held to the rules (the default ones)."""
     rules = rules or default_rules()
     power = tuple(power_of(rows, plan, rules))
@@ -98,10 +99,7 @@ def _outcome(
     return "passed" if whole else "unmeasured"
 
 
-# --- a rule --------------------------------------------------------------------------------------
-
-
-def verdicts_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Iterator[Verdict]:
+def verdicts_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Verdict]:
     """Every rule on everything it selects, in the rules' order."""
     groups = measured(by_tensor(rows))
     for threshold in rules.thresholds:
@@ -144,7 +142,7 @@ def _verdict(
     return Verdict(rule=threshold.name, outcome=outcome, **fields)
 
 
-def _judge(threshold: Threshold, rows: Sequence[DeviationRow], plan: PlanRecord) -> Verdict:
+def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
     """One rule on the heads of one tensor of one kernel in one format."""
     first = rows[0]
     threshold = threshold.at(first)
@@ -178,10 +176,7 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow], plan: PlanRecord)
     return verdict
 
 
-# --- a row ---------------------------------------------------------------------------------------
-
-
-def _held(threshold: Threshold, rows: Sequence[DeviationRow]) -> tuple[list[Held], list[Lacking]]:
+def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Lacking]]:
     """Rows beside their limit, the worst first; and those without the number."""
     held: list[Held] = []
     lacking: list[Lacking] = []
@@ -295,10 +290,7 @@ def _median(held: Sequence[Held]) -> Held:
     return held[len(held) // 2]
 
 
-# --- calls ---------------------------------------------------------------------------------------
-
-
-def calls_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Iterator[Calls]:
+def calls_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Calls]:
     """How many calls each kernel under audit ran, declined, or failed in. What was asked for by
     name, as gradients are, and ran in none is not measured."""
     call_of = attrgetter("case", "call", "seed")
@@ -336,10 +328,7 @@ def calls_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> It
         )
 
 
-# --- planted faults ------------------------------------------------------------------------------
-
-
-def power_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Iterator[Power]:
+def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
     """Every planted fault in every format, its doses put through the rules as kernels are."""
     controls = (row for row in rows if row.role == "control")
     for fault in grouped(controls, attrgetter("kernel", "format")).values():
@@ -355,13 +344,13 @@ def power_of(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> It
         )
 
 
-def _size(rows: Sequence[DeviationRow]) -> float:
+def _size(rows: Rows) -> float:
     """The dose; one beyond 1e300 is none, since JSON has integers that no float holds."""
     dose = rows[0].options.get("dose")
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
-def _dose(rows: Sequence[DeviationRow], plan: PlanRecord, rules: Rules) -> Dose:
+def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> Dose:
     """A fault that raises, or that no rule could judge, is not caught by that."""
     # A planted fault is put through the rules as if it were a kernel.
     planted = [row.model_copy(update={"role": "kernel"}) for row in rows]

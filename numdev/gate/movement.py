@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.rows import GRADIENTS, Key, spelt
+from numdev.gate.rows import GRADIENTS, Key, Rows, spelt
 from numdev.metrics.of_rows import interval_of, value_of
 from numdev.report import CaseRecord, DeviationRow
 
@@ -36,8 +36,6 @@ MULTIPLES = ("expected_ratio", "floor_ratio", "worst_row")
 LUCKY = 0.5
 PREDICTED = ("bfloat16", "float16")  # where expected_ratio is near 1; in float32 it is a bound
 
-
-# --- which rows are a pair -----------------------------------------------------------------------
 
 Inputs = Literal["same", "other"]
 """Whether both rows were measured on the same inputs, told by their floors (the exact result
@@ -77,7 +75,7 @@ class Names:
     Options are part of a kernel's name only where it ran with several sets of them, and the seed
     only where there are several: otherwise they may have changed from A to B."""
 
-    def __init__(self, a: Sequence[DeviationRow], b: Sequence[DeviationRow]) -> None:
+    def __init__(self, a: Rows, b: Rows) -> None:
         sides = [options_of(rows) for rows in (a, b)]
         self._several = {k for kernels in sides for k, sets in kernels.items() if len(sets) > 1}
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
@@ -105,9 +103,7 @@ class Names:
         return (row.format, self.call(row), tensor, row.head)
 
 
-def options_of(
-    rows: Sequence[DeviationRow],
-) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+def options_of(rows: Rows) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
     """By role and kernel: the sets of options it ran with, by their text."""
     sets: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
@@ -115,9 +111,7 @@ def options_of(
     return sets
 
 
-def pairs_of(
-    a: Sequence[DeviationRow], b: Sequence[DeviationRow], cases: Sequence[CaseRecord]
-) -> list[Pair]:
+def pairs_of(a: Rows, b: Rows, cases: Sequence[CaseRecord]) -> list[Pair]:
     """Rows of kernels and baselines that were measured in both reports. A row that is there twice
     counts once; `cases` tell how wide the tensors are."""
     names = Names(a, b)
@@ -149,9 +143,6 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
 def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
     """Whether two outputs have the same checksum."""
     return a.bits is not None and a.bits == b.bits
-
-
-# --- what noise explains -------------------------------------------------------------------------
 
 
 def metrics_of(pair: Pair) -> tuple[str, ...]:

@@ -22,9 +22,10 @@ FOUND = "as "
 ROUNDING = 1 + 1e-9
 # Formats in which an exact result may rightly be infinite once it is rounded.
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
-CUT = "rows were left out of it, or put into it; measure again"
+CUT = "rows were left out of it, put into it or changed; measure again"
 T = TypeVar("T")
 Key = tuple[Any, ...]
+Rows = Sequence[DeviationRow]
 Groups = dict[Any, list[DeviationRow]]
 
 
@@ -61,9 +62,6 @@ def something(row: DeviationRow) -> bool:
     return bool(row.elements != 0 or row.nonfinite or row.sampled)
 
 
-# --- are they all there? -------------------------------------------------------------------------
-
-
 def check_whole(report: Measured) -> None:
     """Raises MeasurementError unless each planned task has its rows: one for every head of every
     tensor, or one that says why there is none. A head that is not there exceeds no limit, and one
@@ -83,19 +81,14 @@ def check_whole(report: Measured) -> None:
             key = (name, seed, fmt, planned.role, planned.kernel, spelt(planned.options))
             where = f"of {name}" + ("" if seed is None else f", seed {seed}")
             rows = tasks.pop(key, [])
-            if wrong := _lacking(rows, heads, plan, planned.role):
+            if planned.role == "floor":
+                floors = {(row.tensor, row.head): row for row in rows}
+            beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
+            wrong = _lacking(rows, heads, plan, planned.role)
+            if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
                 raise MeasurementError(
                     f"the report is not whole: {planned.kernel} ({fmt}) {wrong} {where}", hint=CUT
                 )
-            if planned.role == "floor":
-                floors = {(row.tensor, row.head): row for row in rows}
-            for row in rows:
-                if wrong := _contradiction(row, floors.get((row.tensor, row.head), row)):
-                    raise MeasurementError(
-                        f"the report contradicts itself: {planned.kernel} ({fmt}) {wrong} in "
-                        f"{row.tensor} head {row.head} {where}",
-                        hint="measure again",
-                    )
     if tasks:
         name, _, fmt, _, kernel, _ = next(iter(tasks))
         raise MeasurementError(
@@ -105,21 +98,22 @@ def check_whole(report: Measured) -> None:
 
 def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     """What of a row cannot be, beside that of the floor; None where all fits together."""
+    where = f"{row.tensor} head {row.head}"
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if row.status != "ok" or (row.elements == 0 and (row.nonfinite or not floor.elements)):
         return None
     if not row.elements or mean is None or rms is None or largest is None:
-        return "has errors of no size"
+        return f"has no size of the error in {where}"
     if not mean <= rms * ROUNDING or not rms <= largest * ROUNDING:
-        return "has a mean error above the rms, or an rms above the largest"
+        return f"has a mean error above the rms, or an rms above the largest, in {where}"
     for metric, (low, high) in row.interval.items():
         value = getattr(row, metric)
         if value is None or not low <= value * ROUNDING or not value <= high * ROUNDING:
-            return f"has an interval of {metric} that does not contain it"
+            return f"has an interval of {metric} without its value in {where}"
     alike = row.role == "kernel" and row.out_format == row.format and row.format not in OVERFLOWS
     counts = [(each.elements, each.sequences) for each in (row, floor)]
     if alike and not row.nonfinite and counts[0] != counts[1]:
-        return "has more or fewer elements or sequences than the floor"
+        return f"has more or fewer elements or sequences than the floor in {where}"
     return None
 
 
@@ -134,7 +128,7 @@ def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:
 
 
 def _lacking(
-    rows: Sequence[DeviationRow], heads: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
+    rows: Rows, heads: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
 ) -> str | None:
     """What one task lacks, or has that it should not; None where it is whole. The log-sum-exp need
     not be returned."""

@@ -20,8 +20,6 @@ from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase, Tensor
 from numdev.yamlfile import Names, Strict, bundled, read_yaml
 
-# --- selectors -----------------------------------------------------------------------------------
-
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 
 
@@ -93,9 +91,6 @@ class Selector(Strict):
 def _fits(patterns: Selector | Instead, row: DeviationRow) -> bool:
     names = ("kernel", "format", "tensor")
     return all(matches(getattr(patterns, name), getattr(row, name)) for name in names)
-
-
-# --- limits --------------------------------------------------------------------------------------
 
 
 def _known(metric: str) -> str:
@@ -194,9 +189,6 @@ class Threshold(Limit):
         luck = (1.25 if heads > 1 else 1.0) / math.sqrt(row.elements * heads)
         least = math.ceil(1000 * (1 + self.scatter * luck)) / 1000
         return self if least <= (self.at_most or 0) else self.model_copy(update={"at_most": least})
-
-
-# --- files ---------------------------------------------------------------------------------------
 
 
 class Rules(Strict):
