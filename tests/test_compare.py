@@ -43,9 +43,6 @@ def first(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> str:
     return found(a, b).summary.answer[0]
 
 
-# --- what moved ----------------------------------------------------------------------------------
-
-
 def test_less_than_five_per_cent_is_nothing() -> None:
     """However well it is known."""
     sure = head(elements=10**12)
@@ -139,9 +136,6 @@ def test_a_group_shows_the_median_head_and_the_largest_change() -> None:
     assert group.change == pytest.approx(1 / 3)
 
 
-# --- other inputs --------------------------------------------------------------------------------
-
-
 def on(inputs: float, *rows: DeviationRow) -> tuple[DeviationRow, ...]:
     """Rows with their floors, whose numbers tell of the inputs."""
     floors = (floor(r.head or 0, tensor=r.tensor, rms=inputs, bits=str(inputs)) for r in rows)
@@ -182,9 +176,6 @@ def test_a_head_that_moved_does_not_excuse_itself() -> None:
     a = tuple(head(h, expected_ratio=1.0 + 0.01 * (h % 3)) for h in range(8))
     b = (times(a[0], 3.0), *a[1:])
     assert {m.place.head for m in found(on(1e-3, *a), on(2e-3, *b)).moves} == {0}
-
-
-# --- the noise -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tail", ["normal", "uniform", "heavy"])
@@ -241,9 +232,6 @@ def test_the_quantile_grows_with_what_is_judged() -> None:
     assert many.z == pytest.approx(scipy.special.ndtri(1 - 0.005 / 300))
 
 
-# --- what is there -------------------------------------------------------------------------------
-
-
 def test_rows_that_are_gone_and_why() -> None:
     """Skipped now, failed now, not asked for; by kernel and reason."""
     theirs = tuple(head(h, kernel="theirs") for h in range(2))
@@ -264,9 +252,6 @@ def test_rows_that_are_gone_and_why() -> None:
 
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m[red]{{ 7*7 }}"
-
-
-# --- kernels as users bring them -----------------------------------------------------------------
 
 
 def mine(q: Tensor, k: Tensor, v: Tensor, *, off: float = 1.0) -> Tensor:
@@ -312,9 +297,6 @@ def command(*arguments: object) -> int:
     return numdev("compare", *arguments)
 
 
-# --- the command: two tiny audits on the CPU, end to end -----------------------------------------
-
-
 def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     """Exit code 0: the same bits in every row of every kernel, and no change at all."""
     assert command(audited["a"], audited["again"], "-o", out, "--quiet") == 0
@@ -356,9 +338,6 @@ def test_another_seed_allowed(
     assert set(found.summary.inputs) == {"other"}
     assert any("The inputs differ in" in note for note in found.summary.notes)
     assert not any(g.same_bits for g in found.groups if g.kernel != "baseline")
-
-
-# --- what is comparable --------------------------------------------------------------------------
 
 
 def written(directory: Path, report: reports.Report) -> Path:
@@ -405,9 +384,6 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
     assert command(a, tmp_path / "torn.json") == 3
 
 
-# --- exit codes ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("b", "code"),
     [
@@ -432,9 +408,6 @@ def test_exit_codes(tmp_path: Path, b: tuple[DeviationRow, ...], code: int) -> N
 
 def _ran(found: DeviationRow) -> dict[str, str]:
     return {"ran": found.ran or "op"} if found.status == "ok" else {}
-
-
-# --- how it is shown -----------------------------------------------------------------------------
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -470,9 +443,6 @@ def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
     assert command(a, a, "-q", "-o", out) == 0
     assert command(a, a, "-q", "-o", out) == 0
     assert command(a, a, "-q", "-o", a) == 2
-
-
-# --- sweeps --------------------------------------------------------------------------------------
 
 
 def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:

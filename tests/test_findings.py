@@ -21,9 +21,6 @@ def sentence(*rows: DeviationRow) -> str:
     return finding.sentence
 
 
-# --- a sound kernel's page is calm ---------------------------------------------------------------
-
-
 def test_what_would_have_been_caught() -> None:
     """The smallest dose of each planted fault; and those that nothing catches."""
     rows = [
@@ -48,8 +45,6 @@ def test_a_finding_stands_where_it_is_worst() -> None:
     assert (finding.place.head, finding.observed, finding.count) == (1, 9.0, 3)
     assert "head 1" in finding.sentence
 
-
-# --- of real audits ------------------------------------------------------------------------------
 
 KERNELS = """
 import torch

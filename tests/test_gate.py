@@ -32,9 +32,6 @@ def verdict(judged: Judgement, rule: str, tensor: str | None = "out") -> Verdict
     return found
 
 
-# --- the default rules ---------------------------------------------------------------------------
-
-
 def test_a_sound_kernel_passes() -> None:
     """All that is to be measured was, and within every limit."""
     judged = judge([*(row(h) for h in range(8)), *(lse(h) for h in range(8))])
@@ -161,9 +158,6 @@ def test_an_exact_answer_has_no_ratio_and_passes() -> None:
     why = dict.fromkeys(null, "0/0")
     assert judge([row(**null, nulls=why, rms=0.0, noise=0.0)]).exit_code == 0
     assert judge([row(**null, nulls=why, rms=1e-9)]).exit_code == 3
-
-
-# --- it fails closed -----------------------------------------------------------------------------
 
 
 def test_a_rule_that_matches_no_row_is_no_pass() -> None:
@@ -332,9 +326,6 @@ def test_losing_numbers_never_turns_a_verdict_into_a_pass(seed: int) -> None:
         assert code == (3 if getattr(damaged[2], metric) is None else 1)
 
 
-# --- planted faults ------------------------------------------------------------------------------
-
-
 def test_the_smallest_dose_that_is_caught() -> None:
     """Doses in growing order however they stand in the report; caught from the one after the
     largest that is missed."""
@@ -346,9 +337,6 @@ def test_the_smallest_dose_that_is_caught() -> None:
     assert [d.outcome for d in power.doses] == ["missed", "caught", "missed", "caught", "caught"]
     assert (power.fault, power.format, power.caught_from) == ("scale", "bfloat16", 0.01)
     assert power.doses[-1].by == ("error",)
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

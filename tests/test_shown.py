@@ -82,9 +82,6 @@ def blocks(**summary: Any) -> list[Any]:
     return list(audit_view.blocks(found.model_copy(update={"summary": changed})))
 
 
-# --- what stands in which column -----------------------------------------------------------------
-
-
 def test_each_column_of_the_ranking_has_its_own_number() -> None:
     """Medians are medians, the worst is the worst; what is of sampled rows says so."""
     title = "closest to the truth"
@@ -272,9 +269,6 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
         "b at 64: 5.5 [5.4 to 5.7]",
         "b at 128: 6.5 [6.4 to 6.7]",
     ]
-
-
-# --- each medium ---------------------------------------------------------------------------------
 
 
 GRID = Table(

@@ -98,9 +98,6 @@ def test_a_limit_knows_how_many_numbers_stand_behind_it(
         assert only(judge([row(head, **found) for head in range(heads)], book)).outcome == outcome
 
 
-# --- what the gate must catch --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("doses", "code", "why"),
     [
@@ -133,8 +130,6 @@ def test_the_ci_file_is_the_default_rules_and_asks_for_proof() -> None:
         "scale", "p-bits", "l-rounded", "truncated", "keys-dropped", "one-head",
     }  # fmt: skip
 
-
-# --- every path that fails closed is said --------------------------------------------------------
 
 FILE = """\
 required: [mine]
