@@ -87,9 +87,6 @@ def failing(function: Callable[..., Any], **given: Any) -> CheckFailed:
     return caught.value
 
 
-# --- sound kernels pass, faulty ones do not ------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
     """Forward and backward in both formats, whatever is drawn; what it takes no mask for is
@@ -173,9 +170,6 @@ def test_on_a_gpu_too() -> None:
     result = check_attention(flash_on_gpu, device="cuda")
     assert result.report.provenance.system["device"] == "cuda"
     failing(larger_on_gpu, device="cuda", cases="full")
-
-
-# --- the message, and the script -----------------------------------------------------------------
 
 
 OWN = """
@@ -272,9 +266,6 @@ def test_nothing_measured_raises(
     assert "not measured" in error.result.in_short
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
 def names(cases: Any, seeds: tuple[int, ...] = (0,), gradients: bool = False) -> list[str]:
     return [c.ref.case for c in CheckSource(cases, seeds, "cpu", gradients=gradients).cases]
 
@@ -338,9 +329,6 @@ def test_threads_and_autograd_are_left_as_they_were() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-# --- the other names -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

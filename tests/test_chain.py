@@ -35,9 +35,6 @@ BF16 = FORMATS["bfloat16"]
 TOLD = ("tied", "ones", "powers", "one_signed")
 
 
-# --- helpers -------------------------------------------------------------------------------------
-
-
 def upstream(case: AttentionCase, seed: int = 5) -> AttentionCase:
     shape = (*case.q.shape[:3], case.v.shape[-1])
     dO = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -83,9 +80,6 @@ def assert_explained(row: HeadRow) -> None:
     missing = {n for n, x in vars(row).items() if x is None and n not in ("step", "layer")}
     assert missing == set(row.nulls), row.nulls
     assert all(row.nulls.values())
-
-
-# --- ties and powers of two ----------------------------------------------------------------------
 
 
 class Tapped(Rounder):
@@ -171,8 +165,6 @@ def test_ties_and_powers_are_those_that_loops_find(name: str) -> None:
         with pytest.raises(AssertionError):
             assert_same(numbers(row, *TOLD), [one_row_off[n] for n in TOLD])
 
-
-# --- the bias of P V -----------------------------------------------------------------------------
 
 VECTOR = {"accurate": -4.703990459442139, "rounded": -4.71875}
 TAIL = 1815 / 2**21
@@ -270,9 +262,6 @@ def assert_bias(bias: float | None, error: Tensor, exact: Tensor, scale: Tensor)
     assert_same([bias], [math.fsum(outward) / len(outward)])
 
 
-# --- delta and dW_Q ------------------------------------------------------------------------------
-
-
 STILL = ("scale 0",)
 """Where dQ is 0."""
 GENTLE = {n: f for n, f in FEATURES.items() if f.get("kv_len", 5) > 1 and "no key" not in n}
@@ -308,9 +297,6 @@ def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
         made = recipe("exact", sites={**sites, "row_sum": "bfloat16"}, delta_from="dP*P")
         rows = diagnosed(case, made, plain_projection(case)).heads
         assert any((row.moved or 0.0) > 1e-5 for row in rows)
-
-
-# --- whatever a call has -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -379,9 +365,6 @@ def test_cuda_and_cpu_agree() -> None:
         assert_same(numbers(a, *names), numbers(b, *names), rel=2e-2)
 
 
-# --- the t of a mean, and similarity: statistics without attention -------------------------------
-
-
 def normal(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -434,9 +417,6 @@ def test_the_largest_eigenvalue_is_numpys() -> None:
     assert found == pytest.approx(expected, rel=1e-2)
     assert (found <= expected * (1 + 1e-12)).all()
     assert found != pytest.approx(expected * 1.02, rel=1e-2)
-
-
-# --- cures ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -119,8 +119,6 @@ def assert_one_line(ran: Ran, code: int, *parts: str) -> None:
         assert part in ran.err
 
 
-# --- errors --------------------------------------------------------------------------------------
-
 USAGE = [
     ("audit no/where", "no/where: no such file", "give a checkpoint"),
     ("audit wrong.yaml", "wrong.yaml, line 4: unknown key 'cases.0.hedas'", "did you mean 'heads'"),
@@ -197,9 +195,6 @@ def test_an_unexpected_error_is_one_line_and_exit_code_3(
             run("--debug", "report", "x")
 
 
-# --- streams -------------------------------------------------------------------------------------
-
-
 def test_the_result_is_on_stdout_and_the_rest_on_stderr(run: Any) -> None:
     """The table on stdout; where the report is, on stderr; three files in the directory."""
     ran = run("audit", "tiny.yaml", "-o", "out")
@@ -244,9 +239,6 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
     name, *arguments = last.removeprefix("Example:  numdev ").split()
     assert not command or name == command[0]
     cli.commands[name].make_context(name, list(arguments))
-
-
-# --- a process of its own ------------------------------------------------------------------------
 
 
 def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path) -> None:
@@ -357,8 +349,6 @@ def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
     assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
     assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0
 
-
-# --- without the heavy packages ------------------------------------------------------------------
 
 HEAVY = ("torch", "transformers", "pandas", "scipy", "dask", "distributed", "triton")
 TENSORS = ("torch", "transformers", "dask", "distributed", "triton")

@@ -31,9 +31,6 @@ def one(**fields: Any) -> dict[str, Any]:
     return {"cases": [{"name": "a", **SIZES, **fields}]}
 
 
-# --- what is read --------------------------------------------------------------------------------
-
-
 def test_defaults(read: Any) -> None:
     """What is not said, or said to be null, has the default of the command or of a plain case."""
     config = read({**one(), "formats": None})
@@ -55,9 +52,6 @@ def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
     found = sweep_request(path, flags)
     assert (found.repeats, found.sampled_rows, found.seeds) == (4, 8, (5, 6, 7))
     assert (found.formats, found.kernels, found.device) == (("float16",), DEFAULT_KERNELS, "auto")
-
-
-# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

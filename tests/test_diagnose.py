@@ -183,9 +183,6 @@ def test_nothing_to_measure(run: Any) -> None:
     assert Path("out/report.json").exists()
 
 
-# --- series of checkpoints -----------------------------------------------------------------------
-
-
 def checkpoint(path: Path, *, fill: float = 1.0) -> Path:
     """A directory that looks like one of Hugging Face's."""
     path.mkdir(parents=True)

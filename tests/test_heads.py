@@ -63,9 +63,6 @@ def cured(name: str, row: HeadRow, left: float, **changes: Any) -> CureRow:
     return CureRow(**row.place, cure=name, **{**made, **changes})
 
 
-# --- conditions and order ------------------------------------------------------------------------
-
-
 NO_DELTA: dict[str, Any] = dict.fromkeys(("delta_mean", "delta_t", "delta_run"))
 BEYOND = {"out_bias": 1.0, "out_t": 3.9}
 
@@ -150,9 +147,6 @@ def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
     assert shares(cured("c", innocent(), 0.1, dw_q_error=None), cured("none", innocent(), 1)) == {}
 
 
-# --- what is said --------------------------------------------------------------------------------
-
-
 def said(rows: list[HeadRow], cures: list[CureRow] | None = None) -> str:
     return "\n".join(answer(ranked(rows, cures or ()), rows, cures or ()))
 
@@ -224,9 +218,6 @@ def test_the_cure_that_helps_most() -> None:
     assert "leaves 0 % of delta's mean error; dW_Q is then off by 10 %," in said(
         [head], [rows[0], drawn]
     )
-
-
-# --- shown ---------------------------------------------------------------------------------------
 
 
 def report(*rows: HeadRow) -> DiagnoseReport:

@@ -132,9 +132,6 @@ class Seen(HTMLParser):
         self.text += data
 
 
-# --- foreign text --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [n for n in NAMES if "`" not in n], ids=lambda n: ascii(n)[:20])
 @pytest.mark.parametrize("made", [sweep, audit])
 def test_names_are_text(made: Any, name: str) -> None:
@@ -155,8 +152,6 @@ def test_a_page_loads_nothing(path: Path) -> None:
     assert not re.search(r"(src|href)=|url\(|@import", page)
     assert "default-src 'none'" in page
 
-
-# --- colours, size -------------------------------------------------------------------------------
 
 LINES = [f"c{i}" for i in range(6)]
 PAIRS = [("ink", "paper", 4.5), ("soft", "paper", 4.5), ("ink", "panel", 4.5),
@@ -212,9 +207,6 @@ def test_a_large_audit_is_a_small_page() -> None:
     page = html.page(audit(summary=changed, findings=(finding("x" * 400),) * 20))
     assert page.count("<td") > 1024
     assert len(page.encode()) < 300_000
-
-
-# --- drawings ------------------------------------------------------------------------------------
 
 
 def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:

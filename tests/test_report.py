@@ -51,9 +51,6 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# --- there and back ------------------------------------------------------------------------------
-
-
 def test_what_is_written_is_read(written: Path) -> None:
     """A report read back equals the one written, to the last bit, from its directory or file.
     Three files, readable by others, and no temporary one."""
@@ -70,9 +67,6 @@ def test_no_field_of_the_schema_is_lost() -> None:
     fields = DeviationRow.model_fields
     required = {name for name, field in fields.items() if field.is_required()}
     assert required <= set(told["rows"][0]) <= set(fields)
-
-
-# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,9 +148,6 @@ def test_a_number_that_json_cannot_hold_never_gets_in(bad: float) -> None:
             DeviationRow(**{**MADE.rows[0].model_dump(), field: bad})
 
 
-# --- atomic --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [None, OSError("disk full"), KeyboardInterrupt()])
 def test_a_reader_never_sees_half_a_file(tmp_path: Path, error: BaseException | None) -> None:
     """Until it is complete, the new content does not have the name. Whatever happens while writing,
@@ -192,9 +183,6 @@ def test_devices_and_open_files_are_written_to(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"whole"
     os.close(reader)
     assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
-
-
-# --- every kind, every form ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
@@ -247,9 +235,6 @@ def test_where_nothing_can_be_written(where: str, tmp_path: Path) -> None:
     path = str(tmp_path / where)
     assert run("report", str(sample("audit")), "--format", "html", "-o", path) == 2
     assert list(tmp_path.iterdir()) == []
-
-
-# --- foreign text --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n"])

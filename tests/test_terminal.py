@@ -30,9 +30,6 @@ def shown(document: Document, width: int = 80) -> str:
     return file.getvalue()
 
 
-# --- the width -----------------------------------------------------------------------------------
-
-
 def fits(text: str, width: int) -> bool:
     return "…" not in text and all(cell_len(line) <= width for line in text.splitlines())
 
@@ -69,9 +66,6 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
     summary = audit().summary.model_copy(update={"map": heads})
     text = shown(document_of(audit(summary=summary)))
     assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
-
-
-# --- foreign text --------------------------------------------------------------------------------
 
 
 def everything(name: str) -> AuditReport:

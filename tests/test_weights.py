@@ -78,9 +78,6 @@ def matters(found: WeightsReport, what: str) -> list[tuple[str, str | None]]:
     return [(r.source, r.tensor) for r in found.remarks if r.what == what]
 
 
-# --- what is compared ----------------------------------------------------------------------------
-
-
 def test_equal_weights_are_said_to_be_equal(compare: Compare) -> None:
     """Every element equal: one sentence, and no remark."""
     found = compare(state(), state())
@@ -99,9 +96,6 @@ def test_weights_in_bfloat16_are_set_beside_a_coarser_cast(compare: Compare) -> 
     found = compare({k: x.to(torch.float8_e4m3fn) for k, x in state().items()}, state(1))
     assert found.totals[0].yardstick is None
     assert "is coarser than how a.pt is stored" in said(found)
-
-
-# --- what cannot be ------------------------------------------------------------------------------
 
 
 def test_missing_extra_and_reshaped_tensors_are_named(compare: Compare) -> None:
@@ -163,9 +157,6 @@ def test_a_tied_head(compare: Compare) -> None:
         assert matters(found, "missing") == matters(found, "extra") == []
     found = compare(state(), state(**{HEAD: state()[EMBEDDING] + 0.5}))
     assert matters(found, "extra") == [("b.pt", HEAD)]
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -236,9 +227,6 @@ def test_on_a_gpu_the_numbers_are_the_same(run: Any, tmp_path: Path) -> None:
         for name, value in one.model_dump().items():
             wanted = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
             assert getattr(other, name) == wanted, (one.tensor, name)
-
-
-# --- the numbers of two tensors and of many ------------------------------------------------------
 
 
 RELATIVE = 1e-12
@@ -351,9 +339,6 @@ def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
     assert {k: found[k] for k in same} == {k: clean[k] for k in same}
 
 
-# --- every kind of file, damaged and hostile ones ------------------------------------------------
-
-
 STATE = {
     "layers.0.w": torch.arange(12, dtype=torch.float32).view(4, 3),
     "layers.0.b": torch.arange(4).to(torch.bfloat16),
@@ -410,8 +395,6 @@ def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["head"].read(), x)
     assert found.find("none") is None
 
-
-# --- distributed checkpoints in pieces -----------------------------------------------------------
 
 WHOLE = torch.arange(35, dtype=torch.float32).view(7, 5)
 QUARTERS = [
