@@ -323,6 +323,12 @@ PLANTED = (
         shape=Shape(changes=(("sinks", torch.tensor([2.0, 3.0, 4.0, 5.0])),)),
     ),
     Planted(
+        name="sinks twice",
+        wrong=exactly(sinks=torch.tensor([2.0, 3.0, 4.0, 5.0]) + math.log(2)),
+        says="counted twice",
+        shape=Shape(changes=(("sinks", torch.tensor([2.0, 3.0, 4.0, 5.0])),)),
+    ),
+    Planted(
         name="last tile dropped",
         wrong=changed(lambda c: {"k": c.k[:, :, :64], "v": c.v[:, :, :64]}),
         says="last 36 keys",

@@ -12,14 +12,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from loaded import load
+from on_bench import HERE, prepare, task_of
+from torch import Tensor
 
+from numdev.audit.task import measure_task
 from numdev.explain import wrong_function
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
-from numdev.kernels import find
+from numdev.kernels import find, of_function
 from numdev.kernels.reference import attend
+from numdev.sources.loss import with_drawn
 
 rates = load("benchmarks/suspicion_rates.py")
+planted_kernels = load("benchmarks/planted.py")
 CAUSAL = (("is_causal", True),)
 LOST_IN_ROUNDING = {("scale x 1.01", "bfloat16")}
 """One bfloat16 rounding of the output is more than a tenth of what this mistake does."""
@@ -117,3 +122,29 @@ def test_the_best_explanations_come_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(wrong_function, "scales", lambda case: [])
     found = wrong_function._search(Cuts())  # type: ignore[arg-type]
     assert [cut for _, cut in found] == [40.0, 30.0]
+
+
+def _scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """The scale is off by 0.1 %, which a rounding in bfloat16 hides."""
+    scale = 1.001 * q.shape[-1] ** -0.5
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=scale
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "tensor", "cause"),
+    [
+        (_scaled, "out", "the scale is 1.0010 times what was asked"),
+        (planted_kernels.dq_without_scale, "dq", "dq lacks the scale"),
+        (planted_kernels.sound, "out", None),
+    ],
+)
+def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) -> None:
+    """From the same call in float32; a gradient by its factor; and a sound kernel by nothing."""
+    case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)
+    bench = prepare(with_drawn(case, 0), "bfloat16", gradients=True)
+    kernel = of_function("mine", function)
+    rows = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows
+    assert {r.suspicion for r in rows if r.tensor == tensor} == {cause}
+    assert all(r.suspicion is None for r in rows if r.role != "kernel")

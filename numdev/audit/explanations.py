@@ -1,16 +1,13 @@
 """What explains the errors of a measured kernel: a known way of rounding, its rounding sites, the
 rows that err most, and where along a call errors are.
 
-Without a declared claim a kernel is held to `fa2`. Where it errs beyond that, other ways sound code
-rounds are tried on the same inputs (`likeness`): claims of PyTorch's fused operators, presets that
-stand for real code (not `golden2024` and `qiu2025`, whose running sums in the working format are a
-fault here), and PyTorch code with autograd's gradients. A way explains a kernel whose errors it has
-element by element: the residual |x - way| / |x - r|, rows counting alike, is at most a half over
-all tensors, and sqrt(1/2) in each beyond its limit. A prediction that is merely larger leaves 1."""
+Without a declared claim a kernel is held to `fa2`; where it errs beyond that, other ways sound code
+rounds are tried (`likeness`); the running sums of `golden2024` and `qiu2025` are a fault here."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +34,8 @@ from numdev.explain.attribution import (
     weighed,
 )
 from numdev.explain.words import sentence
-from numdev.formats import Format, round_to
+from numdev.explain.wrong_function import suspect
+from numdev.formats import FORMATS, Format, round_to
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
@@ -98,8 +96,8 @@ def _excess(rule: str, value: float | None, row: DeviationRow | None = None, n: 
 
 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
-    """The tensors of one call that are beyond what the default rules allow them beside `fa2`; none
-    where that is no matter of rounding: something is not finite, another function is suspected."""
+    """The tensors of one call that are beyond what the default rules allow them; none where that is
+    no matter of rounding: something is not finite, another function is suspected."""
 
     def is_beyond(heads: Sequence[DeviationRow]) -> bool:
         predicted = [r for r in heads if r.expected_ratio is not None]
@@ -118,6 +116,30 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     if any(row.nonfinite or row.suspicion for row in rows):
         return ()
     return tuple(t for t in TERMS if is_beyond([r for r in rows if r.tensor == t]))
+
+
+def name_again(
+    measured: Measured, kernel: Kernel, options: Mapping[str, Any], bench: Bench, run: Runner
+) -> None:
+    """Name what an output beyond its limits is of, if the kernel run on the same inputs in a finer
+    format tells: in 16 bits rounding hides a small mistake."""
+    rows, select, output = measured.rows, bench.selection, measured.output
+    if output is None or "out" not in beyond(rows):
+        return
+    case, heads = dataclasses.replace(bench.case, grad_out=None), select.heads
+    finer = [FORMATS[n] for n in ("float32", "float16")]
+    for fmt in (f for f in finer if f.unit_roundoff < case.format.unit_roundoff):
+        again = run(kernel, wide := case.rounded_to(fmt), options)
+        if isinstance(again, Failure):
+            continue
+        places = (heads, heads, select.queries, output.out)
+        causes = suspect(wide, again.out, bench.reference, *places)
+        for at, row in enumerate(rows):
+            if row.tensor == "out" and row.head is not None and (by := causes.get(row.head)):
+                more = {"suspicion": by.cause, "suspicion_cut": by.cut}
+                rows[at] = row.model_copy(update=more)
+        if causes:
+            return
 
 
 def likeness(

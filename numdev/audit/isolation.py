@@ -4,8 +4,7 @@
 CUDA fault ruins its process, a segmentation fault ends it, a hang never does: `Isolated` runs
 kernels in a worker process with a time limit, kept as long as nothing fails, bit for bit as here.
 The worker leads a process group, killed as a whole at the limit, on Ctrl-C, on `close`, and by its
-guard when this process is gone. (Not `multiprocessing`: its children import the caller's main
-module again, and Dask's workers may have none.)"""
+guard when this process is gone. (`multiprocessing` would import the caller's main module.)"""
 
 from __future__ import annotations
 

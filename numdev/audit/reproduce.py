@@ -1,9 +1,8 @@
 """A report's findings, each made small and written as a script (`numdev.audit.script`).
 
 The call a finding is worst in is opened again from the source, rounded as the kernel saw it, and
-reduced for as long as the accused row is accused again, by the same measurements and limit; a
-kernel that raises is asked whether it still does. What does not come again gets no script, and that
-is said. `reduce` leaves out heads, sequences, keys and query rows from the ends, by bisection."""
+reduced for as long as the accused row is accused again, by the same measurements and limit, or the
+kernel raises. What does not come again gets no script, and that is said."""
 
 from __future__ import annotations
 

@@ -87,14 +87,12 @@ def write(
     limit: float | None = None,
     folder: Path | None = None,
 ) -> Path:
-    """Write reproduce.py and tensors.safetensors into `directory`; returns the script.
-
-    `head` is a kv head for dk and dv. With grad_out inputs require gradients also where `tensor` is
-    out or lse. `metric` is one of FIGURES, `noise`, or `raises`; `observed` its value. The
-    deviation shows from `limit` on: by default half of that, and one element for `nonfinite`.
-    `options` are those that are not the kernel's defaults; `folder` is where its module is looked
-    for last. Raises UsageError for an option that has no spelling, MeasurementError for a format
-    without a dtype, gradients of inputs that are not finite, and where nothing can be written."""
+    """Write reproduce.py and tensors.safetensors into `directory`; returns the script. `head` is a
+    kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`; `observed` its value.
+    The deviation shows from `limit` on: by default half of that, and one element for `nonfinite`.
+    `options`: not defaults. Raises UsageError for an option that has no spelling, MeasurementError
+    for a format without a dtype, gradients of inputs that are not finite, and where nothing can be
+    written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
     if case.working is not None:
         raise MeasurementError(f"no reproducer: torch has no dtype for {case.working.name}")

@@ -1,16 +1,14 @@
 """Everything else a kernel may have computed, each with what would come out at a probe's elements.
 
-Most alternatives are another case (`numdev.explain.mistakes`), answered by its fp64 reference.
-The rest are here: no case describes an output that was not divided by the row sum, or memory read
-in another order than it was written in; and factors of the scale and of the output, estimated from
-what the kernel returned. What an alternative explains, and which of several is named, is for
-`numdev.explain.wrong_function` to judge."""
+Most alternatives are another case (`numdev.explain.mistakes`). Here are those that none describes:
+an output not divided by the row sum, memory read in another order, and factors of the scale and of
+the output, estimated from what the kernel returned. `numdev.explain.wrong_function` judges."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -109,9 +107,7 @@ def _rewritten(p: Probe, x: Tensor) -> Reference:
 
 def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     """The factors of the scale and of the output that fit every other row, with their cuts on the
-    rest: an estimate gives the data a say in the alternative. A factor that differs from 1 by no
-    more than two roundings of the scores (2u) is none. Wrong scales that have a name need no
-    estimate: they are in `numdev.explain.mistakes`."""
+    rest. A factor within two roundings of the scores (2u) of 1 is none."""
     shape = probe.exact.empty.shape
     if int((~probe.exact.empty).sum()) < LEAST_ROWS:
         return
@@ -123,7 +119,8 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
         (_out_factor(probe, fit), "the output is {} times too large", Probe.multiplied),
     ):
         if factor is not None and abs(factor - 1) > least:
-            shown = f"{factor:.{3 if factor < 10 else 4}f}" if factor >= 0.1 else f"{factor:.3g}"
+            places = 4 if factor > 10 or abs(factor - 1) < 2e-3 else 3
+            shown = f"{factor:.{places}f}" if factor >= 0.1 else f"{factor:.3g}"
             again = partial(apply, factor=factor)
             yield (words.format(shown), again), probe.cut(again(probe), judge)
 
@@ -137,9 +134,8 @@ def _out_factor(p: Probe, fit: Tensor) -> float | None:
 
 
 def _scale_factor(p: Probe, fit: Tensor) -> float | None:
-    """The factor of the scale that leaves the least residual: a coarse grid, a golden-section
-    search around its best point, and three Gauss-Newton steps. None where the scale is 0 or no row
-    can be compared."""
+    """The factor of the scale that leaves the least residual: a grid, and Gauss-Newton steps from
+    its best point. None where the scale is 0 or no row can be compared."""
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None
@@ -148,35 +144,12 @@ def _scale_factor(p: Probe, fit: Tensor) -> float | None:
         x = p.scaled(math.exp(logarithm)).out
         return torch.where(where & finite(x), (p.out - x) / p.unit, 0.0)
 
-    def residual(logarithm: float) -> float:
-        return float(error(logarithm).norm())
-
-    step = 0.5 * math.log(2)
-    best = min((i * step for i in range(-10, 11)), key=residual)
-    at = _golden(residual, best - step, best + step)
-    for _ in range(3):
+    step = 0.25 * math.log(2)
+    at = min((i * step for i in range(-20, 21)), key=lambda x: float(error(x).norm()))
+    for _ in range(4):
         here = error(at)
         rise = (error(at + 1e-5) - here) / 1e-5
         size = float((rise * rise).sum())
         move = -float((rise * here).sum()) / size if size > 0 else 0.0
-        if abs(move) > step or residual(at + move) > residual(at):
-            break
-        at += move
+        at += move if abs(move) < step else 0.0
     return math.exp(at)
-
-
-def _golden(f: Callable[[float], float], low: float, high: float, *, steps: int = 14) -> float:
-    """Where f is least between low and high, by golden-section search."""
-    ratio = (math.sqrt(5) - 1) / 2
-    a, b = high - ratio * (high - low), low + ratio * (high - low)
-    fa, fb = f(a), f(b)
-    for _ in range(steps):
-        if fa <= fb:
-            high, b, fb = b, a, fa
-            a = high - ratio * (high - low)
-            fa = f(a)
-        else:
-            low, a, fa = a, b, fb
-            b = low + ratio * (high - low)
-            fb = f(b)
-    return a if fa <= fb else b

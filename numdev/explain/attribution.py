@@ -1,20 +1,8 @@
 """Which roundings explain a kernel's errors.
 
-The errors of an emulation are compared with the kernel's element by element. What is left, the
-*residual* |o - emulation| / |o - r|, is 0 where the emulation makes the kernel's every error and
-about 1.4 where it makes errors of the same size and nothing more. An emulation explains a kernel
-when the residual is at most one half and clearly below that of every other preset: agreeing in size
-is not enough, and a wrong tile correlates too. Otherwise the answer is "unknown", with the nearest.
-
-Rows count alike (each is divided by its term scale), as in row_rel. Where a kernel is explained,
-one site at a time is made exact, and the share of the squared error that goes with it is the
-site's. Roundings are independent, so shares add up to about 1; those that follow one another on the
-same number are one site, since the next takes over when one is left out.
-
-A preset is tried with its own tiles, then over tile sizes, both orders of the keys, and the exps
-and rounding modes real kernels have. In a gradient tiles tell where a sum over them is rounded from
-one to the next: what is tried is where FlashAttention-2 may keep its sums (in the working format,
-those of a group apart or not), with tiles, and whence its delta is."""
+The *residual* |o - emulation| / |o - r| is 0 where the emulation makes the kernel's every error and
+about 1.4 where it makes others of the same size. An emulation explains a kernel when the residual
+is at most one half and clearly below that of every other preset; else the answer is "unknown"."""
 
 from __future__ import annotations
 
@@ -33,8 +21,7 @@ from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, SITES, Recipe
 from numdev.report import SiteShare
 
 Claim = Mapping[str, Any]
-Emulate = Callable[[Claim], Tensor]
-"""The tensor in question, as the emulation with these options has it on the kernel's inputs."""
+Emulate = Callable[[Claim], Tensor]  # the tensor in question, as an emulation has it
 
 EXPLAINS = 0.5  # the largest residual of an explanation
 CLEARLY = 0.8  # and it is at most this share of the next preset's
@@ -44,7 +31,6 @@ PRESETS: Mapping[str, Claim] = {
        for name in ("fa2", "fa2-consistent", "eager", "golden2024", "qiu2025")},
     "one cast": {"preset": "exact", **dict.fromkeys(SITE_OF.values(), "working")},
 }  # fmt: skip
-"""What is tried, by the name it has in a sentence."""
 TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)  # keys, tried with presets that have tiles
 ROWS = (32, 64, 128, 256, 512)  # tried where dk or dv is rounded after every tile of rows
 SUMS: tuple[Claim, ...] = tuple(  # gradients that are summed in the working format
@@ -94,10 +80,8 @@ def attribute(
     group: int = 1,
 ) -> Attribution | None:
     """Which roundings explain `output` [B, H, rows, d] against `exact`; None where it has no error.
-
-    `scale` [B, H, rows] is what a row's errors are divided by (`row_weights`). `fmt` is the working
-    format. `claim` is tried first, under its preset's name. `tensor` says what it is: out, dq, dk
-    or dv, of `group` query heads to a kv head."""
+    `scale` [B, H, rows]: see `row_weights`; `fmt`: the working format; `claim`: tried first, under
+    its preset's name; `tensor`: out, dq, dk or dv, of `group` query heads to a kv head."""
     weight = row_weights(output, exact, scale, fmt)
     error = weighed(output.double() - exact, weight)
     size = float(error.norm())
@@ -136,10 +120,8 @@ def attribute(
 
 
 def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 of the others: where the
-    scale is below the format's smallest normal, or something is not finite. Errors below it are no
-    roundings but what the format, or fp32, has no room for, and one of them outweighs all others.
-    """
+    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 where the scale is below the
+    format's smallest normal (one error there outweighs all others) or something is not finite."""
     finite = output.double().isfinite().all(-1) & exact.isfinite().all(-1)
     usable = (scale >= fmt.smallest_normal) & finite
     return torch.where(usable, 1 / torch.where(usable, scale, 1.0), 0.0)[..., None]
@@ -156,10 +138,8 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
 def _search(
     claim: Claim | None, fit: Callable[[str, Claim], Fit], tensor: str, group: int
 ) -> list[Fit]:
-    """The best variant found of every preset, best preset first.
-
-    Where some preset fits as it is, the others get its tiles, order and exp too, so that it wins
-    by how it rounds. Else sums, tiles and orders are tried, and then the exps and modes."""
+    """The best variant found of every preset, best first. Where one fits as it is, the others get
+    its tiles, order and exp too. Else sums, tiles, orders, exps and modes are tried."""
     start = dict(PRESETS)  # a preset as it is, or as the kernel claims to be it
     for name, base in PRESETS.items():
         if claim is not None and claim.get("preset", "fa2") == base["preset"]:
@@ -230,10 +210,7 @@ def rounding_sites(
     claim: Claim, fmt: Format, tensor: str = "out", group: int = 1
 ) -> dict[str, tuple[str, ...]]:
     """The sites on the way to a tensor at which an emulation of inputs in `fmt` rounds to less than
-    fp32, each with those that are made exact with it: successive roundings of one number.
-
-    out depends on the sites of forward; a gradient on those of its own sum, and on those of both
-    passes that lead to P, dP, delta and dS as far as it is made of them."""
+    fp32, each with those that are made exact with it: successive roundings of one number."""
     made = recipe_of(claim)
 
     def narrow(site: str) -> bool:

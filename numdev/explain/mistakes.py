@@ -1,10 +1,8 @@
 """Named mistakes that are another case: the same call with one thing changed.
 
 Each family takes an `AttentionCase` and yields a cause in words with the fields it changes, where
-the mistake is possible in this call and would change what is computed. The same call under the
-wrong scale, mask, head mapping or length is a case like any other, so its answer is the fp64
-reference's, and nothing is computed here. Mistakes that are no case (layouts, a missing division,
-factors estimated from the data) are in `numdev.explain.alternatives`."""
+the mistake is possible and would change what is computed. The answer is the fp64 reference's of the
+changed case. Mistakes that are no case are in `numdev.explain.alternatives`."""
 
 from __future__ import annotations
 
@@ -17,8 +15,13 @@ import torch
 
 from numdev.cases import AttentionCase
 
-Changes = Iterator[tuple[str, dict[str, Any]]]
-"""Causes in words, each with the fields of the case that it changes."""
+Changes = Iterator[tuple[str, dict[str, Any]]]  # causes, with the fields of the case they change
+
+TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # of keys, in kernels in use
+LOGARITHMS = {
+    "lacks log2(e) before an exponential to base 2": math.log(2),
+    "has log2(e) in it before an exponential to base e": 1 / math.log(2),
+}
 
 
 def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
@@ -113,7 +116,9 @@ def _masks(case: AttentionCase) -> Changes:
         yield "the bool mask is added to the scores as 0 and 1", {"mask": added}
     else:
         yield "the additive mask is subtracted", {"mask": -mask}
-        yield "the additive mask is scaled like the scores", {"mask": mask.double() * case.scale}
+        factors = {**LOGARITHMS, "is scaled like the scores": case.scale}
+        for words, factor in factors.items():
+            yield f"the additive mask {words}", {"mask": mask.double() * factor}
     if mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2] > 1:
         yield "the mask is transposed", {"mask": mask.transpose(-1, -2)}
     if mask.ndim >= 3 and mask.shape[-3] > 1:
@@ -148,12 +153,16 @@ def _batches(case: AttentionCase) -> Changes:
         return
     first = [0] * case.q.shape[0]
     yield "every batch entry reads entry 0's k and v", {"k": case.k[first], "v": case.v[first]}
+    yield (
+        "every batch entry reads entry 0's q, k and v",
+        {n: getattr(case, n)[first] for n in "qkv"},
+    )
 
 
 def _keys(case: AttentionCase) -> Changes:
     """Keys lost at the end, or padding that counts as keys."""
     n = case.kv_len
-    tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in (16, 32, 64, 128))}
+    tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
         if 0 < lost < n:
             words = "the last key is" if lost == 1 else f"the last {lost} keys are"
@@ -216,3 +225,6 @@ def _softcap(case: AttentionCase) -> Changes:
 def _sinks(case: AttentionCase) -> Changes:
     if case.sinks is not None:
         yield "the attention sinks are ignored", {"sinks": None}
+        yield "the attention sinks are counted twice", {"sinks": case.sinks.double() + math.log(2)}
+        for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
+            yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}

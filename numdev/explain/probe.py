@@ -1,16 +1,13 @@
 """The part of a call on which an alternative is held against what a kernel returned.
 
 At most 2 batch entries, 8 heads and 64 query rows of a head (fewer of each when there are many
-keys), among them the first rows, the last and the worst: then an alternative costs one reference of
-that size. A `Probe` answers what a variant of the call would return at its elements, and by how
-much the residual shrinks against that (`cut`). What cut accuses: `numdev.explain.wrong_function`.
-"""
+keys), among them the first rows, the last and the worst."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,17 +77,14 @@ class Probe:
 
     def answer(self, case: AttentionCase) -> Reference:
         """The fp64 reference of a variant of the case, at the probe's elements."""
-        return self._joined([attend(self.part(case, rows)) for rows in self.blocks])
+        parts = [attend(self.part(case, rows)) for rows in self.blocks]
+        names = ("out", "lse", "term_scale", "empty")
+        joined: dict[str, Any] = {n: torch.cat([getattr(x, n) for x in parts], 2) for n in names}
+        return Reference(**joined)
 
     def scaled(self, factor: float) -> Reference:
         """The same of the case with `factor` times its scale."""
         return self.answer(dataclasses.replace(self.case, scale=self.case.scale * factor))
-
-    @staticmethod
-    def _joined(parts: Sequence[Reference]) -> Reference:
-        names = ("out", "lse", "term_scale", "empty")
-        joined: dict[str, Any] = {n: torch.cat([getattr(x, n) for x in parts], 2) for n in names}
-        return Reference(**joined)
 
     @cached_property
     def exact(self) -> Reference:
@@ -116,11 +110,7 @@ class Probe:
     def cut(self, alternative: Reference, rows: Tensor | None = None) -> float:
         """How many times smaller the residual is against the alternative, plainly or with the term
         scale as the unit, whichever is less; 0 where it cannot be judged: too few numbers, or more
-        than half of them in rows without a key there.
-
-        `rows` [b, h, rows] restricts it. No residual counts as less than a rounding floor of the
-        alternative (u * ||a|| / sqrt(12)), so that the cut is never infinite, and alternatives
-        that differ by less than the output can hold are alike."""
+        than half of them in rows without a key. A residual counts as a rounding floor at least."""
         usable = self.usable if rows is None else self.usable & rows[..., None]
         both = usable & ~alternative.empty[..., None] & finite(alternative.out)
         if int(both.sum()) < max(LEAST_ELEMENTS, 0.5 * int(usable.sum())):
@@ -136,8 +126,7 @@ class Probe:
         return min(cuts)
 
 
-Alternative = tuple[str, Callable[[Probe], Reference]]
-"""A cause in words, and what would come out at a probe's elements."""
+Alternative = tuple[str, Callable[[Probe], Reference]]  # a cause, and what would come out
 
 
 def room_for_heads(case: AttentionCase) -> int:

@@ -1,7 +1,4 @@
-"""Which roundings explain a kernel's errors, in sentences: of one call, and of all together.
-
-Pure functions of report rows; what is compared, and when it is an explanation, is decided in
-`numdev.explain.attribution`."""
+"""Which roundings explain a kernel's errors, in sentences: of one call, and of all together."""
 
 from __future__ import annotations
 

@@ -1,22 +1,14 @@
 """A different function: when a kernel is far off, which named mistake explains it.
 
-A wrong scale, mask, layout or head mapping is not rounding, and it should be said in words. But a
-large error alone is no proof: an ill-conditioned call can reach any ratio with sound arithmetic. So
-an accusation needs a *named alternative*: the same call with one mistake in it, whose own fp64
-reference explains what the kernel returned. The rule, for output o, reference r and alternative a:
-
-    ||o - a|| <= ||o - r|| / 10, plainly and with every element divided by its term scale.
-
-Otherwise nothing is named. Alternatives that explain the output equally well (within a factor of
-two of the best) are all named, since the data do not tell them apart.
-
-When it searches (`far_off`). The alternative is at least a rounding floor away from any output, so
-a tenfold cut needs an error of ten floors; and an error that the plain baseline makes too, on the
-same data, is what rounding costs there, however large. Both only save time: the rule accuses."""
+An ill-conditioned call reaches any error with sound arithmetic, so an accusation needs a *named
+alternative* a, whose own fp64 reference explains the output o ten times better than attention's r:
+||o - a|| <= ||o - r|| / 10, plainly and with every element divided by its term scale. Alternatives
+within a factor of two of the best are all named. `far_off` only saves time."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +24,8 @@ from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
+SAME = 4e-3  # how near an estimated factor is to a known one: a rounding in bfloat16
+SHRINKS = 1.01  # the least cut in the format of a finding, where a finer one has found its cause
 FLOORS, BASELINES = 10.0, 2.0  # from where on a search is worth it
 ALIKE = 2.0  # alternatives with a residual within this factor of the best one's are not told apart
 
@@ -50,6 +44,29 @@ def far_off(metrics: dict[str, Any]) -> bool:
     return floors is not None and floors >= FLOORS and (baselines is None or baselines >= BASELINES)
 
 
+def off_by_a_factor(
+    x: Tensor, r: Tensor, terms: Tensor, unit_roundoff: float, scale: float
+) -> Suspicion | None:
+    """The one factor that explains a gradient of a head, by the same rule; `scale`: the call's."""
+    x, size = x.double(), float(r.norm())
+    if not size > unit_roundoff * float(terms.norm()):  # it cancels to nothing
+        return None
+    factor = float((x * r).sum()) / size**2
+    floor = unit_roundoff / math.sqrt(12) * abs(factor) * size
+    cut = float((x - r).norm()) / max(float((x - factor * r).norm()), floor, 2.0**-53 * size)
+    if not cut >= CUT or abs(factor - 1) <= 2 * unit_roundoff:
+        return None
+    known = {
+        "is 0": 0.0,
+        "is ln 2 times what it should be": math.log(2),
+        "is log2(e) times what it should be": 1 / math.log(2),
+        "lacks the scale": 1 / scale,
+        "has the scale twice": scale,
+    }
+    same = (words for words, f in known.items() if abs(factor - f) <= SAME * (abs(f) or 1.0))
+    return Suspicion(cause=next(same, f"is {factor:.3f} times what it should be"), cut=cut)
+
+
 def suspect(
     case: AttentionCase,
     out: Tensor,
@@ -57,13 +74,15 @@ def suspect(
     heads: Sequence[int],
     far: Sequence[int],
     rows: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> dict[int, Suspicion]:
     """Query head to what it computes instead, for those heads of `far` of which that can be said.
 
     `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows `rows` if not
-    in all, `far` a selection of `heads`.
-    First one cause is sought for all heads together (a mistake is seldom in one head, and heads
-    that are right speak against wrong causes), then for the worst head alone."""
+    in all, `far` a selection of `heads`. `first`: what the kernel returned of the same inputs in a
+    coarser format, whose residual has to shrink too.
+    A cause is sought for all heads together (those that are right speak against wrong causes),
+    then for the worst alone."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_errors(out[:, list(heads)], exact, rows)
@@ -81,6 +100,9 @@ def suspect(
         for head in worst:  # held to the rule in every head that is far off
             probe = Probe.of(case, out, [head], errors[:, [heads.index(head)]], whole)
             cut = probe.cut(best(probe))
+            if first is not None:
+                coarse = Probe.of(case, first, [head], errors[:, [heads.index(head)]], whole)
+                cut = cut if coarse.cut(best(coarse)) > SHRINKS else 0.0
             if cut >= CUT:
                 suspicions[head] = Suspicion(cause=cause, cut=cut)
         return suspicions
@@ -100,8 +122,7 @@ def _search(probe: Probe) -> list[tuple[Alternative, float]]:
 def _any_scale(
     alike: Sequence[tuple[Alternative, float]], case: AttentionCase
 ) -> list[tuple[Alternative, float]]:
-    """Several wrong scales that explain the output alike say that it does not depend on which:
-    one key has all the weight, say. Then the factor is unknown, and that is said."""
+    """Several wrong scales that explain the output alike: the factor is unknown, as is said."""
     known = {cause: changes["scale"] for cause, changes in scales(case)}
     wrong = [cause for (cause, _), _ in alike if cause in known]
     if len(wrong) < 2 or len(wrong) < len(alike):
