@@ -76,6 +76,7 @@ class CaseConfig(Strict):
     """None: 1 / sqrt(head_dim)."""
     inputs: Named = Choice(name="normal")
     mask: MaskKind | None = None
+    sinks: bool = False  # one extra logit per head, N(0, 1)
     layout: Layout = "contiguous"
     axes: dict[str, Scalar] = Field(default_factory=dict)
     """For a cell of a grid: its place on every axis. Filled in when the grid is expanded."""

@@ -48,11 +48,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("numdev_cases")
     cases: list[Any] = list(marker.args) if marker else []
     if not cases:
-        from numdev.config import CheckConfig
-        from numdev.yamlfile import bundled, read_yaml
+        from numdev.audit.check import default_cases
 
-        found = read_yaml(bundled("check/default.yaml"), CheckConfig).cases
-        cases = [case.name for case in found]
+        cases = [case.name for case in default_cases()]
     names = (case.get("name") if isinstance(case, dict) else case for case in cases)
     ids = [str(x) if isinstance(x, str | Path) else f"case{i}" for i, x in enumerate(names)]
     metafunc.parametrize(CASE, cases, ids=ids)

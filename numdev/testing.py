@@ -165,6 +165,7 @@ def _directory(given: str | Path | None, name: str) -> Path:
 # --- in words, for pytest, which indents them in 80 columns --------------------------------------
 
 WIDTH = 72
+LACKS = "the function takes no "  # `numdev.kernels.plain`
 LISTED = 4  # findings
 CLAIM = (
     "Without `claims` a function is held against the roundings of FlashAttention-2: P, dS and the "
@@ -214,7 +215,13 @@ def _left_out(report: AuditReport, *, grouped: bool) -> Iterator[str]:
     for row in rows:
         if row.status == "skipped":
             reasons.setdefault((row.tensor == "dq", row.reason or ""), []).append(row.case)
+    lacking = [why.removeprefix(LACKS).split(":")[0] for _, why in reasons if LACKS in why]
+    if lacking:
+        names = ", ".join(dict.fromkeys(", ".join(lacking).split(", ")))
+        yield f"Not tested, since the function has no parameter for it: {names}."
     for (backward, why), cases in reasons.items():
+        if LACKS in why:
+            continue
         what = "backward passes" if backward else "calls"
         which = "" if len(cases) == every else f" ({', '.join(dict.fromkeys(cases))})"
         yield f"Skipped: {len(cases)} of {every} {what}{which}: {why.rstrip('.')}."

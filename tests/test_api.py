@@ -96,9 +96,48 @@ def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
     rows = [r for r in result.report.rows if r.role == "kernel" and r.status == "ok"]
     assert {r.tensor for r in rows} == {"out", "lse", "dq", "dk", "dv"}
     assert {r.format for r in rows} == {"bfloat16", "float16"}
-    assert {r.case for r in rows} == {c.name for c in default_cases() if c.mask is None}
-    assert len(result.skipped) == 2  # no mask is taken, and no grouped heads
-    assert "(padding, additive-mask, empty-rows): the function takes no mask" in result.skipped[0]
+    plain = [c for c in default_cases() if not (c.mask or c.window or c.softcap or c.sinks)]
+    assert {r.case for r in rows} == {c.name for c in plain if not c.causal_offset}
+    lacks = "Not tested, since the function has no parameter for it: mask, window, softcap, sinks."
+    assert result.skipped[0] == lacks
+    assert "(large-values): V is beyond the largest number of float16" in " ".join(result.skipped)
+    assert len(result.skipped) == 3  # and no grouped heads
+
+
+def offering(fault: str) -> Callable[..., Tensor]:
+    """A function with a parameter for all there is but a mask, and a fault in one."""
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False,
+        window_size: Any = (-1, -1), softcap: float = 0.0, sinks: Any = None,
+    ) -> Tensor:  # fmt: skip
+        S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+        if softcap and fault != "softcap":
+            S = softcap * torch.tanh(S / softcap)
+        i, j = (torch.arange(n) for n in S.shape[-2:])
+        far = (j > i[:, None]) if is_causal else torch.zeros(S.shape[-2:], dtype=torch.bool)
+        if window_size[0] >= 0 and fault != "window":
+            far = far | (j < i[:, None] - window_size[0])
+        S = S.masked_fill(far, -math.inf)
+        if fault == "maximum":
+            return ((S.exp().to(q.dtype) @ v).float() / S.exp().sum(-1, keepdim=True)).to(q.dtype)
+        if sinks is not None and fault != "sinks":
+            S = torch.cat([S, sinks.float()[None, :, None, None].expand(*S.shape[:3], 1)], dim=-1)
+        P = S.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype)
+        return P @ (v.half().to(v.dtype) if fault == "values" else v)
+
+    return kernel
+
+
+OFFERED = {"softcap": "soft-cap", "window": "window", "sinks": "sinks", "maximum": "high-scores",
+           "values": "large-values"}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", OFFERED)
+def test_what_a_function_offers_is_exercised(fault: str) -> None:
+    """Each in a case of its own, in which the sound function passes."""
+    check_attention(offering(""), cases=OFFERED[fault], formats="bfloat16")
+    failing(offering(fault), cases=OFFERED[fault], formats="bfloat16")
 
 
 QUICK = {
@@ -252,7 +291,7 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     [
         (not_implemented, {}, "only 128 features"),
         (broken_kernels.refuses, {}, "head_dim 4 is too small"),
-        (plain, {"cases": "padding"}, "the function takes no mask"),
+        (plain, {"cases": "padding"}, "no parameter for it: mask"),
         (without_backward, {"backward": True, "claims": EAGER}, "none could be measured"),
     ],
 )

@@ -152,7 +152,11 @@ def test_massive_channel(fmt: str) -> None:
     [
         ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
         ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
-        ("normal", {"shapes": 1}, "input regime normal has no parameter 'shapes'; known: logits"),
+        (
+            "normal",
+            {"shapes": 1},
+            "input regime normal has no parameter 'shapes'; did you mean 'values'",
+        ),
         ("normal", {"logits": "big"}, "normal cannot be drawn with logits='big'"),
         ("ties", {"count": 0}, "ties cannot be drawn with count=0: count must be at least 1"),
         ("outliers", {"variance": -1.0}, r"outliers cannot be drawn with variance=-1\.0"),

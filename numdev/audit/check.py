@@ -1,7 +1,5 @@
 """A check: one kernel on small cases, held to the gate's rules. What `numdev.testing` offers.
-
-The line of an audit with a judgement at its end: a source, the loop, the report, the rules. Nothing
-is kept on disk but the script of what is found."""
+Nothing is kept on disk but the script of what is found."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel
-from numdev.kernels.output import GRADIENTS, differentiate
+from numdev.kernels.output import GRADIENTS, differentiate, refuse
 from numdev.report import AuditReport
 from numdev.report.summary import summarise
 from numdev.sources.loss import with_drawn
@@ -57,7 +55,6 @@ def check(
 ) -> tuple[AuditReport, Judgement, bool, list[Path], list[str]]:
     """Measure `kernel` on the source's cases, judge it, and write a script of the gravest finding;
     returns the report, the judgement, whether it passed, the script, and why there is none.
-
     `reproducers` makes the directory for a script, which finds the kernel's module in `folder`.
     With `backward` True a kernel whose gradients could not be measured does not pass. Raises
     UsageError for a format no kernel can run in, MeasurementError for another system's rules."""
@@ -107,12 +104,13 @@ def check(
 
 
 def declining(kernel: Kernel) -> Kernel:
-    """The kernel, with a NotImplementedError taken for a refusal, and failing where it writes into
-    its inputs. A NotImplementedError in the backward pass is that of a kernel that has none."""
+    """The kernel, with a NotImplementedError (in backward: that there is none) taken for a refusal,
+    and failing where it writes into its inputs."""
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(case: AttentionCase, **options: Any) -> Any:
+            refuse((case.v.isinf().any(), f"V is beyond the largest number of {case.format.name}"))
             try:
                 return function(case, **options)
             except NotImplementedError as error:

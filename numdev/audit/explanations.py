@@ -150,8 +150,7 @@ def likeness(
     system: System,
 ) -> Likeness | None:
     """The way that best explains an output of which `tensors` are beyond their limits under `fa2`;
-    `formats` are those of all that came back. None where no way does, or where an element cannot
-    be predicted (in float32). A way that cannot take the call is not tried."""
+    `formats` are those of all that came back. None where no way does, or none can be known."""
     names = [n for n in formats if n in bench.by_row]
     if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
         return None
@@ -209,7 +208,7 @@ def _ways(
 def _written(way: Way, bench: Bench) -> Step | None:
     """What a way that is written out returns, and autograd's gradients of it."""
     case = bench.restricted
-    if case.sinks is not None or case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
+    if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
     kernel = Kernel(name="written", function=way, any_rows=True)
     with bench.watch("predictions"):

@@ -1,7 +1,6 @@
 """The rule book: which rows are judged, by which number, up to where. Data; `judging` applies it.
 
-A threshold is a selector, a metric and a limit. Every limit of numdev stands in `configs/gate/`:
-the gate, the findings of every report, checks and files of one's own are all read here."""
+A threshold is a selector, a metric and a limit. All of numdev's limits stand in `configs/gate/`."""
 
 from __future__ import annotations
 
@@ -181,9 +180,8 @@ class Threshold(Limit):
         return self if other is None else self.model_copy(update={"at_most": other.at_most})
 
     def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
-        """As it is for a row with so few numbers that a ratio near 1 may be beyond the limit by
-        luck. A ratio of two independent root mean squares of n numbers has a standard deviation of
-        1/√n or less; a median of those of N heads, 1.25/√N of that. An interval has luck in it."""
+        """As it is for a row of few numbers. A ratio of root mean squares of n of them has a
+        standard deviation of 1/√n or less; a median of N, 1.25/√N of that; an interval has luck."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
         luck = (1.25 if heads > 1 else 1.0) / math.sqrt(row.elements * heads)

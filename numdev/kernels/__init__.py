@@ -50,9 +50,13 @@ Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
 def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
-    """What every fused kernel claims unless it says otherwise: FlashAttention-2's arithmetic, the
-    gradients of a group summed before they are rounded, which is the least that a kernel can do."""
+    """Unless it says otherwise: FlashAttention-2's arithmetic, a group summed before a cast."""
     return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
+
+
+def apart_like_fa2(case: AttentionCase, output: Output, system: System) -> Claim:
+    """The same of a function that is given k and v repeated: autograd sums what is rounded."""
+    return {"preset": "fa2"}
 
 
 def no_claim(case: AttentionCase, output: Output, system: System) -> Claim:
@@ -95,7 +99,7 @@ class Kernel:
     @property
     def declares(self) -> bool:
         """Whether its claims were given, and are not what is said of every kernel without any."""
-        return self.claims is not like_fa2
+        return self.claims not in (like_fa2, apart_like_fa2)
 
     def missing(self, system: System) -> str | None:
         """Why it cannot run on `system`, as a sentence; None when it can."""

@@ -38,9 +38,7 @@ def baseline(case: AttentionCase) -> Output:
     shown = visible(case, rows, keys)
     if shown is not None:
         S = S.masked_fill(~shown, -math.inf)
-    if case.sinks is not None:
-        sink = case.sinks.to(dtype)[None, :, None, None].expand(*S.shape[:3], 1)
-        S = torch.cat([S, sink], dim=-1)
+    S = _with_sinks(case, S)
     P = torch.softmax(S, dim=-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
     P = P[..., : case.kv_len]
     if shown is not None:
@@ -60,7 +58,8 @@ def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
     dtype, (scores, softmax, product) = case.q.dtype, wide
     k, v = _repeated(case)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
-    P = (S.float() if softmax else S).softmax(dim=-1)
+    S = _with_sinks(case, S)
+    P = (S.float() if softmax else S).softmax(dim=-1)[..., : case.kv_len]
     return ((P @ v.float()) if product else (P.to(dtype) @ v)).to(dtype)
 
 
@@ -81,7 +80,15 @@ def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
         a, P = (m_old - m).exp(), (part - m).exp()
         l = a * l + P.sum(dim=-1, keepdim=True)
         O = a * O + P.to(case.q.dtype).float() @ values.float()
+    l = l if case.sinks is None else l + (case.sinks.float()[:, None, None] - m).exp()
     return (O / l).to(case.q.dtype)
+
+
+def _with_sinks(case: AttentionCase, S: Tensor) -> Tensor:
+    if case.sinks is None:
+        return S
+    sink = case.sinks.to(S.dtype)[None, :, None, None].expand(*S.shape[:3], 1)
+    return torch.cat([S, sink], dim=-1)
 
 
 def _repeated(case: AttentionCase) -> list[Tensor]:

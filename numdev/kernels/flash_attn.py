@@ -88,10 +88,9 @@ def _attend(version: Version, case: AttentionCase, **options: Any) -> Output:
 def _claims(
     version: Version, case: AttentionCase, output: Output, system: System
 ) -> Mapping[str, Any] | None:
-    """Version 2 as PyTorch's copy of it; the others keep a group's dK and dV in fp32 until they are
-    summed (`dk_accum` in their sources), and their tiles are not documented. With a soft cap no
-    emulation stands for it: its tanh is the GPU's approximate one, off by 2^-11 of the value, which
-    is more than rounding P makes of scores of that size."""
+    """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum` in their
+    sources), in tiles that are not documented. With a soft cap no emulation stands for it: its tanh
+    is the GPU's approximate one, off by 2^-11, which is more than rounding P makes of such scores."""
     if case.softcap is not None:
         return None
     if version.number == 2:

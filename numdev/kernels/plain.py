@@ -16,7 +16,7 @@ import torch
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import UsageError
-from numdev.kernels import Kernel, fingerprint, options_of, summary_of
+from numdev.kernels import Kernel, apart_like_fa2, fingerprint, like_fa2, options_of, summary_of
 from numdev.kernels.output import why_not
 
 NAMES = {
@@ -80,6 +80,7 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
         supports=lambda case: _unsupported(roles, case),
         options={p.name: p.default for p in others},
         adapted=function,
+        claims=like_fa2 if roles["gqa"] else apart_like_fa2,
         **same,
     )
 
@@ -102,16 +103,18 @@ def _masks_positions_itself(case: AttentionCase, roles: Roles) -> bool:
 def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     """What the case needs and the function has no parameter for."""
     masked = case.mask is not None or case.restricts_positions
+    by_mask = masked and not _masks_positions_itself(case, roles)
     needs = {
-        "mask": masked and not _masks_positions_itself(case, roles),
+        "window": by_mask and case.window is not None and not roles["mask"],
+        "mask": by_mask and (case.mask is not None or case.window is None or bool(roles["mask"])),
         "softcap": case.softcap is not None,
         "sinks": case.sinks is not None,
         # d ** -0.5 and 1 / sqrt(d) may differ in the last bit.
         "scale": not math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-15),
     }
-    for role, needed in needs.items():
-        if needed and roles[role] is None:
-            return f"the function takes no {role}: no parameter is named {' or '.join(NAMES[role])}"
+    if lacking := [role for role, needed in needs.items() if needed and roles[role] is None]:
+        names = " or ".join(NAMES[lacking[0]])
+        return f"the function takes no {', '.join(lacking)}: no parameter is named {names}"
     return None
 
 

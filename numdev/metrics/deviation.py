@@ -30,8 +30,7 @@ from numdev.metrics.intervals import intervals, of_sums
 from numdev.metrics.row_sums import Totals, plain_sums, row_sums, to_host
 from numdev.metrics.yardstick import Yardstick
 
-Column = np.ndarray[Any, np.dtype[Any]]
-"""[H]: numbers or flags."""
+Column = np.ndarray[Any, np.dtype[Any]]  # [H]: numbers or flags
 INTEGERS = ("elements", "empty_rows", "nonfinite")
 Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
@@ -41,8 +40,7 @@ Metrics = dict[str, Any]
 class Deviation:
     """What an output comes to beside a yardstick, on the host."""
 
-    heads: list[Metrics]
-    """One dict per head."""
+    heads: list[Metrics]  # one dict per head
     along: Mapping[str, Column] = field(default_factory=dict)
     """Sums by bin of positions (`row_sums.ALONG`), [bins], where bins were given."""
 

@@ -33,8 +33,7 @@ class Noise:
 
     noise: float | None
     """Root mean square difference of two runs; None where no element is finite in any two."""
-    flickering: int
-    """Elements that are NaN or infinite in one run and not, or not so, in another."""
+    flickering: int  # elements that are NaN or infinite in one run and not, or not so, in another
 
 
 def noise(runs: Sequence[Tensor]) -> list[Noise]:

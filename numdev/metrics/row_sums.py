@@ -40,8 +40,7 @@ class RowSums:
     """Of an output, on the device."""
 
     sums: Sums
-    largest: dict[str, Tensor]
-    """[B, H, rows], of which the largest over rows counts."""
+    largest: dict[str, Tensor]  # [B, H, rows], of which the largest over rows counts
     signed: tuple[Tensor, ...] = ()
     """Signed differences from the floor in ulps at the term scale, by sequence: summed over rows
     [B, H, features]; along the sign of the reference, summed over rows and features [B, H]; and how
@@ -53,10 +52,8 @@ class Totals:
     """The same on the host."""
 
     rows: int
-    groups: dict[str, Numbers]
-    """[H, GROUPS], summed over the batch and the rows of a group."""
-    largest: dict[str, Numbers]
-    """[H]."""
+    groups: dict[str, Numbers]  # [H, GROUPS], summed over the batch and the rows of a group
+    largest: dict[str, Numbers]  # [H]
     signed: tuple[Numbers, ...]
     along: Mapping[str, Numbers] = field(default_factory=dict)
     """[bins]: sums over batch, heads and the rows of each bin; empty without bins."""

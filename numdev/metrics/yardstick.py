@@ -63,14 +63,10 @@ class RowScales:
 class Yardstick:
     """What outputs of one case in one format are measured against. Shapes [B, H, q_len, v_dim]."""
 
-    reference: Tensor
-    """fp64, from the same rounded inputs the kernel sees; never rounded back."""
-    term_scale: Tensor
-    """fp64, sum_j P_ij |V_jd|: what is added up before anything cancels."""
-    empty: Tensor
-    """bool [B, H, q_len]: fully masked rows."""
-    format: Format
-    """The output's format."""
+    reference: Tensor  # fp64, from the same rounded inputs the kernel sees; never rounded back
+    term_scale: Tensor  # fp64, sum_j P_ij |V_jd|: what is added up before anything cancels
+    empty: Tensor  # bool [B, H, q_len]: fully masked rows
+    format: Format  # the output's format
     lse: Tensor | None = None
     """fp64 [B, H, q_len], the reference's log-sum-exp: tells which rows repeat others."""
     baseline: Tensor | None = None

@@ -47,8 +47,7 @@ IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "floor_ratio", "nonfinite")
 """Metrics every report of a sweep gives for each cell, whatever is drawn."""
 SENTENCES = 12  # more are not read; the other curves are in the figures
 CELL = ["case", "role", "kernel", "chosen", "format"]
-Place = tuple[tuple[str, str], ...]
-"""Where a figure stands on the axes that no curve runs along."""
+Place = tuple[tuple[str, str], ...]  # where a figure stands on the axes that no curve runs along
 Lines = dict[tuple[str, Place, str], dict[str | None, CellRow]]
 """Metric, place and label of every curve; its cells by their value on the axis, in order. None is
 the value of a cell that the axis does not move."""

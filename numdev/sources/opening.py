@@ -30,7 +30,7 @@ from numdev.sources.loss import Upstream, drawn_from, find_upstream
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import model_inputs
-from numdev.sources.regimes import Shapes, check, draw, draw_mask
+from numdev.sources.regimes import Draws, Shapes, check, draw, draw_mask
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 
@@ -133,6 +133,7 @@ class Drawn:
         how: dict[str, Any] = {"seed": self.seed, "label": config.entry}
         drawn = draw(inputs.name, shapes, options=inputs.options, gradients=self.gradients, **how)
         mask = None if config.mask is None else draw_mask(config.mask, shapes, **how)
+        sinks = Draws(self.seed, config.entry).normal("sinks", (1, config.heads))[0].to(self.device)
         device, grad_out = self.device, drawn.grad_out
         if grad_out is not None and config.layout != "contiguous":
             grad_out = transposed(grad_out)  # the gradient of [batch, length, heads * dim]
@@ -150,6 +151,7 @@ class Drawn:
             causal_offset=config.causal_offset,
             window=None if side is None else (side, 0 if config.causal else side),
             softcap=config.softcap,
+            sinks=sinks if config.sinks else None,
         )
 
 

@@ -108,10 +108,10 @@ def plain(shapes: Shapes, draws: Draws) -> Inputs:
     return of_each(shapes, draws.normal)  # N(0, 1)
 
 
-def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0) -> Inputs:
-    """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores."""
+def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0, values: float = 1.0) -> Inputs:
+    """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores; `values`, v."""
     q, k, v = plain(shapes, draws)
-    return Inputs(q * logits, k, v)
+    return Inputs(q * logits, k, v * values)
 
 
 def outliers(

@@ -11,8 +11,7 @@ from numdev.metrics.statistics import Mean
 from numdev.report import Axis, Curve, Figure, Point, Tick
 from numdev.training.report import DistanceRow, TrainRow, VariantRecord
 
-Values = Iterable[tuple[str, int, float | None]]
-"""Label, step and the value of one seed."""
+Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of one seed
 
 
 def label_of(v: VariantRecord) -> str:

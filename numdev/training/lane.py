@@ -24,8 +24,7 @@ from numdev.training.models import Batch, build
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = CaseRef(case="training")
-Chosen = tuple[Kernel, Mapping[str, Any]]
-"""A kernel and its options."""
+Chosen = tuple[Kernel, Mapping[str, Any]]  # a kernel and its options
 RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
 """Kernels that never wait for the device, as tests/test_training_gpu.py has seen."""
 FIRST = 3

@@ -46,8 +46,7 @@ SCRATCH_BYTES = 3 << 30
 PROGRAMS, LEAST_BLOCKS = 512, 8
 """Fewer programs leave a GPU idle: then keys are divided, into parts of so many blocks at least."""
 LEAST_ROWS = 16  # in a run, whatever they take
-RUNS = 16
-"""Under causality, at least, since a run computes with all keys that its last row sees."""
+RUNS = 16  # under causality, at least, since a run computes with all keys that its last row sees
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
 """In units of log 2: scores up to this size need no maximum subtracted. P and its sums stay well

@@ -11,8 +11,7 @@ from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.numbers import NONE, ratio, si
 
-SHOWN = 12
-"""Moves listed in the terminal; the page has ON_PAGE and moves.csv all."""
+SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500
 LEGEND = (
     "A is the first report, B the second. heads: measured in both, one head of one call each; "

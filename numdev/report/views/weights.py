@@ -10,8 +10,7 @@ from numdev.report.document import TEXT, Cell, Column
 from numdev.report.numbers import NONE, si, times
 from numdev.training.weights.report import GroupRow, TensorRow, WeightsReport
 
-SHOWN = 8
-"""Tensors of a pair; rows.csv has all."""
+SHOWN = 8  # tensors of a pair; rows.csv has all
 ON_PAGE = 500
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 LEGEND = (
