@@ -90,7 +90,7 @@ def _claims(
 ) -> Mapping[str, Any] | None:
     """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum` in their
     sources), in tiles that are not documented. With a soft cap no emulation stands for it: its tanh
-    is the GPU's approximate one, off by 2^-11, which is more than rounding P makes of such scores."""
+    is the GPU's approximate one, off by 2^-11, more than rounding P makes of such scores."""
     if case.softcap is not None:
         return None
     if version.number == 2:
