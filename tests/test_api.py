@@ -150,7 +150,7 @@ QUICK = {
     "row_sum_rounded": ("tied-maxima", "out", "roundings predict"),
     "accumulator_rounded": ("full", "out", "roundings predict"),
     "lse_in_base_2": ("full", "lse", "returns a log-sum-exp"),
-    "dq_without_scale": ("full", "dq", "roundings predict"),
+    "dq_without_scale": ("full", "dq", "lacks the scale"),
     "dv_unnormalised": ("full", "dv", "roundings predict"),
     "delta_missing": ("full", "dq", "roundings predict"),
     "ds_truncated": ("default", "dq", "typical head"),
