@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from numdev.audit.explanations import designs
 from numdev.kernels.emulation.recipe import (
     ABOUT,
     BACKWARD,
@@ -58,7 +59,7 @@ do; `s` is for one that is coarser the second time.
 STRUCTURE = """\
 
 Some sites have a value that holds once another option brings them into play: `q_scaled` with
-`scale_in: q`, `state` with `loop_order: kv`, `ds_scaled` with `ds_scale: before`, `delta_o` with
+`scale_in: q`, `k_scaled` with `scale_again: k_log2`, `state` with `loop_order: kv`, `ds_scaled` with `ds_scale: before`, `delta_o` with
 `delta_from: dO*O`, `dk_partial` and `dv_partial` with grouped heads and `group_sum: separate`. A
 format without infinity cannot stand where -inf must be held: `bias`, `max`, `exponent`, `lse`, `s`,
 `lse_read`, `p_backward`.
@@ -75,9 +76,20 @@ TAIL = """\
 - `algorithm`: `fa2` normalises O after the last tile. `fa1` gives each tile a maximum of its own
   and normalises after every tile. `plain` divides P by l before it meets V, with all keys at once.
 - `block_kv` and `kv_order` change the numbers: P is rounded relative to the maximum so far, and the
-  accumulators once per tile. `block_q` changes none, since rows are independent, but with `fa1` and
-  `rounding: toward_zero` under a causal mask or a window: there O shrinks a little at every tile
-  that a row's block sees and the row does not.
+  accumulators once per tile. `block_q` changes none, in round-to-nearest: to a row that sees no key
+  of a tile the tile is P = 0, a = 1, which changes nothing that is rounded already. (`fa1`
+  multiplies O by l and divides by l again; once O = round(X / l), round(round(O l) / l) is O, for
+  all significands of bf16.) Rounding toward zero under a causal mask or a window, O shrinks a little
+  at every such tile.
+- `max_lag` (`fa4`: 8) lets the running maximum stay until it has grown by more, in log₂: FlashAttention-4
+  spares most of its rescaling so. P is then up to 2^`max_lag`, and its largest is not 1 but rounded.
+- `exponential: cubic` is FlashAttention-4's exp2 on units that multiply and add: 2^⌊y⌋ times a cubic
+  in the fraction, off by up to 8.8e-5; 0 below 2^-127. `fa4` has it in keys 12 to 15 of every 16,
+  but for the first and the last 32 of a tile of 128, as that kernel's defaults do where no mask cuts
+  the tile. A sink joins at the start here, at the end there.
+- `scale_in: q_log2` multiplies Q by scale log₂ e, as kernels with exp2 may. `scale_again` is where the
+  scale is in backward, if not the same: with `k_log2` K is multiplied by scale log₂ e and rounded,
+  and dQ is made of that K, as in Triton's tutorial.
 - `loop_order` changes the numbers only through `state`. With `golden2024` it changes none, since O
   is in the working format all along; with `fa2` the outer loop `kv` rounds O after every tile.
 - `exponential: fexp_u20` is the fast exp of PyTorch's fused CPU kernel under AVX2 and AVX-512. That
@@ -109,7 +121,9 @@ TAIL = """\
   sums run on through the group.
 - In backward P is normalised from the start, so tiles change nothing but the running sums `dq`,
   `dk`, `dv` (and `delta` with `dP*P`), in which `block_q` and `block_kv` both tell. Which loop is
-  the outer one decides nothing there: what a kernel keeps between tiles has its site.
+  the outer one decides nothing there: what a kernel keeps between tiles has its site, a wide one
+  where it keeps it in registers, as FlashAttention-2 does. Where queries are divided (`q_splits`)
+  each part has a dK and dV of its own, and where keys are (`splits`) each split a dQ.
 - PyTorch's fused CPU kernel adds every tile to the gradient in the working format. It is `fa2` with
   `{{dq: working, dk: working, dv: working, group_sum: running, block_kv: 512, exponential:
   fexp_u20}}` and `block_q` 256 from length 768 on, 64 from 192 on, else 32. Plain `fa2`, with sums
@@ -119,14 +133,69 @@ TAIL = """\
 - `rounding` (`nearest`, `toward_zero`, `stochastic` with `seed`) holds for every site. In
   `numdev train` what is drawn goes on from step to step, from the run's seed and this one.
 - `compute: float32` does the arithmetic in fp32 and rounds at the same sites; float32 sites then
-  cost nothing. How far it may be from fp64 is derived in `numdev/kernels/emulation/forward.py` and
-  `numdev/kernels/emulation/backward.py`.
+  cost nothing. [How far it may be from fp64](#arithmetic-in-float32) is derived below.
 
+## How public kernels round
+
+Without a claim a kernel is held to `fa2`, and where it errs beyond that to these (configs/designs.yaml;
+those marked *tried*) and to PyTorch's own operators and autograd's gradients. Each has a sound kernel
+in `benchmarks/designs.py`, written without the emulation, that `check_attention` passes undeclared.
+
+DESIGNS
 ## Limits
 
 The sum inside one product or row sum is exact up to its one rounding: kernels accumulate it in at
-least fp32. So an emulation predicts the size of a 16-bit kernel's error, but not its bias, and says
-nothing of a kernel that returns fp32.
+least fp32. So are approximate exp (but those named) and reciprocal. So an emulation predicts the size
+of a 16-bit kernel's error, but not its bias (with ties a relative error of 1e-6 in l moves the output
+by 0.1 ulp), and says nothing of a kernel that returns fp32.
+
+## Arithmetic in float32
+
+`compute: float32` rounds at the same sites in fp32, TF32 and autocast off (float32 sites are then
+free). How far it may be from fp64, for `fa2`. Let u be the unit roundoff of the working format, w =
+2^-24, d the head_dim, n the length, t the number of tiles, and A = |scale| sum |q||k|, the sum of
+absolute terms in a score.
+
+- Two scores differ by at most (d + 4) w A: d for the product, 2 for the scale and its product, 2
+  for the fp64 mode's own roundings to fp32. The maximum differs by as much, and S - m rounds once
+  in each mode, 4 w A. With exp (4 w) and its rounding, P before `p` differs by a relative
+  (2 d + 12) w A + 6 w. Every tile rescales once more, by a factor that differs by 4 w A + 8 w.
+  In sum e = (2 d + 12 + 4 t) w A + (6 + 8 t) w. The sums in l and P V add (n + 4) w each.
+- Rounding is monotone: where e carries a P over a boundary it lands one ulp away, 2 u relative
+  (above the subnormals); elsewhere both modes get the same P. The cast at the end is monotone too.
+
+With T the term scale, therefore, always |o32 - o64| <= (2 u + 2 e + (2 n + 8) w) T + ulp(o): every
+P on the other side of its boundary, all in one direction. Measured (lengths 256 and 1024, normal,
+wide and tied scores, all presets): 0.1 % of the outputs differ in bf16 and up to 2 % in fp16, by a
+root mean square of at most 7 % and 18 % of the emulated error, whose own rms agrees to 0.1 %.
+
+Gradients. With u, w, d, n, t and A as above and v_dim = d: L differs by at most the S do, by
+(4 d + 12 + 4 t) w A + (n + 10 + 8 t) w with what its sum adds, and by its own rounding, w |L| in
+each mode, |L| <= A + log n. So P differs by a relative e = (6 d + 24 + 4 t) w A + (n + 20 + 8 t +
+2 log n) w before it is rounded, dP by (d + 2) w D with D = sum |dO||V|, and delta by (d + 2) w E
+with E = sum |dO||O|, and by 2 u E more where O fell on two sides of a boundary. A dS then lies 2 u
+apart (rounding is monotone), an accumulator adds (n + 4 t) w. In sum, with X the sum over tiles of
+scale P (D + E) |K| for dq (|Q| for dk), and of P |dO| for dv,
+
+    |dq32 - dq64| <= (4 u + 3 e + (2 n + 4 d + 8 t + 16) w) X + ulp(dq),   the same for dk,
+    |dv32 - dv64| <= (2 u + 2 e + (2 n + 8 t) w) X + ulp(dv),
+
+which is every rounding on its other side, and all in one direction.
+
+Predictions take many tiles at once where no sum is rounded between them. What differs is fp32
+rounding, which no site models: by (2 n + 8 t) 2^-24 of the term scale at most, about 1e-7 usually, and then a P now and then falls on the
+other side of its boundary. Before the last cast the two lie apart by a root mean square of at most
+0.3 % of the error in bf16 and 2 % in fp16; the cast takes at most 0.05 % and 0.2 % of the outputs
+to the neighbouring number. A tile that a row cannot see is not skipped there. 0 times infinity is
+not 0, so where anything comes out that is not finite, the tiles decide, one by one. The kernel
+`emulated` always goes tile by tile.
+
+In backward a block holds all heads, and as many rows and keys as memory allows, for a recipe of any algorithm in fp32 whose dq, dk and dv are not rounded from tile to tile
+(`is_at_once`). What differs is fp32 rounding in the sums, and in O, l and L: a P or dS differs by
+about 1e-7, and now and then falls on the other side of its boundary, within the bound above.
+Measured on a CPU in bf16: 2e-4 of the elements differ, by a root mean square of 0.6 % of the error
+and at most 5 %, whose own rms agrees to 0.1 %; in ties, where all of a dk may hang on the rounding
+of one O, by 8 % and to 1 %.
 """
 
 
@@ -150,7 +219,7 @@ def render() -> str:
                 ["", *(f"`{name}`" for name in names)],
                 ([row, *(_shown(PRESETS[n], row) for n in names)] for row in STRUCTURES),
             ),
-            TAIL.format(**STABILISED),
+            TAIL.format(**STABILISED).replace("DESIGNS\n", _designs()),
         ]
     )
 
@@ -162,7 +231,9 @@ STRUCTURES = (
     "loop_order",
     "l_from",
     "scale_in",
+    "scale_again",
     "exponential",
+    "max_lag",
     "softmax",
     "p_from",
     "delta_from",
@@ -172,6 +243,19 @@ STRUCTURES = (
     "rounding",
     "compute",
 )
+
+
+def _designs() -> str:
+    rows = (
+        [
+            d["kernel"] + (", *tried*" if "tried" in d else ""),
+            "`" + ", ".join(f"{name}: {value}" for name, value in d["claim"].items()) + "`",
+            d["rounds"],
+            d["source"],
+        ]
+        for d in designs()
+    )
+    return _table(["kernel", "options", "how it rounds", "source"], rows) + "\n"
 
 
 def _sites(title: str, sites: Sequence[str]) -> str:

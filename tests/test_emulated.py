@@ -77,13 +77,14 @@ def test_the_page_is_what_the_code_says() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"preset": "fa3"}, "unknown preset 'fa3'; did you mean 'fa2'"),
+        ({"preset": "eagre"}, "unknown preset 'eagre'; did you mean 'eager'"),
         ({"row_sums": "exact"}, "a recipe has no 'row_sums'; did you mean 'row_sum'"),
         ({"p": "bfloat61"}, "site p: unknown format 'bfloat61'; did you mean 'bfloat16"),
         ({"loop_order": "k"}, "loop_order is 'k'; did you mean 'kv'"),
         ({"block_kv": 0}, "block_kv is 0; expected a positive whole number"),
         ({"preset": "eager", "block_kv": 64}, "has a single tile"),
         ({"preset": "eager", "l_from": "rounded"}, "divides P by l"),
+        ({"max_lag": 8, "algorithm": "fa1"}, "max_lag with an algorithm other than fa2"),
         ({"memory": 64, "block_kv": 64}, "memory and block_kv both set the tile"),
         ({"beta": 2.0}, "beta is of the stabilised softmax"),
         ({"softmax": "guarded", "tie_tolerance": 0.0}, "of the stabilised softmax"),
@@ -155,9 +156,12 @@ def test_exact_is_attention(softmax: str, name: str) -> None:
     for algorithm, (loop, order), tile in itertools.product(
         ("fa2", "fa1", "plain"),
         (("q", "ascending"), ("kv", "descending")),
-        ({"block_kv": 3, "block_q": 2}, {"block_kv": 3, "splits": 2}, {"block_kv": 1}, {}),
-    ):
+        ({"block_kv": 3, "block_q": 2}, {"block_kv": 3, "splits": 2}, {"block_kv": 1}, {},
+         {"block_kv": 1, "max_lag": 2}),
+    ):  # fmt: skip
         if algorithm == "plain" and (tile or softmax == "guarded"):
+            continue
+        if algorithm == "fa1" and "max_lag" in tile:
             continue
         options = {"algorithm": algorithm, "loop_order": loop, "kv_order": order, **tile}
         O, L = attend(case, recipe("exact", **options, **of_it))
@@ -186,6 +190,7 @@ def test_float64_needs_no_rounding_to_the_working_format(preset: str) -> None:
 
 BROUGHT: dict[str, dict[str, Any]] = {
     "q_scaled": {"scale_in": "q"},
+    "k_scaled": {"scale_again": "k_log2"},
     "merge": {"splits": 2},
     "ds_scaled": {"ds_scale": "before"},
     "dq_partial": {"splits": 2},
@@ -224,7 +229,7 @@ def test_a_preset_rounds_as_its_table_says(preset: str, compute: str) -> None:
     for site, value in seen:
         fmt = PRESETS[preset].format_at(site, BF16)
         assert fmt is None or is_representable(value, fmt.name), site
-    optional = {"q_scaled", "merge", "dq_partial"}
+    optional = {"q_scaled", "k_scaled", "merge", "dq_partial"}
     optional |= set() if preset == "golden2024" else {"state"}
     optional |= {"delta_o"} if preset == "eager" else set()
     optional |= set() if preset in ("eager", "qiu2025") else {"ds_scaled"}
@@ -287,6 +292,20 @@ def test_stochastic_rounding_is_seeded_and_unbiased() -> None:
     assert (error.abs() < 6 * ulp(exact, BF16) / 20).all()
 
 
+def test_the_polynomial_of_flash_attention_4() -> None:
+    """Within 8.8e-5 of exp from 2^-127 to 2^8, exact at powers of two, 0 below and for -inf, NaN
+    for NaN; `fa4` has it in an eighth of P, and `exp` in the rest."""
+    x = torch.linspace(-88, 5.5, 200_001, dtype=torch.float64)
+    assert 8.5e-5 < float((module._cubic(x) / x.exp() - 1).abs().max()) < 8.8e-5
+    powers = torch.tensor([0.0, 8.0, -126.0, -128.0, -inf, nan]).double() * math.log(2)
+    found = module._cubic(powers).tolist()
+    assert found[:5] == pytest.approx([1.0, 256.0, 2.0**-126, 0.0, 0.0], rel=1e-13)
+    assert math.isnan(found[5])
+    x = torch.linspace(-3, -2, 256).double()
+    other = (module._fa4(x) != x.exp()).nonzero().flatten().tolist()
+    assert other == [i for i in range(256) if i % 16 > 11 and 31 < i % 128 < 96]
+
+
 def test_fast_exp() -> None:
     """`fexp_u20` is within 1.1e-4 of exp, gives 1 - 5.3e-5 for 0, nothing below fp32's range and
     for -inf, and keeps NaN."""
@@ -342,7 +361,8 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
         r = Rounder(recipe("fa2", block_q=block_q, block_kv=block_kv, splits=splits), case)
         tiles = [t for s in module.splits(r) for t in module.tiles(r, s)]
         x = case.q
-        given = backward.Given(r=r, q=x, q_s=x, k=x, v=x, dO=x, O=x, shift=x, l=None)
+        same = dict.fromkeys(("q", "q_s", "k", "k_s", "v", "dO", "O", "shift"), x)
+        given = backward.Given(r=r, scale_in="scores", l=None, **same)
         for blocks in (tiles, list(backward.blocks(given))):
             count = torch.zeros(shown.shape)
             for rows, keys in blocks:
@@ -529,7 +549,11 @@ def test_exact_is_the_gradient(name: str) -> None:
         ("fa2", "fa1", "plain"),
         (("q", "ascending"), ("kv", "descending")),
         (("lse", "dO*O"), ("m_and_l", "dP*P")),
-        (("before", "scores", "separate"), ("after", "q", "running")),
+        (
+            ("before", "scores", "separate"),
+            ("after", "q", "running"),
+            ("after", "q_log2", "running"),
+        ),
         ({"block_q": 2, "block_kv": 1}, {"block_q": 2, "block_kv": 3}, {}),
     )
     for algorithm, (loop, order), (p, delta), (ds_scale, scale_in, group), tile in choices:
@@ -538,6 +562,7 @@ def test_exact_is_the_gradient(name: str) -> None:
         made = recipe(
             "exact", algorithm=algorithm, loop_order=loop, kv_order=order, p_from=p,
             delta_from=delta, ds_scale=ds_scale, scale_in=scale_in, group_sum=group, **tile,
+            scale_again="k_log2" if (scale_in, p) == ("scores", "lse") else "same",
         )  # fmt: skip
         for found, exact, scale in zip(gradients(case, made)[2:], truth, scales, strict=True):
             assert ((found - exact).abs() <= 300 * U64 * scale).all(), made

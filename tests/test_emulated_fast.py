@@ -73,6 +73,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     },
     "fast exp": {"block_kv": 128, "exponential": "fexp_u20"},
     "one cast": {"preset": "exact", "out": "working"},
+    "a lagging maximum": {"preset": "fa4", "block_kv": 32, "max_lag": 1},
+    "it lags, ascending": {"block_kv": 32, "splits": 2, "max_lag": 2, "exponential": "cubic"},
 }
 
 
@@ -161,6 +163,7 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"block_kv": 64, "group_sum": "running", "ds_scale": "before"},
     "one kind of delta": {"block_kv": 64, "delta_from": "dP*P", "p_for_ds": "working"},
     "scale in q": {"scale_in": "q", "splits": 2, "dp": "working", "s": "e8m12"},
+    "scale in k": {"scale_in": "q_log2", "scale_again": "k_log2"},
     "eager": {"preset": "eager"},
     "delta tile by tile": {"delta_from": "dP*P", "delta": "working", "block_kv": 64},
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from numdev.audit import check, explanations
 from numdev.audit.bench import Bench
 from numdev.audit.check import CheckSource
-from numdev.audit.explanations import Likeness, examine, likeness
+from numdev.audit.explanations import Likeness, examine, likenesses
 from numdev.audit.task import measure_task
 from numdev.kernels import Kernel, Output
 from numdev.kernels.baseline import WAYS
@@ -234,7 +234,7 @@ def test_only_elements_explain() -> None:
     def found(factor: float) -> Likeness | None:
         exact = {n: getattr(prepared.reference, n) for n in step}
         moved = {n: exact[n] + factor * (step[n].double() - exact[n]) for n in step}
-        return likeness(Output(**moved), tuple(step), formats, prepared, HERE)
+        return likenesses(Output(**moved), tuple(step), formats, prepared, HERE).get("dv")
 
     own = found(1.0)
     assert own is not None

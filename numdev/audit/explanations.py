@@ -2,7 +2,7 @@
 rows that err most, and where along a call errors are.
 
 Without a declared claim a kernel is held to `fa2`; where it errs beyond that, other ways sound code
-rounds are tried (`likeness`); the running sums of `golden2024` and `qiu2025` are a fault here."""
+rounds are tried (`likenesses`); the running sums of `golden2024` and `qiu2025` are a fault here."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.system import System
+from numdev.yamlfile import Strict, bundled, read_yaml
 
 # --- a known way of rounding ---------------------------------------------------------------------
 
@@ -142,30 +143,35 @@ def name_again(
             return
 
 
-def likeness(
+def likenesses(
     output: Output,
     tensors: Collection[str],
     formats: Mapping[str, Format],
     bench: Bench,
     system: System,
-) -> Likeness | None:
-    """The way that best explains an output of which `tensors` are beyond their limits under `fa2`;
-    `formats` are those of all that came back. None where no way does, or none can be known."""
+) -> dict[str, Likeness]:
+    """By tensor, the way that best explains an output of which `tensors` are beyond their limits
+    under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Nothing
+    where no way does, or where an element cannot be predicted (in float32). A way that cannot take
+    the call is not tried."""
     names = [n for n in formats if n in bench.by_row]
     if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
-        return None
+        return {}
     select = bench.selection.select
     residuals = {n: _residual(select(getattr(output, n), n), bench.yardsticks[n]) for n in names}
-    best: Likeness | None = None
+    apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
+    best: dict[tuple[str, ...], Likeness] = {}
     for words, expected in _ways(formats, bench, system):
         left = {n: residual(expected[n]) for n, residual in residuals.items()}
-        together = math.sqrt(sum(x * x for x in left.values()) / len(left))
-        explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in tensors)
-        if explains and (best is None or together < best.residual):
-            best = Likeness(words=words, expected=expected, residual=together)
-        if together <= ENOUGH:
+        for part in map(tuple, (names, *apart)):
+            together = math.sqrt(sum(left[n] ** 2 for n in part) / len(part))
+            explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in {*part} & {*tensors})
+            if explains and (part not in best or together < best[part].residual):
+                best[part] = Likeness(words=words, expected=expected, residual=together)
+        if (whole := best.get(tuple(names))) is not None and whole.residual <= ENOUGH:
             break
-    return best
+    found = {tuple(names): whole} if (whole := best.get(tuple(names))) else best
+    return {n: like for part, like in found.items() for n in part}
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
@@ -191,11 +197,16 @@ def _ways(
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
         for name, operator in sdpa.OPERATORS[system.device].items()
     }
+    claims["as eager rounds"] = {"preset": "eager"}
+    for design in designs():
+        for more in design.get("tried", ()):
+            options = ", ".join(f"{name} {value}" for name, value in more.items())
+            words = f"as {design['kernel']} rounds{options and f' ({options})'}"
+            claims[words] = {**design["claim"], "group_sum": "running", **more}
     if bench.case.group > 1:  # as FlashAttention-2 does, and autograd where k and v are repeated
         apart = {"as fa2 rounds": {"preset": "fa2"}, **claims}
         claims |= {f"{words}, dk and dv of each query head": {**claim, "group_sum": "separate"}
                    for words, claim in apart.items()}  # fmt: skip
-    claims |= {f"as {preset} rounds": {"preset": preset} for preset in ("eager", "fa2-consistent")}
     for words, claim in claims.items():
         with contextlib.suppress(Refused, MeasurementError, UsageError):
             yield words, bench.predicted(returning(claim, bench.case, formats))
@@ -203,6 +214,16 @@ def _ways(
         for words, way in WAYS.items():
             if (step := _written(way, bench)) is not None:
                 yield words, step
+
+
+class _Designs(Strict):
+    designs: tuple[dict[str, Any], ...]
+
+
+@functools.cache
+def designs() -> tuple[dict[str, Any], ...]:
+    """How public kernels round: configs/designs.yaml."""
+    return read_yaml(bundled("designs.yaml"), _Designs).designs
 
 
 def _written(way: Way, bench: Bench) -> Step | None:
@@ -378,8 +399,9 @@ def examine(
                 continue  # what a key receives comes from query heads that are not measured
             predicted = None
             if tensor in bench.by_row and unexpected(claim, bench.case.format, fmt) is None:
-                held_to = held_to or bench.predicted(returning(claim, bench.case, formats))
-                predicted = held_to[tensor]
+                predicted = held_to.get(tensor)
+                if predicted is None:
+                    predicted = bench.predicted(returning(claim, bench.case, formats))[tensor]
             worst += worst_rows(
                 bench.case,
                 select.select(getattr(output, tensor), tensor),

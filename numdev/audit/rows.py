@@ -41,8 +41,8 @@ class Measured:
 
     rows: list[DeviationRow]  # one per head and tensor, or a single one that says why there is none
     output: Output | None = None  # what the kernel returned first; None where it returned nothing
-    held_to: Mapping[str, Tensor] | None = None
-    """By tensor, the way of rounding the output was held to, where its claim predicts another."""
+    held_to: Mapping[str, Tensor] = field(default_factory=dict)
+    """By tensor, the way of rounding it was held to, where that is not its claim's."""
     along: Mapping[str, Deviation] = field(default_factory=dict)
     """By tensor, with sums by bin of positions."""
 
@@ -52,12 +52,12 @@ def rows_of(
     runs: Sequence[Output],
     bench: Bench,
     claim: Mapping[str, Any] | None,
-    like: Likeness | None = None,
+    likes: Mapping[str, Likeness] | None = None,
 ) -> Measured:
     """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
-    claim's, or those of the way `like` that explains it. Raises MeasurementError for an output
+    claim's, or those of the way of `likes` that explains it. Raises MeasurementError for an output
     that lacks a tensor."""
-    return _Of(task, runs, bench, claim, like).measured()
+    return _Of(task, runs, bench, claim, likes or {}).measured()
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class _Of:
     runs: Sequence[Output]
     bench: Bench
     claim: Mapping[str, Any] | None
-    like: Likeness | None
+    likes: Mapping[str, Likeness]
 
     def measured(self) -> Measured:
         task, output, bench, select = self.task, self.runs[0], self.bench, self.bench.selection
@@ -92,8 +92,8 @@ class _Of:
             fmt = bench.format if task.role == "floor" else returned(x, bench.case)
             along[tensor] = self.deviation(tensor, chosen, fmt)
             heads = along[tensor].heads
-            if self.like is not None and tensor == "out":
-                heads = self.like.without_its_bias(heads, y.for_format(fmt))
+            if tensor == "out" and tensor in self.likes:
+                heads = self.likes[tensor].without_its_bias(heads, y.for_format(fmt))
             if task.role == "kernel" and tensor == "out":
                 self.suspect(heads, chosen)
             elif task.role == "kernel":
@@ -105,7 +105,7 @@ class _Of:
             heads = measure_plain(lse, exact.lse, exact.empty, of=select.sampled_from("lse")).heads
             self.finish(heads, "lse", rest)
             rows += self.shown("lse", heads)
-        held_to = None if self.like is None else self.like.expected
+        held_to = {name: like.expected[name] for name, like in self.likes.items()}
         return Measured(rows=rows, output=output, held_to=held_to, along=along)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
@@ -124,12 +124,12 @@ class _Of:
             for head in deviation.heads:
                 _null(head, lacking, why)
             return deviation
-        if self.like is None:
+        if (like := self.likes.get(tensor)) is None:
             changed = returning(self.claim, bench.case, formats_of(self.runs[0], bench))
             expected = bench.predicted(changed)[tensor]
             whose = str((self.claim or {}).get("preset", "fa2"))
         else:
-            expected, whose = self.like.expected[tensor], self.like.words
+            expected, whose = like.expected[tensor], like.words
         deviation = measured(expected)
         for head in deviation.heads:
             head["claim"] = whose

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numdev.audit.bench import Bench, Selection
-from numdev.audit.explanations import beyond, examine, explain, likeness, name_again, profile
+from numdev.audit.explanations import beyond, examine, explain, likenesses, name_again, profile
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.rows import (
@@ -128,8 +128,8 @@ def measure_task(
             measured = rows_of(task, runs, bench, claim)
             if task.role == "kernel" and not kernel.declares and (wrong := beyond(measured.rows)):
                 formats = formats_of(runs[0], bench)
-                if like := likeness(runs[0], wrong, formats, bench, system):
-                    measured = rows_of(task, runs, bench, claim, like)
+                if likes := likenesses(runs[0], wrong, formats, bench, system):
+                    measured = rows_of(task, runs, bench, claim, likes)
             if task.role == "kernel":
                 name_again(measured, kernel, given(task.options, kernel), bench, run)
             if lacking is not None:

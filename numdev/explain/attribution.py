@@ -239,7 +239,8 @@ def rounding_sites(
 def _leading_to(tensor: str, made: Recipe, group: int) -> list[str]:
     """The sites a tensor depends on, in the order of the pass."""
     skipped = {
-        "q_scaled": made.scale_in != "q",
+        "q_scaled": made.scale_in == "scores",
+        "k_scaled": made.scale_again != "k_log2",
         "scaled": made.scale_in == "q",
         "state": made.loop_order != "kv",
         "merge": made.splits in (None, 1),

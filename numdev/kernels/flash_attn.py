@@ -95,6 +95,8 @@ def _claims(
         return None
     if version.number == 2:
         return flash_attention_2(case, system)
+    if version.number == 4 and (system.capability or (0,))[0] in (10, 11):  # as on Blackwell
+        return {"preset": "fa4"}
     return like_fa2(case, output, system)
 
 

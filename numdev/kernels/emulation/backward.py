@@ -6,42 +6,15 @@ kernels do in backward what they did in forward. The site `s` may round the resu
 backward pass that is coarser than its forward. Where autograd kept P (`p_from: m_and_l`) it is
 exp(S - m) / l of the m and l that forward left, which is the same number.
 
-What the tile changes. P is normalised from the start, so unlike in forward no step but a sum over
-tiles depends on their size: dq (over keys), dk and dv (over rows), and delta where it is
-rowsum(dP o P). Blocks of as many whole tiles as memory allows are therefore computed at once, and
-only sums that are rounded from tile to tile go tile by tile: rows ascending, keys by `kv_order`.
-The outer loop has no say: what is kept between tiles has its site (dq, dk, dv), a wide one where a
-kernel keeps it in registers, as FlashAttention-2's do; PyTorch's CPU kernel adds every tile to the
-gradient in the working format (`numdev.kernels.sdpa`). In `plain` a sum over rows is one product.
-With grouped heads each query head has sums of its own (dk_partial, dv_partial), or one goes on
-through the group (`group_sum: running`). Where queries are divided (`q_splits`) each part has a dK
-and dV of its own too, and where keys are (`splits`) each split a dQ (dq_partial).
+P is normalised from the start, so no step but a sum over tiles depends on their size: blocks of as
+many whole tiles as memory allows are computed at once, and only sums that are rounded between tiles
+go tile by tile: rows ascending, keys by `kv_order`. In `plain` a sum over rows is one product.
 
 delta_o rounds O as it was before its cast at `out`; the two are separate, so that either can be
 made exact alone. With stochastic rounding every step draws anew, so that S, P and dP are not those
 of forward, nor, with delta from dP o P, those delta was made from.
 
-`compute="float32"` against fp64, for `fa2`. With u, w, d, n, t and A as in
-`numdev.kernels.emulation.forward` and v_dim = d: L differs by at most the S do, by
-(4 d + 12 + 4 t) w A + (n + 10 + 8 t) w with what its sum adds, and by its own rounding, w |L| in
-each mode, |L| <= A + log n. So P differs by a relative e = (6 d + 24 + 4 t) w A + (n + 20 + 8 t +
-2 log n) w before it is rounded, dP by (d + 2) w D with D = sum |dO||V|, and delta by (d + 2) w E
-with E = sum |dO||O|, and by 2 u E more where O fell on two sides of a boundary. A dS then lies 2 u
-apart (rounding is monotone), an accumulator adds (n + 4 t) w. In sum, with X the sum over tiles of
-scale P (D + E) |K| for dq (|Q| for dk), and of P |dO| for dv,
-
-    |dq32 - dq64| <= (4 u + 3 e + (2 n + 4 d + 8 t + 16) w) X + ulp(dq),   the same for dk,
-    |dv32 - dv64| <= (2 u + 2 e + (2 n + 8 t) w) X + ulp(dv),
-
-which is every rounding on its other side, and all in one direction.
-
-At once, for predictions and training: a block holds all heads, and as many rows and keys as memory
-allows, for a recipe of any algorithm in fp32 whose dq, dk and dv are not rounded from tile to tile
-(`is_at_once`). What differs is fp32 rounding in the sums, and in O, l and L: a P or dS differs by
-about 1e-7, and now and then falls on the other side of its boundary, within the bound above.
-Measured on a CPU in bf16: 2e-4 of the elements differ, by a root mean square of 0.6 % of the error
-and at most 5 %, whose own rms agrees to 0.1 %; in ties, where all of a dk may hang on the rounding
-of one O, by 8 % and to 1 %.
+How far `compute="float32"` and blocks at once may be from fp64 is derived in docs/sites.md.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; d of any of
 them the gradient with respect to it, delta = rowsum(dO o O), o elementwise."""
@@ -135,6 +108,8 @@ class _Operands:
 class Given(_Operands):
     """What backward reads."""
 
+    k_s: Tensor  # K as it meets Q again
+    scale_in: str  # where the scale is in backward
     dO: Tensor
     shift: Tensor  # what is taken from S: L, or m
     l: Tensor | None  # by what exp is divided; None where the shift was L
@@ -163,7 +138,14 @@ class Kept(_Operands):
         same = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Operands)}
         shift = r("lse_read", self.L if by_lse else self.m)
         l = None if by_lse else r("lse_read", self.l)
-        return Given(**same, dO=dO.to(self.q.dtype), shift=shift, l=l)
+        made, scale, k_s = r.made, r.case.scale, self.k
+        scale_in = made.scale_in if made.scale_again == "same" else made.scale_again
+        if made.scale_again != "same":
+            same["q_s"] = self.q
+        if scale_in == "k_log2":
+            k_s = r("k_scaled", self.k * (scale * fwd.LOG2_E))
+        more = {"k_s": k_s, "scale_in": scale_in, "dO": dO.to(self.q.dtype)}
+        return Given(**same, **more, shift=shift, l=l)
 
 
 def kept(r: Rounder, *, at_once: bool = False) -> Kept:
@@ -207,7 +189,7 @@ def _at_once(given: Given) -> Gradients:
             yield from ((rows, keys) for keys in pieces)
 
     delta = delta_of(given, blocks())
-    scale_q, scale_k, q_k = _scales(given)
+    scale_q, scale_k, q_k, k_q = _scales(given)
     heads = case.heads if r.made.group_sum == "separate" else case.kv_heads
 
     def over_rows(left: Tensor, right: Tensor) -> Tensor:
@@ -222,7 +204,7 @@ def _at_once(given: Given) -> Gradients:
         dV[:, :, keys].add_(over_rows(r("p_for_dv", P), dO[:, :, rows]))
         dS = of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh)
         dK[:, :, keys].add_(over_rows(dS, q_k[:, :, rows]))
-        dQ[:, :, rows].add_(fwd.times(case, dS, k[:, :, keys]))
+        dQ[:, :, rows].add_(fwd.times(case, dS, k_q[:, :, keys]))
     dQ, dK = dQ.mul_(scale_q), dK.mul_(scale_k)
     if heads > case.kv_heads:
         groups = (case.kv_heads, case.group)
@@ -245,8 +227,8 @@ def _apart(r: Rounder, dK: Tensor, dV: Tensor, apart: bool) -> Iterator[tuple[Te
 
 def _add_gradients(given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor) -> Tensor:
     """dQ of some rows; adds to dK and dV. As many query heads as kv heads."""
-    r, q, k, dO = given.r, given.q, given.k, given.dO
-    scale_q, scale_k, q_k = _scales(given)
+    r, q, dO = given.r, given.q, given.dO
+    scale_q, scale_k, q_k, k_q = _scales(given)
     apart = r.made.splits is not None and r.rounds("dq", "dq_product", "dq_partial")
     split = fwd.split_width(r) if apart else r.case.kv_len
     totals = [torch.zeros_like(q[:, :, of_rows]) for _ in range(0, r.case.kv_len, split)]
@@ -261,7 +243,7 @@ def _add_gradients(given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: 
         for tile in in_order(r, _cut(keys, width)):
             dQ = totals[tile.start // split][:, :, here]
             of_tile = dS[..., tile.start - keys.start : tile.stop - keys.start]
-            product = (of_tile @ k[:, :, tile]).mul_(scale_q)
+            product = (of_tile @ k_q[:, :, tile]).mul_(scale_q)
             dQ.copy_(r("dq", dQ + r("dq_product", product)))
     if r.made.algorithm == "plain":
         dK.copy_(r("dk", r("dk_product", dK)))
@@ -280,7 +262,7 @@ def _cut(keys: slice, width: int) -> list[slice]:
 def again(given: Given, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """P and dP of a block, and under a soft cap its tanh."""
     r = given.r
-    S, tanh = fwd.scores(r, given.q_s, given.k, rows, keys)
+    S, tanh = fwd.scores(r, given.q_s, given.k_s, rows, keys, given.scale_in)
     P = r("p_backward", r("s", S).sub_(finite(given.shift[:, :, rows, None])))
     P = r("p_backward", P.exp_())
     if given.l is not None:
@@ -309,13 +291,18 @@ def delta_of(given: Given, blocks: Iterable[Block]) -> Tensor:
     return r("delta", delta_P + r.signs(delta) * (delta - delta_P))
 
 
-def _scales(given: Given) -> tuple[float, float, Tensor]:
-    """By what the products for dQ and for dK are multiplied, and the Q of the latter. Where dS has
-    the scale they need it no more; and neither does dK where Q has it."""
-    made, scale = given.r.made, given.r.case.scale
-    if made.ds_scale == "before":
-        return 1.0, 1.0, given.q
-    return (scale, scale, given.q) if made.scale_in == "scores" else (scale, 1.0, given.q_s)
+def _scales(given: Given) -> tuple[float, float, Tensor, Tensor]:
+    """By what the products for dQ and for dK are multiplied, the Q of the latter and the K of the
+    former. Where dS, Q or K has the scale they need it no more."""
+    scale, q, k = given.r.case.scale, given.q, given.k
+    if given.r.made.ds_scale == "before":
+        return 1.0, 1.0, q, k
+    return {
+        "scores": (scale, scale, q, k),
+        "q": (scale, 1.0, given.q_s, k),
+        "q_log2": (scale, 1 / fwd.LOG2_E, given.q_s, k),
+        "k_log2": (1 / fwd.LOG2_E, scale, q, given.k_s),
+    }[given.scale_in]
 
 
 def of_products(given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> Tensor:

@@ -5,52 +5,16 @@ its *site* has in a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md). S
 hypothesis about a kernel: its output predicts the size of the kernel's error, and where tiles and
 order are right too, the error itself. With every site exact it is the reference.
 
-What is modelled. A site is rounded after the exact result of its step. The sum inside a matrix
-product or a row sum is therefore exact up to its one rounding: kernels accumulate such sums in at
-least fp32, and that error is left out. So are approximate exp and reciprocal. The prediction is
-good for the size of a 16-bit kernel's error; of its bias it is not, since with ties a relative
-error of 1e-6 in l moves the output by 0.1 ulp.
-
-What the tile changes. P is rounded relative to the running maximum, and the accumulators once per
-tile, so `block_kv` and `kv_order` change the numbers. `block_q` does not, in round-to-nearest: to a
-row that sees no key of a tile the tile is P = 0, a = 1, which changes nothing that is rounded
-already. (`fa1` multiplies O by l and divides by l again; once O = round(X / l), round(round(O l) /
-l) is O, for all significands of bf16.) Rounding toward zero, O shrinks at every
-such tile, so there the size of the block tells. As in real kernels, rows take part in a tile as
-whole blocks of block_q, those of the whole call where a case holds some of its rows, and a tile
-that no row of a block can see by its position is skipped. The outer loop changes nothing but the
-rounding at `state`; so one order is computed, in as few pieces of rows as memory allows.
+What is modelled, what a tile changes, and how far fp32 may be from fp64 is in docs/sites.md. As in
+real kernels, rows take part in a tile as whole blocks of block_q, those of the whole call where a
+case holds some of its rows, and a tile that no row of a block can see by its position is skipped.
 
 Many tiles at once. Predictions and training take an `fa2` recipe in fp32 that rounds nothing
 between tiles (`is_at_once`) in a few large steps; some twenty small ones a tile are what it costs
-on a GPU. P is rounded relative to the maximum met when its tile came: a cumulative maximum over the
-tiles in their order, so that each P is what it is tile by tile. The sum over tiles, scaled to the
-last maximum by P exp(m_tile - m_last), the product of all factors a, has no rounding to model.
-Splits of the keys are one more axis. What differs is fp32 rounding, which no site models: by (2 n +
-8 t) 2^-24 of the term scale at most, about 1e-7 usually, and then a P now and then falls on the
-other side of its boundary. Before the last cast the two lie apart by a root mean square of at most
-0.3 % of the error in bf16 and 2 % in fp16; the cast takes at most 0.05 % and 0.2 % of the outputs
-to the neighbouring number. A tile that a row cannot see is not skipped there. 0 times infinity is
-not 0, so where anything comes out that is not finite, the tiles decide, one by one. The kernel
-`emulated` always goes tile by tile.
-
-`compute="float32"` rounds at the same sites in fp32, TF32 and autocast off (float32 sites are then
-free). How far it may be from fp64, for `fa2`. Let u be the unit roundoff of the working format, w =
-2^-24, d the head_dim, n the length, t the number of tiles, and A = |scale| sum |q||k|, the sum of
-absolute terms in a score.
-
-- Two scores differ by at most (d + 4) w A: d for the product, 2 for the scale and its product, 2
-  for the fp64 mode's own roundings to fp32. The maximum differs by as much, and S - m rounds once
-  in each mode, 4 w A. With exp (4 w) and its rounding, P before `p` differs by a relative
-  (2 d + 12) w A + 6 w. Every tile rescales once more, by a factor that differs by 4 w A + 8 w.
-  In sum e = (2 d + 12 + 4 t) w A + (6 + 8 t) w. The sums in l and P V add (n + 4) w each.
-- Rounding is monotone: where e carries a P over a boundary it lands one ulp away, 2 u relative
-  (above the subnormals); elsewhere both modes get the same P. The cast at the end is monotone too.
-
-With T the term scale, therefore, always |o32 - o64| <= (2 u + 2 e + (2 n + 8) w) T + ulp(o): every
-P on the other side of its boundary, all in one direction. Measured (lengths 256 and 1024, normal,
-wide and tied scores, all presets): 0.1 % of the outputs differ in bf16 and up to 2 % in fp16, by a
-root mean square of at most 7 % and 18 % of the emulated error, whose own rms agrees to 0.1 %.
+on a GPU. P is rounded relative to the maximum met when its tile came, as it is tile by tile. The
+sum over tiles, scaled to the last maximum by P exp(m_tile - m_last), has no rounding to model.
+Splits of the keys are one more axis. A tile that a row cannot see is not skipped there; 0 times
+infinity is not 0, so where anything comes out that is not finite, the tiles decide, one by one.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; a = exp(m_old
 - m) rescales what was summed before."""
@@ -58,7 +22,7 @@ Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -82,6 +46,9 @@ MIN_BLOCK_ROWS = 64  # below this a matrix product waits for K and V
 CAUSAL_PARTS, CAUSAL_BYTES = 4, 1 << 24
 """Under causality rows are cut into so many blocks, which spares three eighths of the scores, where
 each still holds as much: then it is not the launching of steps that takes the time."""
+LOG2_E = math.log2(math.e)
+# FlashAttention-4's minimax cubic for 2^x in [0, 1): flash_attn/cute/utils.py, POLY_EX2[3].
+CUBIC = (0.077119089663028717041015625, 0.227564394474029541015625, 0.695146143436431884765625, 1.0)
 GOLDEN = 2654435769  # 2^32 / phi
 GUARD_BITS = 8
 LN_SMALLEST_FP32 = -126 * math.log(2.0)
@@ -115,7 +82,10 @@ def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, q as it meets K (with the scale in it where the recipe says so), k and v."""
     case = r.case
     q, k, v = (x.to(r.dtype) for x in (case.q, case.k, case.v))
-    return q, r("q_scaled", q * case.scale) if r.made.scale_in == "q" else q, k, v
+    if r.made.scale_in == "scores":
+        return q, q, k, v
+    by = case.scale * (LOG2_E if r.made.scale_in == "q_log2" else 1.0)
+    return q, r("q_scaled", q * by), k, v
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -196,14 +166,14 @@ def start(r: Rounder, q: Tensor, v: Tensor, split: slice) -> State:
 
 
 def scores(
-    r: Rounder, q: Tensor, k: Tensor, rows: slice, keys: slice
+    r: Rounder, q: Tensor, k: Tensor, rows: slice, keys: slice, scale_in: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden. Beside it, under a soft
-    cap, the tanh, from which backward has its derivative."""
-    case = r.case
+    cap, the tanh, from which backward has its derivative. `scale_in`: if it is not the recipe's."""
+    case, scale_in = r.case, scale_in or r.made.scale_in
     S = r("scores", times(case, q[:, :, rows], k[:, :, keys].transpose(-1, -2)))
-    if r.made.scale_in == "scores":
-        S = r("scaled", S.mul_(case.scale))
+    if scale_in != "q":
+        S = r("scaled", S.mul_(case.scale if scale_in == "scores" else 1 / LOG2_E))
     tanh = None
     if case.softcap is not None:
         S = r("softcap", S.div_(case.softcap))
@@ -223,7 +193,7 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
     case, made = r.case, r.made
     m_old, l_old, O_old, _ = before
     own = maximum(r, S)
-    m = torch.maximum(m_old, own)
+    m = moved(r, m_old, own)
     a = _factor(r, m_old, m)
     b = _factor(r, own, m) if made.algorithm == "fa1" else None
     P = exponential(r, S, m if b is None else own, w)
@@ -244,6 +214,12 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
     return State(m, l, r("accumulator", O.add_(new)))
 
 
+def moved(r: Rounder, m_old: Tensor, own: Tensor) -> Tensor:
+    """The running maximum after a tile: where it lags, the old one if it has not grown enough."""
+    m, lag = torch.maximum(m_old, own), r.made.max_lag
+    return m if lag is None else torch.where((m - m_old) * LOG2_E > lag, m, m_old)
+
+
 def maximum(r: Rounder, S: Tensor) -> Tensor:
     """What a tile adds to m, [B, H, rows]: its maximum, or the stabilised softmax's shift."""
     if r.made.beta is None or r.made.tie_tolerance is None:
@@ -258,16 +234,11 @@ def stabilised_shift(S: Tensor, beta: float, tie_tolerance: float, smallest: flo
     """By what the stabilised softmax (Qiu & Yao, arXiv 2510.04212) shifts each row of a tile: [...]
     of scores [..., keys].
 
-    Where several scores are the row's maximum r, P would be exactly 1 for each of them, and sums of
-    such rows of V of one sign are rounded to one side. So where more than one score lies within the
-    tolerance of r the shift is beta r if r > 0 and 0 if not, and online softmax goes on with that
-    as the tile's maximum, as the authors' code does. (As printed, the running maximum is of
-    unadjusted ones, which undoes it.) A row whose every score is -inf has -inf, one with a NaN NaN.
-
-    P is then at most exp(-(beta - 1) r). The authors keep l above 1e-10: wrong, silently, from
-    (beta - 1) r = 23 on; here the row becomes NaN where exp(-(beta - 1) r) < smallest, the
-    smallest normal number of the formats P goes through, and where r < 0 and l is 0 (`lost`). One
-    tied tile is enough to shift the whole row by 0. `triton-flash` has the same on the device."""
+    Where more than one score lies within the tolerance of the maximum r the shift is beta r if r > 0
+    and 0 if not, and online softmax goes on with that, as the authors' code does. (As printed, the
+    running maximum is of unadjusted ones, which undoes it.) The authors keep l above 1e-10: wrong,
+    silently, from (beta - 1) r = 23 on; here the row becomes NaN where P, exp(-(beta - 1) r) at most,
+    is below `smallest`, and where r < 0 and l is 0 (`lost`). docs/sites.md has the rest."""
     r = S.amax(dim=-1)
     tied = ((r - tie_tolerance)[..., None] <= S).sum(dim=-1) > 1
     shifted = torch.where(r > 0, beta * r, 0.0)
@@ -280,19 +251,12 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 
         P = w exp(S - m),  l = rowsum P,  O = P V / l,  L = m + log(l / w),
 
-    with m the true maximum and w one of the 64 odd numbers 129, 131 ... 255 over 256. Equal maxima
-    have P = 1 in plain softmax, 1 · V keeps the zero low bits of V, and sums of such terms of one
-    sign are rounded to one side. w has 8 significant bits, so bf16 and fp16 hold it exactly and P
-    at the maximum is not rounded; it is odd, so a product with V fills low bits that were zero. No
-    score is asked whether it is tied, so all ties are met alike and a shift changes nothing.
-
-    Which w: number frac(place / phi) of 64 (Fibonacci hashing), place = position + kv_len: all 64
-    evenly in any stretch of rows, in every second or 64th, and in decoding, where a row stands at 0
-    and kv_len grows. One w for all rows would leave every row the same error where tied keys share
-    V (sinks): a feature's error would not average out (docs/method.md). Rows of one position share
-    w over batches and heads. The cast of O errs as ever; where P V is summed in fp32 nothing is to
-    gain. Backward has P normalised, as in plain softmax. `triton_flash.forward.weight` is the same.
-    """
+    with m the true maximum and w one of the 64 odd numbers 129, 131 ... 255 over 256: 8 significant
+    bits, so that P at the maximum is not rounded, and odd, so that a product with V fills low bits
+    that were zero (why: docs/method.md). Which w: number frac(place / phi) of 64 (Fibonacci hashing),
+    place = position + kv_len: all 64 evenly in any stretch of rows, in every second or 64th, and in
+    decoding, where kv_len grows. Rows of one position share w over batches and heads. Backward has P
+    normalised, as in plain softmax. `triton_flash.forward.weight` is the same."""
     at = case.positions
     at = torch.arange(case.q_len, device=case.q.device) if at is None else at
     number = ((at + case.kv_len) * GOLDEN & 0xFFFFFFFF) >> 26
@@ -320,8 +284,27 @@ def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
 def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Tensor:
     """exp(S - m), or w times that, for m without the last axis of S. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
-    P = _fexp_u20(x) if r.made.exponential == "fexp_u20" else x.exp_()
+    P = EXPONENTIALS[r.made.exponential](x)
     return r("exp", P if w is None else P.mul_(w[:, None]))
+
+
+def _cubic(x: Tensor) -> Tensor:
+    """exp(x) as FlashAttention-4 has 2^(x log2 e) on units that multiply and add (arXiv 2603.05451,
+    section 3.1.3; `ex2_emulation`): an exponent, and a cubic for the fraction. Below 2^-127 it is 0."""
+    y = x.mul(LOG2_E).clamp_(min=-127.0)
+    whole = y.floor()
+    fraction, power = y - whole, torch.zeros_like(y)
+    for c in CUBIC:
+        power.mul_(fraction).add_(c)
+    return torch.ldexp(power, whole).masked_fill_(y <= -127.0, 0.0)
+
+
+def _fa4(x: Tensor) -> Tensor:
+    """exp(x) where that kernel has the cubic in 4 of 16 keys, but for the first and the last 32 of a
+    tile of 128 (`apply_exp2_convert`; the numbers are those of its defaults)."""
+    i = torch.arange(x.shape[-1], device=x.device)
+    some = (i % 16 >= 12) & (i % 128 >= 32) & (i % 128 < 96)
+    return torch.where(some, _cubic(x), x.exp())
 
 
 def _fexp_u20(x: Tensor) -> Tensor:
@@ -336,6 +319,14 @@ def _fexp_u20(x: Tensor) -> Tensor:
     bits = y.sub_(cubic).add_(127.0).to(torch.float32).mul_(2.0**23)
     power = bits.to(torch.int32).view(torch.float32).to(x.dtype)
     return power.masked_fill_(x < LN_SMALLEST_FP32, 0.0).masked_fill_(x.isnan(), math.nan)
+
+
+EXPONENTIALS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "exact": Tensor.exp_,
+    "fexp_u20": _fexp_u20,
+    "cubic": _cubic,
+    "fa4": _fa4,
+}
 
 
 def finite(m: Tensor) -> Tensor:
@@ -469,11 +460,11 @@ def _add_tiles(
     if missing:  # keys that are hidden, where a tile or a split is not full
         S, V = pad(S, (0, missing), value=-math.inf), pad(V, (0, 0, 0, missing))
     S = S.unflatten(-1, (parts, each // block_kv, block_kv))
-    descending = r.made.kv_order == "descending"
-    own = r("max", S.amax(dim=-1))
-    own = own.flip(-1) if descending else own
-    met = torch.cat([m_old[..., None], own], dim=-1).cummax(dim=-1).values[..., 1:]
-    m, met = met[..., -1], met.flip(-1) if descending else met
+    m, maxima = m_old, []
+    for own in in_order(r, r("max", S.amax(dim=-1)).unbind(dim=-1)):
+        m = moved(r, m, own)
+        maxima.append(m)
+    met = torch.stack(list(in_order(r, maxima)), dim=-1)
     P = exponential(r, S, met)
     P_V = r("p", P)
     sums = (P_V if r.made.l_from == "rounded" else P).sum(dim=-1)

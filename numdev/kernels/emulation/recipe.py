@@ -40,19 +40,10 @@ class Site(NamedTuple):
 
 # In the order of the pass. A row of steps that round alike in all code we know is one site.
 #
-# fa2: in the working format are operands of matrix units, what is read from memory and what is
-# written there: FlashAttention-2 writes dK and dV of every query head in the working format and
-# sums the group afterwards. q_scaled, state and ds_scaled are used only if scale_in, loop_order and
-# ds_scale ask for them: then the first two are tensors like q and the output, the last a step in
-# registers.
-# eager: what autograd keeps of softmax is P in fp32. What flows back is in the format of what it
-# belongs to: dP and dS are rounded, dS again wherever S was on its way. A sum over all rows is one
-# product.
-# qiu2025: under autocast, matrix products are in the working format and sums in fp32. L and what
-# meets it (exp, dP − δ, dS) is in fp32 by promotion, and gradients are added up in tensors like q,
-# k and v.
+# What the presets stand for is in `ABOUT`. q_scaled, k_scaled, state and ds_scaled are used only if an
+# option asks for them: tensors like q, k and the output, and a step in registers.
 _FORWARD = {
-    "q_scaled": Site("www", "scale · Q, where the scale is folded into Q"),
+    "q_scaled": Site("www", "scale · Q, or scale log₂e · Q, where Q has the scale"),
     "scores": Site("fww", "S = Q Kᵀ, the finished sum"),
     "scaled": Site("fww", "scale · S"),
     "softcap": Site("fww", "S / cap, its tanh, and cap times that: each of the three"),
@@ -73,6 +64,7 @@ _FORWARD = {
     "out": Site("www", "O as returned"),
 }
 _BACKWARD = {
+    "k_scaled": Site("www", "scale log₂e · K, where K has the scale in backward"),
     "s": Site("fww", "S as recomputed, through the forward's own sites", may_hide=True),
     "lse_read": Site("fff", "L as backward reads it (or m and l)", may_hide=True),
     "p_backward": Site(
@@ -115,6 +107,7 @@ def _fa1_tile(head_dim: int, memory: int) -> tuple[int, int]:
 TILINGS: Mapping[str, tuple[str, Callable[[int, int], tuple[int, int | None]]]] = {
     "fa1": ("min(⌈M/4d⌉, d) × ⌈M/4d⌉", _fa1_tile),
     "fa2": ("128 × 128 for d ≤ 64, else 128 × 64", lambda d, memory: (128, 128 if d <= 64 else 64)),
+    "fa4": ("128 × 128", lambda d, memory: (128, 128)),
     "qiu2025": ("512 × 512", lambda d, memory: (512, 512)),
     "whole": ("all keys at once", lambda d, memory: (1, None)),
 }
@@ -148,11 +141,17 @@ class Recipe:
     and dV of its own (`dk_partial`, `dv_partial`), and these are summed. None: one."""
     l_from: Literal["unrounded", "rounded"] = "unrounded"
     """Whether l sums P as exp gave it, or as it is multiplied with V."""
-    scale_in: Literal["scores", "q"] = "scores"
-    """Whether the scores are multiplied by the scale, or Q is beforehand."""
-    exponential: Literal["exact", "fexp_u20"] = "exact"
+    max_lag: int | None = None
+    """The running maximum moves only when it has grown by more than this, in log2, so that P may be
+    up to 2^max_lag. None: whenever it has grown."""
+    scale_in: Literal["scores", "q", "q_log2"] = "scores"
+    """Whether the scores are multiplied by the scale, or Q is beforehand, for exp2 by scale log2 e."""
+    scale_again: Literal["same", "scores", "k_log2"] = "same"
+    """The same in backward, or the scores, or K by scale log2 e, from which dQ is then made too."""
+    exponential: Literal["exact", "fexp_u20", "cubic", "fa4"] = "exact"
     """exp(S − m) in forward; exact in backward. `fexp_u20` is PyTorch's CPU kernel's with AVX2 and
-    AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
+    AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5. `cubic` is FlashAttention-4's
+    polynomial, off by up to 8.8e-5; `fa4` has it where that kernel does, in an eighth of P."""
     softmax: Literal["plain", "stabilised", "guarded"] = "plain"
     """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
     of one that is met more than once (`forward.stabilised_shift`). `guarded` multiplies
@@ -215,6 +214,14 @@ PRESETS: Mapping[str, Recipe] = {
         Recipe(preset="fa2", sites=_column(0)),
         Recipe(preset="fa2-consistent", sites=_column(0), l_from="rounded"),
         Recipe(
+            preset="fa4",
+            sites={**_column(0), "dk_partial": WIDE, "dv_partial": WIDE},
+            tiling="fa4",
+            kv_order="descending",
+            max_lag=8,
+            exponential="fa4",
+        ),
+        Recipe(
             preset="eager",
             sites=_column(1),
             algorithm="plain",
@@ -241,6 +248,9 @@ ABOUT: Mapping[str, str] = {
     "the end. Backward: P and dS in the working format for their products, δ from the cast O, "
     "accumulators in fp32, and each query head's dK and dV cast before a group is summed.",
     "fa2-consistent": "The same with l from the rounded P, so that the weights sum to 1.",
+    "fa4": "FlashAttention-4 on Blackwell: `fa2`, the last tile first, with a running maximum that "
+    "moves only when it has grown by more than log₂ 256, exp2 by a polynomial in a part of P, and "
+    "a group's dK and dV summed in fp32.",
     "eager": "Model code without tiles: S rounded, scaled and rounded again, softmax in fp32, P "
     "rounded, P V summed in fp32 and cast. Backward is autograd's: dP rounded, softmax's backward "
     "in fp32 from the P it kept, dS rounded, scaled and rounded again.",
@@ -291,6 +301,7 @@ def changed(
     no_error = made.delta_sign == "random" and made.delta_from == "dP*P"
     contradictions = {  # options of which one would be ignored
         "delta_sign with delta_from dP*P: delta has no error whose sign could be drawn": no_error,
+        "max_lag with an algorithm other than fa2": made.max_lag and made.algorithm != "fa2",
         "block_kv, memory or splits with algorithm plain, which has a single tile": plain and cut,
         "softmax guarded or l_from rounded with algorithm plain, which divides P by l before P is "
         "rounded and meets V": plain and early,

@@ -1,0 +1,236 @@
+"""Sound kernels of every rounding design in docs/sites.md, written out in PyTorch without numdev.
+
+    OMP_NUM_THREADS=1 python benchmarks/designs.py [--seeds 20] [--only NAME]
+
+Each is a function of q, k and v with forward and backward passes of its own, in tiles of keys, as
+the public kernel that it is named after computes: where it takes its maximum, which exponential it
+has, what it rounds to the working format before a product, and in what gradients are added up. None
+declares how it rounds. As a script every design is checked as its author would, on every default
+case of `numdev.check_attention`, in bfloat16 and float16 and for every seed; printed is how many of
+these checks accuse it.
+
+Legend: S scores, P probabilities, m running maximum, l running sum, O output, L log-sum-exp; d of
+any of them the gradient with respect to it, delta = rowsum(dO o O). Everything is in fp32 but what
+`_Tiled.r` rounds."""
+
+# ruff: noqa: E741
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+# Minimax for 2^x on [0, 1): flash_attn/cute/utils.py, POLY_EX2[3].
+CUBIC = (0.077119089663028717041015625, 0.227564394474029541015625, 0.695146143436431884765625, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """How a kernel rounds, and in which order it sums."""
+
+    tile: int = 128
+    last_first: bool = False
+    threshold: float = 0.0  # in log2: the maximum moves only when it has grown by more
+    cubic: Literal["no", "some", "all"] = "no"  # which elements have exp2 by a polynomial
+    sums_rounded_p: bool = False  # l sums P as it meets V
+    p_is_rounded: bool = True
+    scaled: Literal["scores", "q in forward", "k in backward"] = "scores"
+    """Whether Q, or K, is multiplied by scale log2(e) and rounded."""
+    parts: int = 1  # of the keys, merged by their log-sum-exp
+    one_p: bool = False  # backward multiplies dP - delta by the P that dO is multiplied with
+    ds_has_scale: bool = False  # before it is rounded
+    group: Literal["rounded", "fp32"] = "rounded"
+    """In what each query head's dK and dV are kept until its group's are summed."""
+
+
+DESIGNS = {
+    "FlashAttention-2": Design(tile=64, last_first=True),
+    "FlashAttention-3": Design(last_first=True, group="fp32"),
+    "FlashAttention-4": Design(last_first=True, threshold=8, cubic="some", group="fp32"),
+    "a lagging maximum alone": Design(tile=64, threshold=8),
+    "exp2 by a polynomial alone": Design(tile=64, cubic="all"),
+    "a lagging maximum and a polynomial": Design(tile=32, threshold=8, cubic="all"),
+    "cuDNN": Design(ds_has_scale=True),
+    "Composable Kernel": Design(),
+    "FlashInfer prefill": Design(sums_rounded_p=True),
+    "FlashInfer decode": Design(p_is_rounded=False, parts=3, tile=32),
+    "xFormers and CUTLASS": Design(tile=64, one_p=True, ds_has_scale=True),
+    "Triton's tutorial": Design(tile=64, scaled="k in backward"),
+    "Triton's tutorial of 2023": Design(tile=64, scaled="q in forward", ds_has_scale=True),
+    "FlexAttention": Design(tile=64, group="fp32"),
+    "Pallas": Design(ds_has_scale=True, group="fp32"),
+    "MLX": Design(tile=32, p_is_rounded=False),
+}
+
+
+def kernel(name: str) -> Callable[..., Tensor]:
+    """A design as a function that a kernel's author would hand over."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+               is_causal: bool = False, scale: float | None = None) -> Tensor:  # fmt: skip
+        how = q.shape[-1] ** -0.5 if scale is None else scale
+        out: Tensor = _Tiled.apply(q, k, v, attn_mask, is_causal, how, DESIGNS[name])  # type: ignore[no-untyped-call]
+        return out
+
+    attend.__name__ = attend.__qualname__ = name
+    return attend
+
+
+class _Tiled(torch.autograd.Function):
+    """Attention as a design computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
+                scale: float, made: Design) -> Tensor:  # fmt: skip
+        def r(x: Tensor) -> Tensor:
+            return x.to(q.dtype).float()
+
+        group = q.shape[1] // k.shape[1]
+        Q, K, V = q.float(), _repeated(k, group), _repeated(v, group)
+        Q_S, by = Q, scale * LOG2_E
+        if made.scaled == "q in forward":
+            Q_S, by = r(Q * by), 1.0
+        found = []
+        for keys in _parts(K.shape[2], made):
+            m = Q.new_full((*Q.shape[:3], 1), -math.inf)
+            l, O = torch.zeros_like(m), Q.new_zeros(*Q.shape[:3], V.shape[-1])
+            for tile in _tiles(keys, made):
+                S = _scores(Q_S, K, tile, by, mask, causal)
+                higher = torch.maximum(m, S.amax(dim=-1, keepdim=True))
+                moves = (higher - m > made.threshold) | (m == -math.inf)
+                m_old, m = m, torch.where(moves, higher, m)
+                a = torch.exp2(m_old - _safe(m))
+                P = _exp2(S - _safe(m), made)
+                P_V = r(P) if made.p_is_rounded else P
+                l = a * l + (P_V if made.sums_rounded_p else P).sum(dim=-1, keepdim=True)
+                O = a * O + P_V @ V[:, :, tile]
+            found.append((m + l.log2(), O / torch.where(l == 0, 1.0, l)))
+        L2 = torch.stack([L for L, _ in found])
+        top = _safe(L2.amax(dim=0))
+        L = top + torch.exp2(L2 - top).sum(dim=0).log2()
+        O = sum(torch.exp2(L_p - _safe(L)) * O_p for L_p, O_p in found)  # type: ignore[assignment]
+        out = O.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, L)
+        ctx.how = mask, causal, scale, made
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, L), (mask, causal, scale, made) = ctx.saved_tensors, ctx.how
+
+        def r(x: Tensor) -> Tensor:
+            return x.to(q.dtype).float()
+
+        group = q.shape[1] // k.shape[1]
+        Q, K, V, dO = q.float(), _repeated(k, group), _repeated(v, group), grad.float()
+        K_S, by = K, scale * LOG2_E
+        if made.scaled == "k in backward":
+            K_S, by = r(K * by), 1.0
+        delta = (dO * out.float()).sum(dim=-1, keepdim=True)
+        dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
+        for tile in _tiles(slice(0, K.shape[2]), made):
+            P = torch.exp2(_scores(Q, K_S, tile, by, mask, causal) - _safe(L))
+            P_O = r(P)
+            dP = dO @ V[:, :, tile].mT
+            dS = (P_O if made.one_p else P) * (dP - delta)
+            dS = r(dS * scale) if made.ds_has_scale else r(dS)
+            dV[:, :, tile] = P_O.mT @ dO
+            dK[:, :, tile] = dS.mT @ Q
+            # What the tutorial has of K is scaled already, in base 2.
+            dQ += dS @ (K_S[:, :, tile] if made.scaled == "k in backward" else K[:, :, tile])
+        if not made.ds_has_scale:
+            dQ *= 1 / LOG2_E if made.scaled == "k in backward" else scale
+            dK *= scale
+        if made.group == "rounded":
+            dK, dV = r(dK), r(dV)
+        dK, dV = (x.unflatten(1, (-1, group)).sum(dim=2) for x in (dK, dV))
+        return dQ.to(q.dtype), dK.to(q.dtype), dV.to(q.dtype), None, None, None, None
+
+
+def _repeated(x: Tensor, group: int) -> Tensor:
+    return x.float().repeat_interleave(group, dim=1)
+
+
+def _safe(m: Tensor) -> Tensor:
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+def _parts(n: int, made: Design) -> list[slice]:
+    each = -(-n // made.parts)
+    return [slice(at, min(at + each, n)) for at in range(0, n, each)]
+
+
+def _tiles(keys: slice, made: Design) -> list[slice]:
+    starts = range(keys.start, keys.stop, made.tile)
+    tiles = [slice(at, min(at + made.tile, keys.stop)) for at in starts]
+    return tiles[::-1] if made.last_first else tiles
+
+
+def _scores(Q: Tensor, K: Tensor, tile: slice, by: float, mask: Tensor | None,
+            causal: bool) -> Tensor:  # fmt: skip
+    """In base 2, -inf where hidden."""
+    S = Q @ K[:, :, tile].mT * by
+    if causal:
+        rows = torch.arange(S.shape[2], device=S.device)[:, None]
+        S = S.masked_fill(torch.arange(K.shape[2], device=S.device)[tile] > rows, -math.inf)
+    if mask is None:
+        return S
+    here = mask[..., tile]
+    return (
+        S.masked_fill(~here, -math.inf) if mask.dtype == torch.bool else S + here.float() * LOG2_E
+    )
+
+
+def _exp2(x: Tensor, made: Design) -> Tensor:
+    if made.cubic == "no":
+        return x.exp2()
+    y = x.clamp(min=-127.0)
+    n = y.floor()
+    power = torch.zeros_like(y)
+    for c in CUBIC:
+        power = power * (y - n) + c
+    power = torch.where(y > -127, torch.ldexp(power, n), 0.0)
+    if made.cubic == "all":
+        return power
+    # Of each tile of 128 its second and third 32, and there the last 4 of 16 (softmax.py).
+    i = torch.arange(x.shape[-1], device=x.device)
+    return torch.where((i // 32 % 4 % 3 > 0) & (i % 16 >= 12), power, x.exp2())
+
+
+def main() -> None:
+    from numdev.audit.check import default_cases
+    from numdev.testing import CheckFailed, check_attention
+
+    parser = argparse.ArgumentParser(description="Which sound designs are accused?")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", help="one design")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    every: Counter[str] = Counter()
+    for name in [given.only] if given.only else DESIGNS:
+        count: Counter[str] = Counter()
+        for seed in range(given.first, given.first + given.seeds):
+            for case in default_cases():
+                for fmt in ("bfloat16", "float16"):
+                    count["checks"] += 1
+                    try:
+                        check_attention(kernel(name), cases=case.name, formats=fmt, seeds=seed)
+                    except CheckFailed as failed:
+                        count["accused"] += 1
+                        print(f"  {case.name} {fmt} seed {seed}: {failed.result.in_short}")
+        every += count
+        print(f"{name}: {count['accused']} of {count['checks']} checks accuse it", flush=True)
+    print(f"in all: {every['accused']} of {every['checks']}")
+
+
+if __name__ == "__main__":
+    main()
