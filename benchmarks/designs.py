@@ -61,13 +61,13 @@ DESIGNS = {
     "cuDNN": Design(ds_has_scale=True),
     "Composable Kernel": Design(),
     "FlashInfer prefill": Design(sums_rounded_p=True),
-    "FlashInfer decode": Design(p_is_rounded=False, parts=3, tile=32),
+    "FlashInfer decode": Design(p_is_rounded=False, parts=3, tile=32, group="fp32"),
     "xFormers and CUTLASS": Design(tile=64, one_p=True, ds_has_scale=True),
     "Triton's tutorial": Design(tile=64, scaled="k in backward"),
     "Triton's tutorial of 2023": Design(tile=64, scaled="q in forward", ds_has_scale=True),
     "FlexAttention": Design(tile=64, group="fp32"),
     "Pallas": Design(ds_has_scale=True, group="fp32"),
-    "MLX": Design(tile=32, p_is_rounded=False),
+    "MLX": Design(tile=32, p_is_rounded=False, group="fp32"),
 }
 
 
@@ -75,13 +75,32 @@ def kernel(name: str) -> Callable[..., Tensor]:
     """A design as a function that a kernel's author would hand over."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
-               is_causal: bool = False, scale: float | None = None) -> Tensor:  # fmt: skip
+               is_causal: bool = False, scale: float | None = None,
+               enable_gqa: bool = False) -> Tensor:  # fmt: skip
         how = q.shape[-1] ** -0.5 if scale is None else scale
         out: Tensor = _Tiled.apply(q, k, v, attn_mask, is_causal, how, DESIGNS[name])  # type: ignore[no-untyped-call]
         return out
 
     attend.__name__ = attend.__qualname__ = name
     return attend
+
+
+def through_casts(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, attn_mask: Tensor | None = None
+) -> Tensor:
+    """The softmax by hand, P cast for its product, and gradients by autograd."""
+    S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+    if is_causal:
+        S = S.masked_fill(~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    if attn_mask is not None:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
+        S = S if attn_mask.dtype == torch.bool else S + attn_mask.masked_fill(hidden, 0.0)
+        S = S.masked_fill(hidden, -1e30)
+        S = S.masked_fill(hidden.all(dim=-1, keepdim=True), -math.inf)
+    m = S.amax(dim=-1, keepdim=True)
+    P = (S - m.clamp_min(-1e29)).exp()
+    row_sum = P.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+    return ((P.to(q.dtype).float() @ v.float()) / row_sum).to(q.dtype)
 
 
 class _Tiled(torch.autograd.Function):

@@ -59,10 +59,10 @@ do; `s` is for one that is coarser the second time.
 STRUCTURE = """\
 
 Some sites have a value that holds once another option brings them into play: `q_scaled` with
-`scale_in: q`, `k_scaled` with `scale_again: k_log2`, `state` with `loop_order: kv`, `ds_scaled` with `ds_scale: before`, `delta_o` with
-`delta_from: dO*O`, `dk_partial` and `dv_partial` with grouped heads and `group_sum: separate`. A
-format without infinity cannot stand where -inf must be held: `bias`, `max`, `exponent`, `lse`, `s`,
-`lse_read`, `p_backward`.
+`scale_in: q`, `k_scaled` with `scale_again: k_log2`, `state` with `loop_order: kv`, `ds_scaled`
+with `ds_scale: before`, `delta_o` with `delta_from: dO*O`, `dk_partial` and `dv_partial` with
+grouped heads and `group_sum: separate`. A format without infinity cannot stand where -inf must be
+held: `bias`, `max`, `exponent`, `lse`, `s`, `lse_read`, `p_backward`.
 
 ## What else decides the numbers
 
@@ -79,17 +79,18 @@ TAIL = """\
   accumulators once per tile. `block_q` changes none, in round-to-nearest: to a row that sees no key
   of a tile the tile is P = 0, a = 1, which changes nothing that is rounded already. (`fa1`
   multiplies O by l and divides by l again; once O = round(X / l), round(round(O l) / l) is O, for
-  all significands of bf16.) Rounding toward zero under a causal mask or a window, O shrinks a little
-  at every such tile.
-- `max_lag` (`fa4`: 8) lets the running maximum stay until it has grown by more, in log₂: FlashAttention-4
-  spares most of its rescaling so. P is then up to 2^`max_lag`, and its largest is not 1 but rounded.
-- `exponential: cubic` is FlashAttention-4's exp2 on units that multiply and add: 2^⌊y⌋ times a cubic
-  in the fraction, off by up to 8.8e-5; 0 below 2^-127. `fa4` has it in keys 12 to 15 of every 16,
-  but for the first and the last 32 of a tile of 128, as that kernel's defaults do where no mask cuts
-  the tile. A sink joins at the start here, at the end there.
-- `scale_in: q_log2` multiplies Q by scale log₂ e, as kernels with exp2 may. `scale_again` is where the
-  scale is in backward, if not the same: with `k_log2` K is multiplied by scale log₂ e and rounded,
-  and dQ is made of that K, as in Triton's tutorial.
+  all significands of bf16.) Rounding toward zero under a causal mask or a window, O shrinks a
+  little at every such tile.
+- `max_lag` (`fa4`: 8) lets the running maximum stay until it has grown by more, in log₂:
+  FlashAttention-4 spares most of its rescaling so. P is then up to 2^`max_lag`, and its largest is
+  not 1 but rounded.
+- `exponential: cubic` is FlashAttention-4's exp2 on units that multiply and add: 2^⌊y⌋ times a
+  cubic in the fraction, off by up to 8.8e-5; 0 below 2^-127. `fa4` has it in keys 12 to 15 of every
+  16, but for the first and the last 32 of a tile of 128, as that kernel's defaults do where no mask
+  cuts the tile. A sink joins at the start here, at the end there.
+- `scale_in: q_log2` multiplies Q by scale log₂ e, as kernels with exp2 may. `scale_again` is where
+  the scale is in backward, if not the same: with `k_log2` K is multiplied by scale log₂ e and
+  rounded, and dQ is made of that K, as in Triton's tutorial.
 - `loop_order` changes the numbers only through `state`. With `golden2024` it changes none, since O
   is in the working format all along; with `fa2` the outer loop `kv` rounds O after every tile.
 - `exponential: fexp_u20` is the fast exp of PyTorch's fused CPU kernel under AVX2 and AVX-512. That
@@ -137,17 +138,18 @@ TAIL = """\
 
 ## How public kernels round
 
-Without a claim a kernel is held to `fa2`, and where it errs beyond that to these (configs/designs.yaml;
-those marked *tried*) and to PyTorch's own operators and autograd's gradients. Each has a sound kernel
-in `benchmarks/designs.py`, written without the emulation, that `check_attention` passes undeclared.
+Without a claim a kernel is held to `fa2`, and where it errs beyond that to these
+(configs/designs.yaml; those marked *tried*) and to PyTorch's own operators and autograd's
+gradients. Each has a sound kernel in `benchmarks/designs.py`, written without the emulation, that
+`check_attention` passes undeclared.
 
 DESIGNS
 ## Limits
 
 The sum inside one product or row sum is exact up to its one rounding: kernels accumulate it in at
-least fp32. So are approximate exp (but those named) and reciprocal. So an emulation predicts the size
-of a 16-bit kernel's error, but not its bias (with ties a relative error of 1e-6 in l moves the output
-by 0.1 ulp), and says nothing of a kernel that returns fp32.
+least fp32. So are approximate exp (but those named) and reciprocal. So an emulation predicts the
+size of a 16-bit kernel's error, but not its bias (with ties a relative error of 1e-6 in l moves the
+output by 0.1 ulp), and says nothing of a kernel that returns fp32.
 
 ## Arithmetic in float32
 
@@ -183,19 +185,19 @@ scale P (D + E) |K| for dq (|Q| for dk), and of P |dO| for dv,
 which is every rounding on its other side, and all in one direction.
 
 Predictions take many tiles at once where no sum is rounded between them. What differs is fp32
-rounding, which no site models: by (2 n + 8 t) 2^-24 of the term scale at most, about 1e-7 usually, and then a P now and then falls on the
-other side of its boundary. Before the last cast the two lie apart by a root mean square of at most
-0.3 % of the error in bf16 and 2 % in fp16; the cast takes at most 0.05 % and 0.2 % of the outputs
-to the neighbouring number. A tile that a row cannot see is not skipped there. 0 times infinity is
-not 0, so where anything comes out that is not finite, the tiles decide, one by one. The kernel
-`emulated` always goes tile by tile.
+rounding, which no site models: by (2 n + 8 t) 2^-24 of the term scale at most, about 1e-7 usually,
+and then a P now and then falls on the other side of its boundary. Before the last cast the two lie
+apart by a root mean square of at most 0.3 % of the error in bf16 and 2 % in fp16; the cast takes at
+most 0.05 % and 0.2 % of the outputs to the neighbouring number. A tile that a row cannot see is not
+skipped there. 0 times infinity is not 0, so where anything comes out that is not finite, the tiles
+decide, one by one. The kernel `emulated` always goes tile by tile.
 
-In backward a block holds all heads, and as many rows and keys as memory allows, for a recipe of any algorithm in fp32 whose dq, dk and dv are not rounded from tile to tile
-(`is_at_once`). What differs is fp32 rounding in the sums, and in O, l and L: a P or dS differs by
-about 1e-7, and now and then falls on the other side of its boundary, within the bound above.
-Measured on a CPU in bf16: 2e-4 of the elements differ, by a root mean square of 0.6 % of the error
-and at most 5 %, whose own rms agrees to 0.1 %; in ties, where all of a dk may hang on the rounding
-of one O, by 8 % and to 1 %.
+In backward a block holds all heads, and as many rows and keys as memory allows, for a recipe of any
+algorithm in fp32 whose dq, dk and dv are not rounded from tile to tile (`is_at_once`). What differs
+is fp32 rounding in the sums, and in O, l and L: a P or dS differs by about 1e-7, and now and then
+falls on the other side of its boundary, within the bound above. Measured on a CPU in bf16: 2e-4 of
+the elements differ, by a root mean square of 0.6 % of the error and at most 5 %, whose own rms
+agrees to 0.1 %; in ties, where all of a dk may hang on the rounding of one O, by 8 % and to 1 %.
 """
 
 

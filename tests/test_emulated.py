@@ -161,7 +161,7 @@ def test_exact_is_attention(softmax: str, name: str) -> None:
     ):  # fmt: skip
         if algorithm == "plain" and (tile or softmax == "guarded"):
             continue
-        if algorithm == "fa1" and "max_lag" in tile:
+        if algorithm != "fa2" and "max_lag" in tile:
             continue
         options = {"algorithm": algorithm, "loop_order": loop, "kv_order": order, **tile}
         O, L = attend(case, recipe("exact", **options, **of_it))
@@ -293,16 +293,12 @@ def test_stochastic_rounding_is_seeded_and_unbiased() -> None:
 
 
 def test_the_polynomial_of_flash_attention_4() -> None:
-    """Within 8.8e-5 of exp from 2^-127 to 2^8, exact at powers of two, 0 below and for -inf, NaN
-    for NaN; `fa4` has it in an eighth of P, and `exp` in the rest."""
-    x = torch.linspace(-88, 5.5, 200_001, dtype=torch.float64)
+    """Within 8.8e-5 of exp, exact at powers of two, 0 below 2^-127; `fa4` has it in an eighth."""
+    x = torch.linspace(-88, 5.5, 1 << 17, dtype=torch.float64)
     assert 8.5e-5 < float((module._cubic(x) / x.exp() - 1).abs().max()) < 8.8e-5
-    powers = torch.tensor([0.0, 8.0, -126.0, -128.0, -inf, nan]).double() * math.log(2)
-    found = module._cubic(powers).tolist()
-    assert found[:5] == pytest.approx([1.0, 256.0, 2.0**-126, 0.0, 0.0], rel=1e-13)
-    assert math.isnan(found[5])
-    x = torch.linspace(-3, -2, 256).double()
-    other = (module._fa4(x) != x.exp()).nonzero().flatten().tolist()
+    found = module._cubic(torch.tensor([0.0, 8.0, -126.0, -128.0, -inf]).double() * math.log(2))
+    assert found.tolist() == pytest.approx([1.0, 256.0, 2.0**-126, 0.0, 0.0], rel=1e-13)
+    other = (module._fa4(x[:256].clone()) != x[:256].exp()).nonzero().flatten().tolist()
     assert other == [i for i in range(256) if i % 16 > 11 and 31 < i % 128 < 96]
 
 

@@ -138,14 +138,12 @@ class Kept(_Operands):
         same = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Operands)}
         shift = r("lse_read", self.L if by_lse else self.m)
         l = None if by_lse else r("lse_read", self.l)
-        made, scale, k_s = r.made, r.case.scale, self.k
-        scale_in = made.scale_in if made.scale_again == "same" else made.scale_again
-        if made.scale_again != "same":
+        again = r.made.scale_again
+        if again != "same":
             same["q_s"] = self.q
-        if scale_in == "k_log2":
-            k_s = r("k_scaled", self.k * (scale * fwd.LOG2_E))
-        more = {"k_s": k_s, "scale_in": scale_in, "dO": dO.to(self.q.dtype)}
-        return Given(**same, **more, shift=shift, l=l)
+        k_s = r("k_scaled", self.k * (r.case.scale * fwd.LOG2_E)) if again == "k_log2" else self.k
+        scale_in, dO = r.made.scale_in if again == "same" else again, dO.to(self.q.dtype)
+        return Given(**same, k_s=k_s, scale_in=scale_in, dO=dO, shift=shift, l=l)
 
 
 def kept(r: Rounder, *, at_once: bool = False) -> Kept:

@@ -22,7 +22,7 @@ Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -234,11 +234,11 @@ def stabilised_shift(S: Tensor, beta: float, tie_tolerance: float, smallest: flo
     """By what the stabilised softmax (Qiu & Yao, arXiv 2510.04212) shifts each row of a tile: [...]
     of scores [..., keys].
 
-    Where more than one score lies within the tolerance of the maximum r the shift is beta r if r > 0
-    and 0 if not, and online softmax goes on with that, as the authors' code does. (As printed, the
-    running maximum is of unadjusted ones, which undoes it.) The authors keep l above 1e-10: wrong,
-    silently, from (beta - 1) r = 23 on; here the row becomes NaN where P, exp(-(beta - 1) r) at most,
-    is below `smallest`, and where r < 0 and l is 0 (`lost`). docs/sites.md has the rest."""
+    Where more than one score lies within the tolerance of the maximum r, the shift is beta r if it
+    is positive and 0 if not, and online softmax goes on with that, as the authors' code does. (As
+    printed, the running maximum is of unadjusted ones, which undoes it.) The authors keep l above
+    1e-10: wrong, silently, from (beta - 1) r = 23 on; here the row becomes NaN where P is below
+    `smallest`, and where r < 0 and l is 0 (`lost`). docs/sites.md has the rest."""
     r = S.amax(dim=-1)
     tied = ((r - tie_tolerance)[..., None] <= S).sum(dim=-1) > 1
     shifted = torch.where(r > 0, beta * r, 0.0)
@@ -253,10 +253,10 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 
     with m the true maximum and w one of the 64 odd numbers 129, 131 ... 255 over 256: 8 significant
     bits, so that P at the maximum is not rounded, and odd, so that a product with V fills low bits
-    that were zero (why: docs/method.md). Which w: number frac(place / phi) of 64 (Fibonacci hashing),
+    that were zero (docs/method.md). Which w: number frac(place / phi) of 64 (Fibonacci hashing),
     place = position + kv_len: all 64 evenly in any stretch of rows, in every second or 64th, and in
-    decoding, where kv_len grows. Rows of one position share w over batches and heads. Backward has P
-    normalised, as in plain softmax. `triton_flash.forward.weight` is the same."""
+    decoding, where kv_len grows. Rows of one position share w over batches and heads. Backward has
+    P normalised, as in plain softmax. `triton_flash.forward.weight` is the same."""
     at = case.positions
     at = torch.arange(case.q_len, device=case.q.device) if at is None else at
     number = ((at + case.kv_len) * GOLDEN & 0xFFFFFFFF) >> 26
@@ -284,13 +284,14 @@ def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
 def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Tensor:
     """exp(S - m), or w times that, for m without the last axis of S. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
-    P = EXPONENTIALS[r.made.exponential](x)
+    exp = {"exact": Tensor.exp_, "fexp_u20": _fexp_u20, "cubic": _cubic, "fa4": _fa4}
+    P = exp[r.made.exponential](x)
     return r("exp", P if w is None else P.mul_(w[:, None]))
 
 
 def _cubic(x: Tensor) -> Tensor:
     """exp(x) as FlashAttention-4 has 2^(x log2 e) on units that multiply and add (arXiv 2603.05451,
-    section 3.1.3; `ex2_emulation`): an exponent, and a cubic for the fraction. Below 2^-127 it is 0."""
+    section 3.1.3; `ex2_emulation`): an exponent, and a cubic for the fraction; 0 below 2^-127."""
     y = x.mul(LOG2_E).clamp_(min=-127.0)
     whole = y.floor()
     fraction, power = y - whole, torch.zeros_like(y)
@@ -300,8 +301,7 @@ def _cubic(x: Tensor) -> Tensor:
 
 
 def _fa4(x: Tensor) -> Tensor:
-    """exp(x) where that kernel has the cubic in 4 of 16 keys, but for the first and the last 32 of a
-    tile of 128 (`apply_exp2_convert`; the numbers are those of its defaults)."""
+    """exp(x) with the cubic where that kernel has it (`apply_exp2_convert`, by its defaults)."""
     i = torch.arange(x.shape[-1], device=x.device)
     some = (i % 16 >= 12) & (i % 128 >= 32) & (i % 128 < 96)
     return torch.where(some, _cubic(x), x.exp())
@@ -319,14 +319,6 @@ def _fexp_u20(x: Tensor) -> Tensor:
     bits = y.sub_(cubic).add_(127.0).to(torch.float32).mul_(2.0**23)
     power = bits.to(torch.int32).view(torch.float32).to(x.dtype)
     return power.masked_fill_(x < LN_SMALLEST_FP32, 0.0).masked_fill_(x.isnan(), math.nan)
-
-
-EXPONENTIALS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "exact": Tensor.exp_,
-    "fexp_u20": _fexp_u20,
-    "cubic": _cubic,
-    "fa4": _fa4,
-}
 
 
 def finite(m: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ class Site(NamedTuple):
 
 # In the order of the pass. A row of steps that round alike in all code we know is one site.
 #
-# What the presets stand for is in `ABOUT`. q_scaled, k_scaled, state and ds_scaled are used only if an
-# option asks for them: tensors like q, k and the output, and a step in registers.
+# What the presets stand for is in `ABOUT`. q_scaled, k_scaled, state and ds_scaled are used only if
+# an option asks for them: tensors like q, k and the output, and a step in registers.
 _FORWARD = {
     "q_scaled": Site("www", "scale · Q, or scale log₂e · Q, where Q has the scale"),
     "scores": Site("fww", "S = Q Kᵀ, the finished sum"),
@@ -145,7 +145,7 @@ class Recipe:
     """The running maximum moves only when it has grown by more than this, in log2, so that P may be
     up to 2^max_lag. None: whenever it has grown."""
     scale_in: Literal["scores", "q", "q_log2"] = "scores"
-    """Whether the scores are multiplied by the scale, or Q is beforehand, for exp2 by scale log2 e."""
+    """Whether the scores are multiplied by the scale, or Q before (with exp2 by scale log2 e)."""
     scale_again: Literal["same", "scores", "k_log2"] = "same"
     """The same in backward, or the scores, or K by scale log2 e, from which dQ is then made too."""
     exponential: Literal["exact", "fexp_u20", "cubic", "fa4"] = "exact"
