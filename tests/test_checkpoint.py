@@ -129,9 +129,6 @@ def test_loading_never_asks_the_network(llama: Path, monkeypatch: pytest.MonkeyP
     assert load_tokenizer(llama) is None
 
 
-# --- what is damaged, or leads elsewhere ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_truncated_safetensors_file(llama: Path, keep: int) -> None:
     """Found by the header's own account, and no weights at all are a usage error."""
@@ -319,8 +316,6 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
     rewrite(llama, lambda state: state["model.norm.weight"].add_(1))
     assert len({first, second, open_checkpoint(llama).identity()}) == 3
 
-
-# --- a state dict and its factory: every way of storing ------------------------------------------
 
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")
 SMALL = (*KERNELS, "--length", 16, "--sequences", 2)

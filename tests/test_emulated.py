@@ -61,9 +61,6 @@ def max_error(case: AttentionCase, **options: Any) -> float:
     return float(error.log().mean().exp())
 
 
-# --- recipes and presets as data -----------------------------------------------------------------
-
-
 def test_the_page_is_what_the_code_says() -> None:
     """docs/sites.md equals what scripts/sites_page.py writes."""
     spec = importlib.util.spec_from_file_location("page", ROOT / "scripts" / "sites_page.py")
@@ -132,9 +129,6 @@ def test_tiles(options: dict[str, Any], head_dim: int, tile: tuple[int, int]) ->
     assert recipe(**options).tile(head_dim, 1000) == tile
 
 
-# --- nothing rounded: the reference --------------------------------------------------------------
-
-
 SAME = ("one key", "scale 0", *(name for name in FEATURES if "no key" in name))
 """Where the stabilised softmax shifts no row."""
 
@@ -185,8 +179,6 @@ def test_float64_needs_no_rounding_to_the_working_format(preset: str) -> None:
     error = (emulate(case, preset=preset, block_q=2) - reference(case).out).abs().max()
     assert error < (1e-15 if preset in ("golden2024", "exact") else 1e-6)
 
-
-# --- rounding happens at its site ----------------------------------------------------------------
 
 BROUGHT: dict[str, dict[str, Any]] = {
     "q_scaled": {"scale_in": "q"},
@@ -332,9 +324,6 @@ def test_what_a_format_cannot_do_is_declined(
         KERNEL.attend(make_case().rounded_to(format_of(dtype)), **options)
 
 
-# --- tiles and loops -----------------------------------------------------------------------------
-
-
 def test_tiles_cover_what_is_visible_once_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -405,9 +394,6 @@ def test_block_kv_and_its_order_matter(option: dict[str, Any]) -> None:
     other = emulate(case, **{"block_kv": 32, **option})
     assert (one != other).any()
     assert ((rms(one - truth) / rms(other - truth) - 1).abs() < 0.05).all()
-
-
-# --- compute: float32 ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_kv", [32, 300])
@@ -513,9 +499,6 @@ def test_consistent_weights_sum_to_one(block_kv: int) -> None:
     assert (emulate(case, preset="fa2", block_kv=block_kv, out="exact") != 1).any()
 
 
-# --- backward ------------------------------------------------------------------------------------
-
-
 NAMES = ("dq", "dk", "dv")
 
 
@@ -562,9 +545,6 @@ def test_exact_is_the_gradient(name: str) -> None:
         )  # fmt: skip
         for found, exact, scale in zip(gradients(case, made)[2:], truth, scales, strict=True):
             assert ((found - exact).abs() <= 300 * U64 * scale).all(), made
-
-
-# --- tiles, and compute: float32 -----------------------------------------------------------------
 
 
 def test_tiles_matter_through_the_running_sums() -> None:

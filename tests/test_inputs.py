@@ -50,9 +50,6 @@ def source_of(configs: Any) -> ConfigSource:
     return ConfigSource("t", configs, (0,), System.here("cpu"), gradients=True)
 
 
-# --- every regime --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_regime(name: str) -> None:
     """Shapes and format; another seed or label draws something else; q, k and v are the same with
@@ -118,9 +115,6 @@ def test_a_head_keeps_its_numbers() -> None:
     assert not torch.equal(draws.normal("v", (1, 2, 5, 3)), few)
 
 
-# --- what each regime stands for -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fmt", HALVES)
 @pytest.mark.parametrize(
     ("lse", "q", "dim", "n"),
@@ -171,8 +165,6 @@ def test_what_cannot_be_drawn_is_said(name: str, options: dict[str, Any], says: 
         draw(name, SHAPES, seed=0, options=options)
 
 
-# --- biased_rounding has the links it claims -----------------------------------------------------
-
 BY_HAND = Shapes(batch=2, heads=2, kv_heads=1, q_len=12, kv_len=40, head_dim=64, v_dim=16)
 
 
@@ -215,9 +207,6 @@ def test_a_mask_fits_its_case(kind: str, q_len: int, kv_len: int) -> None:
     assert torch.equal(mask, draw_mask(kind, shapes, seed=1))
     seen = mask if mask.dtype == torch.bool else mask > LOWEST
     assert bool(seen.any()) or mask.numel() == 3  # a random one may hide all of three keys
-
-
-# --- the page and the sweep ----------------------------------------------------------------------
 
 
 def test_the_page_names_every_regime_and_mask() -> None:
@@ -289,8 +278,6 @@ def test_what_each_mask_hides() -> None:
     assert set(mask["bias_lowest"].unique().tolist()) == {0.0, LOWEST}
     assert bool((mask["bias_lowest"] == LOWEST).all(dim=-1).any())
 
-
-# --- probes: known answers ------------------------------------------------------------------------
 
 PROBES = ("ones", "one_key", "uniform", "one_hot", "two_hot")
 CODED = ("one_hot", "two_hot")

@@ -49,9 +49,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-# --- the same numbers ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> None:
     """Rows, cases, weights, findings and summary; only the report of the streamed one says so."""
@@ -98,9 +95,6 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
     assert not values_of(ours.model)
 
 
-# --- a part of the model ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]) -> None:
     """With --layers 0 the run ends after layer 0: neither the next one nor the head is read."""
@@ -119,9 +113,6 @@ def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> Non
     ours = audit(target, "a", "--stream", "--layers", "0")
     assert len({case.case for case in ours.cases}) == 2
     assert same_numbers(ours, audit(target, "b", "--layers", "0"))
-
-
-# --- what cannot be streamed --------------------------------------------------------------------
 
 
 def test_weights_used_while_their_layer_does_not_run_are_found_out(tmp_path: Path) -> None:

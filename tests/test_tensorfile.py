@@ -56,9 +56,6 @@ def failure(path: Path, kind: type[NumdevError], *words: str) -> None:
     assert [word for word in (str(path), *words) if word not in str(caught.value)] == []
 
 
-# --- there and back ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -123,9 +120,6 @@ def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
     assert torch.equal(only(tmp_path / "one.safetensors").v, shared)
 
 
-# --- what others write ---------------------------------------------------------------------------
-
-
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ten lines in docs/inputs.md write a file that is read."""
     page = (Path(__file__).parent.parent / "docs" / "inputs.md").read_text()
@@ -147,8 +141,6 @@ def test_a_mask_of_bytes_is_bool_where_the_header_says_so(tmp_path: Path) -> Non
     assert read.dtype == torch.bool
     assert torch.equal(read, shown)
 
-
-# --- saved by an audit ---------------------------------------------------------------------------
 
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash", "--kernel", "sdpa-efficient")
 SMALL = (*KERNELS, "--length", 16, "--sequences", 2, "--format", "bfloat16", "--format", "float32")
@@ -236,8 +228,6 @@ def test_what_is_wrong_is_named(
     """Before anything is measured, in one line, with the file, the call and what to do."""
     failure(third_party(tmp_path / "x.safetensors", tensors, **header), UsageError, *words)
 
-
-# --- calls of serving engines, packed and paged ---------------------------------------------------
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
 QUERIES, KEYS = (5, 1, 0, 3), (5, 9, 0, 7)

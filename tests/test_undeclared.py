@@ -129,8 +129,6 @@ def test_a_lagging_maximum_is_beyond_fa2_in_the_output_alone() -> None:
         assert {f.tensor for f in findings if f.severity == "exceeded"} == {tensor}
 
 
-# --- faulty ones ---------------------------------------------------------------------------------
-
 FAULTS = ("row_sum_rounded", "p_truncated", "scores_rounded", "ds_truncated", "delta_missing")
 
 
@@ -226,9 +224,6 @@ def test_a_fault_beside_a_known_way_is_caught() -> None:
         check_attention(larger, cases=FEW, formats="bfloat16")
 
 
-# --- what is tried, and when ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["causal", "grouped", "additive-mask", "empty-rows", "sinks"])
 @pytest.mark.parametrize("words", WAYS)
 def test_ways_are_attention(words: str, name: str) -> None:
@@ -276,9 +271,6 @@ def test_worst_rows_are_held_to_the_way_too(monkeypatch: pytest.MonkeyPatch) -> 
         largest = max(r.worst_row or 0.0 for r in rows if r.tensor == tensor)
         found = max(w.ratio or 0.0 for w in named if w.tensor == tensor)
         assert found == pytest.approx(largest, rel=1e-9), tensor
-
-
-# --- rows that see no key ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backward", [False, True])
