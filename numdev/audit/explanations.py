@@ -97,8 +97,9 @@ def _excess(rule: str, value: float | None, row: DeviationRow | None = None, n: 
 
 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
-    """The tensors of one call that are beyond what the default rules allow them; none where that is
-    no matter of rounding: something is not finite, another function is suspected."""
+    """The tensors of one call that are beyond what the default rules allow them, by rounding: not
+    where another function is suspected; none where that is of the output, or where something is
+    not finite."""
 
     def is_beyond(heads: Sequence[DeviationRow]) -> bool:
         predicted = [r for r in heads if r.expected_ratio is not None]
@@ -114,9 +115,10 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
         biased = (r for r in heads if r.tensor == "out" and _excess("bias", r.bias_size) > 1)
         return far or any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
 
-    if any(row.nonfinite or row.suspicion for row in rows):
+    if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
         return ()
-    return tuple(t for t in TERMS if is_beyond([r for r in rows if r.tensor == t]))
+    rest = [row for row in rows if not row.suspicion]
+    return tuple(t for t in TERMS if is_beyond([r for r in rest if r.tensor == t]))
 
 
 def name_again(
