@@ -57,6 +57,7 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
         role, kernel, tensor = KERNELS[which]
         module = f"model.layers.{call}.self_attn"
         numbers = {name: draw.uniform(1e-4, 2e-4) for name in NUMBERS}
+        numbers |= {"mean_abs": 0.5 * numbers["rms"], "max_abs": 9 * numbers["rms"]}
         yield {
             **dict(case=f"{module}#0", source="s", module=module, layer=call, call=0, seed=None),
             **dict(head=head, role=role, kernel=kernel, format="bfloat16", tensor=tensor),
@@ -65,7 +66,7 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
             **dict(expected_ratio=draw.uniform(0.98, 1.02), worst_row=draw.uniform(1, 2)),
             **dict(fa_rule=True, bias_of="mean", bias_size=0.0, bias_p=draw.random()),
             **numbers,
-            **(dict(rms=1e-6, rel=1e-6) if tensor == "lse" else {}),
+            **(dict(rms=1e-6, mean_abs=5e-7, rel=1e-6) if tensor == "lse" else {}),
         }  # fmt: skip
 
 
