@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from loaded import load
 
 fuzz = load("scripts/fuzz.py")
+altered = load("scripts/altered_reports.py")
 
 
 @pytest.mark.parametrize("target", list(fuzz.TARGETS))
@@ -26,6 +27,14 @@ def test_random_inputs(target: str, seed: int) -> None:
     """Never an unexpected error, a control character, an injection, a wrong pass."""
     with tempfile.TemporaryDirectory() as folder:
         fuzz.one(target, random.Random(seed), Path(folder))
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_an_altered_report_does_not_pass(number: int, tmp_path: Path) -> None:
+    """Some of scripts/altered_reports.py."""
+    name, raw = altered.altered(fuzz.sealed(fuzz.json.dumps(fuzz.sound()).encode()), number)
+    (tmp_path / "report.json").write_bytes(raw)
+    assert fuzz.call("gate", str(tmp_path)).code in (1, 3), name
 
 
 @settings(max_examples=25, deadline=None)

@@ -130,6 +130,7 @@ ALTERED: list[tuple[dict[str, Any], str]] = [
     ({"elements": 999}, "than the floor"),
     ({"sequences": 1}, "than the floor"),
     ({"sequences": None}, "than the floor"),
+    ({"layer": 1}, "of another call than the floor"),
     ({"rms": 1e-9}, "a mean error above"),
     ({"max_abs": 1e-9}, "an rms above the largest"),
     ({"interval": {"rms": (1.0, 2.0)}}, "an interval of rms without its value"),
@@ -141,11 +142,14 @@ def test_a_row_that_contradicts_itself_or_its_floor_is_refused(
     change: dict[str, Any], said: str
 ) -> None:
     """In one head of one kernel, beside the floor of the same head."""
-    floor = [row(h, role="floor", kernel="floor") for h in range(4)]
-    sound = [row(h) for h in range(4)]
-    assert judge_report(report(*floor, *sound), FINITE).exit_code == 0
-    with pytest.raises(MeasurementError, match=said):
-        judge_report(report(*floor, *sound[:3], row(3, **change)), FINITE)
+    for fmt in ("bfloat16", "float16"):
+        if fmt == "float16" and "elements" in change:
+            continue  # of which fewer may be finite
+        floor = [row(h, role="floor", kernel="floor", format=fmt) for h in range(4)]
+        sound = [row(h, format=fmt) for h in range(4)]
+        assert judge_report(report(*floor, *sound), FINITE).exit_code == 0
+        with pytest.raises(MeasurementError, match=said):
+            judge_report(report(*floor, *sound[:3], row(3, format=fmt, **change)), FINITE)
 
 
 @pytest.mark.parametrize("name", ["expected_ratio", "worst_row", "noise", "bias_p", "bias_size",

@@ -36,7 +36,6 @@ MULTIPLES = ("expected_ratio", "floor_ratio", "worst_row")
 LUCKY = 0.5
 PREDICTED = ("bfloat16", "float16")  # where expected_ratio is near 1; in float32 it is a bound
 
-
 Inputs = Literal["same", "other"]
 """Whether both rows were measured on the same inputs, told by their floors (the exact result
 rounded once): `same` with equal bits, or numbers within NEARLY."""
@@ -65,8 +64,7 @@ class Pair:
     @property
     def call(self) -> Key:
         """The tensor, and of which call."""
-        row = self.b
-        return (*self.tensor, row.case, row.seed)
+        return (*self.tensor, self.b.case, self.b.seed)
 
 
 class Names:

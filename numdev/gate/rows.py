@@ -9,6 +9,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from numdev.errors import MeasurementError
@@ -23,6 +24,7 @@ ROUNDING = 1 + 1e-9
 # Formats in which an exact result may rightly be infinite once it is rounded.
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 CUT = "rows were left out of it, put into it or changed; measure again"
+OF_CALL = attrgetter("source", "module", "layer", "call", "phase", "step", "attends")
 T = TypeVar("T")
 Key = tuple[Any, ...]
 Rows = Sequence[DeviationRow]
@@ -100,6 +102,8 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     """What of a row cannot be, beside that of the floor; None where all fits together."""
     where = f"{row.tensor} head {row.head}"
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
+    if OF_CALL(row) != OF_CALL(floor):
+        return f"is said to be of another call than the floor in {where}"
     if row.status != "ok" or (row.elements == 0 and (row.nonfinite or not floor.elements)):
         return None
     if not row.elements or mean is None or rms is None or largest is None:
@@ -110,7 +114,9 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
         value = getattr(row, metric)
         if value is None or not low <= value * ROUNDING or not value <= high * ROUNDING:
             return f"has an interval of {metric} without its value in {where}"
-    alike = row.role == "kernel" and row.out_format == row.format and row.format not in OVERFLOWS
+    alike = row.role == "kernel" and row.out_format == row.format
+    if row.format in OVERFLOWS and row.sequences is not None:  # of which fewer may be finite
+        alike &= row.elements == floor.elements
     counts = [(each.elements, each.sequences) for each in (row, floor)]
     if alike and not row.nonfinite and counts[0] != counts[1]:
         return f"has more or fewer elements or sequences than the floor in {where}"

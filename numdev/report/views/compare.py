@@ -68,7 +68,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     yield doc.words(
         ("", "report", "made", "numdev", "command"),
         (
-            (name.upper(), str(report.request[name]), side.created, side.numdev, side.command)
+            (name.upper(), str(report.request.get(name)), side.created, side.numdev, side.command)
             for name, side in (("a", report.a), ("b", report.b))
         ),
         title="The two",

@@ -68,7 +68,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
 def _attention(report: DiagnoseReport) -> str:
     """What was diagnosed: `preset fa2, pv bfloat16 in bfloat16`."""
     options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
-    return f"Emulated: attention with {options} in {report.request['format']}, against fp64"
+    return f"Emulated: attention with {options} in {report.request.get('format')}, against fp64"
 
 
 def _score(report: DiagnoseReport) -> str:
