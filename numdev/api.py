@@ -87,8 +87,7 @@ def capture(
     memory together: for a large model audit the checkpoint instead.
 
     Raises MeasurementError for a call that is no function of its inputs (dropout: use
-    `model.eval()`), for inputs that the model fails on, and where attention ran that was not seen,
-    or there was none."""
+    `model.eval()`), for inputs it fails on, and where attention ran unseen, or none did."""
     found: list[AttentionCase] = []
     upstream = find_upstream(model, inputs, seed) if backward else None
     keep = lambda case: found.append(copied(case))  # noqa: E731
@@ -119,8 +118,8 @@ def measure(
     infinity are counted (`nonfinite`), never averaged; rows that see no key are left out. A number
     that means nothing is None, with the reason in `nulls`.
 
-    Raises UsageError for tensors that do not fit together, MeasurementError for an `out` that is no
-    output of this call."""
+    Raises UsageError for tensors that do not fit together, MeasurementError for an `out` of no such
+    call."""
     case = AttentionCase(
         ref=CaseRef(case="call"),
         q=q.detach(),

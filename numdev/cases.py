@@ -189,8 +189,8 @@ class AttentionCase:
 
     def select_rows(self, rows: Tensor) -> AttentionCase:
         """The same call restricted to some of this case's query rows, int64 indices in ascending
-        order, each seeing what it saw. Of its gradients dq is that of these rows; dk and dv would
-        be sums over them alone."""
+        order, each seeing what it saw. Its dq is that of these rows; its dk and dv are sums over
+        them alone."""
         if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
             raise UsageError(f"attention case {self.ref.case!r}: rows are not in ascending order")
         rows = rows.to(self.q.device)
@@ -231,8 +231,7 @@ def keys_from(case: AttentionCase, positions: slice) -> slice:
 
 
 def span(case: AttentionCase, rows: slice) -> slice:
-    """The positions from that of the first of these rows, of which there is one, to behind that of
-    the last."""
+    """The positions from that of the first of these rows (there is one) to behind the last's."""
     if case.places is None:
         return rows
     return slice(case.places[rows.start], case.places[rows.stop - 1] + 1)
@@ -348,8 +347,7 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
     """`x` with the strides of `like`, which has its shape.
 
     PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v in one
-    packed tensor). Where elements of `like` share memory (an expanded mask), `x` is returned as it
-    is."""
+    packed tensor). Where elements of `like` share memory (an expanded mask), `x` is returned."""
     reach = 0  # of the axes of smaller strides: what meets the next stride may overlap with it
     for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
         if size > 1:

@@ -260,8 +260,7 @@ class SweepRequest(SweepConfig):
     target: str
 
     def measured(self) -> dict[str, Any]:
-        """What decides the numbers, and so whether a finished task can be kept: not how they are
-        shown."""
+        """What decides the numbers, and so whether a finished task can be kept."""
         return self.model_dump(mode="json", exclude={"title", "x", "y", "rows"})
 
 

@@ -1,8 +1,7 @@
 """Configuration files: YAML, read strictly into validated models.
 
 An unknown key is an error that names the closest known one; every error names the line. A list
-where a scalar belongs is a grid: the entry is repeated for every value, and several lists multiply.
-"""
+where a scalar belongs is a grid: the entry is repeated for each value; several lists multiply."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML forbids a key that stands twice in a mapping; of two limits the loader would take the
-    last and say nothing."""
+    """YAML forbids a key that stands twice in a mapping; the loader would take the last and say
+    nothing."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -118,8 +117,7 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
 
 
 def _line(node: Any, place: Sequence[int | str]) -> str:
-    """`, line N` of what stands at a place (keys and indices) of a file's tree, or of the nearest
-    above it."""
+    """`, line N` of a place (keys and indices) in a file's tree, or of the nearest above."""
     if node is None:
         return ""
     mark = node.start_mark

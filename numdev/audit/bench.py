@@ -99,8 +99,7 @@ class Selection:
         return membership(length, every if rows is None else rows)
 
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
-        """The measured heads and rows of a tensor [batch, heads, rows, ...], which may be cut down
-        to them already."""
+        """The measured heads and rows of a tensor [batch, heads, rows, ...], or those alone."""
         x, rows = self.select_heads(x, tensor), self.row_indices(tensor)
         return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
 

@@ -3,8 +3,7 @@
 A case is a future; one that is not drawn is shipped. Kernels under audit run isolated within
 workers. Dask does a case again elsewhere when its worker died; one whose workers died twice becomes
 failed rows. This process alone writes the journal. A worker measures what this process would: it
-takes over its settings of torch, and refuses where anything else differs that may change a number.
-"""
+has its settings of torch, and refuses where anything else that may change a number differs."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class Cluster:
 
 
 def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
-    """None where neither is given: this process measures. Raises UsageError for both, and without
-    Dask."""
+    """None where neither is given: this process measures. UsageError for both, and without Dask."""
     if workers is None and scheduler is None:
         return None
     if workers is not None and scheduler is not None:
@@ -187,8 +185,7 @@ class Workers:
 
     def present(self) -> int:
         """How many workers there are now. Raises MeasurementError where the scheduler is gone,
-        UsageError for a worker that would do several cases at a time: they would share a GPU, and
-        torch's settings."""
+        UsageError for a worker of several cases at a time, which would share a GPU."""
         if self.client.status != "running":
             raise MeasurementError(GONE, hint=KEPT)
         try:

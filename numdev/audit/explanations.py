@@ -97,9 +97,8 @@ def _excess(rule: str, value: float | None, row: DeviationRow | None = None, n: 
 
 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
-    """The tensors of one call that are beyond what the default rules allow them, by rounding: not
-    where another function is suspected; none where that is of the output, or where something is
-    not finite."""
+    """The tensors of one call that are beyond what the default rules allow them, by rounding: none
+    where another function is suspected of the output, or something is not finite."""
 
     def is_beyond(heads: Sequence[DeviationRow]) -> bool:
         predicted = [r for r in heads if r.expected_ratio is not None]

@@ -114,8 +114,7 @@ class Plan:
         )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
-        """All tasks of a case, in the order they are reported: format by format, what always runs
-        first."""
+        """All tasks of a case, as they are reported: by format, what always runs first."""
         for fmt in self.formats:
             for planned in self.kernels:
                 yield planned, self.task(planned, fmt.name, ref)

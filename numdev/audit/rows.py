@@ -55,8 +55,7 @@ def rows_of(
     likes: Mapping[str, Likeness] | None = None,
 ) -> Measured:
     """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
-    claim's, or those of the way of `likes` that explains it. Raises MeasurementError for an output
-    that lacks a tensor."""
+    claim's, or those of the way of `likes` that explains it. MeasurementError where one lacks."""
     return _Of(task, runs, bench, claim, likes or {}).measured()
 
 

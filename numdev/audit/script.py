@@ -91,8 +91,7 @@ def write(
     kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`; `observed` its value.
     The deviation shows from `limit` on: by default half of that, and one element for `nonfinite`.
     `options`: not defaults. Raises UsageError for an option that has no spelling, MeasurementError
-    for a format without a dtype, gradients of inputs that are not finite, and where nothing can be
-    written."""
+    for a format without a dtype, gradients of nonfinite inputs, and where nothing can be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
     if case.working is not None:
         raise MeasurementError(f"no reproducer: torch has no dtype for {case.working.name}")
@@ -162,8 +161,7 @@ def literal(value: Any) -> str:
 
 
 def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str) -> Call:
-    """How the template spells the call, and the case in the form in which the kernel was given it
-    (its mask explicit)."""
+    """How the template spells the call, and the case as it was given (its mask explicit)."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
         backend, positions = BACKENDS[name], case.window or case.causal_offset

@@ -1,8 +1,7 @@
 """Every kernel on one case, in every format: the body of the main line.
 
-The fp64 reference of the case as it came is computed once, all else of it once per format. Nothing
-that goes wrong inside a kernel, or in measuring what it returned, reaches other tasks: it becomes a
-row with a reason."""
+The fp64 reference of the case as it came is computed once, all else of it once per format. What
+goes wrong in a kernel, or in measuring what it returned, reaches no other task: a row says why."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ def sweep(
 
     CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every cell is
     measured with every seed, and the report gives means with confidence intervals. With --seed N
-    the seeds are counted from N. The same request into the same directory continues where it
-    stopped."""
+    the seeds are counted from N. The same request continues where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.sweep import plan
     from numdev.audit.sweep import sweep as run

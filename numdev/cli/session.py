@@ -46,8 +46,8 @@ class Results:
             click.echo(text, err=True)
 
     def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
-        """What a study comes to, shown as it goes on; a foreign kernel's prints are kept off stdout
-        and no Ctrl-C is lost."""
+        """What a study comes to, shown as it goes; kernels' prints stay off stdout, no Ctrl-C is
+        lost."""
         from numdev.report.renderers import terminal
 
         with (
@@ -110,8 +110,7 @@ def watching() -> Iterator[Callable[[], None]]:
 
 
 def command(summary: str, example: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of `numdev`. One that takes `results` has the options of those that write a
-    report."""
+    """A command of `numdev`. With `results` it has the options of those that write a report."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         named = click.command(short_help=summary, epilog=f"Example:  numdev {example}")

@@ -9,8 +9,7 @@ dS = alpha P o (dP - delta), dQ = dS K, dW_Q = dQ^T X, an error e[T] of delta at
     e              = rowsum(dO o (O computed - O exact))           (3)
 
 Where e keeps one sign and the (P K)[T]^T X[T] look alike, the sum (2) does not cancel. A number
-that does not exist is null, with its reason, as is one of a row that is not finite. Tensors may be
-on any device."""
+that does not exist is null, with its reason, as is one of a row that is not finite."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 All are over the rows of a head that see more than one key. Rows of a sequence share keys and
 values, so a t is of means over blocks of rows: 16 to a sequence, or whole sequences where there are
-16 or more. A number that cannot be formed is NaN; one of values that are not finite is not
-finite."""
+16 or more. A number that cannot be formed is NaN."""
 
 from __future__ import annotations
 

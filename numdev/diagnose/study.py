@@ -200,8 +200,7 @@ def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
 
 
 def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Figure, ...]:
-    """Each number by step: of the head `first`, of the worst head where that is another, and the
-    median."""
+    """Each number by step: of the head `first`, the worst where that is another, and the median."""
     drawn = []
     for metric, (title, y_title) in METRICS.items():
         own: dict[int, float] = {}

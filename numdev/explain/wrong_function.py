@@ -80,9 +80,8 @@ def suspect(
 
     `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows `rows` if not
     in all, `far` a selection of `heads`. `first`: what the kernel returned of the same inputs in a
-    coarser format, whose residual has to shrink too.
-    A cause is sought for all heads together (those that are right speak against wrong causes),
-    then for the worst alone."""
+    coarser format, whose residual has to shrink too. A cause is sought for all heads together
+    (right ones speak against wrong causes), then for the worst."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_errors(out[:, list(heads)], exact, rows)

@@ -110,8 +110,8 @@ def _read(path: Path) -> Measured:
 
 
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """What else differs: versions, machine, settings, and options of kernels that ran with one set
-    of them in each report."""
+    """What else differs: versions, machine, settings, and the options of kernels with one set of
+    them."""
     sides: list[dict[str, Any]] = []
     for report in (a, b):
         facts = {"numdev": report.provenance.numdev, **report.provenance.system}
@@ -270,8 +270,7 @@ def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: A
 
 
 def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: list[Move]) -> Group:
-    """One tensor of one kernel, described by the floor ratio, or else by the metric that most of
-    its heads have."""
+    """One tensor of one kernel, by the floor ratio, else by what most of its heads have."""
     named = [change.metric for changes in judged for change in changes]
     metric = max(("floor_ratio", *dict.fromkeys(named)), key=named.count) if named else None
     told = [
@@ -301,8 +300,7 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
 
 
 def _presences(old: Rows, new: Rows, names: Names) -> Iterator[Presence]:
-    """By kernel and reason: what was measured in one report and not in the other, and calls that
-    failed in either."""
+    """By kernel and reason: what one report alone measured, and calls that failed."""
     lacking = []
     for what, mine, others in (("gone", old, new), ("new", new, old)):
         bare = {names.step(r): r for r in others if r.status != "ok"}

@@ -1,7 +1,6 @@
 """The records of a report of `numdev compare`: report B beside the earlier report A.
 
-A row is one head of one tensor of one kernel in one call. Rows of A and B that agree in these are a
-pair."""
+A row is one head of one tensor of one kernel in one call; rows of A and B that agree are a pair."""
 
 from __future__ import annotations
 

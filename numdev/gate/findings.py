@@ -49,8 +49,7 @@ def findings_of(
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """What is wrong, the gravest first; and sentences on what was tested and what could not be.
 
-    Calls that a kernel declined are notes at the end, unless it declined them all: then it is not
-    under test here."""
+    Calls that a kernel declined are notes at the end, unless it declined all."""
     judgement = judge(rows, plan, rules)
     findings, tested = findings_in(judgement, rows)
     if judgement.power:
@@ -108,8 +107,7 @@ Fault = list[tuple[Verdict, Held]]
 
 
 def _faults(verdicts: Sequence[Verdict]) -> Iterable[Fault]:
-    """Rows that offend, by verdict; those that compute a different function by what they compute,
-    in all formats."""
+    """Rows that offend, by verdict; of a different function by what it computes, in all formats."""
     faults: dict[Any, Fault] = {}
     for number, verdict in enumerate(verdicts):
         for held in verdict.beyond if verdict.outcome == "exceeded" else ():
@@ -144,8 +142,7 @@ def _finding(fault: Fault, named: Places) -> Finding:
 
 
 def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
-    """What is wrong in `rows`, the worst first, and `where`: the rest of a sentence that begins
-    with the kernel."""
+    """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a sentence."""
     worst, observed = rows[0], verdict.observed
     bound = "" if verdict.bound is None else f"{verdict.bound:g}"
     sums = {
@@ -239,8 +236,7 @@ def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterato
 
 
 def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """Of every kernel that declared no claim and was found to round in another way than `fa2`: in
-    which."""
+    """In which way each kernel that declared no claim was found to round, if not as `fa2`."""
     found = [r for r in rows if r.role == "kernel" and (r.claim or "").startswith(FOUND)]
     for kernel, own in grouped(found, attrgetter("kernel")).items():
         yield (

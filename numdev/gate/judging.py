@@ -197,8 +197,7 @@ def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Lacking]]:
 def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
     """A row beside the first limit whose number it has; else why it has none.
 
-    The next limit is for a number that means nothing, and says why; one that was not measured at
-    all is not excused by it."""
+    The next limit is for a number that means nothing, and says why, not for one not measured."""
     test = threshold.certain
     if test is not None:
         if (row.sequences or 0) < test.sequences:

@@ -102,8 +102,7 @@ Metric = Annotated[str, AfterValidator(_known)]
 
 
 class Limit(Strict):
-    """What one metric may be: `at_most` a number, or `absent`. A signed number is judged by its
-    size."""
+    """What one metric may be: `at_most` a number, by its size if it is signed, or `absent`."""
 
     metric: Metric
     at_most: Annotated[float, Field(ge=0)] | None = None

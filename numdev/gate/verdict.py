@@ -93,8 +93,7 @@ class Power(Record):
     format: str
     doses: tuple[Dose, ...]  # growing
     caught_from: float | None
-    """The smallest dose from which on every one that was measured is caught; None where the largest
-    of them is missed."""
+    """The smallest dose from which on every measured one is caught; None if the last is missed."""
 
     def __str__(self) -> str:
         what = f"{self.fault} ({self.format})"

@@ -134,8 +134,7 @@ class Kernel:
 
     def gradients(self, case: AttentionCase, **options: Any) -> Output:
         """One training step: out and lse of a forward pass, and dq, dk and dv from `case.grad_out`.
-        Raises as `attend` does, Refused where the kernel has no backward, and UsageError for a case
-        without grad_out."""
+        Raises as `attend` does, Refused without a backward, UsageError without grad_out."""
         upstream(case)
         if self.backward is None:
             raise Refused("it has no backward")

@@ -38,8 +38,7 @@ Roles = Mapping[str, str | None]
 def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     """`function(case, ...)` or `function(q, k, v, ...)` as a Kernel called `name`.
 
-    Raises UsageError when the parameters cannot be read or a required one has an unknown meaning.
-    """
+    Raises UsageError where parameters cannot be read, or a required one is of unknown meaning."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:

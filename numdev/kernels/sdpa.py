@@ -2,8 +2,7 @@
 
 Which operator really ran, forward and backward, is observed in the dispatcher during the measured
 call itself, and a forced backend whose operator did not run is an error. What operators claim
-(tiles and orders are those of their sources) agrees with their errors element by element
-(docs/log.md)."""
+(tiles and orders are those of their sources) agrees with their errors element by element."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ on. `zigzag`: the same for causal calls with the work balanced: rank r of n hold
 meet shard after shard. A step that no query can see by position is left out.
 
 Backward is ring attention's: from the merged O as it is returned, and the merged log-sum-exp, so
-with P = exp(S - L) and delta of the whole row, a shard's gradients need only be added up, in the
-format of the merge."""
+with P = exp(S - L) and delta of the whole row, shards' gradients are added up, in the format of the
+merge."""
 
 from __future__ import annotations
 

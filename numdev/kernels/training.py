@@ -56,8 +56,7 @@ def crossed(
     kernel: Kernel, case: AttentionCase, options: Options, behind: Kernel, behind_options: Options
 ) -> Tensor:
     """The output of one kernel with the gradients of another's whole training step, from an output
-    of its own. Raises Refused where either declines the case, or the other cannot be trained with.
-    """
+    of its own. Raises Refused where either declines the case or has no backward."""
     behind.accept(case)
     if behind.backward is None:
         raise Refused(f"{behind.name} has no backward")

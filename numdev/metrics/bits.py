@@ -36,8 +36,7 @@ def checksums(x: Tensor) -> list[str]:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd, and without the regularities of a progression, whose terms can cancel: i - 2 (i + 1) +
-    (i + 2) is 0."""
+    """Odd, and no progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0."""
     w = torch.arange(1, count + 1, device=device) * _ODD[0]
     w = (w ^ (w >> 29)) * _ODD[1]
     return (w ^ (w >> 32)) | 1

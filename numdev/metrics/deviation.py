@@ -71,7 +71,7 @@ def measure(
 def measure_plain(
     output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
 ) -> Deviation:
-    """Distances alone, for what has no rounding floor of its own, as the log-sum-exp.
+    """Distances alone, of what has no floor, as the log-sum-exp.
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
     """

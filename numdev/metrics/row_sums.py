@@ -163,8 +163,8 @@ def element_sums(
 
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
-    """Distances alone, of what has no floor: [B, H, rows] or [B, H, rows, features]; `empty` bool
-    [B, H, rows]."""
+    """Distances alone, of what has no floor: [B, H, rows] or [B, H, rows, features]; `empty` [B, H,
+    rows]."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = widened(output)

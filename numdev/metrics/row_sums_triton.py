@@ -1,8 +1,7 @@
 """`numdev.metrics.row_sums.element_sums` by one Triton kernel, which reads each tensor once.
 
 PyTorch takes some thirty passes over tensors in fp64 for the same sums. Results are the same but
-for the order in which numbers are added, and the same from run to run. Importing this needs Triton.
-"""
+for the order of sums, and the same from run to run. Needs Triton."""
 
 from __future__ import annotations
 

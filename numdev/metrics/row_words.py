@@ -1,9 +1,8 @@
 """What sets a row that errs apart from the usual rows of its head, in words.
 
 A property stands out when it lies from the median of the usual rows by at least three standard
-deviations, taken from the median absolute deviation (1.4826 MAD), and by at least a step that is
-worth mentioning whatever the spread. Of a normal property some 0.3 % of rows stand out by chance.
-"""
+deviations, taken from the median absolute deviation (1.4826 MAD), and by at least a step worth
+mentioning. Of a normal property some 0.3 % of rows do by chance."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def draw(length: int, count: int, seed: int, label: str) -> Tensor | None:
     """`count` of the positions 0 to length - 1, ascending, int64 [count] on the CPU.
 
     Depends on nothing but the arguments; other labels get other positions. None where `count`
-    reaches the length: then all are measured and nothing is sampled. Raises UsageError for a count
-    below 1."""
+    reaches the length: then all are measured. Raises UsageError for a count below 1."""
     if count < 1:
         raise UsageError(f"{count} rows cannot be measured", hint="ask for 1 or more")
     if count >= length:

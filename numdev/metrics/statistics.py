@@ -40,9 +40,8 @@ def interval(values: Sequence[float]) -> Mean:
 
 
 def factor(ratios: Sequence[float]) -> Mean:
-    """The geometric mean of ratios and its 95 % interval, from their logarithms: then a ratio and
-    its inverse say the same. The ordinary mean where a ratio is zero; no interval where its end is
-    beyond float64."""
+    """The geometric mean of ratios and its 95 % interval, from logarithms: a ratio and its inverse
+    say the same. The ordinary mean where a ratio is zero; no interval beyond float64."""
     if min(ratios) <= 0:
         return interval(ratios)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])

@@ -52,8 +52,7 @@ def w1(a: Tensor, b: Tensor) -> float:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """A sorted copy of [n], NaN last, on its device, of its dtype or a wider one of the same
-    values."""
+    """A sorted copy of [n], NaN last, on its device, of its dtype or a wider one."""
     if x.device.type != "cpu":
         return torch.sort(x.float() if x.dtype.itemsize == 1 else x).values
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -14,9 +14,8 @@ WEIGHTS_AT_ONCE = 1 << 24
 def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
     """What casting a stored tensor to a format costs.
 
-    Elements the format cannot hold, or that were not finite to begin with, are counted and left
-    out of the averages. Sums are fp64; a tensor goes by WEIGHTS_AT_ONCE elements, so that memory
-    does not depend on it."""
+    Elements the format cannot hold, or that were not finite to begin with, are counted and left out
+    of the averages. Sums are fp64; WEIGHTS_AT_ONCE elements at a time bound memory."""
     lossless = fmt.contains(format_of(tensor.dtype))
     parts = tensor.detach().reshape(-1).split(WEIGHTS_AT_ONCE) if tensor.numel() else ()
     sums = [_cast_sums(part, None if lossless else fmt) for part in parts]

@@ -2,8 +2,7 @@
 
 A `Yardstick` holds the reference of a case in one format, its term scale, the baseline, and the
 reference of the unrounded inputs. Many outputs are held to one yardstick, so what depends on no
-output is computed here and cached. Sums over an output's rows are `numdev.metrics.row_sums`' work.
-"""
+output is computed here and cached. `numdev.metrics.row_sums` sums over rows."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class RowScales:
     least_allowed: float  # what any row may err: u SMALLEST_SCALE
 
     def relative(self, sizes: Tensor) -> Tensor:
-        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows that are not
-        judged."""
+        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows not judged."""
         return sizes / torch.where(self.judged, self.scale, math.inf)
 
     def predicted(self, sizes: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ def cells(
     baseline: tuple[str, Mapping[str, Any]],
     axes: Mapping[str, Mapping[str, Any]],
 ) -> tuple[CellRow, ...]:
-    """Every metric of every kernel in every cell and format, in the order of the rows. `axes`: case
-    to its place in the grid."""
+    """Metrics of kernels by cell and format, in the rows' order. `axes`: case to place in the
+    grid."""
     pooled = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
     keys = ["case", "format", "seed"]
     of = (pooled["kernel"] == baseline[0]) & (pooled["chosen"] == _chosen(baseline[1]))
@@ -152,8 +152,7 @@ class Grid:
     def x(self) -> str:
         """The axis of the curves: as asked, else the one with most values.
 
-        Raises UsageError for a grid without an axis, for one it does not have, and for a metric
-        that cannot be drawn."""
+        Raises UsageError for a grid without such an axis, and for a metric that cannot be drawn."""
         asked, target = self.request.x, self.request.target
         for name in self.request.y:
             if name not in METRICS:
@@ -173,8 +172,7 @@ class Grid:
 
     @cached_property
     def axis(self) -> Axis:
-        """Ticks ascend: formats by their significant bits, at equal distances. What is no number
-        stands as it was given."""
+        """Ticks ascend: formats by significant bits, equally apart. No numbers as given."""
         values, numbers = self.axes[self.x], _numbers(self.axes[self.x])
         scale: Literal["linear", "log", "category"] = "linear" if numbers else "category"
         if self.x == "format":

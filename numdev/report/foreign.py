@@ -13,8 +13,8 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def plain(text: str, keep: str = "") -> str:
-    """With control characters, ANSI escapes and marks of direction among them, spelled out; those
-    in `keep` stay."""
+    """With control characters (ANSI escapes, marks of direction) spelled out, but for those in
+    `keep`."""
     if text.isprintable():
         return text
     return "".join(
@@ -24,8 +24,7 @@ def plain(text: str, keep: str = "") -> str:
 
 def cell(value: Any) -> Any:
     """As a cell of a CSV file: mappings as JSON, and text that a spreadsheet would compute with an
-    apostrophe before it; control characters but tabs and line ends spelled out. Numbers, negative
-    ones too, stay numbers."""
+    apostrophe before it; control characters but tabs and line ends spelled out. Numbers stay."""
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, str):
@@ -35,8 +34,7 @@ def cell(value: Any) -> Any:
 
 
 def json_text(text: str) -> str:
-    """JSON for a terminal: what is not printable as the escapes that JSON has for it. The same
-    data."""
+    """JSON for a terminal: what is not printable as JSON's escapes for it. The same data."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in " \t\r\n" else json.dumps(c)[1:-1] for c in text)

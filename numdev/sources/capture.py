@@ -53,8 +53,8 @@ class _Abandoned(BaseException):
 def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     """What `run(hand_over)` hands over, one by one. A model has to be run for its calls to be met,
     so `run` works in a thread, with the CUDA device, grad mode and context variables of this one;
-    exactly one side runs at any time. What it raises comes out here; leaving the iterator early
-    ends it at its next item."""
+    exactly one side runs at any time. What it raises comes out here; left early, it ends at its
+    next item."""
     arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # or how the run ended
     answers: SimpleQueue[bool] = SimpleQueue()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: as it is
@@ -257,8 +257,7 @@ class Watch:
             raise MeasurementError(what, hint=hint)
 
     def next_call(self) -> CaseRef:
-        """The name of the call being made, which counts for the innermost running module with
-        projections."""
+        """The name of the call being made, of the innermost running module with projections."""
         inside_out = [frame.module for frame in reversed(self.running)]
         module, name = inside_out[0], self.modules[inside_out[0]]
         self.seen[next((m for m in inside_out if m in self.owners), module)] += 1
@@ -480,8 +479,7 @@ def _attention(
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
     """The prefill and `steps` decode passes, with a cache: greedy and without the end token, so
-    that the same inputs give the same calls; by transformers' common `generate` (Whisper's own
-    splits audio)."""
+    that inputs determine the calls; by transformers' common `generate` (Whisper's splits audio)."""
     import transformers
 
     text = cast(Any, model).config.get_text_config(decoder=True)

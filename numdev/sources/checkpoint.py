@@ -301,8 +301,7 @@ class StateDict(Weights):
 
     def _check(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Raises MeasurementError unless the stored weights are the model's own, name by name. A
-        tied weight may be stored under one of its names, and a buffer that the model computes be
-        left over."""
+        tied weight may have one of its names, and a buffer that is computed be left over."""
         own = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         named |= dict(model.named_buffers(remove_duplicate=False))

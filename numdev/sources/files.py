@@ -324,8 +324,7 @@ def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
 
 def read_metadata(directory: Path) -> list[SplitTensor]:
     """The tensors of a distributed checkpoint, in its order. Raises MeasurementError for a file
-    that asks for anything but metadata, is damaged, or names a file elsewhere; nothing of it is
-    run."""
+    that asks for anything but metadata (nothing is run), is damaged, or names one elsewhere."""
     path = directory / METADATA
     places: dict[Any, dict[str, Any]] = {}
     tensors = []

@@ -141,8 +141,7 @@ class TrainingStep:
 
     def hand_over(self, on_call: Callable[[AttentionCase], None]) -> tuple[str, ...]:
         """Every call with its gradient, in the order they were made; none is kept. Where the loss
-        has none for a call, or only zeros, or one that is not finite, it is drawn; returns the
-        names of these."""
+        has none for a call, only zeros, or one not finite, it is drawn; returns their names."""
         drawn = []
         while self.held:
             case, grad, _ = self.held.popleft()

@@ -116,8 +116,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
 
 def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor | None:
     """The features of the layer's output that make q, head by head; None where they are not
-    `head_dim` for each. Where every head depends on all (a norm over them), they are taken in
-    order."""
+    `head_dim` for each. Where each depends on all (a norm over them), in order."""
     if touched.numel() != q.shape[1] * q.shape[3]:
         return None
     each = []

@@ -1,7 +1,7 @@
 """Writing a network as a Hugging Face directory.
 
-It is written as LlamaForCausalLM or GPT2LMHeadModel have it, in float32; what GPT-2 has and ours
-has not (biases) is zero."""
+It is written as LlamaForCausalLM or GPT2LMHeadModel have it, in float32; GPT-2's biases are
+zero."""
 
 from __future__ import annotations
 

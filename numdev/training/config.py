@@ -61,8 +61,7 @@ class ModelConfig(Strict):
     kv_heads: Positive | None = None
     context: Positive  # tokens in a window
     mlp: Positive | None = None
-    """Its hidden width. None: 8/3 of the width, rounded up to a multiple of 32, in llama, else 4
-    times the width."""
+    """Its hidden width. None: 8/3 of the width, up to a multiple of 32 (llama), or 4 times it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
@@ -89,8 +88,7 @@ class ModelConfig(Strict):
 
 
 class DataConfig(Strict):
-    """What is learned. `stdlib`: the source of the Python standard library that runs this; `text`:
-    UTF-8 files."""
+    """What is learned. `stdlib`: the source of Python's standard library; `text`: UTF-8 files."""
 
     source: Literal["stdlib", "text"]
     files: tuple[str, ...] = ()
@@ -197,8 +195,8 @@ class TrainConfig(_Run):
 
     seeds: Seeds = (0,)  # A list, or how many, counted from 0
     record: Literal["log"] | tuple[Step, ...] = "log"
-    """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... The first and
-    the last always are."""
+    """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... First and last
+    are too."""
     record_every: Positive | None = None  # and all multiples of this
     optimiser: Optimiser = Optimiser()
     variants: tuple[VariantConfig, ...]

@@ -20,8 +20,7 @@ def label_of(v: VariantRecord) -> str:
 
 
 def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
-    """Recorded steps on a logarithmic axis: all that are given named, or those of 1, 2, 5, 10, ...
-    and the ends."""
+    """Recorded steps on a logarithmic axis: all named, or 1, 2, 5, 10, ... and the ends."""
     shown = [step for step in steps if step > 0]
     named = [
         step for step in shown
@@ -70,8 +69,7 @@ def figure(
     golden: str = "",
     **more: Any,
 ) -> Figure:
-    """A curve of every label that has a value other than 0; `middle` makes a mean and two ends of
-    the values at a step."""
+    """A curve of every label that has a value other than 0; `middle`: mean and ends at a step."""
     lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
     for label, step, value in values:
         if value is not None and step > 0:

@@ -233,8 +233,7 @@ class Lane:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned. A recorded step is forgotten: the optimiser's state is
-        elsewhere now."""
+        """Go on from what `state` returned; a recorded step is forgotten."""
         self.forget()
         self.network.load_state_dict(state["network"])
         self.optimiser.load_state_dict(state["optimiser"])

@@ -24,8 +24,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Lockstep:
-    """All lanes of a seed at one step, 0 to begin with. They are `whole` but within a step and
-    after one that broke off."""
+    """All lanes of a seed at one step, 0 to begin with. `whole` between steps."""
 
     def __init__(
         self, request: TrainRequest, data: Tokens, seed: int, device: torch.device
@@ -71,8 +70,8 @@ class Lockstep:
         return lane.gradient(self.data.batch(self.seed, 1))
 
     def save(self, path: Path, run: str) -> None:
-        """Write the state, for the run of this name; atomically. Raises MeasurementError where it
-        cannot be written."""
+        """Write the state, for the run of this name; atomically. MeasurementError where it
+        cannot."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = partly(path)
         try:

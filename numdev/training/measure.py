@@ -42,8 +42,7 @@ def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
 
 def distance(ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any) -> DistanceRow:
     """How far all parameters, whose names are those of both, are apart, at a `place` (seed,
-    variant, step, of). Where anything is not finite no distance is given: it would be that of what
-    is left."""
+    variant, step, of). None is given where anything is not finite."""
     a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
     apart = paired(a, b)
     values = {name: getattr(apart, name) for name in DISTANCES}
@@ -90,8 +89,7 @@ def with_spikes(rows: Iterable[TrainRow]) -> tuple[TrainRow, ...]:
 
 def is_spike(loss: float, past: Iterable[float]) -> bool:
     """Whether a loss stands far above those before it: above 1.2 times the median of the last 20,
-    and above that median by more than 6 times their median absolute deviation. The first 3 recorded
-    losses are never spikes."""
+    and above that median by more than 6 times their median absolute deviation. Not the first 3."""
     before = list(past)
     if len(before) < LEAST:
         return False

@@ -37,8 +37,7 @@ class VariantRecord(Record):
     attention_format: str
     ran: str | None = None  # what the kernel said it ran
     differs: dict[str, Any] = Field(default_factory=dict)
-    """What else differs from the golden run: seed, data order, optimiser settings, the kernel whose
-    gradients it has."""
+    """What else differs from the golden run: seed, data order, optimiser, gradients' kernel."""
 
 
 class TrainRow(Record):

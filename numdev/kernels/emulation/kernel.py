@@ -33,8 +33,7 @@ OPTIONS: Mapping[str, Any] = {"preset": "fa2", **dict.fromkeys((*FIELDS, *SITES)
 
 def gradients(case: AttentionCase, **options: Any) -> Output:
     """Both passes of a training step, under the options of `emulated`: out, lse, dq, dk, dv, each
-    in a dtype that holds its site's format. Raises as `emulated` does, and Refused for a case
-    without grad_out."""
+    in a dtype that holds its site's format. Raises as `emulated` does, Refused without grad_out."""
     made = recipe(**options)
     O, L, *dQKV = backward.gradients(case, made)
     r = Rounder(made, case)
@@ -131,8 +130,7 @@ def returning(
     claim: Mapping[str, Any] | None, case: AttentionCase, returned: Format | Mapping[str, Format]
 ) -> Mapping[str, Any]:
     """The claim for a kernel that returned another format than the case's, of the output or of each
-    tensor in `SITE_OF` that came back. Backward reads the O that was returned, unless the claim
-    says otherwise."""
+    tensor in `SITE_OF` that came back. Backward reads that O, unless the claim says otherwise."""
     formats = {"out": returned} if isinstance(returned, Format) else returned
     changed = dict(claim or {})
     for tensor, fmt in formats.items():

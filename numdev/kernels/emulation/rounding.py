@@ -70,8 +70,7 @@ def rounding(
     fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator | None
 ) -> Step | None:
     """How to round tensors of `dtype` to `fmt`; None where there is nothing to do. Torch's own cast
-    is `round_to` at a tenth of the cost where it rounds once, which from float64 to a half it does
-    not."""
+    is `round_to` at a tenth of the cost where it rounds once: not from float64 to a half."""
     if fmt is None or fmt.contains(format_of(dtype)):
         return None
     direct = (torch.float32,) if dtype == torch.float64 else (torch.bfloat16, torch.float16)

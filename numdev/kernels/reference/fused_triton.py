@@ -76,8 +76,7 @@ def add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, WIDTH: tl.const
 
 @triton.jit
 def sight(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Whether any row at positions i may see any of the keys j, which are i + low to i + high, and
-    whether all see all."""
+    """Whether rows at positions i see any of the keys j, from i + low to i + high; and all."""
     i_min, i_max = tl.min(tl.where(i_ok, i, 2147483647)), tl.max(tl.where(i_ok, i, 0))
     j_min, j_max = tl.min(tl.where(j_ok, j, 2147483647)), tl.max(tl.where(j_ok, j, 0))
     some = j_max >= j_min

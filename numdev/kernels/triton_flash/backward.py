@@ -91,7 +91,7 @@ def over_keys(
     total, delta, common, first, last,
     OF_P: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """total with what the tiles of keys [first, last) add to dQ / scale; to rowsum(dP o P) with
+    """total with what the tiles of keys [first, last) add to dQ / scale; rowsum(dP o P) with
     OF_P."""
     q, do, l, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale = common
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):

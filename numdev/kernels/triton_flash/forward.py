@@ -38,8 +38,8 @@ def rows_of(
     X, strides, start, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """[COUNT, WIDE] of a head from row `start` on, 0 outside of [rows, DIM]. Without CHECK all of
-    these rows are there."""
+    """[COUNT, WIDE] of a head from row `start` on, 0 outside of [rows, DIM]. Without CHECK all are
+    there."""
     r, c = tl.arange(0, COUNT), tl.arange(0, WIDE)
     at = X + tl.cast(start, tl.int64) * strides.row
     at = at + r[:, None] * strides.row + c[None, :] * strides.column

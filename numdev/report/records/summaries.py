@@ -1,5 +1,5 @@
-"""What a reader wants first: rows brought together, once, when the report is made; a sweep's cells
-and figures among them."""
+"""What a reader wants first: rows brought together when the report is made; a sweep's cells,
+figures."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ _Case = tuple[str, str, Outcome, list[str]]  # suite, name, outcome, lines that 
 
 
 def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
-    """The whole file; `findings` are the judgement's. What XML 1.0 cannot hold in a name is spelled
-    out."""
+    """The whole file; `findings` are the judgement's. What XML 1.0 cannot hold is spelled out."""
     # A finished report is judged in no time worth telling, and readers want the attribute.
     root = ElementTree.Element("testsuites", name=GATE, time="0")
     suites: dict[str, ElementTree.Element] = {}

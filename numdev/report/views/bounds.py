@@ -1,5 +1,4 @@
-"""A bounds report, shown: every ratio before curves merge beside the one after and beside the
-null's, then the curves."""
+"""A bounds report, shown: ratios before curves merge, after, and the null's; the curves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Sets of weights compared, shown: by kind of parameter, and the tensors that moved most beside a
-cast."""
+"""Sets of weights compared, shown: by kind of parameter, and what moved most beside a cast."""
 
 from __future__ import annotations
 

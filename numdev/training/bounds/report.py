@@ -30,8 +30,7 @@ class Saturation(Record):
 
 
 class Comparison(Record):
-    """The distance of one kind of run over that of another, in the same seed: the geometric mean
-    over seeds."""
+    """One kind of run's distance over another's, by seed: their geometric mean."""
 
     metric: str
     variant: str

@@ -131,8 +131,7 @@ def label_of(v: VariantRecord) -> str:
 
 
 def distances_of(run: TrainReport) -> pd.DataFrame:
-    """Every finite distance of all weights from the golden run, one a line, with the columns of
-    COLUMNS."""
+    """Every finite distance of all weights from the golden run, one a line, in COLUMNS."""
     others = {v.name: (v.role, label_of(v)) for v in run.variants if v.role != "golden"}
     lines = [
         (d.of, metric, *others[d.variant], d.seed, d.step, value)

@@ -2,8 +2,8 @@
 
 A set of weights is a safetensors file, the index of a sharded one, what torch.save wrote, a
 directory of either, a directory of `torch.distributed.checkpoint`, or `demo`. Opening reads
-headers. A file that cannot be read does not stop the rest: it is in `damage`, and whoever compares
-weights must report it."""
+headers. A file that cannot be read does not stop the rest: it is in `damage`, which a comparison
+reports."""
 
 from __future__ import annotations
 

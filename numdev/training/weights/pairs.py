@@ -21,8 +21,7 @@ from numdev.sources.files import is_plain
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
 BEYOND = "is beyond what float64 holds"
 Sums = Mapping[str, Any]
-"""What adds up over elements: counts, sums, sums of squares, and `largest`, a maximum. `w1` is
-times the elements."""
+"""What adds up over elements: counts, sums, squares, `largest` (a maximum), `w1` times elements."""
 
 
 def unfit(x: Tensor) -> str | None:

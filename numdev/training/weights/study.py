@@ -1,8 +1,7 @@
 """`numdev weights`: sets of weights, tensor by tensor, against the first of them.
 
 Tensors are matched by name, one is read at a time, and a row and a few sums of it stay, so memory
-is that of the largest tensor. What cannot be compared becomes a remark, and the rest is compared.
-"""
+is that of the largest tensor. What cannot be compared becomes a remark."""
 
 from __future__ import annotations
 
@@ -147,8 +146,7 @@ def weights(
 
 
 class Comparison:
-    """The tensors of sets of weights beside those of the first, and remarks on what has no place
-    beside it."""
+    """The tensors of sets of weights beside the first's, and remarks on what has no place there."""
 
     def __init__(self, opened: Sequence[Weights], device: str) -> None:
         self.first, *self.others = opened
