@@ -16,7 +16,7 @@ from numdev.audit.isolation import threads
 from numdev.audit.script import folder_of, name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
-from numdev.gate.findings import found_to_round, listed
+from numdev.gate.findings import listed, remarks
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
@@ -129,7 +129,7 @@ def check_attention(
         )
         cases = f"{count} case{'s' * (count != 1)}"
         words = [f"{name} passes the rules {rules.name}: {tensors} in {cases}, {ran}."]
-        words += found_to_round(report.rows)
+        words += remarks(report.rows)
     rest = [*(() if scripts else dict.fromkeys(said)), *left_out]
     filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *rest)]
     shows = [f"It shows by itself with\n  python {script}" for script in scripts]

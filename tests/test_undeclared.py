@@ -21,6 +21,7 @@ from numdev.audit.bench import Bench
 from numdev.audit.check import CheckSource
 from numdev.audit.explanations import Likeness, examine, likenesses
 from numdev.audit.task import measure_task
+from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import Kernel, Output
 from numdev.kernels.baseline import WAYS
 from numdev.kernels.emulation.backward import attended as attend
@@ -294,3 +295,27 @@ def test_a_number_in_rows_without_keys_passes() -> None:
         check_attention(function, cases="empty-rows")
     result = check_attention(planted.sound, cases=["empty-rows", "full"])
     assert result.skipped == ("Not tested, since the function has no parameter for it: mask.",)
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, False)])
+def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(wrong: int, passes: bool) -> None:
+    """dS of upstream gradients as large as this is beyond float16 wherever it is rounded, and dq is
+    not; beside it the other tensors are explained as ever. NaN elsewhere is."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if wrong:
+            v.register_hook(lambda dv: torch.where(torch.arange(64) == 5, math.nan, dv))
+        return wrapper(q, k, v)
+
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, dO = (torch.randn(1, 2, 64, 64, generator=draw) for _ in range(4))
+    ref = CaseRef(case="c", source="s", module="m", layer=None, call=0, seed=None)
+    case = AttentionCase(ref=ref, q=q, k=k, v=2000 * v, grad_out=300 * dO, scale=0.125)
+    try:
+        found = check_attention(kernel, cases=case, formats="float16", backward=True)
+    except CheckFailed as failed:
+        found = failed.result
+    over = {(r.tensor, bool(r.overflow)) for r in found.report.rows if r.role == "kernel"}
+    assert over == {("out", False), ("dq", True), ("dk", True), ("dv", False)}
+    assert found.passed == passes
+    assert "numbers on the way exceed float16" in str(found) or not passes

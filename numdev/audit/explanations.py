@@ -50,6 +50,7 @@ from numdev.kernels.emulation.kernel import (
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
+from numdev.metrics.finiteness import all_finite
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
@@ -155,11 +156,12 @@ def likenesses(
     under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Nothing
     where no way does, or where an element cannot be predicted (in float32). A way that cannot take
     the call is not tried."""
-    names = [n for n in formats if n in bench.by_row]
+    select = bench.selection.select
+    whole = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
+    names = [n for n, x in whole.items() if n == "out" or all_finite([x])]
     if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
         return {}
-    select = bench.selection.select
-    residuals = {n: _residual(select(getattr(output, n), n), bench.yardsticks[n]) for n in names}
+    residuals = {n: _residual(whole[n], bench.yardsticks[n]) for n in names}
     apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
     best: dict[tuple[str, ...], Likeness] = {}
     for words, expected in _ways(formats, bench, system):

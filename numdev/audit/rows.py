@@ -132,6 +132,10 @@ class _Of:
         deviation = measured(expected)
         for head in deviation.heads:
             head["claim"] = whose
+        if any(head["nonfinite"] for head in deviation.heads):
+            over = y.floor_finite & y.seen & ~x.isfinite() & ~expected.isfinite()
+            for head, count in zip(deviation.heads, over.sum(dim=(0, 2, 3)).tolist(), strict=True):
+                head["nonfinite"], head["overflow"] = head["nonfinite"] - count, count
         return deviation
 
     def elsewhere(self) -> dict[str, list[Elsewhere]]:

@@ -91,7 +91,7 @@ def write(
     kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`; `observed` its value.
     The deviation shows from `limit` on: by default half of that, and one element for `nonfinite`.
     `options`: not defaults. Raises UsageError for an option that has no spelling, MeasurementError
-    for a format without a dtype, gradients of nonfinite inputs, and where nothing can be written."""
+    for formats without a dtype, gradients of nonfinite inputs, and where it cannot be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
     if case.working is not None:
         raise MeasurementError(f"no reproducer: torch has no dtype for {case.working.name}")

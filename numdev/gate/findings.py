@@ -62,7 +62,7 @@ def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], 
     """The same of what is judged of these rows already, without what planted faults showed."""
     findings = [*_exceeded(judgement.verdicts, Places(rows)), *_not_run(judgement.calls)]
     tested = _tested(judgement.verdicts, findings)
-    return tuple(findings), (*tested, *found_to_round(rows))
+    return tuple(findings), (*tested, *remarks(rows))
 
 
 def label(of: Any) -> str:
@@ -235,11 +235,19 @@ def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterato
     yield sentence + (f" Not judged: {'; '.join(lacking)}." if lacking else "")
 
 
-def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """In which way each kernel that declared no claim was found to round, if not as `fa2`."""
-    found = [r for r in rows if r.role == "kernel" and (r.claim or "").startswith(FOUND)]
+def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
+    """In which way each kernel that declared no claim was found to round, if not as `fa2`; and what
+    exceeds a format on the way to a result that does not."""
+    kernels = [r for r in rows if r.role == "kernel"]
+    found = [r for r in kernels if (r.claim or "").startswith(FOUND)]
     for kernel, own in grouped(found, attrgetter("kernel")).items():
         yield (
             f"{kernel} declares no claim and errs beyond `fa2`; its errors are explained, "
             f"element by element, and judged {listed(dict.fromkeys(str(r.claim) for r in own))}."
+        )
+    over = grouped((r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor"))
+    for (kernel, fmt, tensor), own in over.items():
+        yield (
+            f"{tensor} of {kernel} is not finite in {sum(r.overflow or 0 for r in own)} elements "
+            f"where the exact result is: rounded as it rounds, numbers on the way exceed {fmt}."
         )

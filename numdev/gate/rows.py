@@ -104,7 +104,9 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if OF_CALL(row) != OF_CALL(floor):
         return f"is said to be of another call than the floor in {where}"
-    if row.status != "ok" or (row.elements == 0 and (row.nonfinite or not floor.elements)):
+    if row.status != "ok" or (
+        row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements)
+    ):
         return None
     if not row.elements or mean is None or rms is None or largest is None:
         return f"has no size of the error in {where}"
@@ -118,7 +120,7 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     if row.format in OVERFLOWS and row.sequences is not None:  # of which fewer may be finite
         alike &= row.elements == floor.elements
     counts = [(each.elements, each.sequences) for each in (row, floor)]
-    if alike and not row.nonfinite and counts[0] != counts[1]:
+    if alike and not row.nonfinite and not row.overflow and counts[0] != counts[1]:
         return f"has more or fewer elements or sequences than the floor in {where}"
     return None
 

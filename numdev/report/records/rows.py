@@ -91,6 +91,7 @@ class DeviationRow(OfKernel, _OfCall):
     sequences: Count | None = None
     empty_rows: Count | None = None
     nonfinite: Count | None = None
+    overflow: Count | None = None  # as are those of its rounding sites; not in `nonfinite`
     empty_nonfinite: Count | None = None  # in rows that see no key; None where every row sees one
     max_abs: float | None = None
     mean_abs: float | None = None
