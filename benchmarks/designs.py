@@ -1,13 +1,14 @@
 """Sound kernels of every rounding design in docs/sites.md, written out in PyTorch without numdev.
 
-    OMP_NUM_THREADS=1 python benchmarks/designs.py [--seeds 20] [--only NAME]
+    OMP_NUM_THREADS=1 python benchmarks/designs.py [--seeds 20] [--only NAME] [--audit]
 
 Each is a function of q, k and v with forward and backward passes of its own, in tiles of keys, as
 the public kernel that it is named after computes: where it takes its maximum, which exponential it
 has, what it rounds to the working format before a product, and in what gradients are added up. None
 declares how it rounds. As a script every design is checked as its author would, on every default
 case of `numdev.check_attention`, in bfloat16 and float16 and for every seed; printed is how many of
-these checks accuse it.
+these checks accuse it. With --audit all are audited on the demo checkpoint, with gradients, one
+audit a seed: a check is then a design in a format.
 
 Legend: S scores, P probabilities, m running maximum, l running sum, O output, L log-sum-exp; d of
 any of them the gradient with respect to it, delta = rowsum(dO o O). Everything is in fp32 but what
@@ -18,7 +19,13 @@ any of them the gradient with respect to it, delta = rowsum(dO o O). Everything 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,6 +231,33 @@ def _exp2(x: Tensor, made: Design) -> Tensor:
     return torch.where((i // 32 % 4 % 3 > 0) & (i % 16 >= 12), power, x.exp2())
 
 
+NAMED = {re.sub(r"\W+", "_", name): kernel(name) for name in DESIGNS}
+globals().update(NAMED)  # for `--kernel designs:MLX`
+
+
+def audited(seed: int) -> Counter[str]:
+    """All designs in one audit of the demo checkpoint, before the default rules."""
+    names = [f"designs:{name}" for name in NAMED]
+    command = ["audit", "demo", "--backward", "--seed", str(seed), "--length", "128", "--json"]
+    for name, values in (("--kernel", names), ("--format", ("bfloat16", "float16"))):
+        command += [word for value in values for word in (name, value)]
+    path = {"PYTHONPATH": os.pathsep.join([*sys.path[:1], os.environ.get("PYTHONPATH", "")])}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "numdev", *command, "-o", folder],
+            check=True, capture_output=True, env={**os.environ, **path},
+        )  # fmt: skip
+    report = json.loads(done.stdout)
+    count = Counter(checks=2 * len(DESIGNS))
+    ran = {(r["kernel"], r["format"]) for r in report["rows"] if r["tensor"] == "dq" and r["rms"]}
+    count["not measured"] = count["checks"] - sum(name in names for name, _ in ran)
+    wrong = [f for f in report["findings"] if f["severity"] == "exceeded"]
+    count["accused"] = len({(f["kernel"], fmt) for f in wrong for fmt in f["formats"]})
+    for finding in wrong:
+        print(f"  seed {seed}: {finding['sentence']}", flush=True)
+    return count
+
+
 def main() -> None:
     from numdev.audit.check import default_cases
     from numdev.testing import CheckFailed, check_attention
@@ -232,9 +266,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", help="one design")
+    parser.add_argument("--audit", action="store_true", help="on the demo checkpoint")
     given = parser.parse_args()
     torch.set_num_threads(1)
     every: Counter[str] = Counter()
+    if given.audit:
+        for seed in range(given.first, given.first + given.seeds):
+            every += audited(seed)
+        print(f"in all: {told(every)}")
+        return
     for name in [given.only] if given.only else DESIGNS:
         count: Counter[str] = Counter()
         for seed in range(given.first, given.first + given.seeds):

@@ -36,6 +36,7 @@ FEW = ("causal", "grouped", "large-logits", "tied-maxima")
 
 planted, designs = load("benchmarks/planted.py"), load("benchmarks/designs.py")
 LONG = {"name": "long", "heads": 2, "seq_len": 385, "inputs": {"name": "normal", "logits": 16.0}}
+FOUR = {**LONG, "name": "four", "heads": 4, "kv_heads": 2, "seq_len": 129}
 FA4 = "FlashAttention-4"
 LAGGING = (FA4, "a lagging maximum alone", "a lagging maximum and a polynomial")
 
@@ -109,8 +110,8 @@ def test_each_design_has_a_kernel_and_options() -> None:
 
 @pytest.mark.parametrize("name", designs.DESIGNS)
 def test_a_sound_design_is_not_accused(name: str) -> None:
-    """In both formats and passes; a maximum that lags is told by that."""
-    result = check_attention(designs.kernel(name), cases=("causal", "grouped", LONG), seeds=0)
+    """In both formats and passes, in grouped heads too; a maximum that lags is told by that."""
+    result = check_attention(designs.kernel(name), cases=("causal", "grouped", LONG, FOUR), seeds=0)
     said = {r.claim for r in result.report.rows if r.role == "kernel" and r.claim}
     assert (name in LAGGING) == any("FlashAttention-4" in claim for claim in said)
 

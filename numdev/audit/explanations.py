@@ -208,7 +208,8 @@ def _ways(
             claims[words] = {**design["claim"], "group_sum": "running", **more}
     if bench.case.group > 1:  # as FlashAttention-2 does, and autograd where k and v are repeated
         apart = {"as fa2 rounds": {"preset": "fa2"}, **claims}
-        claims |= {f"{words}, dk and dv of each query head": {**claim, "group_sum": "separate"}
+        alone = {"group_sum": "separate", "dk_partial": "working", "dv_partial": "working"}
+        claims |= {f"{words}, dk and dv of each query head": {**claim, **alone}
                    for words, claim in apart.items()}  # fmt: skip
     for words, claim in claims.items():
         with contextlib.suppress(Refused, MeasurementError, UsageError):
