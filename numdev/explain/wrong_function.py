@@ -54,7 +54,7 @@ def off_by_a_factor(
     factor = float((x * r).sum()) / size**2
     floor = unit_roundoff / math.sqrt(12) * abs(factor) * size
     cut = float((x - r).norm()) / max(float((x - factor * r).norm()), floor, 2.0**-53 * size)
-    if not cut >= CUT or abs(factor - 1) <= 2 * unit_roundoff:
+    if not cut >= CUT or abs(factor - 1) <= max(2 * unit_roundoff, 1e-3):
         return None
     known = {
         "is 0": 0.0,
