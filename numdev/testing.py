@@ -23,6 +23,7 @@ from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.plain import takes
 from numdev.report import AuditReport, Place
 from numdev.report.foreign import plain
+from numdev.report.numbers import si
 from numdev.system import System
 from numdev.yamlfile import validated
 
@@ -93,6 +94,9 @@ def check_attention(
     Raises CheckFailed, an AssertionError, where a limit is exceeded, a call failed, or nothing was
     measured; UsageError for wrong arguments, MeasurementError for rules made for another system."""
     __tracebackhide__ = True
+    if not callable(function) and not isinstance(function, Kernel):
+        hint = "numdev.audit takes names of kernels"
+        raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
     if isinstance(function, Kernel):
         kernel, name, folder = function, function.name, None
     else:
@@ -129,8 +133,7 @@ def check_attention(
         )
         cases = f"{count} case{'s' * (count != 1)}"
         words = [f"{name} passes the rules {rules.name}: {tensors} in {cases}, {ran}."]
-        words += remarks(report.rows)
-    rest = [*(() if scripts else dict.fromkeys(said)), *left_out]
+    rest = [*(() if scripts else dict.fromkeys(said)), *remarks(report.rows), *left_out]
     filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *rest)]
     shows = [f"It shows by itself with\n  python {script}" for script in scripts]
     text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
@@ -187,8 +190,9 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
         at = (finding.formats[0], finding.tensor, finding.place)
         rms = {str(r.role): r.rms for r in report.rows if (r.format, r.tensor, Place.of(r)) == at}
         sizes = [(role, rms.get(role)) for role in ("kernel", "floor", "baseline")]
-        errors = ", ".join(f"{role} {size:.2g}" for role, size in sizes if size is not None)
-        text.append(f"{sentence[:1].upper()}{sentence[1:]} rms error: {errors or 'none'}.")
+        errors = ", ".join(f"{role} {si(size)}" for role, size in sizes if size is not None)
+        beside = "" if "nonfinite" in (finding.metric or "") else f" rms error: {errors or 'none'}."
+        text.append(f"{sentence[:1].upper()}{sentence[1:]}{beside}")
     text += [f"And {len(wrong) - LISTED} more."] * (len(wrong) > LISTED)
     predicted = all(f.metric in ("expected_ratio", "worst_row") for f in wrong)
     return text + [CLAIM] * (predicted and report.request.get("claims") is None)

@@ -338,6 +338,18 @@ def test_wrong_cases_are_named(cases: Any, words: str) -> None:
         names(cases)
 
 
+def test_another_format_than_asked_for_is_said() -> None:
+    """And what is no function is refused."""
+
+    def wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+
+    words = str(check_attention(wide, cases="full", formats="bfloat16", backward=False))
+    assert "wide returns float64 where bfloat16 was asked for (out)." in words
+    with pytest.raises(UsageError, match="function: expected a function, got 'sdpa-math'"):
+        check_attention("sdpa-math")  # type: ignore[arg-type]
+
+
 def test_thresholds_are_the_gates(tmp_path: Path) -> None:
     """A mapping and a file say the same, a limit no kernel keeps fails, and a wrong key is
     named."""

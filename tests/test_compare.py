@@ -13,18 +13,16 @@ import torch
 from commands import run as numdev
 from compared_reports import audit, floor, head, times
 from gate_rows import planned, row
-from rich.console import Console
 from torch import Tensor
 
 from numdev import report as reports
 from numdev.audit.run import audit as study
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import UsageError
 from numdev.gate.compare import Compared, compare, compared
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
-from numdev.report import Axis, DeviationRow, Finding, SweepReport, SweepSummary, Tick
-from numdev.report.renderers import html, terminal
+from numdev.report import Axis, DeviationRow, SweepReport, SweepSummary, Tick
 
 HEADS = tuple(head(h) for h in range(4))
 
@@ -251,9 +249,6 @@ def test_rows_that_are_gone_and_why() -> None:
     assert "9 rows gone, 1 row failed" in first(a, b)
 
 
-HOSTILE = "<script>alert(1)</script>\x1b[31m[red]{{ 7*7 }}"
-
-
 def mine(q: Tensor, k: Tensor, v: Tensor, *, off: float = 1.0) -> Tensor:
     """Attention in float32, its third head off by a factor."""
     P = torch.softmax(q.float() @ k.float().mT * q.shape[-1] ** -0.5, dim=-1)
@@ -261,13 +256,11 @@ def mine(q: Tensor, k: Tensor, v: Tensor, *, off: float = 1.0) -> Tensor:
     return (P @ v.float() * heads).to(q.dtype)
 
 
-def run(directory: Path, seed: int = 0, *kernels: Choice) -> Path:
+def run(directory: Path, *kernels: Choice) -> Path:
     """A small audit on the CPU, written."""
     chosen = (Choice(name="sdpa-flash"), *kernels)
     cases = (CaseConfig(name="small", batch=2, heads=4, seq_len=48, head_dim=16),)
-    request = AuditRequest(
-        target="t", cases=cases, kernels=chosen, seed=seed, device="cpu", reproducers=0
-    )
+    request = AuditRequest(target="t", cases=cases, kernels=chosen, device="cpu", reproducers=0)
     reports.write(study(request, directory), directory)
     return directory
 
@@ -278,13 +271,12 @@ def own(off: float = 1.0) -> Choice:
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Audits of one request: twice the same, one with a fault in head 2, one of another seed."""
+    """Audits of one request: twice the same, one with a fault in head 2."""
     root = tmp_path_factory.mktemp("audits")
     return {
-        "a": run(root / "a", 0, own()),
-        "again": run(root / "again", 0, own()),
-        "planted": run(root / "planted", 0, own(1.03)),
-        "seed": run(root / "seed", 1, own()),
+        "a": run(root / "a", own()),
+        "again": run(root / "again", own()),
+        "planted": run(root / "planted", own(1.03)),
     }
 
 
@@ -326,20 +318,6 @@ def test_a_planted_change_is_found_in_its_head(audited: dict[str, Path], out: Pa
     assert same == {"baseline": 4, "sdpa-flash": 4, own().name: 3}
 
 
-def test_another_seed_allowed(
-    audited: dict[str, Path], out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same code on other inputs: nothing moved, and that they differ is said on top."""
-    assert command(audited["a"], audited["seed"], "--allow", "seed", "-o", out, "--json") == 0
-    assert (out / "report.json").read_text() == capsys.readouterr().out.strip()
-    found = reports.read(out)
-    assert isinstance(found, CompareReport)
-    assert found.summary.answer[1] == "Compared although they differ: seed (0 and 1)."
-    assert set(found.summary.inputs) == {"other"}
-    assert any("The inputs differ in" in note for note in found.summary.notes)
-    assert not any(g.same_bits for g in found.groups if g.kernel != "baseline")
-
-
 def written(directory: Path, report: reports.Report) -> Path:
     directory.mkdir(exist_ok=True)
     reports.write(report, directory)
@@ -378,10 +356,6 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
         compare(a, other)
     with pytest.raises(UsageError, match="cannot read a report there"):
         compare(a, tmp_path / "nothing")
-    (tmp_path / "torn.json").write_text('{"kind": "audit"')
-    with pytest.raises(MeasurementError, match="not a report this version understands"):
-        compare(a, tmp_path / "torn.json")
-    assert command(a, tmp_path / "torn.json") == 3
 
 
 @pytest.mark.parametrize(
@@ -408,41 +382,6 @@ def test_exit_codes(tmp_path: Path, b: tuple[DeviationRow, ...], code: int) -> N
 
 def _ran(found: DeviationRow) -> dict[str, str]:
     return {"ran": found.ran or "op"} if found.status == "ok" else {}
-
-
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
-    """No tag on the page, no escape in the terminal, no markup of rich's or jinja's, of names,
-    reasons and paths that would like to be markup."""
-    names = {"kernel": HOSTILE, "module": HOSTILE, "case": HOSTILE, "options": {HOSTILE: HOSTILE}}
-    finding = Finding(
-        rule="r", severity="exceeded", sentence=HOSTILE, kernel=HOSTILE, formats=("bfloat16",),
-        count=1, judged=1,
-    )  # fmt: skip
-    gone = head(kernel="gone" + HOSTILE)
-    b = audit(
-        times(head(**names, ran="other" + HOSTILE, suspicion=HOSTILE), 3.0),
-        row(None, kernel="gone" + HOSTILE, status="failed", reason=HOSTILE),
-        findings=(finding,),
-        system={"driver": HOSTILE},
-    )
-    found = of(tmp_path, audit(head(**names, ran=HOSTILE), gone), b)
-    page = html.page(found)
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-    assert "{{ 7*7 }}" in page
-    console = Console(width=200, record=True, force_terminal=False)
-    with console.capture() as seen:
-        terminal.show(found, console)
-    assert "\x1b" not in seen.get()
-    assert "[red]" in seen.get()
-
-
-def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
-    """Over the same comparison, never over an audit."""
-    a = written(tmp_path / "a", audit(head()))
-    assert command(a, a, "-q", "-o", out) == 0
-    assert command(a, a, "-q", "-o", out) == 0
-    assert command(a, a, "-q", "-o", a) == 2
 
 
 def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:

@@ -9,6 +9,7 @@ import pytest
 from gate_rows import control, findings_of, row
 
 from numdev.cli.main import main
+from numdev.gate.rules import Rules
 from numdev.report import DeviationRow, Finding, read
 
 
@@ -44,6 +45,23 @@ def test_a_finding_stands_where_it_is_worst() -> None:
     assert finding.place is not None
     assert (finding.place.head, finding.observed, finding.count) == (1, 9.0, 3)
     assert "head 1" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("metric", "at_most", "words"),
+    [
+        ("baseline_ratio", 0.1, "errs beyond its limit: the output is off by 0.5 x as much as"),
+        ("expected_ratio", 0.5, "errs beyond its limit: the output is off by 1 x what"),
+        ("worst_row", 1.1, "errs beyond what bfloat16 explains in single rows: one of the output"),
+        ("mean_abs", 3e-5, "breaks the rule mine in the output: 9e-5, mean_abs ≤ 3e-5"),
+    ],
+)
+def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words: str) -> None:
+    """Only what is beyond a prediction is beyond what its format explains."""
+    limit = {"name": "mine", "metric": metric, "at_most": at_most}
+    sized = row(baseline_ratio=0.5, expected_ratio=1.0, worst_row=1.2, mean_abs=9e-5)
+    ((finding,), _) = findings_of([sized], Rules.model_validate({"thresholds": [limit]}))
+    assert finding.sentence.startswith(f"mine {words}")
 
 
 KERNELS = """

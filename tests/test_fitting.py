@@ -11,10 +11,12 @@ import yaml
 from commands import run
 from gate_rows import control, lse, report, row
 
+from numdev.audit import explanations
 from numdev.errors import MeasurementError
+from numdev.gate import fitting
 from numdev.gate.fitting import fitted, rounded_up
 from numdev.gate.judging import judge_report
-from numdev.gate.rules import Rules
+from numdev.gate.rules import Rules, default_rules
 from numdev.report import AuditReport, DeviationRow, write
 
 
@@ -136,6 +138,23 @@ def test_all_options_of_a_kernel_share_the_widest_limit() -> None:
         *(row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0)))
     )
     assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
+
+
+def test_a_limit_is_never_looser_than_the_default_that_a_report_passes() -> None:
+    rows = [row(h, expected_ratio=1.3, elements=64) for h in range(2)]  # luck: it passes at 1.1
+    (error,) = (t for t in read(fitted(report(*rows), "r")).thresholds if t.name == "error")
+    assert error.at(rows[0]).at_most == 1.1
+
+
+def test_default_rules_are_found_by_what_they_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, rules = fitted(audited(), "r"), default_rules()
+    named = (t.model_copy(update={"name": f"r{n}"}) for n, t in enumerate(rules.thresholds))
+    renamed = rules.model_copy(update={"thresholds": tuple(named)})
+    for module in (fitting, explanations):
+        monkeypatch.setattr(module, "default_rules", lambda: renamed)
+    of = [[t.instead for t in read(x).thresholds] for x in (text, fitted(audited(), "r"))]
+    assert of[0] == of[1]
+    assert explanations.beyond([row(expected_ratio=3.0)]) == ("out",)
 
 
 def test_rounding_never_goes_down() -> None:

@@ -3,18 +3,15 @@ lines that differ by more than colour, drawings."""
 
 from __future__ import annotations
 
-import random
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gate_rows import planned
-from rich.console import Console
 from test_github import NAMES
 
 from numdev import report as reports
@@ -35,7 +32,7 @@ from numdev.report import (
 )
 from numdev.report.document import Figures
 from numdev.report.foreign import plain
-from numdev.report.renderers import chart, html, terminal
+from numdev.report.renderers import chart, html
 
 XS = (64.0, 128.0, 256.0, 1024.0)
 SAMPLES = sorted((Path(__file__).parent / "data" / "reports").glob("*.json"))
@@ -189,26 +186,6 @@ def test_text_has_contrast(theme: str, text: str, ground: str, least: float) -> 
     assert contrast("#777777", "#ffffff") == pytest.approx(4.478, abs=1e-3)
 
 
-def test_every_colour_is_a_property() -> None:
-    """None of a rule's own escapes the check of contrasts."""
-    rules = re.sub(r":root \{.*?\}|/\*.*?\*/", "", CSS, flags=re.DOTALL)
-    assert not re.search(r"#[0-9a-fA-F]{3,8}\b|rgb|hsl", rules)
-
-
-def test_a_large_audit_is_a_small_page() -> None:
-    """32 layers of 32 heads, 24 rows of kernels, 20 findings: under 300 kB."""
-    rng = random.Random(0)
-    values = tuple(tuple(rng.lognormvariate(0.3, 2) for _ in range(32)) for _ in range(32))
-    layers = tuple(f"model.decoder.layers.{i}" for i in range(32))
-    big = HeadMap(kernel="k", format="bfloat16", values=values, layers=layers,
-                  heads=tuple(range(32)))  # fmt: skip
-    summary = audit().summary
-    changed = summary.model_copy(update={"map": big, "kernels": summary.kernels * 24})
-    page = html.page(audit(summary=changed, findings=(finding("x" * 400),) * 20))
-    assert page.count("<td") > 1024
-    assert len(page.encode()) < 300_000
-
-
 def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:
     return ET.fromstring(chart.svg(figure, Figures((figure,), along or axis())))
 
@@ -249,14 +226,6 @@ def test_lines_are_told_apart_by_everybody() -> None:
     looks = [(*str(g.get("class")).split(), m) for g, m in zip(lines, markers, strict=True)]
     assert len({look[1:] for look in looks[:8]}) == 8
     assert len({*looks}) == 24
-
-
-@pytest.mark.parametrize("curves", [(), (line("a", 1.0, points=()),), (line("a", 1.0),) * 2])
-def test_a_figure_of_nothing_or_everything(curves: tuple[Curve, ...]) -> None:
-    """No curve, no point, and twice the same are drawn, in the terminal too."""
-    made = sweep(figure(*curves, relative=True))
-    assert "<svg" in html.page(made)
-    terminal.show(made, Console(file=StringIO()))
 
 
 def test_an_endless_interval_does_not_flatten_the_lines() -> None:

@@ -228,6 +228,16 @@ def test_functions_that_are_causal_by_default() -> None:
     assert seen["causal"] is False
 
 
+def test_a_causal_flag_is_no_mask() -> None:
+    """A function without either lacks the flag, though a mask would do."""
+    for parameters, changes, lacking in (
+        ("q, k, v", {}, "causal flag: no parameter is named is_causal or causal"),
+        ("q, k, v, causal=False", {"causal_offset": 1}, "mask: no parameter is named"),
+    ):
+        why = recorded(parameters)[0].supports(make_case(is_causal=True, **changes))
+        assert str(why).startswith(f"the function takes no {lacking}")
+
+
 @pytest.mark.parametrize("name", ["window_size", "window"])
 def test_windows(name: str) -> None:
     """A window is a pair with -1 for no limit, as flash-attention has it."""

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.kernels import find
 from numdev.metrics.sampling import BINS, FEWEST, starts
 from numdev.report import AuditReport, ProfileRow
+from numdev.report.document import Bullets, Figures
 from numdev.report.renderers import html, markdown
 from numdev.report.views.audit import positions
 from numdev.sources.regimes import Shapes, draw
@@ -54,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
 
 def drawn(profiles: Sequence[ProfileRow], kernel: str) -> list[float]:
     """The points of one kernel's curve in the one figure of these profiles."""
-    ((figure,),) = (node.figures for node in positions(profiles))
+    ((figure,),) = (n.figures for n in positions(profiles) if isinstance(n, Figures))
     return [point.mean for c in figure.curves if c.label == kernel for point in c.points]
 
 
@@ -120,3 +122,9 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     assert f"<title>test_profile:late at row {first}: {worst:.3g}</title>" in page
     assert "<title>test_profile:sound at row 1: " in page
     assert "<title>test_profile:sound at row 0: " not in page
+    (peak,) = (item for n in positions(made.profiles) if isinstance(n, Bullets) for item in n.items)
+    points = re.findall(r"late at row (\d+): ([\d.]+)", page)
+    onset = next(at for at, x in points if float(x) >= 2)
+    most = f"first at row {onset}, and most at row {first}: {worst:.2f} x."
+    assert peak.lead.startswith("test_profile:late (bfloat16")
+    assert peak.text == f"errs 2 x what is predicted {most}"

@@ -14,7 +14,7 @@ import pytest
 
 from numdev.gate.rules import default_rules
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
-from numdev.report import AuditSummary, DeviationRow, KernelSummary
+from numdev.report import AuditSummary, DeviationRow, Finding, KernelSummary
 from numdev.report.summary import summarise
 
 NUMBERS: dict[str, Any] = {
@@ -82,7 +82,8 @@ def test_a_head_without_numbers_is_left_out_of_them() -> None:
     summary = summarise([precision(), row(0, **EMPTY)])
     k = of(summary, "sdpa-flash")
     assert (k.mean_abs, k.max_abs, k.floor_ratio, k.nonfinite) == (None, None, None, 100)
-    assert summary.answer == ("bfloat16: No kernel under audit could be measured.",)
+    said = "bfloat16: sdpa-flash has 100 elements that are not finite and should be."
+    assert summary.answer == (said,)
     assert summary.map is None
 
 
@@ -131,13 +132,45 @@ def said(*rows: DeviationRow) -> str:
 
 
 def test_what_is_not_finite_comes_first() -> None:
-    """An overflow of the format and of the baseline are said before any average; a kernel's is a
-    finding, and not said here too."""
+    """An overflow of the format and of the baseline are said before any average, and a kernel's
+    instead of one."""
     text = said(precision(nonfinite=5), baseline(nonfinite=7), row(nonfinite=9))
-    assert text.startswith(
+    assert text == (
         "bfloat16: Rounding q, k, v to bfloat16 overflows: 5 elements of the exact result are no "
-        "longer finite. baseline has 7 elements that are not finite and should be. sdpa-flash errs"
+        "longer finite. baseline has 7 elements that are not finite and should be. sdpa-flash has "
+        "9 elements that are not finite and should be."
     )
+
+
+@pytest.mark.parametrize(
+    ("severities", "of", "start"),
+    [
+        (("exceeded", "note"), {}, "mine fails error: see the findings."),
+        (("note",), {}, "mine did not run in every call: see the findings."),
+        (("exceeded",), {"formats": ("float16",)}, "mine errs 1.50 x the floor"),
+        (("exceeded",), {"options": {"b": 1}}, "mine errs 1.50 x the floor"),
+        (("exceeded",), {"kernel": "sdpa-flash"}, "sdpa-math errs 1.50 x the floor"),
+    ],
+)
+def test_a_kernel_with_a_finding_is_not_introduced_by_its_error(
+    severities: tuple[str, ...], of: dict[str, Any], start: str
+) -> None:
+    """Its own, in this format. Of the default kernels the answer is about one without a finding."""
+    fields = {"sentence": "", "kernel": "mine", "formats": ("bfloat16",), "rule": "error", **of}
+    findings = [Finding(**fields, severity=s, count=1, judged=1) for s in severities]
+    others = ["sdpa-math", "sdpa-flash"] if of.get("kernel") else ["sdpa-flash", "mine"]
+    rows = [precision(), baseline(), *(row(kernel=name) for name in others)]
+    (text,) = summarise(rows, findings).answer
+    assert text.startswith(f"bfloat16: {start}")
+    assert ("errs" in text) == ("errs" in start)
+
+
+@pytest.mark.parametrize("name", ["floor_ratio", "flash_vs_precision"])
+def test_a_multiple_of_fp64_noise_is_not_said(name: str) -> None:
+    """Where the exact result needs no rounding, or the format changes nothing; or in one head."""
+    rows = [precision(), baseline(floor_ratio=1e13)]
+    for noisy in ([row(**{name: 1.3e13})], [row(), row(2), row(1, **{name: 1.3e13})]):
+        assert "13" not in said(*rows, *noisy)
 
 
 def test_planted_faults_are_no_kernels() -> None:
@@ -159,12 +192,12 @@ def test_in_fp64_nobody_is_closer() -> None:
         ((precision(), baseline()), {"baseline_ratio": 0.4}, "mostly the baseline's own error."),
         ((precision(), baseline()), {"baseline_ratio": 0.6}, "q, k, v to bfloat16 costs."),
         ((precision(rms=0.0, mean_abs=0.0), baseline()), {"flash_vs_precision": None},
-         "The inputs are bfloat16 already, so the format itself costs nothing."),
+         "Rounding q, k, v to bfloat16 changes nothing: the format costs nothing here."),
         ((precision(), row(None, kernel="baseline", role="baseline", status="failed", reason="no")),
          {"flash_vs_precision": None},
          "The baseline did not run, so sdpa-flash stands beside no cost of the format."),
         ((precision(), baseline(floor_ratio=None)), {"floor_ratio": None, "max_abs": 0.25},
-         "The exact result is 0 everywhere; sdpa-flash is off by 2.5e-01. It differs from the "
+         "The exact result needs no rounding; sdpa-flash is off by 0.25. It differs from the "
          "baseline by 2.00 x what rounding q, k, v to bfloat16 costs."),
     ],
     ids=["baseline's", "own", "no cost", "no baseline", "no floor"],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
-from numdev.report import DeviationRow, SweepReport
-from numdev.report.curves import cells
+from numdev.report import CellRow, DeviationRow, SweepReport
+from numdev.report.curves import cells, sentences
 from numdev.report.numbers import si, times
 from numdev.yamlfile import read_yaml
 
@@ -175,6 +176,22 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     said = next(s for s in found.summary.answer if s.startswith("off: "))
     text = f"off: rms error {si(means[0])} at 0.5 to {si(means[1])} at 2.5; over baseline "
     assert said.startswith(text + times(ends[1].ratio))
+
+
+@pytest.mark.parametrize(
+    ("means", "ratio", "said"),
+    [((1.0, 9.0, 2.0), 0.5, "1 at 0 to 9 at 1 to 2 at 2; over base 0.50 x."),
+     ((1.0, 3.0, 2.0), 1.3e13, "1 at 0 to 2 at 2.")],
+)  # fmt: skip
+def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) -> None:
+    """A peak of more than twice both ends; no ratio to a baseline that fp64 cannot tell from 0."""
+    fields: Any = dict.fromkeys(("low", "high", "ratio_low", "ratio_high")) | {"ratio": ratio}
+    of = {"kernel": "k", "role": "kernel", "format": "bfloat16", "metric": "rms", "seeds": 1}
+    rows = [CellRow(**fields, **of, case="c", mean=mean) for mean in means]
+    curve = {str(at): row for at, row in enumerate(rows)}
+    request, axis = SimpleNamespace(y=["rms"]), SimpleNamespace(scale="log")
+    grid: Any = SimpleNamespace(axis=axis, request=request)
+    assert sentences({("rms", (), "k"): curve}, grid, "base") == (f"k: rms error {said}",)
 
 
 # --- formats without a dtype ---------------------------------------------------------------------

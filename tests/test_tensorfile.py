@@ -229,6 +229,16 @@ def test_what_is_wrong_is_named(
     failure(third_party(tmp_path / "x.safetensors", tensors, **header), UsageError, *words)
 
 
+@pytest.mark.parametrize(("layout", "doubted"), [("bhsd", True), ("bshd", False)])
+def test_more_heads_than_tokens_are_doubted(tmp_path: Path, layout: str, doubted: bool) -> None:
+    """128 tokens of 8 heads, written as kernels take them; the report asks whether they are."""
+    tensors = {f"0.{n}": drawn(1, 128, 8, 4, seed=i) for i, n in enumerate("qkv")}
+    path = third_party(tmp_path / "x.safetensors", tensors, layout=layout)
+    made = numdev.audit(path, kernels=["sdpa-math"], formats=["bfloat16"], device="cpu")
+    what = "In 1 of 1 calls the heads exceed the length in number: is `layout` right?"
+    assert (what in made.tested) is doubted
+
+
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
 QUERIES, KEYS = (5, 1, 0, 3), (5, 9, 0, 7)
 """A prefill, a decode step, a sequence that is only padding, and a chunk after four keys."""

@@ -80,7 +80,7 @@ def check(
     report = AuditReport(
         provenance=provenance(system, source.describe(), "numdev.check_attention"),
         request=dict(asked),
-        summary=summarise(rows),
+        summary=summarise(rows, findings),
         findings=findings,
         tested=tested,
         plan=record,

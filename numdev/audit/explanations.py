@@ -33,7 +33,6 @@ from numdev.explain.attribution import (
     row_weights,
     weighed,
 )
-from numdev.explain.words import sentence
 from numdev.explain.wrong_function import suspect
 from numdev.formats import FORMATS, Format, round_to
 from numdev.gate.rules import default_rules
@@ -78,23 +77,25 @@ class Likeness:
     def without_its_bias(self, metrics: Sequence[Metrics], yardstick: Yardstick) -> list[Metrics]:
         """The metrics of an output, without a large bias that the way has too (two nearer each
         other than the limit are one); `nulls` says whose it is."""
-        if not any(_excess("bias", head.get("bias_size")) > 1 for head in metrics):
+        excess = functools.partial(_excess, "bias_size")
+        if not any(excess(head.get("bias_size")) > 1 for head in metrics):
             return list(metrics)
         way = round_to(self.expected["out"], yardstick.format)
         explained = []
         for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
             size, other = head.get("bias_size"), its.get("bias_size")
-            if size and other and _excess("bias", size) > 1 >= _excess("bias", size - other):
+            if size and other and excess(size) > 1 >= excess(size - other):
                 why = f"{size:+.3f} ulp, {self.words}"
                 head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
             explained.append(head)
         return explained
 
 
-def _excess(rule: str, value: float | None, row: DeviationRow | None = None, n: int = 1) -> float:
-    """How far a value is on the way to the limit of a rule of configs/gate/default.yaml."""
-    threshold = next(t for t in default_rules().thresholds if t.name == rule)
-    return (threshold if row is None else threshold.at(row).above_luck(row, n)).excess(value)
+def _excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
+    """How far a metric, or its median of n heads, is on the way to its limit by default."""
+    limits = (t for t in default_rules().thresholds if t.metric == name)
+    limit = next(t for t in limits if bool(t.heads) == bool(n))
+    return (limit if row is None else limit.at(row).above_luck(row, n or 1)).excess(value)
 
 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
@@ -106,13 +107,13 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
         if not predicted:
             return False
         middle = median(r.expected_ratio or 0.0 for r in predicted)
-        far = _excess("typical head", middle, predicted[0], len(predicted)) > 1
+        far = _excess("expected_ratio", middle, predicted[0], len(predicted)) > 1
         for r in predicted:
             far |= (
-                _excess("error", r.expected_ratio, r) > 1
-                or _excess("worst row", r.worst_row, r) > 1
+                _excess("expected_ratio", r.expected_ratio, r) > 1
+                or _excess("worst_row", r.worst_row, r) > 1
             )
-        biased = (r for r in heads if r.tensor == "out" and _excess("bias", r.bias_size) > 1)
+        biased = (r for r in heads if r.tensor == "out" and _excess("bias_size", r.bias_size) > 1)
         return far or any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
 
     if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
@@ -157,11 +158,11 @@ def likenesses(
     where no way does, or where an element cannot be predicted (in float32). A way that cannot take
     the call is not tried."""
     select = bench.selection.select
-    whole = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
-    names = [n for n, x in whole.items() if n == "out" or all_finite([x])]
+    came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
+    names = [n for n, x in came.items() if n == "out" or all_finite([x])]
     if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
         return {}
-    residuals = {n: _residual(whole[n], bench.yardsticks[n]) for n in names}
+    residuals = {n: _residual(came[n], bench.yardsticks[n]) for n in names}
     apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
     best: dict[tuple[str, ...], Likeness] = {}
     for words, expected in _ways(formats, bench, system):
@@ -357,7 +358,7 @@ def _row(
     task: Task, tensor: str, heads: tuple[int, ...], found: Attribution | None, unknown: str | None
 ) -> AttributionRow:
     fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
-    fields |= {"explained_by": None, "reason": unknown, "sentence": ""}
+    fields |= {"explained_by": None, "reason": unknown}
     if found is not None:
         fields |= {
             "explained_by": None if found.why_not else found.best.preset,
@@ -370,8 +371,7 @@ def _row(
             "next_residual": found.next.residual,
             "sites": found.sites,
         }
-    row = AttributionRow(**fields)
-    return row.model_copy(update={"sentence": sentence(row)})
+    return AttributionRow(**fields)
 
 
 # --- the rows that err most ----------------------------------------------------------------------

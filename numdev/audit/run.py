@@ -81,7 +81,7 @@ def audit(
     return AuditReport(
         provenance=provenance(system, results.described, command),
         request=asked,
-        summary=summarise(results.rows, explanations(attributions), worst),
+        summary=summarise(results.rows, results.findings, explanations(attributions), worst),
         findings=results.findings,
         tested=results.tested,
         plan=results.plan,
@@ -150,7 +150,7 @@ def run_plan(
         planned = plan.record(calls)
         findings, tested = findings_of(rows, planned)
         reproduce(findings, source, plan, run, directory, say, count=request.reproducers)
-    return Results(journal, planned, rows, findings, tested, described)
+    return Results(journal, planned, rows, findings, (*tested, *source.doubts), described)
 
 
 def run_source(

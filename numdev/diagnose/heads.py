@@ -19,7 +19,7 @@ TIED = 0.05
 POWERS = 0.5  # share of probability at powers of two; by chance, in bfloat16, it is 1 / 128
 ONE_SIGNED = 0.75  # share of features: well above one half, which is chance for two keys
 BIASED = TIED / 4  # ulps, to either side: what the fewest ties that count would make
-T = 4.0  # a t that chance gives one head in sixteen thousand, and so hardly any model
+T = 4.0  # a t over 16 blocks that chance gives one head in 860
 RUN = 4.0  # running sum over rms sqrt(rows); one random walk in eight thousand gets as far
 # Share of energy in one direction: the errors of a few hundred rows of one sign then add up along
 # it to tens of times what errors of random sign leave.

@@ -1,4 +1,4 @@
-"""Which roundings explain a kernel's errors, in sentences: of one call, and of all together."""
+"""Which roundings explain a kernel's errors, all its calls together."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
     for row in rows:
         groups.setdefault(f"{row.kernel} {row.options} {row.format} {row.tensor}", []).append(row)
     found: list[Explanation] = []
-    others: list[str] = []
     for made in map(_explanation, groups.values()):
-        of_anybody = made.sentence.replace(f"{made.kernel} ", "", 1)
-        if made.kernel != DEFAULT or of_anybody not in others:
+        same = {"kernel": made.kernel, "options": made.options}
+        if made.kernel != DEFAULT or made not in [e.model_copy(update=same) for e in found]:
             found.append(made)
-        others.append(of_anybody)
     return tuple(found)
-
-
-def sentence(row: AttributionRow) -> str:
-    """What was found in one call."""
-    return _explanation([row]).sentence
 
 
 def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
@@ -43,27 +36,6 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
     sites = tuple(_sites(same)) if known else ()
     residual, following = (_median(same, name) for name in ("residual", "next_residual"))
     reason = None if compared else next((row.reason for row in rows if row.reason), None)
-    several = f"{len(explained)} of {len(compared)} calls"
-
-    kernel = f"{first.kernel} ({first.format})"
-    kernel = kernel if first.tensor == "out" else f"{first.tensor} of {kernel}"
-    if not compared:
-        said = f"{kernel}: unknown; {reason}." if reason else f"{kernel} makes no error."
-    elif known:
-        calls = f" in {several}" if len(compared) > 1 else ""
-        shares = ", ".join(f"{100 * s.share:.0f} % from `{s.site}` ({s.rounds})" for s in sites)
-        said = (
-            f"{kernel} makes the errors of {name}{calls}: residual {residual:.2f}, next "
-            f"`{same[0].next_preset}` {following:.2f}. "
-            f"{f'The squared error comes {shares}.' if shares else 'It rounds nowhere.'}"
-        )
-    else:
-        why = Counter(row.reason for row in compared if row.reason).most_common(1)[0][0]
-        calls = f" ({several} are explained)" if len(compared) > 1 else ""
-        said = (
-            f"{kernel}: unknown{calls}; {why}. Nearest is {name}: residual "
-            f"{residual:.2f}, {_median(same, 'size'):.2f} x its size."
-        )
     return Explanation(
         kernel=first.kernel,
         options=first.options,
@@ -78,7 +50,6 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
         calls=len(compared),
         reason=reason,
         sites=sites,
-        sentence=said,
     )
 
 

@@ -42,6 +42,7 @@ from numdev.gate.movement import (
 )
 from numdev.gate.rows import GRADIENTS, Measured, Rows, grouped
 from numdev.report import AuditReport, DeviationRow, Place, Places, Provenance, SweepReport, read
+from numdev.report.numbers import three
 
 MUST = (
     *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
@@ -226,7 +227,7 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
     worst = max(judged, key=lambda change: change.excess, default=None)
     if worst is not None and worst.excess > 1:
         numbers = {name: getattr(worst, name) for name in ("a", "b", "change", "excess")}
-        words = f"from {worst.a:.3g} to {worst.b:.3g}{UNITS[worst.metric]}"
+        words = f"from {three(worst.a)} to {three(worst.b)}{UNITS[worst.metric]}"
         yield _move(pair, worst.metric, words, noise=math.exp(worst.noise), **numbers)
 
 

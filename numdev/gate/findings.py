@@ -16,8 +16,9 @@ from numdev.gate.rows import FOUND, OVERFLOWS, Rows, grouped
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Calls, Held, Judgement, Verdict
 from numdev.report import DeviationRow, Finding, Place, Places, PlanRecord
+from numdev.report.numbers import labelled, power, three
 
-BEYOND = "errs beyond what {format} explains"
+BEYOND = "errs beyond {allowance}"
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {
     "nonfinite": "has {nonfinite} elements of {tensor} that are not finite where the exact result, "
@@ -67,20 +68,13 @@ def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], 
 
 def label(of: Any) -> str:
     """`mine[block=64]`, of whatever has a kernel and its options."""
-    shown = ",".join(f"{k}={v}" for k, v in of.options.items() if v is not None)
-    return f"{of.kernel}[{shown}]" if shown else str(of.kernel)
+    return labelled(of.kernel, of.options)
 
 
 def listed(words: Iterable[str]) -> str:
     """`a, b and c`."""
     *most, last = list(words) or [""]
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def short(value: float) -> str:
-    """Three digits; 9570 and not 9.57e+03."""
-    text = f"{value:.3g}"
-    return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else text
 
 
 def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
@@ -144,7 +138,8 @@ def _finding(fault: Fault, named: Places) -> Finding:
 def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
     """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a sentence."""
     worst, observed = rows[0], verdict.observed
-    bound = "" if verdict.bound is None else f"{verdict.bound:g}"
+    bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
+    predicted = verdict.metric != "baseline_ratio" and (verdict.bound or 0.0) >= 1
     sums = {
         name: sum(getattr(row, name) or 0 for row in rows)
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
@@ -155,18 +150,19 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
         format=verdict.format,
         limit=verdict.limit,
         bound=bound,
-        number=short(observed) if isinstance(observed, float) else f"{observed}",
+        number=three(observed) if isinstance(observed, float) else f"{observed}",
         tensor=TENSORS.get(verdict.tensor, verdict.tensor),
         reverse=", or the reverse" if verdict.format in OVERFLOWS else "",
         median=" of the median head" if verdict.median else "",
         sampled=" sampled" if worst.sampled else "",
         claim=_whose(rows),
         suspicion=worst.suspicion,
-        cut=short(statistics.median(row.suspicion_cut or 0.0 for row in rows)),
+        cut=three(statistics.median(row.suspicion_cut or 0.0 for row in rows)),
         bias=worst.bias_size or 0.0,
         bias_of=worst.bias_of,
         sequences=worst.sequences,
         allowed=f"{bound} x is the limit" if verdict.bound else "it should be the same bits",
+        allowance=f"what {verdict.format} explains" if predicted else "its limit",
     )
     return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
 
@@ -236,9 +232,15 @@ def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterato
 
 
 def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """In which way each kernel that declared no claim was found to round, if not as `fa2`; and what
-    exceeds a format on the way to a result that does not."""
+    """Which kernels return another format than was asked for; in which way each that declared no
+    claim was found to round, if not as `fa2`; what exceeds a format on the way to a result that
+    does not."""
     kernels = [r for r in rows if r.role == "kernel"]
+    other = [r for r in kernels if r.out_format not in (None, r.format)]
+    returned = grouped(other, attrgetter("kernel", "out_format", "format"))
+    for (kernel, instead, fmt), own in returned.items():
+        tensors = listed(dict.fromkeys(row.tensor for row in own))
+        yield f"{kernel} returns {instead} where {fmt} was asked for ({tensors})."
     found = [r for r in kernels if (r.claim or "").startswith(FOUND)]
     for kernel, own in grouped(found, attrgetter("kernel")).items():
         yield (

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import glob
 import math
+from collections.abc import Collection
 from typing import Any
 
 import yaml
 
 from numdev.errors import MeasurementError
-from numdev.gate.judging import judge_report
+from numdev.gate.judging import judge_report, verdicts_of
 from numdev.gate.rows import Groups, Measured, Rows, by_tensor, grouped, measured
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
 from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
 
-# Of the default rules that are fitted: the margin, and what is fitted to no less.
+# By metric, of one head or of a median, of what is fitted: the margin, and the least fitted to.
 MARGINS = {
-    "error": (1.1, 1.0),
-    "typical head": (1.03, 1.0),
-    "worst row": (1.5, 1.0),
-    "reproducibility": (2.0, 0.0),
-    "log-sum-exp": (3.0, 0.0),
+    ("expected_ratio", False): (1.1, 1.0),
+    ("expected_ratio", True): (1.03, 1.0),
+    ("worst_row", False): (1.5, 1.0),
+    ("noise_ratio", False): (2.0, 0.0),
+    ("lse_error", False): (3.0, 0.0),
 }
 LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
 HEADER = """\
@@ -42,10 +43,14 @@ def fitted(report: Measured, name: str) -> str:
             f"{name}: no kernel under audit was measured, so nothing can be fitted",
             hint="audit a kernel that runs here",
         )
-    rules = default_rules().thresholds
+    rules = default_rules()
+    verdicts = verdicts_of(report.rows, report.plan, rules)
+    broken = [v for v in verdicts if v.outcome in ("exceeded", "unmeasured")]
+    wider = {(v.rule, v.format, v.tensor, v.kernel) for v in broken}
     text = HEADER + _dumped(_scope(report)) + "\nthresholds:\n"
-    for threshold in rules:
-        entry = _fit(threshold, groups) if threshold.name in MARGINS else threshold
+    for threshold in rules.thresholds:
+        fits = (threshold.metric, threshold.heads is not None) in MARGINS
+        entry = _fit(threshold, groups, wider) if fits else threshold
         text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
     judged = judge_report(report, _parsed(text))
     if judged.outcome != "passed":
@@ -69,17 +74,18 @@ def _scope(report: Measured) -> dict[str, Any]:
     return scope | ({"required": always} if always else {})
 
 
-def _fit(threshold: Threshold, groups: Groups) -> Threshold:
+def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Threshold:
     """The rule with a limit of its own for each format and tensor, the tightest of its kernels'
-    (other kernels may come, or be planted), and for kernels that need a wider one."""
-    margin, least = MARGINS[threshold.name]
+    (other kernels may come, or be planted), and for kernels that need a `wider` one: rule, format,
+    tensor, kernel."""
+    margin, least = MARGINS[threshold.metric, threshold.heads is not None]
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
     for rows in threshold.where.choose(groups).values():
         size, limit = _worst(rows, threshold), threshold.at(rows[0]).at_most or 0.0
+        group = (rows[0].format, rows[0].tensor, rows[0].kernel)
         if size is not None:
             tight = rounded_up(min(max(size, least), LARGEST) * margin)
-            limit = min(tight, limit) if size <= limit else tight
-        group = (rows[0].format, rows[0].tensor, rows[0].kernel)
+            limit = tight if (threshold.name, *group) in wider else min(tight, limit)
         limits[group] = max(limit, limits.get(group, 0.0))
     instead = []
     for (fmt, tensor), same in grouped(limits, lambda group: group[:2]).items():

@@ -36,6 +36,7 @@ from numdev.metrics.of_rows import ERRORS, ESTIMATED, MAXIMA, interval_of, value
 from numdev.metrics.statistics import holm
 from numdev.report import NOT_PREDICTED, DeviationRow, Place, PlanRecord
 from numdev.report.io import uncollected
+from numdev.report.numbers import three
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 PLACES = 3  # of offending rows that are named
@@ -63,7 +64,6 @@ def judge(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judgement
     verdicts = (*verdicts_of(rows, plan, rules), *_powerless(power, rules, formats))
     kernels = {call.kernel for call in calls}
     missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in kernels))
-    fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     return Judgement(
         rules=rules.name,
         outcome=_outcome(verdicts, calls, missing),
@@ -71,7 +71,6 @@ def judge(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judgement
         calls=calls,
         missing=missing,
         power=power,
-        fa_rule=(sum(fa_rule), len(fa_rule)) if fa_rule else None,
     )
 
 
@@ -269,7 +268,7 @@ def _decided(threshold: Threshold, held: list[Held]) -> tuple[list[Held], list[L
 
 def _contains(lower: Held, upper: Held, whose: str = "") -> str:
     low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
-    what = f"the interval of {whose}{lower.limit.metric}, {low[0]:.3g} to {high[1]:.3g},"
+    what = f"the interval of {whose}{lower.limit.metric}, {three(low[0])} to {three(high[1])},"
     return f"{what} contains the limit {lower.limit.at_most:g}: audit more rows"
 
 

@@ -17,6 +17,7 @@ from numdev.errors import closest
 from numdev.metrics.of_rows import METRICS, Value
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase, Tensor
+from numdev.report.numbers import power
 from numdev.yamlfile import Names, Strict, bundled, read_yaml
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
@@ -127,7 +128,7 @@ class Limit(Strict):
         return size / self.at_most if self.at_most else (math.inf if size else 0.0)
 
     def __str__(self) -> str:
-        return "none" if self.absent else f"{self.metric} ≤ {self.at_most:g}"
+        return "none" if self.absent else f"{self.metric} ≤ {power(f'{self.at_most:g}')}"
 
 
 class Certain(Strict):

@@ -114,8 +114,6 @@ class Judgement(Record):
     calls: tuple[Calls, ...]
     missing: tuple[str, ...] = ()  # required kernels that are not in the report
     power: tuple[Power, ...] = ()
-    fa_rule: tuple[int, int] | None = None
-    """Heads that pass flash-attention's own rule, and all that have it. Not judged."""
 
     @property
     def exit_code(self) -> int:

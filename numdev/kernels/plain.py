@@ -102,10 +102,12 @@ def _masks_positions_itself(case: AttentionCase, roles: Roles) -> bool:
 def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     """What the case needs and the function has no parameter for."""
     masked = case.mask is not None or case.restricts_positions
-    by_mask = masked and not _masks_positions_itself(case, roles)
+    by_mask = masked and not _masks_positions_itself(case, roles) and not roles["mask"]
+    causal = case.mask is None and case.window is None and roles["causal"] is None
     needs = {
-        "window": by_mask and case.window is not None and not roles["mask"],
-        "mask": by_mask and (case.mask is not None or case.window is None or bool(roles["mask"])),
+        "window": by_mask and case.window is not None,
+        "causal": by_mask and causal,
+        "mask": by_mask and (case.mask is not None or case.window is None) and not causal,
         "softcap": case.softcap is not None,
         "sinks": case.sinks is not None,
         # d ** -0.5 and 1 / sqrt(d) may differ in the last bit.
@@ -113,7 +115,8 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     }
     if lacking := [role for role, needed in needs.items() if needed and roles[role] is None]:
         names = " or ".join(NAMES[lacking[0]])
-        return f"the function takes no {', '.join(lacking)}: no parameter is named {names}"
+        words = ", ".join(lacking).replace("causal", "causal flag")
+        return f"the function takes no {words}: no parameter is named {names}"
     return None
 
 

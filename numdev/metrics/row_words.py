@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from numdev.report import WorstRow
+from numdev.report.numbers import power
 
 LEAST = 8  # usual rows it takes to say what is unusual; a tie is one beside any number of them
 DEVIATIONS = 3 * 1.4826
@@ -72,7 +73,7 @@ def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
         ]
     few = f" (with {len(usual)} rows to compare it with)" if len(usual) < LEAST else ""
     name = f"{'key' if is_key else 'row'} {row.row} (of {row.rows}; batch entry {row.batch})"
-    return f"{name} {_error(row)}: {'; '.join(said) or NOTHING + few}."
+    return power(f"{name} {_error(row)}: {'; '.join(said) or NOTHING + few}.")
 
 
 def outstanding(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
-from numdev.report.numbers import si, times
+from numdev.report.numbers import MOST, si, times
 
 METRICS = {
     "max_abs": ("max", "max error"),
@@ -260,7 +260,8 @@ def _words_of(place: Place) -> str:
 def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
     """`LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31 x [0.30 to 0.32]`
     for each curve of the first metric, the baseline last. The ratio is of the last point; where the
-    axis has no order, the ends are the least and the largest mean."""
+    axis has no order, the ends are the least and the largest mean. A peak twice as high as both
+    ends stands between them."""
     text = []
     for (metric, place, label), cells in sorted(lines.items(), key=lambda x: x[0][2] == baseline):
         role = next(iter(cells.values())).role
@@ -269,17 +270,21 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
         ends = [(cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None]
         if grid.axis.scale == "category":
             ends.sort(key=lambda end: end[0])
+        most = max(ends, key=lambda end: end[0], default=None)
         ends = [*ends[:1], *ends[1:][-1:]]
+        if most and most[0] > 2 * max(end[0] for end in ends):
+            ends.insert(1, most)
         said = " to ".join(si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends)
         said = f"{label}{_words_of(place)}: {METRICS[metric][1]} {said or 'not measured'}"
         for _, _, cell in ends[-1:] if label != baseline else ():
-            if cell.ratio is not None:
-                said += f"; over {baseline} {times(cell.ratio)} x"
+            if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:
+                continue
+            said += f"; over {baseline} {times(cell.ratio)} x"
             if cell.ratio_low is not None:
                 said += f" [{times(cell.ratio_low)} to {times(cell.ratio_high)}]"
-        text.append(said)
+        text.append(f"{said}.")
     more = len(text) - SENTENCES
-    return (*text[:SENTENCES], *([f"and {more} curves more: see the figures"] if more > 0 else ()))
+    return (*text[:SENTENCES], *([f"and {more} curves more: see the figures."] if more > 0 else ()))
 
 
 def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:

@@ -97,16 +97,7 @@ class Figures:
     only: tuple[Medium, ...] = MEDIA
 
 
-@dataclass(frozen=True)
-class Fold:
-    """Blocks behind a line that opens them; only a page has it."""
-
-    title: str
-    blocks: tuple[Node, ...]
-    only: tuple[Medium, ...] = PAGE
-
-
-Node = Heading | Paragraph | Bullets | Table | Figures | Fold
+Node = Heading | Paragraph | Bullets | Table | Figures
 
 
 @dataclass(frozen=True)
@@ -170,12 +161,6 @@ def heat_map(
 def floors(value: float | None, title: str = "") -> Cell:
     """A multiple of the floor, shaded by its size."""
     return Cell(ratio(value), shade=shade(value), title=title)
-
-
-def labelled(kernel: str, options: Mapping[str, Any]) -> str:
-    """A kernel with the options that were chosen: `emulated[preset=fa2,block_kv=64]`."""
-    chosen = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    return kernel + (f"[{chosen}]" if chosen else "")
 
 
 def table_of(figure: Figure, axis: Axis) -> Table:

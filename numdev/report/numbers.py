@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 NONE = "–"
+MOST = 1e9  # a larger multiple is of a rounding error of the fp64 reference, and not said
 SHADES = (1.25, 2.0, 4.0, 16.0)  # multiples of the floor above which a cell is one step darker
 
 
@@ -14,8 +19,23 @@ def si(value: float | None) -> str:
 
 
 def power(number: str) -> str:
-    """A number as Python writes it, without zeros in the exponent: 1.2e-3, 1.2e3."""
-    return number.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    """Numbers as Python writes them, without zeros in the exponent: 1.2e-3, 1.2e3."""
+    return re.sub(r"(?<=\d)e(?:\+|(-))0*(?=\d)", r"e\1", number)
+
+
+def three(value: float | None) -> str:
+    """Three digits; 9570 and not 9.57e3."""
+    if value is None:
+        return NONE
+    text = f"{value:.3g}"
+    return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else power(text)
+
+
+def labelled(kernel: str, options: Mapping[str, Any]) -> str:
+    """A kernel with the options that were chosen: `emulated[preset=fa2,block_kv=64]`."""
+    chosen = ((n, f"{x:g}" if isinstance(x, float) else x) for n, x in options.items())
+    text = ",".join(f"{name}={value}" for name, value in chosen if value is not None)
+    return kernel + (f"[{text}]" if text else "")
 
 
 def ratio(value: float | None) -> str:
@@ -40,6 +60,6 @@ def short(value: float | None) -> str:
     return f"{value:.{digits}f}" if value < 999.5 else power(f"{value:.0e}")
 
 
-def shade(value: float | None) -> int | None:
-    """How dark a multiple of the floor is shown, 0 to 4."""
-    return None if value is None else sum(value > limit for limit in SHADES)
+def shade(value: float | None, limits: Sequence[float] = SHADES) -> int | None:
+    """How dark a number is shown, 0 to 4: a multiple of the floor, where no limits are given."""
+    return None if value is None else sum(value >= limit for limit in limits)

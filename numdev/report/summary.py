@@ -25,6 +25,7 @@ from numdev.report import (
     AuditSummary,
     DeviationRow,
     Explanation,
+    Finding,
     HeadMap,
     KernelSummary,
     PartSummary,
@@ -32,6 +33,7 @@ from numdev.report import (
     Record,
     WorstRow,
 )
+from numdev.report.numbers import MOST, ratio, si
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Of which a summary has the median over heads, the largest, or where that is."""
@@ -43,6 +45,7 @@ HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-
 
 def summarise(
     rows: Sequence[DeviationRow],
+    findings: Sequence[Finding] = (),
     explanations: Sequence[Explanation] = (),
     worst: Sequence[WorstRow] = (),
 ) -> AuditSummary:
@@ -67,7 +70,7 @@ def summarise(
     kernels = tuple(kernel for kernel, _ in ranked)
     return AuditSummary(
         answer=tuple(
-            f"{name}: {' '.join(_answer([k for k in kernels if k.format == name]))}"
+            f"{name}: {' '.join(_answer([k for k in kernels if k.format == name], findings))}"
             for name in formats
         ),
         kernels=kernels,
@@ -179,51 +182,70 @@ def _or_none(value: float) -> float | None:
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _answer(kernels: Sequence[KernelSummary]) -> Iterator[str]:
+def _answer(kernels: Sequence[KernelSummary], findings: Sequence[Finding]) -> Iterator[str]:
     """One format in sentences: what cannot be counted, or that nothing was measured; then how far
-    from fp64 the kernel is, and flash deviation beside that of low precision."""
+    from fp64 the kernel is, and flash deviation beside that of low precision. Of a kernel with a
+    finding only that."""
+
+    def faults(k: KernelSummary) -> list[Finding]:
+        own = (f for f in findings if (f.kernel, f.options) == (k.kernel, k.options))
+        return [f for f in own if k.format in f.formats]
+
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
-    measured = [k for k in kernels if k.role == "kernel" and k.max_abs is not None]
     usual = {name: place for place, name in enumerate(HEADLINE)}
-    kernel = min(measured, key=lambda k: usual.get(k.kernel, -1), default=None)
+    kernel = min(
+        (k for k in kernels if k.role == "kernel" and (k.max_abs is not None or k.nonfinite)),
+        key=lambda k: (k.kernel in usual and bool(faults(k)), usual.get(k.kernel, -1)),
+        default=None,
+    )
     if precision is not None and precision.nonfinite:
         yield (
             f"Rounding q, k, v to {precision.format} overflows: {precision.nonfinite} elements of "
             "the exact result are no longer finite."
         )
-    if plain is not None and plain.nonfinite:  # a kernel's are a finding
-        yield f"{plain.kernel} has {plain.nonfinite} elements that are not finite and should be."
+    for k in (plain, kernel):
+        if k is not None and k.nonfinite:
+            yield f"{k.kernel} has {k.nonfinite} elements that are not finite and should be."
     if kernel is None:
         yield "No kernel under audit could be measured."
         return
-    if kernel.floor_ratio is None:
-        yield f"The exact result is 0 everywhere; {kernel.kernel} is off by {kernel.max_abs:.1e}."
+    if own := faults(kernel):
+        wrong = ", ".join(dict.fromkeys(f.rule for f in own if f.severity == "exceeded"))
+        words = f"fails {wrong}" if wrong else "did not run in every call"
+        yield f"{kernel.kernel} {words}: see the findings."
+    if own or kernel.nonfinite:
+        return
+    if not _said(kernel.floor_ratio):
+        yield f"The exact result needs no rounding; {kernel.kernel} is off by {si(kernel.max_abs)}."
     elif kernel.format == "float64":
         yield "In float64 the reference is no more exact than a kernel; read absolute errors."
     else:
         yield _distance(kernel, plain)
-    if kernel.flash_vs_precision is not None:
+    if _said(kernel.flash_vs_precision):
         share = kernel.baseline_ratio
         whose = ", mostly the baseline's own error" if share is not None and share < 0.5 else ""
         yield (
-            f"It differs from the baseline by {kernel.flash_vs_precision:.2f} x what rounding q, "
-            f"k, v to {kernel.format} costs{whose}."
+            f"It differs from the baseline by {ratio(kernel.flash_vs_precision)} x what rounding "
+            f"q, k, v to {kernel.format} costs{whose}."
         )
-    elif precision is not None and precision.mean_abs == 0:
-        yield f"The inputs are {kernel.format} already, so the format itself costs nothing."
-    else:
+    elif plain is None or plain.max_abs is None:
         yield f"The baseline did not run, so {kernel.kernel} stands beside no cost of the format."
+    else:
+        yield f"Rounding q, k, v to {kernel.format} changes nothing: the format costs nothing here."
+
+
+def _said(multiple: float | None) -> bool:
+    return multiple is not None and multiple <= MOST
 
 
 def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
     """How far from fp64, in units of the least error possible and of what roundings predict."""
-    text = (
-        f"{kernel.kernel} errs {kernel.floor_ratio:.2f} x the floor, the least error possible "
-        f"(worst {kernel.floor_ratio_worst:.2f}, {kernel.floor_ratio_where})"
-    )
-    if baseline is not None and baseline.floor_ratio is not None:
-        text += f", the plain baseline {baseline.floor_ratio:.2f} x"
+    text = f"{kernel.kernel} errs {ratio(kernel.floor_ratio)} x the floor, the least error possible"
+    if _said(kernel.floor_ratio_worst):
+        text += f" (worst {ratio(kernel.floor_ratio_worst)}, {kernel.floor_ratio_where})"
+    if baseline is not None and _said(baseline.floor_ratio):
+        text += f", the plain baseline {ratio(baseline.floor_ratio)} x"
     # In other formats what a kernel's arithmetic may err is a bound, no prediction.
     if kernel.expected_ratio is None or kernel.format not in BIAS_FORMATS:
         return f"{text}."

@@ -54,6 +54,7 @@ class Source(Protocol):
     """An iterable of cases, which gives one at a time and keeps none."""
 
     notes: tuple[str, ...] = ()  # for the user; some are known only when all cases were met
+    doubts: tuple[str, ...] = ()  # what a report says of the inputs
     cases: Sequence[Located] = ()  # those that are known before a model runs
 
     def describe(self) -> dict[str, Any]: ...
@@ -187,6 +188,9 @@ class TensorFileSource(Source):
         layers = capturing.Layers(request.layers)
         self.chosen = [case for case in self.stored.cases if layers.choose(case.ref.layer)]
         self.cases, self.origin = self.chosen, ""
+        if many := sum(case.many_heads for case in self.chosen):
+            what = f"In {many} of {len(self.chosen)} calls the heads exceed the length in number"
+            self.doubts = (f"{what}: is `layout` right?",)
         if seed is not None:
             self.origin = "; ".join(dict.fromkeys(case.upstream_from for case in self.chosen))
             self.notes = (f"Upstream gradients: {self.origin}.",)

@@ -64,6 +64,7 @@ class PipelineSource:
     index, unknown classes, and weights that do not fit."""
 
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
     cases: Sequence[Any] = ()
 
     def __init__(self, request: AuditRequest, system: System) -> None:

@@ -114,6 +114,7 @@ class StoredCase:
     index: int
     call: Call  # with the file's defaults filled in
     tensors: tuple[str, ...]
+    many_heads: bool = False  # more than keys
     device: str = "cpu"
     upstream: int | None = None  # the seed of a grad_out where none is stored; None: not wanted
 
@@ -255,8 +256,8 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
         layout = header.layout if call.layout is None else call.layout
         call = call.model_copy(update={"source": call.source or header.source, "layout": layout})
         case = StoredCase(path=path, index=index, call=call, tensors=tuple(by_call.get(index, ())))
-        case.load()  # mapped and not read, it is built, which finds what does not fit
-        case = replace(case, **how)
+        loaded = case.load()  # mapped and not read, it is built, which finds what does not fit
+        case = replace(case, many_heads=loaded.kv_heads > loaded.kv_len, **how)
         cases.append(case)
     return header, cases
 

@@ -32,9 +32,7 @@ from numdev.training.models import build
 from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
 
 SAME = "{label}: its weights are the golden run's, bit for bit, at every recorded step."
-OFF = (
-    "{label}: its weights are off the golden run's, relatively, by {apart} at step {step}{beside}."
-)
+OFF = "{label}: its weights are {apart} of their size off the golden run's at step {step}{beside}."
 TROUBLE = "{name}: its loss {what} (step {row.step} of seed {row.seed}; {count} recorded)."
 
 
@@ -245,7 +243,7 @@ def answer(
         elif step := max((d.step for d in own if d.rel is not None), default=0):
             apart, by_chance = (
                 figures.mean([d.rel for d in x if d.step == step and d.rel is not None] or [0.0])
-                for x in (own, chance)
+                for x in (own, chance if chance != own else [])
             )
             beside = f" ({times(apart / by_chance)} x re-rounding)" if by_chance else ""
             yield OFF.format(label=label, apart=si(apart), step=step, beside=beside)

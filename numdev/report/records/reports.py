@@ -18,6 +18,7 @@ from numdev.report.records.rows import (
     Record,
     Role,
     WeightRow,
+    WorstRow,
 )
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
 
@@ -46,8 +47,8 @@ class Places:
     """What to call a place in a report of these rows: `layer 3 head 2`; the module where layers
     share a number, the case where it was drawn; seed and call where there are several."""
 
-    def __init__(self, rows: Sequence[DeviationRow]) -> None:
-        modules = {(row.layer, row.module): row.attends for row in rows}
+    def __init__(self, rows: Sequence[DeviationRow | WorstRow | Place]) -> None:
+        modules = {(row.layer, row.module): getattr(row, "attends", None) for row in rows}
         layers = Counter(layer for layer, _ in modules)
         self._names = {
             (layer, module): module
@@ -58,13 +59,13 @@ class Places:
         self._seeds = len({row.seed for row in rows}) > 1
         self._calls = len({row.call for row in rows}) > 1
 
-    def layer(self, place: Place | DeviationRow) -> str:
+    def layer(self, place: Place | DeviationRow | WorstRow) -> str:
         """Which layer's calls these are, of which phase."""
         name = self._names.get((place.layer, place.module), place.module)
         name = place.case if place.layer is None else name
         return f"{name} {place.phase}" if place.phase else name
 
-    def __call__(self, place: Place | DeviationRow) -> str:
+    def __call__(self, place: Place | DeviationRow | WorstRow) -> str:
         words = self.layer(place)
         words += f" step {place.step}" if place.step is not None else ""
         words += f" call {place.call}" if self._calls and place.call != place.step else ""

@@ -147,7 +147,6 @@ class AttributionRow(OfKernel, _OfCall):
     next_preset: str | None = None
     next_residual: float | None = None
     sites: tuple[SiteShare, ...] = ()
-    sentence: str
 
 
 class WorstRow(OfKernel, _OfCall):

@@ -34,7 +34,6 @@ class Explanation(Record):
     calls: int  # with an error to explain; `explained` of them are
     reason: str | None = None  # why nothing could be compared; null where there is no error at all
     sites: tuple[SiteShare, ...] = ()
-    sentence: str
 
 
 class _OverHeads(Record):

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from numdev.report import Axis, Figure, Point
 from numdev.report.document import Figures
 from numdev.report.foreign import plain
-from numdev.report.numbers import power
+from numdev.report.numbers import power, three
 
 WIDTH = 660
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 492.0, 14.0, 318.0  # the drawing's width, and its frame
@@ -203,8 +203,8 @@ def _points(
         dot = {"class": "hollow" if point.limited else "dot", "d": marker,
                "transform": f"translate({x:g} {height:g})"}  # fmt: skip
         title = ET.SubElement(ET.SubElement(group, "path", dot), "title")
-        ends = f" [{point.low:.3g} to {point.high:.3g}]" if point.low is not None else ""
-        title.text = plain(f"{label} at {point.label}: {point.mean:.3g}{ends}")
+        ends = f" [{three(point.low)} to {three(point.high)}]" if point.low is not None else ""
+        title.text = plain(f"{label} at {point.label}: {three(point.mean)}{ends}")
 
 
 def _path(parent: ET.Element, kind: str, places: Sequence[Pair]) -> None:

@@ -71,7 +71,7 @@ def _table(node: doc.Table, out: Console) -> None:
     elif node.kind == "series":
         blocks = [[0, *some(chosen[1:], max(2, room // NUMBER))]]
     for block in blocks:
-        out.print(_grid(node, block))
+        out.print(_grid(node, block, out.width))
 
 
 def some(places: Sequence[int], fitting: int) -> list[int]:
@@ -82,9 +82,12 @@ def some(places: Sequence[int], fitting: int) -> list[int]:
     return [places[i] for i in sorted(chosen)]
 
 
-def _grid(node: doc.Table, chosen: Sequence[int]) -> rich_table.Table:
-    mapped = node.kind == "map"
+def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Table:
+    mapped, titles = node.kind == "map", [column.title for column in node.columns]
+    lines = [titles, *([cell.text for cell in row.cells] for row in node.rows)]
     tight = not mapped and len(chosen) > 9  # one column more must still fit in 80
+    widths = (max(len(line[at]) for line in lines) for at in chosen[1:])
+    fits = sum(2 - tight + column for column in widths) + MAP < total
     grid = rich_table.Table(
         box=None if mapped else box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1) if mapped else (0, 0 if tight else 1, 0, 0),
@@ -97,7 +100,7 @@ def _grid(node: doc.Table, chosen: Sequence[int]) -> rich_table.Table:
             _text(column.title),
             overflow="fold",
             justify=column.align if at else "left",
-            no_wrap=at > 0 and node.kind == "numbers" and column.align == "right",
+            no_wrap=fits and at > 0 and node.kind == "numbers" and column.align == "right",
             min_width=MAP - 1 if mapped and at else None,
         )
     for row in node.rows:

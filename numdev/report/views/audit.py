@@ -16,6 +16,7 @@ from numdev.report import (
     Figure,
     KernelSummary,
     PartSummary,
+    Places,
     Point,
     ProfileRow,
     Tick,
@@ -23,8 +24,8 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.report import document as doc
-from numdev.report.document import Cell, Column, Item, floors, labelled
-from numdev.report.numbers import NONE, ratio, shade, short, si
+from numdev.report.document import Cell, Column, Item, floors
+from numdev.report.numbers import NONE, labelled, ratio, shade, short, si
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
@@ -164,7 +165,7 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
 # --- what stands below it ------------------------------------------------------------------------
 
 
-def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Figures]:
+def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     """For each format, tensor and kind of attention the errors over what is predicted; where
     nothing is, the errors themselves. Medians over calls of the length that most have."""
     groups, figures = defaultdict(list), defaultdict(list)
@@ -204,6 +205,17 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Figures]:
             figures[axis].append(figure)
     for axis, drawn in figures.items():
         yield doc.Figures(tuple(drawn), axis, only=doc.TEXT)
+        yield doc.Bullets(tuple(item for each in drawn for item in _peaks(each)), only=doc.TEXT)
+
+
+def _peaks(figure: Figure) -> Iterator[Item]:
+    """Where each kernel of a figure first errs twice what is predicted, and where most."""
+    for curve in figure.curves:
+        over = [point for point in curve.points if point.mean >= 2]
+        if over and figure.relative and curve.role == "kernel":
+            most = max(over, key=lambda point: point.mean)
+            text = f"errs 2 x what is predicted first at {over[0].label}, and most at {most.label}"
+            yield Item(f"{text}: {ratio(most.mean)} x.", f"{curve.label} ({figure.title}):")
 
 
 def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
@@ -218,10 +230,9 @@ def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node
     """The rows that err most, where they stand, and what is special about them."""
     if rows:
         yield doc.Heading("The rows that err most" + (", of those sampled" if sampled else ""))
-    items = []
+    items, named = [], Places(rows)
     for w in rows:
-        place = f"layer {w.layer}" if w.layer is not None else w.module or w.case
-        text = f"({w.format}), {place}, head {w.head}, {w.tensor}: {w.sentence}"
+        text = f"({w.format}), {named(w)}, {w.tensor}: {w.sentence}"
         items.append(Item(text, lead=labelled(w.kernel or w.case, w.options)))
     yield doc.Bullets(tuple(items))
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numdev.gate.compare_report import CompareReport, Group
-from numdev.report import Place
+from numdev.report import Places
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
-from numdev.report.numbers import NONE, ratio, si
+from numdev.report.numbers import NONE, labelled, ratio, si
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500
@@ -22,8 +22,11 @@ LEGEND = (
 
 
 def blocks(report: CompareReport) -> Iterator[doc.Node]:
-    yield _moves(report, SHOWN, doc.TERMINAL)
-    yield _moves(report, ON_PAGE, doc.TEXT)
+    where = [g.where for g in report.groups if g.where]
+    where += [move.place for move in report.moves]
+    place = Places([*where, *(presence.place for presence in report.presences)])
+    yield _moves(report, place, SHOWN, doc.TERMINAL)
+    yield _moves(report, place, ON_PAGE, doc.TEXT)
     several = len({group.format for group in report.groups}) > 1
     yield doc.table(
         (
@@ -34,7 +37,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
             *("A", "B", "largest"),
             Column("where", align="left", width=140),
         ),
-        (_group(g, several) for g in report.groups),
+        ((*_group(g, several), place(g.where) if g.where else "") for g in report.groups),
         [g.role != "kernel" for g in report.groups],
         title="Every tensor",
     )
@@ -43,7 +46,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         (
             (
                 Cell(p.what, style="strong" if p.what == "new" else "bad"),
-                doc.labelled(p.kernel, p.options),
+                labelled(p.kernel, p.options),
                 f"{', '.join(p.tensors)} {p.format}",
                 str(p.rows),
                 place(p.place),
@@ -76,14 +79,16 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     )
 
 
-def _moves(report: CompareReport, limit: int, only: tuple[doc.Medium, ...]) -> doc.Table:
+def _moves(
+    report: CompareReport, place: Places, limit: int, only: tuple[doc.Medium, ...]
+) -> doc.Table:
     count = len(report.moves)
     limited = f": the first {limit} of {count}, all in moves.csv" if count > limit else ""
     return doc.words(
         ("kernel", "", "where", "what", "noise explains"),
         (
             (
-                Cell(doc.labelled(m.kernel, m.options), style="strong"),
+                Cell(labelled(m.kernel, m.options), style="strong"),
                 f"{m.tensor} {m.format}",
                 place(m.place),
                 m.words,
@@ -100,20 +105,10 @@ def _group(g: Group, several: bool) -> tuple[str | Cell, ...]:
     """Its numbers; with its format where there are several, since the answer has a single one."""
     write = si if g.metric == "rms" else ratio
     return (
-        Cell(doc.labelled(g.kernel, g.options), style="strong" if g.moved else ""),
+        Cell(labelled(g.kernel, g.options), style="strong" if g.moved else ""),
         f"{g.tensor} {g.format}" if several else g.tensor,
         str(g.pairs),
         Cell(str(g.moved), style="bad" if g.moved else ""),
         *(str(g.same_bits), g.metric or NONE),
         *(write(g.a), write(g.b), ratio(g.change)),
-        place(g.where) if g.where else "",
     )
-
-
-def place(where: Place) -> str:
-    """Where something is, in a table: the module, and the case where it was drawn."""
-    name = where.case if where.layer is None else where.module
-    name += f" {where.phase}" if where.phase else ""
-    name += f" step {where.step}" if where.step is not None else ""
-    name += f" call {where.call}" if where.call and where.call != where.step else ""
-    return name + (f" head {where.head}" if where.head is not None else "")

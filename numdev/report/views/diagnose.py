@@ -4,14 +4,15 @@ kernels on the head that the answer is about, and the curves over training. Null
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, judged, leading, percent
 from numdev.diagnose.report import DiagnoseReport, Place, Ranked
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, si
+from numdev.report.numbers import NONE, shade, si
 
-SHOWN = 10  # heads in the ranked table; all are behind a fold of the page
+SHOWN = 10  # heads in the ranked table; heads.csv has all
 LEGEND = (
     "of layer: |error of the head's dW_Q| over |dW_Q| of its layer. O bias, ulp: along the sign of "
     "O, + is away from zero. δ error: its mean, over the rms of what delta is summed from; t: of "
@@ -24,9 +25,8 @@ SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is d
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     ranking = report.summary.ranking
     if ranking:
-        first, count = leading(ranking), len(ranking)
-        some = f"Heads by {_score(report)}, the first {min(count, SHOWN)} of {count}"
-        yield _ranked(report, SHOWN, some)
+        first = leading(ranking)
+        yield _ranked(report)
         yield from doc.notes((LEGEND,))
         yield _map(report)
         limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
@@ -55,20 +55,14 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         if report.summary.axis:
             yield doc.Heading("Over training")
             yield doc.Figures(report.figures, report.summary.axis, "")
-        if count > SHOWN:
-            yield doc.Fold(f"All {count} heads", (_ranked(report, count, ""),))
     count, series = len(ranking), len(report.checkpoints)
     what = f"{count} heads" + (f" of the last of {series} checkpoints" if series > 1 else "")
-    yield doc.Paragraph(f"{_attention(report)}: {what}.", "soft")
+    options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
+    emulated = f"Emulated: attention with {options} in {report.request.get('format')}, against fp64"
+    yield doc.Paragraph(f"{emulated}: {what}.", "soft")
     if report.summary.notes:
         yield doc.Heading("Notes", doc.TEXT)
         yield from doc.notes(report.summary.notes)
-
-
-def _attention(report: DiagnoseReport) -> str:
-    """What was diagnosed: `preset fa2, pv bfloat16 in bfloat16`."""
-    options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
-    return f"Emulated: attention with {options} in {report.request.get('format')}, against fp64"
 
 
 def _score(report: DiagnoseReport) -> str:
@@ -78,12 +72,12 @@ def _score(report: DiagnoseReport) -> str:
     return "|mean error of delta|"
 
 
-def _ranked(report: DiagnoseReport, count: int, title: str) -> doc.Table:
+def _ranked(report: DiagnoseReport) -> doc.Table:
     """The first heads, each with its numbers and how much of the chain it meets."""
 
     def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:
         yield doc.Cell(ranked.brief, style="strong")
-        yield doc.Cell(percent(ranked.score), shade=shade(ranked.score))
+        yield doc.Cell(percent(ranked.score), shade=shade(ranked.score, SHADES))
         yield from _cells(next(head for head in report.heads if head.is_of(ranked)), HEAD)
         verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
         verdicts |= dict.fromkeys(ranked.missing, "missing")
@@ -92,7 +86,9 @@ def _ranked(report: DiagnoseReport, count: int, title: str) -> doc.Table:
         yield doc.Cell(f"{len(ranked.conditions)} of {known}", title=states)
 
     columns = ("head", "of layer", *(number.title for number in HEAD), "meets")
-    return doc.table(columns, map(cells, report.summary.ranking[:count]), title=title)
+    first, count = report.summary.ranking[:SHOWN], len(report.summary.ranking)
+    title = f"Heads by {_score(report)}, the first {len(first)} of {count}"
+    return doc.table(columns, map(cells, first), title=title)
 
 
 def _map(report: DiagnoseReport) -> doc.Table:
@@ -107,23 +103,9 @@ def _map(report: DiagnoseReport) -> doc.Table:
     for r in ranking:
         of_call = scores.setdefault(str(r.layer) if alone else r.case, [None] * len(heads))
         of_call[heads.index(r.head)] = r.score if judged(r, WRONG) or not of_weights else None
-    cell = lambda score: doc.Cell(percent(score).removesuffix(" %"), shade(score))  # noqa: E731
+    cell = lambda score: doc.Cell(percent(score).removesuffix(" %"), shade(score, SHADES))  # noqa: E731
     title = f"Layer by head, in %: {_score(report)}"
     return doc.heat_map(title, heads, scores, cell, only=("terminal", "html"))
-
-
-def shade(score: float | None) -> int | None:
-    """0 to 4: how dark a score is shown."""
-    return None if score is None else sum(score >= limit for limit in SHADES)
-
-
-def _signed(share: float) -> str:
-    return percent(share, sign=True)
-
-
-def _ulps(outward: float) -> str:
-    """Along the exact value's sign: + is away from zero."""
-    return f"{outward:+.3f}".replace("-", "−")
 
 
 class Number(NamedTuple):
@@ -134,9 +116,9 @@ class Number(NamedTuple):
     write: Callable[[Any], str]
 
 
-BIAS = Number("O bias, ulp", "out_bias", _ulps)
+BIAS = Number("O bias, ulp", "out_bias", "{:+.3f}".format)
 DELTA = (
-    Number("δ error", "delta_mean", _signed),
+    Number("δ error", "delta_mean", partial(percent, sign=True)),
     Number("t", "delta_t", si),
 )
 HEAD = (

@@ -13,6 +13,7 @@ from numdev.gate.findings import label
 from numdev.gate.verdict import Held, Judgement, Power, Verdict
 from numdev.report import Finding, Place, Places
 from numdev.report import document as doc
+from numdev.report.numbers import three
 
 # The gravest first.
 OUTCOMES: dict[str, tuple[str, doc.Style]] = {
@@ -94,9 +95,6 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
 
 def _beside(judgement: Judgement) -> Iterator[str]:
     """What is told, and not judged."""
-    if judgement.fa_rule is not None:
-        passing, heads = judgement.fa_rule
-        yield f"flash-attention's own 2 x rule, for comparison: {passing} of {heads} heads pass."
     for call in judgement.calls:
         if not call.ok and call.outcome == "untested":
             what = " backward" if call.backward else ""
@@ -135,7 +133,7 @@ def _nearness(verdict: Verdict) -> float:
 def number(verdict: Verdict) -> str:
     """What was observed, in three digits or in words; - where nothing was."""
     if isinstance(verdict.observed, float):
-        return f"{verdict.observed:.3g}"
+        return three(verdict.observed)
     return verdict.observed or "-"
 
 
@@ -145,7 +143,7 @@ def _beyond(verdicts: Iterable[Verdict], place: Places) -> doc.Table:
     beyond.sort(key=lambda pair: -pair[0].excess)
     rows = [
         (
-            f"{held.excess:.3g} x" if math.isfinite(held.excess) else "-",
+            f"{three(held.excess)} x" if math.isfinite(held.excess) else "-",
             label(verdict),
             f"{verdict.tensor} {verdict.format}",
             place(Place.of(held.row)),
@@ -162,7 +160,7 @@ def _beyond(verdicts: Iterable[Verdict], place: Places) -> doc.Table:
 
 def _observed(held: Held) -> str:
     value = held.row.suspicion if held.limit.absent else held.value
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return three(value) if isinstance(value, float) else str(value)
 
 
 def _doses(power: Sequence[Power]) -> doc.Table:

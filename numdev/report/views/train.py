@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TEXT
-from numdev.report.numbers import NONE
+from numdev.report.numbers import NONE, labelled
 from numdev.training.report import TrainReport
 
 
@@ -16,7 +16,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
         ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),
         (
             (
-                *(v.name, v.role.replace("_", " "), doc.labelled(v.kernel, v.options)),
+                *(v.name, v.role.replace("_", " "), labelled(v.kernel, v.options)),
                 *(v.format, v.attention_format),
                 " ".join(f"{name} {value}" for name, value in v.differs.items()),
                 v.ran or NONE,

@@ -19,7 +19,7 @@ from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS
 from numdev.report.io import claim
-from numdev.report.numbers import times
+from numdev.report.numbers import si, times
 from numdev.sources.files import some
 from numdev.system import System
 from numdev.training.weights import pairs
@@ -60,15 +60,15 @@ EQUAL = (
     "({p.elements:,})."
 )
 DIFFERS = (
-    "{p.of} differs from {p.against} by {p.mean_abs:.1e} on average: {beside} At most "
-    "{p.max_abs:.1e}, in {p.max_tensor}; {p.identical} of {p.tensors} tensors are equal."
+    "{p.of} differs from {p.against} by {mean} on average: {beside} At most "
+    "{most}, in {p.max_tensor}; {p.identical} of {p.tensors} tensors are equal."
 )
 NO_CAST = "no cast that would have changed anything is coarser than how {p.against} is stored."
 BESIDE = (
     "{median} x what one cast to {p.yardstick} would have changed (median tensor), largest in "
     "{p.times_tensor} ({largest} x)."
 )
-BAGS = "W1 of {p.of}: {p.w1:.1e}, {share:.2g} of the mean difference.{blind}"
+BAGS = "W1 of {p.of}: {w1}, {share} of the mean difference.{blind}"
 IS_BLIND = (
     " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and takes "
     "two seeds for one cast. The mean difference is what the weights differ by."
@@ -268,9 +268,11 @@ def _answer(groups: Sequence[GroupRow], remarks: Sequence[Remark]) -> Iterator[s
             continue
         beside = NO_CAST if g.times_median is None else BESIDE
         ratios = {"median": times(g.times_median), "largest": times(g.times_largest)}
-        yield DIFFERS.format(p=g, beside=beside.format(p=g, **ratios))
+        beside = beside.format(p=g, **ratios)
+        yield DIFFERS.format(p=g, mean=si(g.mean_abs), most=si(g.max_abs), beside=beside)
         share = (g.w1 or 0.0) / g.mean_abs
-        yield BAGS.format(p=g, share=share, blind=IS_BLIND if share < BLIND else "")
+        blind = IS_BLIND if share < BLIND else ""
+        yield BAGS.format(p=g, w1=si(g.w1), share=si(share), blind=blind)
     for what in get_args(Matter):
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if (r.what, r.source) == (what, source)]
