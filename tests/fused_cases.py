@@ -197,8 +197,7 @@ def test_both_paths_agree(name: str) -> None:
 
 
 def test_both_ways_to_a_softmax_are_taken() -> None:
-    """Some cases are bounded and subtract no maximum, others go online; rows without keys come with
-    both."""
+    """Some cases are bounded and subtract no maximum, others go online; some rows have no keys."""
     met = [(fused._Operands.of(x).bounded(x), bool(empty_rows(x).any())) for x in CASES.values()]
     for bounded in (True, False):
         assert sum(way == bounded for way, _ in met) > 10

@@ -71,8 +71,7 @@ def index_arrays_of_one_element() -> None:
 
 
 def multiply_bfloat16() -> None:
-    """Triton 3.6 multiplies the bits of bfloat16 operands, as whole numbers, in the interpreter and
-    nowhere else."""
+    """Triton 3.6 multiplies the bits of bfloat16 operands, as numbers, only if interpreted."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

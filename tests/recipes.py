@@ -46,8 +46,7 @@ def drawn(
     one_sign: bool = False,
     **others: Any,
 ) -> AttentionCase:
-    """A case of a regime with dO; `one_sign`: V and dO > 0. `others` are fields of the case and
-    options of the regime."""
+    """A case of a regime with dO; `one_sign`: V and dO > 0. `others`: of case and regime."""
     shapes = Shapes(
         batch=batch, heads=heads, kv_heads=kv_heads or heads, q_len=rows or length, kv_len=length,
         head_dim=head_dim, v_dim=head_dim,

@@ -89,8 +89,7 @@ def failing(function: Callable[..., Any], **given: Any) -> CheckFailed:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
-    """Forward and backward in both formats, whatever is drawn; what it takes no mask for is
-    said."""
+    """Forward and backward in both formats, whatever is drawn; what it takes no mask for."""
     result = check_attention(planted.sound, seeds=seed)
     assert result.judgement.outcome == "passed"
     rows = [r for r in result.report.rows if r.role == "kernel" and r.status == "ok"]
@@ -351,8 +350,7 @@ def test_another_format_than_asked_for_is_said() -> None:
 
 
 def test_thresholds_are_the_gates(tmp_path: Path) -> None:
-    """A mapping and a file say the same, a limit no kernel keeps fails, and a wrong key is
-    named."""
+    """A mapping and a file say the same, a limit no kernel keeps fails; a wrong key: named."""
     strict = {"thresholds": [{"name": "tight", "metric": "floor_ratio", "at_most": 0.5}]}
     (tmp_path / "tight.yaml").write_text(json.dumps({"name": "given", **strict}))
     given: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}

@@ -229,8 +229,7 @@ def test_heads_come_in_whole_groups() -> None:
 @pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
 @pytest.mark.parametrize("preset", ["fa2", "fa2-consistent", "eager", "golden2024"])
 def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str) -> None:
-    """By brute force, with every site rounding: a coarser one changes the tensor, or leads
-    elsewhere."""
+    """By brute force, with every site rounding: a coarser one changes tensor or answer."""
     mask, sinks = torch.linspace(-1, 1, 20).bfloat16(), torch.tensor([0.3, 0.7]).bfloat16()
     more: dict[str, Any] = {"scale": 0.4, "softcap": 3.0, "mask": mask, "sinks": sinks}
     case = drawn_case(20, kv_heads=1, head_dim=8, **more)

@@ -177,8 +177,7 @@ def test_heads_are_selected_by_number(run: Run) -> None:
 
 
 def test_the_request_is_in_the_report(run: Run, tmp_path: Path) -> None:
-    """Enough to run it again: the report's request, read back, is the request and gives the same
-    rows."""
+    """Enough to run it again: the report's request, read back, is the request, with its rows."""
     asked = request("scaled", "sdpa-math", formats=("bf16", "fp32"), heads=(1,), seed=7)
     found = audit(asked, tmp_path / "first", command="numdev audit tiny.yaml")
     report.write(found, tmp_path / "first")
@@ -227,8 +226,7 @@ def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_checkpoint_is_audited_by_layer_and_head(tmp_path: Path) -> None:
-    """The chosen layers of the demo, all their heads, eight sequences; sound kernels are near the
-    floor."""
+    """The chosen layers of the demo, all their heads, eight sequences; sound kernels near floor."""
     found = audit(
         request(target="demo", checkpoint="demo", cases=(), layers=(1, 2), length=24), tmp_path
     )

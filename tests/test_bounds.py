@@ -340,8 +340,7 @@ def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
 
 
 def test_what_is_no_run_with_distances_is_refused(bounds: Found, tmp_path: Path) -> None:
-    """A report of bounds, and a run of the golden variant alone; one of a variant that is not
-    listed."""
+    """A report of bounds, and a run of the golden variant alone, or of another."""
     with pytest.raises(MeasurementError, match="no distance between weights"):
         bounds(curves(), ["golden"])
     run = run_of(curves())

@@ -57,8 +57,7 @@ def cases_of(model: nn.Module, given: dict[str, Tensor], **options: Any) -> list
 def agrees(
     name: str, given: dict[str, Tensor], tmp_path: Path, steps: int | None = None
 ) -> list[AttentionCase]:
-    """Hold every case, answered here and by the reference, against the eager output of that call;
-    and the logits."""
+    """Hold every case, answered here and by the reference, against eager output and logits."""
     captured = Run(opened(name, tmp_path), name, given, steps)
     own = Run(eager(name, tmp_path), name, given, steps, eager=True)
     assert len(captured.cases) == len(own.outputs) > 0

@@ -336,8 +336,7 @@ def test_a_case_that_cannot_be_diagnosed_is_refused() -> None:
 
 
 def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
-    """P is drawn alike with the product rounded and not, so that P V differs by less than an ulp at
-    the size of its terms."""
+    """P is drawn alike with the product rounded and not, and P V differs by under an ulp of it."""
     case = drawn(is_causal=True)
     found = computed(case, recipe("qiu2025", rounding="stochastic"))
     assert found.product is not None
@@ -349,8 +348,7 @@ def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
 
 @pytest.mark.gpu
 def test_cuda_and_cpu_agree() -> None:
-    """Sizes to 2 %: the device sums in another order, and some roundings fall on the other side of
-    a boundary."""
+    """Sizes to 2 %: the device sums in another order, and some roundings fall elsewhere."""
     case = tying(batch=3, heads=4, kv_heads=2, is_causal=True)
     projection = plain_projection(case)
     tensors: dict[str, Any] = {n: getattr(case, n).cuda() for n in ("q", "k", "v", "grad_out")}

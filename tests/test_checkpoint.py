@@ -282,8 +282,7 @@ def test_a_missing_weight_is_named(llama: Path) -> None:
     ],
 )
 def test_a_weight_the_model_has_no_place_for_is_named(llama: Path, name: str) -> None:
-    """One layer too many, a normalisation that would not be applied, an unknown parameter; and one
-    of another shape."""
+    """One layer too many, a normalisation not applied, an unknown parameter, another shape."""
     rewrite(llama, lambda state: state.update({name: torch.zeros(4)}))
     failure(llama, MeasurementError, "no place", name)
     rewrite(llama, lambda state: state.update({"model.norm.weight": torch.zeros(4)}))

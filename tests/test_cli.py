@@ -278,8 +278,7 @@ def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
-    """Where something eats the KeyboardInterrupt, the next look finds it, and the handler is as
-    before afterwards."""
+    """Where something eats the KeyboardInterrupt, the next look finds it; the handler is back."""
     before = signal.getsignal(signal.SIGINT)
     with watching() as check:
         check()

@@ -178,8 +178,7 @@ def test_a_head_that_moved_does_not_excuse_itself() -> None:
 
 @pytest.mark.parametrize("tail", ["normal", "uniform", "heavy"])
 def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
-    """Of ln rms over many draws of n independent errors, whatever their distribution; and not ten
-    times as much."""
+    """Of ln rms over many draws of n independent errors, whatever their distribution; not 10 x."""
     generator = np.random.default_rng(1)
     draws = {
         "normal": generator.normal(size=(2000, 400)),

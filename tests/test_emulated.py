@@ -475,8 +475,7 @@ def test_golden2024_grows_with_length_and_falls_with_tile_area() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", PRESETS)
 def test_devices_agree(preset: str) -> None:
-    """On a GPU the numbers of both passes are the CPU's, but where fp64 sums fall beside a
-    boundary."""
+    """On a GPU the numbers of both passes are the CPU's, but where fp64 sums differ."""
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "is_causal": True, "logits": 2.0}
     here = KERNEL.gradients(drawn(200, device="cuda", **shape), preset=preset)
     there = KERNEL.gradients(drawn(200, **shape), preset=preset)

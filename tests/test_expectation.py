@@ -92,8 +92,7 @@ def test_the_metrics_are_their_definitions() -> None:
 
 
 def test_an_exact_prediction_still_leaves_a_rounding() -> None:
-    """Where the emulation makes no error at all (V = 1), an error of one rounding is not infinite
-    times what is expected."""
+    """Where the emulation makes no error at all (V = 1), one rounding is not infinite."""
     case = drawn(length=40)
     exact = attend(dataclasses.replace(case, v=torch.ones_like(case.v)))
     yardstick = yardstick_of(exact, BF16)

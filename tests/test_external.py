@@ -55,8 +55,7 @@ def plain(
 
 
 def beyond(n: int, m: int, left: int, right: int, offset: int) -> Tensor | None:
-    """True where a window hides a key: query i is at key i + offset. A side below 0 has no
-    limit."""
+    """True where a window hides a key: query i is at key i + offset. A side below 0: no limit."""
     if left < 0 and right < 0:
         return None
     distance = torch.arange(m)[None, :] - torch.arange(n)[:, None] - offset

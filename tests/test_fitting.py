@@ -166,8 +166,7 @@ def test_rounding_never_goes_down() -> None:
 
 
 def test_the_command_writes_a_file_and_never_over_one(tmp_path: Path, capsys: Any) -> None:
-    """Exit code 2 where there is one, unless --overwrite; the file is the default name's, and the
-    report passes it."""
+    """Exit code 2 where there is one, unless --overwrite; the report passes the file."""
     write(audited(), tmp_path)
     path = tmp_path / "t.yaml"
     assert run("gate", "--init", str(tmp_path), "-o", str(path)) == 0

@@ -110,8 +110,7 @@ def random_doubles(n: int) -> torch.Tensor:
 
 def random_near(format: Format, n: int, seed: int = 0) -> torch.Tensor:
     """float64 numbers of random significands with exponents from below the format's smallest
-    subnormal to beyond its largest value; half of them cut to a bit or two more than the format
-    has, where ties are."""
+    subnormal to beyond its largest value; half of them cut to where ties are."""
     lowest = max(format.emin - format.precision - 3, -1074)
     exponents = torch.randint(lowest, min(format.emax + 3, 1023), (n,), generator=seeded(seed))
     significand = torch.rand(n, generator=seeded(seed + 1), dtype=torch.float64) + 1.0

@@ -208,8 +208,7 @@ LARGE: dict[str, dict[str, Any]] = {
 
 @on_cuda
 def test_views_are_read_where_they_lie() -> None:
-    """Heads that lie behind their rows, rows behind features, a transposed mask, leaves of a
-    graph."""
+    """Heads that lie behind their rows, rows behind features, a transposed mask, leaves."""
     made = several_tiles(mask=("bool", "qk"), sinks=True)
     names = ("q", "k", "v", "grad_out")
     views = {x: getattr(made, x).mT.contiguous().mT.requires_grad_() for x in names}
@@ -221,8 +220,7 @@ def test_views_are_read_where_they_lie() -> None:
 
 @on_cuda
 def test_groups_of_heads_and_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kv head at a time and 16 rows at a time: the same forward bit by bit, and gradients
-    within the bounds."""
+    """One kv head at a time and 16 rows at a time: the same forward, gradients in bounds."""
     case = several_tiles(is_causal=True, sinks=True)
     whole = reference.attend(case)
     monkeypatch.setattr(fused, "OPERAND_BYTES", 1)

@@ -151,8 +151,7 @@ def test_in_fp64_errors_are_not_judged() -> None:
 
 
 def test_an_exact_answer_has_no_ratio_and_passes() -> None:
-    """rms 0 beside a yardstick of 0: 0/0 is no reason to doubt it. A kernel that errs there does
-    not pass."""
+    """rms 0 beside a yardstick of 0: 0/0 is no reason to doubt it. An error there fails."""
     null = dict.fromkeys(("expected_ratio", "worst_row", "baseline_ratio"))
     why = dict.fromkeys(null, "0/0")
     assert judge([row(**null, nulls=why, rms=0.0, noise=0.0)]).exit_code == 0

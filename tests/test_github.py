@@ -71,8 +71,7 @@ STATES = {
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[DeviationRow]:
-    """Up to four heads of up to four kernels, in any state, with hostile names wherever a name
-    comes from elsewhere."""
+    """Up to four heads of up to four kernels, in any state, with hostile names."""
     found = []
     for head in range(draw(st.integers(0, 4))):
         changes = dict(STATES[draw(st.sampled_from(sorted(STATES)))])
@@ -189,8 +188,7 @@ def test_a_summary_is_never_too_long() -> None:
 @given(rows())
 @settings(max_examples=100, deadline=None)
 def test_names_begin_no_markup(found: list[DeviationRow]) -> None:
-    """A summary has its own two headings, its tables with a row for each rule, and flat lists,
-    whatever the names."""
+    """A summary has its own two headings, a row for each rule, and flat lists."""
     text = summary(found)
     blocks = PARSER.parse(text)
     tokens = [token for block in blocks for token in (block, *(block.children or ()))]

@@ -296,8 +296,7 @@ def probe(
 
 
 def answer(name: str, case: AttentionCase) -> Tensor:
-    """The exact output, in fp64, of a case drawn with a probe, after any rounding; 0 in rows that
-    see no key."""
+    """The exact output, in fp64, of a case drawn with a probe, after any rounding; or 0."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     seen = torch.ones((*case.q.shape[:3], case.kv_len), dtype=torch.bool)
     if (shown := visible(case, rows, keys)) is not None:
@@ -341,8 +340,7 @@ def test_answers_hold_in_every_format(name: str) -> None:
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", PROBES)
 def test_answers_under_masks(name: str, kind: str) -> None:
-    """Known under every mask that only hides, and under a bias where all values are alike. Rows
-    that see nothing are 0."""
+    """Known under every mask that only hides, and under a bias if all values are alike."""
     if kind in ("bias", "bias_inf") and name not in ("ones", "one_key"):
         return
     case = probe(name, SQUARE_PROBED, mask=draw_mask(kind, SQUARE_PROBED, seed=0))

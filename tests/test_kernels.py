@@ -52,8 +52,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
 
 
 def test_registering_a_kernel() -> None:
-    """A decorated function is found by its name, with its options and first line, and stays
-    callable."""
+    """A decorated function is found by its name, with options and first line; it is callable."""
 
     @kernel("mine")
     def mine(case: AttentionCase, *, block: int = 64, exact: bool = False) -> Output:

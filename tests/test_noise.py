@@ -111,8 +111,7 @@ def test_it_is_the_sum_it_says() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bit_or_an_exchange_shows(dtype: torch.dtype) -> None:
-    """In its head alone: another sign of a zero, and two elements that change places; strides do
-    not."""
+    """In its head alone: another sign of a zero, two elements that change places; no strides."""
     x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(1))
     x[0, 1, 0, 0], x[0, 2, 0, 1] = 0.0, 3.0
     x = x.to(dtype)

@@ -152,8 +152,7 @@ def test_equals_the_oracle(name: str, feature: str) -> None:
     """In float64 and float32 every feature is within the bounds of the format, forward and
     backward, or refused. Rows that see nothing are a convention (NaN under an additive mask of
     -inf in model code). Gradients are held to twice the reference's bound: softmax's own derivative
-    P (dP - rowsum(P dP)) has more terms, and a backward that rebuilds P has the rounded
-    log-sum-exp's error."""
+    P (dP - rowsum(P dP)) has more terms; one that rebuilds P has the lse's error."""
     kernel, options, refused = KERNELS[name]
     for dtype in (torch.float64, torch.float32)[: 1 + (name in ("baseline", *SDPA))]:
         case, exact, g = exact_step(feature, dtype)

@@ -1,5 +1,4 @@
-"""Errors against row position: the bins, the numbers in them, what a report and a page make of
-them."""
+"""Errors against row position: the bins, the numbers in them, what is made of them."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def test_errors_are_those_of_the_rows_in_each_bin() -> None:
 
 
 def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
-    """Medians over three calls of the length that most have; ratios to the prediction are taken by
-    call."""
+    """Medians over three calls of the length that most have; ratios to the prediction by call."""
     shared: dict[str, Any] = {
         "layer": None, "role": "kernel", "kernel": "k", "format": "bfloat16", "tensor": "out",
         "length": 4, "starts": (0, 2), "counts": (2, 2),
@@ -104,8 +102,7 @@ def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
 
 
 def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> None:
-    """Its last bin is far above what is predicted, its first ones are not, nor is the sound
-    kernel's."""
+    """Its last bin is far above what is predicted, its first are not, nor a sound kernel's."""
     bad, good = (drawn(made.profiles, f"test_profile:{name}") for name in ("late", "sound"))
     assert bad[-1] > 5
     assert [*bad[:7], *good] == pytest.approx([1.0] * 26, abs=0.1)

@@ -87,8 +87,7 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
 
 
 def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
-    """One test for each case it names; without any, for each default one; mappings by their
-    name."""
+    """One test for each case it names; without any, for each default one; mappings by name."""
     suite.makepyfile(
         f"""
         import pytest

@@ -288,8 +288,7 @@ def test_a_row_of_nan_cannot_reach_what_is_hidden_from_it() -> None:
 
 @pytest.mark.parametrize("name", GFLOAT)
 def test_floor_is_the_reference_rounded_once(name: str) -> None:
-    """The floor's values are the reference's, rounded by an independent implementation, and so are
-    its gradients."""
+    """The floor's values are the reference's, rounded by other code, and so are its gradients."""
     case = make_case(heads=2, q_len=32, kv_len=32, dtype=torch.float32, logits=2.0)
     case = with_grad(case.rounded_to(FORMATS[name]))
     floor, found = find("floor").gradients(case), gradients(case)

@@ -165,8 +165,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, error: BaseException | 
 
 
 def test_devices_and_open_files_are_written_to(tmp_path: Path) -> None:
-    """`--junit /dev/stdout`, where stdout is a pipe; as root a rename would replace the device. A
-    named pipe stays one."""
+    """`--junit /dev/stdout`, where stdout is a pipe; as root not renamed. A pipe stays one."""
     code = (
         "from pathlib import Path; from numdev.report import replacing\n"
         "for name in ('/dev/stdout', '/proc/self/fd/1', '/dev/null'):\n"
@@ -250,8 +249,7 @@ def test_no_cell_is_a_formula(start: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> None:
-    """Whatever is printed holds no control character and no mark of direction; JSON says the same
-    in escapes."""
+    """Whatever is printed holds no control character and no mark of direction; JSON escapes."""
     hostile = "red\x1b[31m\x9b2J\u202eabc\u2066\x07"
     row = MADE.rows[0].model_copy(update={"kernel": hostile, "case": hostile})
     report.write(audit(name=hostile, rows=(row,)), tmp_path)

@@ -179,8 +179,7 @@ def test_compiled_flex_equals_the_oracle(feature: str) -> None:
 
 
 def test_there_is_no_backward_on_a_cpu() -> None:
-    """A training step is refused where PyTorch has no backward, compiled or not; and so is float64,
-    compiled."""
+    """A training step is refused where PyTorch has no backward, compiled or not; nor float64."""
     with pytest.raises(Refused, match="takes float16, bfloat16 and float32"):
         FLEX.attend(make_case())
     for compiled in (True, False):
@@ -334,8 +333,7 @@ def test_backends_round_where_they_claim_to(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("feature", FLEX_FEATURES)
 def test_flex_rounds_where_it_claims_to_on_a_gpu(dtype: torch.dtype, feature: str) -> None:
-    """The fused kernel runs, and each head's error is within 5 % of what its claim predicts,
-    whatever its tiles."""
+    """The fused kernel runs, each head's error within 5 % of what its claim predicts."""
     case = there(1000, dtype=dtype, **FLEX_FEATURES[feature])
     found = FLEX.attend(case)
     assert found.ran == "flex_attention, compiled for cuda"

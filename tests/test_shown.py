@@ -299,8 +299,7 @@ def test_a_medium_prints_every_cell_in_its_column(medium: str, kind: str) -> Non
 
 
 def test_a_node_is_shown_where_it_belongs() -> None:
-    """Every table's title of a real report is on the page; a table for the page alone is in no
-    other medium."""
+    """Every table's title of a real report is on the page; what is for it alone is nowhere else."""
     document = document_of(audit())
     page = html.page(document)
     assert all(t.title in page for t in tables(document.shown_in("html")))

@@ -150,8 +150,7 @@ def worst(found: Tensor, case: AttentionCase) -> float:
 
 
 def test_weights_are_odd_and_exact() -> None:
-    """64 odd numbers over 256, between 1/2 and 1, which bf16 and fp16 hold and no power of two is
-    among."""
+    """64 odd numbers over 256, between 1/2 and 1, which bf16 and fp16 hold; no power of two."""
     w = guarded_weights(tied(n=4000), torch.float64)
     assert sorted(set((w * 256).tolist())) == list(range(129, 256, 2))
     for fmt in (BF16, FP16):

@@ -74,8 +74,7 @@ def test_ratios_are_medians_and_the_worst_head_is_named() -> None:
 
 
 def test_a_head_without_numbers_is_left_out_of_them() -> None:
-    """A head that is all NaN adds to nonfinite and to nothing else; where it is the only one,
-    nothing was measured."""
+    """A head that is all NaN adds to nonfinite alone; if it is the only one, nothing is known."""
     k = of(summarise([row(0), row(1, **EMPTY)]), "sdpa-flash")
     assert (k.mean_abs, k.floor_ratio, k.nonfinite) == (0.01, 1.5, 100)
     assert k.ok == 2

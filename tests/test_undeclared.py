@@ -240,8 +240,7 @@ def test_ways_are_attention(words: str, name: str) -> None:
 
 
 def test_only_elements_explain() -> None:
-    """Errors of a way's size but another sign, or twice as large, are not taken for its own; the
-    way's own are."""
+    """Errors of a way's size but another sign, or twice as large, are not its own; its own are."""
     prepared = bench_of("causal")
     step = emulated_step(prepared.case, {"preset": "eager"})
     formats = dict.fromkeys(step, prepared.case.format)

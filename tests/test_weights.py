@@ -163,8 +163,7 @@ def test_a_tied_head(compare: Compare) -> None:
 def run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """`numdev weights ARGUMENTS -o out` in a directory with a.pt, b.pt and c.pt: exit code, stdout,
-    stderr."""
+    """`numdev weights ARGUMENTS -o out` in a directory with a.pt, b.pt and c.pt: code, output."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("a.pt", "b.pt", "c.pt")):
         torch.save(state(seed), name)

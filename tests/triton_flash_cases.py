@@ -138,8 +138,7 @@ class Truth:
         return found_shares
 
     def _lse_share(self, lse: torch.Tensor, relative: float) -> float:
-        """L = m + log l: off by what S is and by the relative error of l, and rounded; equal where
-        infinite."""
+        """L = m + log l: off by what S is and by the relative error of l, and rounded."""
         exact = self.exact.lse
         error = torch.where(lse == exact, 0.0, (lse.double() - exact).abs())
         return float((error / (relative + 2 * W * exact.abs().clamp(min=1.0, max=1e9))).max())

@@ -23,9 +23,9 @@ from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import FORMATS, Format
 from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import emulated_step, emulation
-from numdev.kernels.reference import attend, gradients, key_gradients
+from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
-from numdev.metrics.sampling import Sample, membership
+from numdev.metrics.sampling import Sample, Strata, membership
 from numdev.metrics.yardstick import Yardstick, widened
 
 KV_TENSORS = ("dk", "dv")  # of kv heads; the others are of query heads
@@ -45,6 +45,9 @@ class Selection:
     queries: Tensor | None = None  # the query rows that are measured, where not all are
     keys: Tensor | None = None
     """The keys that dk and dv are measured in, where queries are sampled: some, or all."""
+    strata: Strata | None = None  # of the queries, where some are measured since they stood out
+    of_keys: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """What the keys' references are, by format: they cost a pass of the whole call."""
 
     @classmethod
     def of(
@@ -87,16 +90,24 @@ class Selection:
         """How many rows a tensor of the call has."""
         return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
 
-    def sampled_from(self, tensor: str) -> int | None:
-        """Of how many rows those of `tensor` are a sample; None where all are measured."""
+    def sampled_from(self, tensor: str) -> int | Strata | None:
+        """Of how many rows those of `tensor` are a sample, or which strata; None where all are."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
+        if self.strata is not None and tensor not in KV_TENSORS:
+            return self.strata
         return None if rows is None or len(rows) == length else length
 
+    def drawn_rows(self, tensor: str) -> Tensor | None:
+        """`row_indices` without rows that only stood out."""
+        rows, of = self.row_indices(tensor), self.sampled_from(tensor)
+        return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
+
     def bins_of(self, tensor: str) -> Tensor | None:
-        """Which measured row of `tensor` is in which bin of positions (`sampling.membership`)."""
+        """Which drawn row of `tensor` is in which bin of positions (`sampling.membership`)."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         every = torch.arange(length, device=self.case.q.device)
-        return membership(length, every if rows is None else rows)
+        bins, of = membership(length, every if rows is None else rows), self.sampled_from(tensor)
+        return bins * of.drawn[:, None] if bins is not None and isinstance(of, Strata) else bins
 
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
         """The measured heads and rows of a tensor [batch, heads, rows, ...], or those alone."""
@@ -128,13 +139,14 @@ class Selection:
         reference = gradients(restricted) if self.gradients else attend(restricted)
         if self.keys is None or not isinstance(reference, Gradients):
             return reference, reference.lse
-        of_keys = dict(vars(key_gradients(self.with_heads(case), self.keys)))
+        if (name := case.format.name) not in self.of_keys:
+            self.of_keys[name] = key_gradients(self.with_heads(case), self.keys)
+        of_keys: Any = dict(self.of_keys[name])
         lse = of_keys.pop("lse")
         return dataclasses.replace(reference, **of_keys), lse
 
     def baseline(self, case: AttentionCase, *, gradients: bool = False) -> Output | Failure:
-        """Plain attention of a case of this call's shape: of the whole call, or of sampled rows,
-        over which dk and dv would be sums."""
+        """Plain attention of a case of this shape, or of its sampled rows without dk and dv."""
         whole = case if self.queries is None else self.restricted(case)
         output = attempt(find("baseline"), whole, {}, gradients=gradients)
         if self.queries is None or isinstance(output, Failure):
@@ -156,6 +168,7 @@ class Bench:
     baseline: Output | Failure
     yardsticks: Mapping[str, Yardstick]  # by tensor: `out`, and with gradients dq, dk and dv
     watch: Stopwatch
+    unscreened: str | None = None  # why no rows stand beside a sample
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What emulations return, by recipe."""
 
@@ -180,6 +193,8 @@ class Bench:
         for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
             plain = getattr(baseline, tensor, None)
             rows = {"empty": reference.empty, "lse": reference.lse, "arithmetic": by_query}
+            if selection.strata is not None:
+                rows["drawn"] = selection.strata.drawn
             if tensor in KV_TENSORS and isinstance(reference, Gradients):
                 # A key that no query sees has gradients of exactly 0, and is judged by that.
                 rows = {"empty": torch.zeros_like(reference.unseen)}
@@ -205,6 +220,12 @@ class Bench:
             yardsticks=yardsticks,
             watch=watch,
         )
+
+    @cached_property
+    def in_float32(self) -> Reference:
+        """The whole call by plain attention in float32, of the measured heads."""
+        plain = blocked.gradients if self.selection.gradients else blocked.attend
+        return plain(self.selection.with_heads(self.case), torch.float32)
 
     @property
     def by_row(self) -> tuple[str, ...]:

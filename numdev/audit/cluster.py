@@ -54,8 +54,7 @@ GONE, KEPT = "the Dask scheduler is gone", "what is finished is kept; the same c
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Who measures in this process's place: `workers` processes of this machine, or those of the
-    Dask scheduler at an address."""
+    """Who measures in this process's place: `workers` processes, or those of a Dask scheduler."""
 
     workers: int | None = None
     scheduler: str | None = None
@@ -76,8 +75,7 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
 @contextlib.contextmanager
 def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
     """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU all. Here
-    too, since a report is about one number of threads. Raises UsageError for more workers than
-    there are GPUs, or on a CPU processors."""
+    too, since a report is about one number of threads. UsageError for more than GPUs, or CPUs."""
     if cluster is None or cluster.workers is None:
         yield
         return
@@ -244,8 +242,7 @@ def _client(cluster: Cluster, system: System) -> Iterator[Client]:
 
 
 def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]] | NumdevError:
-    """Measure a case: what goes into the journal, and the seconds it took by section; or the error
-    for which nothing was measured."""
+    """What goes into the journal of a case, and seconds by section; or why nothing was measured."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             known = json.loads(expected)

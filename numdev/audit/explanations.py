@@ -155,8 +155,7 @@ def likenesses(
 ) -> dict[str, Likeness]:
     """By tensor, the way that best explains an output of which `tensors` are beyond their limits
     under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Nothing
-    where no way does, or where an element cannot be predicted (in float32). A way that cannot take
-    the call is not tried."""
+    where no way does that takes the call, or where no element can be predicted (in float32)."""
     select = bench.selection.select
     came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in came.items() if n == "out" or all_finite([x])]
@@ -179,8 +178,7 @@ def likenesses(
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
-    """|x - way| / |x - r| as a function of the way's tensor, rows counting alike; where x has no
-    error 0, or infinity if the way errs."""
+    """|x - way| / |x - r| of the way's tensor, rows counting alike; 0 or infinity if x is exact."""
     wide = x.double()
     weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(weighed(wide - y.reference, weight).norm())
@@ -348,8 +346,7 @@ def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
 
 
 def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """About MOST_HEADS query heads, all that read some of the kv heads these read, and those kv
-    heads: dK and dV are sums over a group."""
+    """About MOST_HEADS query heads, in whole groups, and the kv heads these read."""
     kv = chosen(tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group))
     return tuple(h * group + i for h in kv for i in range(group)), kv
 
@@ -389,6 +386,7 @@ def examine(
 ) -> list[WorstRow]:
     """The worst rows of each tensor of a measured task, beside what its rows were held to; none
     where it returned nothing, or no row is near what `most` may show."""
+    bench = measured.bench or bench
     output, held_to, select = measured.output, measured.held_to, bench.selection
     worst: list[WorstRow] = []
     of_heads = [row for row in measured.rows if row.status == "ok" and row.tensor != "lse"]
@@ -421,8 +419,7 @@ def examine(
 
 
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
-    """Those a summary shows: what is not finite and should be, then the largest ratios to what is
-    predicted, from NOTABLE on; each row once."""
+    """Those a summary shows, each once: first what is not finite, then ratios from NOTABLE on."""
     notable = [r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)]
     unique: dict[tuple[object, ...], WorstRow] = {}
     for row in sorted(notable, key=lambda row: (-row.nonfinite, -(row.ratio or 0.0))):

@@ -11,8 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
-    """SIGINT by `handler`; gives the one before, and restores it. Outside the main thread, where
-    Python allows no handlers, it does nothing."""
+    """SIGINT by `handler`; gives the one before, and restores it. Nothing in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -25,8 +24,7 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """An interrupt that comes in here takes effect at the end, for what must not be done by halves.
-    A second one takes effect at once."""
+    """An interrupt waits for the end of what must not be done by halves; a second does not."""
     came = False
 
     def remember(number: int, frame: Any) -> None:

@@ -248,8 +248,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def set_torch(wanted: Mapping[str, Any]) -> None:
-    """Set what differs from what `torch_settings` gave. (Setting a switch to what it is already is
-    not always without effect.)"""
+    """Set what differs from what `torch_settings` gave, and nothing else: that may have effects."""
     now = torch_settings()
     for name, (_, set_to) in SETTINGS.items():
         if now[name] != wanted[name]:

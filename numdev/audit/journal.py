@@ -43,8 +43,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     @classmethod
     def open(cls, directory: Path, header: Mapping[str, Any], *, overwrite: bool) -> Journal:
         """Start or continue in `directory`. Raises UsageError when it cannot be written, holds
-        something else, or the journal of another request or environment unless `overwrite`, which
-        removes only what numdev wrote."""
+        something else, or another request's journal unless `overwrite` (of what numdev wrote)."""
         journal = cls(directory, header)
         try:
             directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """What an audit measures of every case: kernels x options x formats, and which rows and heads.
 
-A plan refuses what cannot be run here before anything is measured. Its tasks are plain data, whose
-key identifies their result in the journal."""
+A plan refuses what cannot be run here before anything is measured. Tasks are plain data."""
 
 from __future__ import annotations
 

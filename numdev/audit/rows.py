@@ -24,6 +24,7 @@ from numdev.metrics.bits import checksums
 from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain
 from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere, inputs_finite
 from numdev.metrics.noise import noise
+from numdev.metrics.sampling import Strata
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
 
@@ -45,31 +46,22 @@ class Measured:
     """By tensor, the way of rounding it was held to, where that is not its claim's."""
     along: Mapping[str, Deviation] = field(default_factory=dict)
     """By tensor, with sums by bin of positions."""
-
-
-def rows_of(
-    task: Task,
-    runs: Sequence[Output],
-    bench: Bench,
-    claim: Mapping[str, Any] | None,
-    likes: Mapping[str, Likeness] | None = None,
-) -> Measured:
-    """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
-    claim's, or those of the way of `likes` that explains it. MeasurementError where one lacks."""
-    return _Of(task, runs, bench, claim, likes or {}).measured()
+    bench: Bench | None = None  # that it was measured on
 
 
 @dataclass(frozen=True, eq=False)
-class _Of:
-    """The runs of a task, and what they are held to."""
+class Runs:
+    """The runs of a task, and what they are held to: what the kernel's roundings predict, its
+    claim's, or those of the way of `likes` that explains it."""
 
     task: Task
     runs: Sequence[Output]
     bench: Bench
     claim: Mapping[str, Any] | None
-    likes: Mapping[str, Likeness]
+    likes: Mapping[str, Likeness] = field(default_factory=dict)
 
     def measured(self) -> Measured:
+        """Rows of every tensor of the first run. MeasurementError where one is lacking."""
         task, output, bench, select = self.task, self.runs[0], self.bench, self.bench.selection
         rest = self.elsewhere()
         trained = any(getattr(output, name) is not None for name in GRADIENTS)
@@ -105,7 +97,7 @@ class _Of:
             self.finish(heads, "lse", rest)
             rows += self.shown("lse", heads)
         held_to = {name: like.expected[name] for name, like in self.likes.items()}
-        return Measured(rows=rows, output=output, held_to=held_to, along=along)
+        return Measured(rows=rows, output=output, held_to=held_to, along=along, bench=bench)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
         """One tensor's metrics beside what is predicted of it."""
@@ -152,13 +144,12 @@ class _Of:
             return {}
         case = select.with_heads(bench.case)
         return {
-            name: elsewhere(x, name, case, select.row_indices(name), formats[name])
+            name: elsewhere(x, name, case, select.drawn_rows(name), formats[name])
             for name, x in whole.items()
         }
 
     def suspect(self, heads: Sequence[Metrics], x: Tensor) -> None:
-        """How much of each head is not finite in rows that see no key; and what the kernel seems to
-        compute instead, in heads that are far off."""
+        """How much is not finite in rows without a key; what heads far off seem to compute."""
         bench, select = self.bench, self.bench.selection
         if any(head["empty_rows"] for head in heads):
             wrong = ~x.isfinite() & bench.yardsticks["out"].empty[..., None]
@@ -184,8 +175,7 @@ class _Of:
     def finish(
         self, heads: Sequence[Metrics], tensor: str, rest: Mapping[str, Sequence[Elsewhere]]
     ) -> None:
-        """What holds of whole heads, rows that are not measured included: `nonfinite`, the checksum
-        of the first run, and how far runs differ."""
+        """What holds of all rows: `nonfinite`, the first run's checksum, how far runs differ."""
         for head, there in zip(heads, rest.get(tensor, ()), strict=False):
             count = head["nonfinite"] + there.nonfinite
             head["nonfinite"] = count
@@ -217,13 +207,15 @@ class _Of:
             **identity(task),
             "tensor": tensor,
             "status": "ok",
-            "reason": "reference-limited" if limited else None,
+            "reason": self.bench.unscreened or ("reference-limited" if limited else None),
             "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
             "out_format": out_format.name if out_format else None,
         }
-        rows = select.row_indices(tensor)
-        if rows is not None and select.sampled_from(tensor) is not None:
+        rows, of = select.drawn_rows(tensor), select.sampled_from(tensor)
+        if rows is not None and of is not None:
             shared |= {"sampled": True, "rows_measured": len(rows)}
+        if isinstance(of, Strata):
+            shared["suspects"] = int(of.suspects.sum())
         return [
             DeviationRow.model_validate({**shared, "head": head, **values})
             for head, values in zip(select.heads_of(tensor), heads, strict=True)

@@ -78,8 +78,7 @@ def sweep(
     say: Say = lambda text: None,
     **how: Any,
 ) -> SweepReport:
-    """Run the plan, journalling into `directory`; returns the report, which the caller writes.
-    `how` is what `measure` takes."""
+    """Run the plan, journalling into `directory`; the caller writes it. `how`: of `run_plan`."""
     request, source, grid = planned.request, planned.source, planned.grid
     watch, asked = Stopwatch(planned.plan.system.device), request.measured()
     results = run_plan(source, planned.plan, request, asked, directory, watch, say=say, **how)

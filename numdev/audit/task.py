@@ -19,12 +19,13 @@ from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.rows import (
     FAILS_ONE_ROW,
     Measured,
+    Runs,
     bare_row,
     case_record,
     formats_of,
     given,
-    rows_of,
 )
+from numdev.audit.screening import screened
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.errors import one_line
@@ -123,12 +124,14 @@ def measure_task(
                     lacking, runs = runs, forward
             if isinstance(runs, Failure):
                 return Measured(rows=[bare_row(task, runs)])
+            if task.role == "kernel" and (drawn := bench.selection.queries) is not None:
+                bench = screened(bench, runs[0], drawn)
             claim = kernel.claims(bench.case, runs[0], system)
-            measured = rows_of(task, runs, bench, claim)
+            measured = Runs(task, runs, bench, claim).measured()
             if task.role == "kernel" and not kernel.declares and (wrong := beyond(measured.rows)):
                 formats = formats_of(runs[0], bench)
                 if likes := likenesses(runs[0], wrong, formats, bench, system):
-                    measured = rows_of(task, runs, bench, claim, likes)
+                    measured = Runs(task, runs, bench, claim, likes).measured()
             if task.role == "kernel":
                 name_again(measured, kernel, given(task.options, kernel), bench, run)
             if lacking is not None:
@@ -185,8 +188,8 @@ def measure_one(
     task: Task, kernel: Kernel, case: AttentionCase, system: System, run: Runner = attempt
 ) -> list[DeviationRow]:
     """The rows of one task on a case in memory."""
-    how: dict[str, Any] = {"gradients": task.gradients, "sample": task.sample}
     try:
+        how: Any = {"gradients": task.gradients, "sample": task.sample}
         bench = bench_of(case, task.format, task.heads, **how)
     except FAILS_ONE_ROW as error:
         return [_unmeasured(task, error)]

@@ -31,6 +31,7 @@ from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Kept
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
+from numdev.kernels.reference.blocked import nonzero
 from numdev.sources.projection import Projection
 
 NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
@@ -134,7 +135,7 @@ def _ties_of(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
             under = own if made.algorithm == "fa1" else m
             weights = fwd.exponential(r, S[..., tile], under)
             if made.algorithm == "plain":
-                weights = r("normalised", weights / fwd.nonzero(kept.l[:, :, rows, None]))
+                weights = r("normalised", weights / nonzero(kept.l[:, :, rows, None]))
             weights = r("p", weights)
             count = (weights == 1.0).sum(dim=-1).to(best.dtype)
             ones = torch.where(under > best, count, ones + torch.where(under == best, count, 0.0))

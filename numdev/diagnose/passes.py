@@ -29,8 +29,9 @@ from numdev.kernels.reference.blocked import (
     _per_kv_head,
     _products,
     _row_blocks,
-    _scores,
     _slope,
+    nonzero,
+    scores,
 )
 from numdev.sources.projection import Projection
 
@@ -103,7 +104,7 @@ def probabilities(
     """P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope; which keys are shown."""
     X = _products(case, case.q.double(), case.k.double(), rows, keys)
     slope = _slope(case, X)
-    S = _scores(case, X, rows, keys)
+    S = scores(case, X, rows, keys)
     hidden = S.eq(-math.inf)
     P = S.sub_(exact.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
     return P, slope, ~hidden
@@ -168,7 +169,7 @@ def _row_sums(given: Given, delta: Tensor) -> Tensor:
     if case.sinks is not None:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(given.shift).double()).exp()
-        sums[3] = P if given.l is None else P / fwd.nonzero(given.l).double()
+        sums[3] = P if given.l is None else P / nonzero(given.l).double()
     given = dataclasses.replace(given, r=rounder(case, given.r.made))
     for rows, keys in bwd.blocks(given):
         P, dP, tanh = bwd.again(given, rows, keys)

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.cases import additive, visible
 from numdev.explain.mistakes import variants
 from numdev.explain.probe import Alternative, Probe
 from numdev.kernels.reference import attend
-from numdev.kernels.reference.blocked import Reference
+from numdev.kernels.reference.blocked import Reference, scores
 from numdev.metrics.yardstick import finite
 
 WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed
@@ -43,13 +42,8 @@ def _row_sum(p: Probe) -> Tensor:
     for rows in p.blocks:
         part = p.part(p.case, rows)
         everything = slice(0, part.q_len), slice(0, part.kv_len)
-        S = (part.q.double() @ part.k.double().transpose(-1, -2)) * part.scale
-        if part.softcap is not None:
-            S = torch.tanh(S / part.softcap) * part.softcap
-        bias, shown = additive(part, *everything), visible(part, *everything)
-        S = S if bias is None else S + bias.double()
-        S = S if shown is None else S.masked_fill(~shown, -math.inf)
-        tops.append(S.amax(dim=-1))
+        X = (part.q.double() @ part.k.double().mT) * part.scale
+        tops.append(scores(part, X, *everything).amax(dim=-1))
     total: Tensor = (p.exact.lse - torch.cat(tops, dim=2)).exp()
     return total
 

@@ -89,11 +89,9 @@ class Kernel:
     """Where gradients come from: `autograd` differentiates `function`; a function of a case and
     options returns the Output of forward and backward; None: it has no backward."""
     training: Callable[..., Tensor] | None = None
-    """The output as one operation of autograd's graph (`numdev.kernels.training`), of a case and
-    options. None: made of what else there is."""
+    """The output as one operation of autograd's graph (`numdev.kernels.training`), if not None."""
     draws: Callable[[Mapping[str, Any]], bool] = lambda options: False
-    """Whether it draws random numbers under some options. `training` then takes a `generator` to
-    draw them from, on the case's device."""
+    """Whether it draws random numbers under some options, from the `generator` of `training`."""
     adapted: Callable[..., Any] | None = None  # the plain function that `function` calls, if any
 
     @property
@@ -127,8 +125,7 @@ class Kernel:
         return options
 
     def attend(self, case: AttentionCase, **options: Any) -> Output:
-        """Run the case. Raises Refused where the kernel declines it, MeasurementError where what
-        it returned is no output of this case."""
+        """Run the case. Refused where it declines; MeasurementError where it returns no output."""
         self.accept(case)
         return as_output(self.function(case, **{**self.options, **options}), case)
 

@@ -161,8 +161,7 @@ def _score_mod(case: AttentionCase) -> Modification | None:
 
 
 def _block_mask(case: AttentionCase) -> Any:
-    """Which keys are seen, by causality, window and a bool mask, for as many batches and heads as
-    the mask distinguishes; None where all are."""
+    """Which keys are seen, for as many batches and heads as a mask distinguishes; None: all."""
     mask, (low, high) = _four_axes(case.mask, bool_mask=True), key_limits(case)
     if mask is None and not case.restricts_positions:
         return None

@@ -122,8 +122,7 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
 
 def _arguments(case: AttentionCase, roles: Roles, required: Collection[str]) -> dict[str, Any]:
     """The case's values under the function's names. What the case has no use for is left to the
-    function's default, and is OFF where there is none; causality is always said, since some
-    functions are causal by default."""
+    function's default, else OFF; causality is always said: some are causal by default."""
     values: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "sinks": case.sinks}
     if _masks_positions_itself(case, roles):
         values["causal"] = case.is_causal

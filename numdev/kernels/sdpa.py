@@ -149,8 +149,7 @@ def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
         case "_scaled_dot_product_flash_attention":
             return flash_attention_2(case, system)
         case "_scaled_dot_product_efficient_attention":
-            # Backward keeps P in the working format for both products, and scales dS before it is
-            # rounded, as cuDNN's does.
+            # Backward keeps P in the working format for both products, and scales dS as cuDNN's.
             tile, late = 64 if case.v.shape[-1] <= 64 else 128, {"p_for_ds": "working"}
             return {"preset": "fa2", "block_kv": tile, "ds_scale": "before", **late}
         case "_scaled_dot_product_cudnn_attention":
@@ -173,8 +172,7 @@ def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
 
 
 def flash_attention_2(case: AttentionCase, system: System) -> Claim:
-    """FlashAttention-2, which begins with the last tile. A call too small to fill the GPU divides
-    its keys, and then its tiles are larger."""
+    """FlashAttention-2, the last tile first. Calls too small for the GPU divide their keys."""
     d = case.q.shape[-1]
     wide = 256 if d <= 64 else 128 if d <= 128 else 64
     splits = _splits(case, wide, system.processors or 1)

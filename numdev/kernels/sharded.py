@@ -80,8 +80,7 @@ class Merge:
     format: str
     """What a running result is stored in between two merges: a format, or `working`. A merge is
     computed in fp32, in fp64 for `float64` and where the working format asks for it. `promoted`: as
-    torch promotes a running result in the working format and weights in fp32: the first difference
-    O - O_s is rounded, and nothing after it."""
+    torch promotes: the first difference O - O_s, in the working format, alone is rounded."""
     working: Format
 
     @property
@@ -143,8 +142,7 @@ def _pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
 
 
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
-    """The steps of a case, each one rank's, those of one round after each other. Raises Refused
-    where an order cannot have the case."""
+    """The steps of a case, each one rank's, round by round. Refused if an order cannot have it."""
     zigzag, ring = order == "zigzag", order in ("zigzag", "ring")
     if zigzag:
         plain = case.mask is None and case.window is None and case.causal_offset == 0

@@ -5,8 +5,7 @@ observation is a sequence (a batch entry), since the rows of one sequence share 
 values; rows that repeat an earlier sequence's are no observation. Within a head the family is: the
 plain mean, the mean along sign(r) (shrinkage), and the mean of every feature.
 
-The sums come from `numdev.metrics.row_sums`; how they were calibrated is set down in
-docs/method.md."""
+The sums come from `numdev.metrics.row_sums`; docs/method.md has how they were calibrated."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ counted (`nonfinite`), never averaged. A ratio whose denominator means nothing i
 reason in `nulls`.
 
 Sums and maxima come from `row_sums`, for all heads at once. All else is computed on the host:
-means, root mean squares and their ratios in `intervals.of_sums`, bias in `bias`; maxima, `rel`,
-`worst_row` and reasons for nulls here."""
+means, root mean squares and ratios in `intervals.of_sums`, bias in `bias`, the rest here."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ from numdev.formats import Format
 from numdev.metrics.bias import bias
 from numdev.metrics.intervals import intervals, of_sums
 from numdev.metrics.row_sums import Totals, plain_sums, row_sums, to_host
+from numdev.metrics.sampling import Strata
 from numdev.metrics.yardstick import Yardstick
 
 Column = np.ndarray[Any, np.dtype[Any]]  # [H]: numbers or flags
@@ -50,44 +50,44 @@ def measure(
     yardstick: Yardstick,
     expected: Tensor | None = None,
     *,
-    of: int | None = None,
+    of: int | Strata | None = None,
     bins: Tensor | None = None,
 ) -> Deviation:
     """All metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by head.
 
     `expected` is the output of the emulation the kernel claims to be, on the same inputs; without
     it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
-    position, of how many; then `interval` holds the intervals of some metrics. `bins`: which row is
-    in which bin of positions, fp64 [rows, bins] of 0 and 1 (`numdev.metrics.sampling`)."""
-    totals = to_host(row_sums(output, yardstick, expected), bins)
+    position, of how many, or which strata; then `interval` holds the intervals of some metrics.
+    `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and 1."""
+    totals = to_host(row_sums(output, yardstick, expected), bins, of)
     with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
         columns = of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)
     heads = _per_head(columns)
     for head, own in zip(heads, bias(*totals.signed), strict=True):
         head.update(own)
-    return Deviation(heads=_finished(heads, totals, of), along=totals.along)
+    return Deviation(heads=_finished(heads, totals), along=totals.along)
 
 
 def measure_plain(
-    output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
+    output: Tensor, reference: Tensor, empty: Tensor, *, of: int | Strata | None = None
 ) -> Deviation:
     """Distances alone, of what has no floor, as the log-sum-exp.
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
     """
-    totals = to_host(plain_sums(output, reference, empty))
+    totals = to_host(plain_sums(output, reference, empty), of=of)
     with np.errstate(all="ignore"):
         heads = _per_head(of_sums(totals.sums) | _common(totals))
-    return Deviation(heads=_finished(heads, totals, of))
+    return Deviation(heads=_finished(heads, totals))
 
 
 def _common(totals: Totals) -> dict[str, Column]:
-    """What every tensor has."""
-    sums = totals.sums
+    """What every tensor has. Counts are of the rows that were drawn, as the floor's are."""
+    sums, counts = totals.sums, totals.drawn or totals.sums
     return {
-        "elements": sums["count"],
-        "empty_rows": sums["empty_rows"],
-        "nonfinite": sums.get("nonfinite", np.zeros_like(sums["count"])),
+        "elements": counts["count"],
+        "empty_rows": counts["empty_rows"],
+        "nonfinite": counts["nonfinite"],
         "max_abs": totals.largest["max_abs"],
         "rel": np.sqrt(sums["square"]) / np.sqrt(sums["reference"]),
     }
@@ -115,9 +115,10 @@ def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
     return [dict(zip(columns, head, strict=True)) for head in zip(*lists, strict=True)]
 
 
-def _finished(heads: list[Metrics], totals: Totals, of: int | None) -> list[Metrics]:
+def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
     """With the reason of every null, and the intervals where rows are sampled."""
-    own = [] if of is None else intervals(totals.groups, totals.rows, of)
+    of, certain = totals.left, totals.certain
+    own = [] if of is None else intervals(totals.groups, totals.rows, of, certain)
     return [
         _with_reasons(head) | ({"interval": ends} if ends is not None else {})
         for head, ends in itertools.zip_longest(heads, own)

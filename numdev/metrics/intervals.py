@@ -10,17 +10,14 @@ without one of them; and with t_g its logarithm
 
 q being the 97.5 % quantile of Student's t with G - 1 degrees of freedom, n of N rows sampled. On
 the logarithmic scale, since a ratio and its inverse then say the same and no interval holds a
-negative error; how often such intervals hold the value of all rows stands in
-docs/method.md.
+negative error. Rows that stood out are in each of the G sums, and N and n are of the others; they
+keep a few rows from ruling what is estimated. How often intervals hold: docs/method.md.
 
-A sum that few rows make is estimated poorly, and with few rows so is its interval (outliers, from
-32 rows: it holds in 83 %). `rel` gets none: under a causal mask the first rows, which see few keys,
-rule |r|, and from one or none of them its spread cannot be told (70 %). Nor does a maximum, which a
-sample bounds from below and nothing else; nor what has fewer than two rows, or is 0 without one of
-the groups.
+`rel` gets none: under a causal mask the first rows, which see few keys, rule |r|. Nor does a
+maximum, which a sample bounds from below alone; nor what has fewer than two rows, or is 0 without
+one of the groups.
 
-The sums come from `numdev.metrics.row_sums`, already dealt to their groups; what is here is
-computed on the host."""
+Sums come from `numdev.metrics.row_sums`, dealt to groups; what is here is on the host."""
 
 from __future__ import annotations
 
@@ -70,13 +67,17 @@ def of_sums(sums: Sums) -> dict[str, Numbers]:
     return found
 
 
-def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
+def intervals(
+    groups: Sums, rows: int, of: int, certain: Numbers | None = None
+) -> list[dict[str, Interval]]:
     """For each head the intervals of the metrics that these sums give: of `rows` sampled rows in
-    order of position, dealt to groups [H, GROUPS], `of` so many."""
+    order of position, dealt to groups [H, GROUPS], `of` so many; beside others that are all
+    measured and have the sums `certain` [sums, H]."""
     heads, most = groups["count"].shape
     if rows < 2:
         return [{} for _ in range(heads)]
-    ends = jackknife({name: x[:, : min(rows, most)] for name, x in groups.items()}, rows, of)
+    filled = {name: x[:, : min(rows, most)] for name, x in groups.items()}
+    ends = jackknife(filled, rows, of, certain)
     return [
         {
             name: (float(low[head]), float(high[head]))
@@ -87,7 +88,9 @@ def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
     ]
 
 
-def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numbers]]:
+def jackknife(
+    groups: Sums, rows: int, of: int, certain: Numbers | None = None
+) -> dict[str, tuple[Numbers, Numbers]]:
     """The ends [H] of each metric's interval, from the sums of groups of rows [H, groups], none of
     them empty; NaN or infinite where there is none."""
     count = groups["count"].shape[-1]
@@ -95,6 +98,9 @@ def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numb
     parts = np.array(list(groups.values()))  # [sums, H, groups]
     with np.errstate(all="ignore"):  # a metric that means nothing has no interval
         together = (parts.reshape(-1, count) @ chosen).reshape(*parts.shape[:2], -1)
+        if certain is not None:
+            without = np.array([0, *(len(range(g, rows, count)) for g in range(count))])
+            together = together * (of / (rows - without)) + certain[..., None]
         values = of_sums(dict(zip(groups, together, strict=True)))
         every = np.array(list(values.values()))  # [metrics, H, 1 + groups]
         value, logarithm = every[..., 0], np.log(every[..., 1:])

@@ -39,10 +39,8 @@ class Noise:
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
     """The noise of each head of one tensor [B, H, rows, ...] over several runs.
 
-    Runs are brought to fp64 two at a time, some heads at a time. Raises MeasurementError for fewer
-    than two runs, and for runs that differ in shape or dtype."""
-    if len(runs) < 2:
-        raise MeasurementError(f"noise: expected at least 2 runs, got {len(runs)}")
+    Two are brought to fp64 at a time, some heads at a time. MeasurementError where runs differ in
+    shape or dtype."""
     if len({(x.shape, x.dtype) for x in runs}) > 1:
         raise MeasurementError("runs on the same inputs differ in their shape or dtype")
     heads = runs[0].shape[1]

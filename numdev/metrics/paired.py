@@ -40,8 +40,7 @@ class Paired:
 def paired(a: Tensor, b: Tensor) -> Paired:
     """All distances, in fp64, of tensors of any real floating-point dtypes, also two.
 
-    NaN and infinity are counted and left out. UsageError for two shapes or devices, other
-    dtypes."""
+    NaN and infinity are counted and left out. UsageError for other dtypes, shapes or devices."""
     if a.shape != b.shape or a.device != b.device:
         raise UsageError(
             f"{list(a.shape)} on {a.device} and {list(b.shape)} on {b.device} cannot be paired"

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, Places, additive, visible
+from numdev.cases import AttentionCase, Places
+from numdev.kernels.reference.blocked import scores
 
 CARRIED = 0.9
 EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 1 or |m|)
@@ -26,8 +27,7 @@ EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 
 
 def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
     """The fields of `report.WorstRow` that follow from the scores of rows i [n] of batch entries
-    b [n] in a query head, fp64 [n] each. Of a row that sees no key only `sees`, `position` and
-    `max_probability` mean something."""
+    b [n] in a query head, fp64 [n] each. Most mean nothing of a row that sees no key."""
     part = _part(case, slice(head, head + 1))
     own = (b, 0, torch.arange(len(b), device=b.device))
     S = _scores(part, i, slice(0, case.kv_len))[own]  # [n, kv_len]
@@ -96,13 +96,7 @@ def _part(case: AttentionCase, heads: slice) -> AttentionCase:
 def _scores(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
     """S [B, heads, rows, keys] of heads that read one kv head, -inf where hidden."""
     q, k = case.q[:, :, rows].detach().double(), case.k[:, :, keys].detach().double()
-    S = q @ k.mT * case.scale
-    if case.softcap is not None:
-        S = case.softcap * (S / case.softcap).tanh()
-    bias, shown = additive(case, rows, keys), visible(case, rows, keys)
-    if bias is not None:
-        S = S + bias.double()
-    return S if shown is None else S.masked_fill(~shown, -math.inf)
+    return scores(case, (q @ k.mT).mul_(case.scale), rows, keys)
 
 
 def _carriers(P: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import dtype_of
+from numdev.metrics.sampling import Strata
 from numdev.metrics.yardstick import (
     RowScales,
     Sums,
@@ -42,26 +43,30 @@ class RowSums:
     sums: Sums
     largest: dict[str, Tensor]  # [B, H, rows], of which the largest over rows counts
     signed: tuple[Tensor, ...] = ()
-    """Signed differences from the floor in ulps at the term scale, by sequence: summed over rows
-    [B, H, features]; along the sign of the reference, summed over rows and features [B, H]; and how
-    many elements there are [B, H, features]."""
+    """Signed differences from the floor in ulps at the term scale, by sequence: sums over rows
+    [B, H, features]; along the reference's sign [B, H]; how many elements [B, H, features]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Totals:
     """The same on the host."""
 
-    rows: int
+    rows: int  # in the groups
     groups: dict[str, Numbers]  # [H, GROUPS], summed over the batch and the rows of a group
     largest: dict[str, Numbers]  # [H]
     signed: tuple[Numbers, ...]
     along: Mapping[str, Numbers] = field(default_factory=dict)
     """[bins]: sums over batch, heads and the rows of each bin; empty without bins."""
+    certain: Numbers | None = None  # [sums, H]: over rows that stood out, which are in no group
+    drawn: Mapping[str, Numbers] = field(default_factory=dict)  # [H]: over those drawn, beside them
+    left: int | None = None  # how many rows those in groups stand for, where they are a sample
 
     @cached_property
     def sums(self) -> dict[str, Numbers]:
-        """[H]: over all rows."""
+        """[H]: over all rows, or what is estimated of all of them."""
         together = np.array(list(self.groups.values())).sum(axis=-1)
+        if self.certain is not None and self.left is not None:
+            together = together * (self.left / max(self.rows, 1)) + self.certain
         return dict(zip(self.groups, together, strict=True))
 
 
@@ -81,8 +86,7 @@ class ElementSums:
 
 
 def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> RowSums:
-    """An output [B, H, rows, features] beside a yardstick, and beside the output `expected` of the
-    emulation it should be, where there is one."""
+    """An output [B, H, rows, features] beside a yardstick and, if any, the emulation `expected`."""
     o, e = widened(output), None if expected is None else widened(expected)
     fine = finite(o)
     whole = bool((fine | ~y.seen).all())
@@ -121,7 +125,8 @@ def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Ro
         }
         typical = _typical(torch.stack([square, least]), same)
         largest["worst_row"] = _ratios(size, predicted, typical, same)
-    distinct = _for_bias(rows, y)
+    # Rows that repeat others are no observation of a bias.
+    distinct = rows.usable & y.floor_finite & ~y.repeated[..., None]
     return RowSums(
         sums=sums,
         largest=largest,
@@ -163,8 +168,7 @@ def element_sums(
 
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
-    """Distances alone, of what has no floor: [B, H, rows] or [B, H, rows, features]; `empty` [B, H,
-    rows]."""
+    """Distances alone, of what has no floor: [B, H, rows(, features)]; `empty` [B, H, rows]."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = widened(output)
@@ -183,23 +187,30 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     return RowSums(sums=sums, largest={"max_abs": row_max(error)})
 
 
-def to_host(x: RowSums, bins: Tensor | None = None) -> Totals:
-    """All of it in one transfer; with `bins`, fp64 [rows, bins] of 0 and 1, the sums by bin too."""
+def to_host(x: RowSums, bins: Tensor | None = None, of: int | Strata | None = None) -> Totals:
+    """All of it in one transfer, arguments as of `deviation.measure`."""
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
-    parts = [_dealt(torch.stack(list(x.sums.values())))]
+    sums = torch.stack(list(x.sums.values()))
+    grouped = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
+    parts = [_dealt(grouped)]
     parts.append(torch.stack(list(x.largest.values())).amax(dim=(1, 3)))
     parts += x.signed
     if bins is not None:
         by_bin = torch.stack([x.sums[name] for name in binned]).sum(dim=(-3, -2)) @ bins
         parts.append(by_bin)
+    apart = (of.suspects, of.drawn) if isinstance(of, Strata) else ()
+    parts += [sums[..., rows].sum(dim=(1, 3)) for rows in apart]
     groups, largest, *rest = _copied(parts)
-    end = len(x.signed)
+    end, rows = len(x.signed), grouped.shape[-1]
     return Totals(
-        rows=x.sums["count"].shape[2],
+        rows=rows,
         groups=dict(zip(x.sums, groups, strict=True)),
         largest=dict(zip(x.largest, largest, strict=True)),
         signed=tuple(rest[:end]),
         along=dict(zip(binned, rest[end], strict=True)) if bins is not None else {},
+        certain=rest[-2] if apart else None,
+        drawn=dict(zip(x.sums, rest[-1], strict=True)) if apart else {},
+        left=of.of - (sums.shape[-1] - rows) if isinstance(of, Strata) else of,
     )
 
 
@@ -208,17 +219,11 @@ def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: Yardstick) -
 
     What is predicted is at least typical of the head (the rms over rows of what is predicted
     relative to |term scale_i|): that one row's roundings happen to cancel is no prediction. It is
-    also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE. `error` and `predicted` are 0 where they
-    are not usable."""
+    also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE. Both are 0 where they are not usable."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(row_norm(predicted))
     typical = _typical(rows.relative(torch.stack([sizes, rows.least])).square(), rows)
     return _ratios(row_norm(error), sizes, typical, rows)
-
-
-def _for_bias(rows: RowScales, y: Yardstick) -> Tensor:
-    """bool: the elements that tell of a bias, rows that repeat others being no observation."""
-    return rows.usable & y.floor_finite & ~y.repeated[..., None]
 
 
 def _typical(squares: Tensor, rows: RowScales) -> Tensor:

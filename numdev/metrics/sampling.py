@@ -39,6 +39,23 @@ class Sample:
         return draw(length, self.count, self.seed, "keys")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Strata:
+    """Why rows of a call are measured, bool [rows] each: some were drawn, some stood out among all
+    (`numdev.audit.screening`). These stand for themselves, and the others for all that is left."""
+
+    of: int  # rows of the call
+    drawn: Tensor
+    suspects: Tensor
+
+    @classmethod
+    def joined(cls, drawn: Tensor, suspects: Tensor, length: int) -> tuple[Tensor, Strata]:
+        """Rows of a call in order, each once, and why each."""
+        rows = torch.cat([drawn, suspects]).unique()
+        was_drawn, stands_out = (torch.isin(rows, some) for some in (drawn, suspects))
+        return rows, cls(of=length, drawn=was_drawn, suspects=stands_out)
+
+
 def draw(length: int, count: int, seed: int, label: str) -> Tensor | None:
     """`count` of the positions 0 to length - 1, ascending, int64 [count] on the CPU.
 
@@ -57,8 +74,7 @@ def draw(length: int, count: int, seed: int, label: str) -> Tensor | None:
 
 
 def starts(length: int) -> tuple[int, ...]:
-    """The first row of every bin of the rows 0 to length - 1, ascending from 0; nothing where there
-    are no bins. At most BINS."""
+    """The first row of every bin of so many rows, ascending from 0, at most BINS; or of none."""
     found: list[int] = []
     at = 0 if length >= FEWEST else length
     while at < length:
@@ -71,8 +87,7 @@ def starts(length: int) -> tuple[int, ...]:
 
 def membership(length: int, positions: Tensor) -> Tensor | None:
     """Which of these rows are in which bin: 1.0 or 0.0, fp64 [rows, bins], on their device; None
-    where there are no bins. Sums over rows [..., rows] are by bin after a product with it, which
-    adds in the same order every time."""
+    where there are no bins. A product with it gives sums over rows by bin, in the same order."""
     first = starts(length)
     if not first:
         return None

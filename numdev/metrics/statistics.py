@@ -1,5 +1,4 @@
-"""The statistics of rows: means over seeds with Student's t, Holm's procedure, noise in units of
-the floor, and from when on a bias is one."""
+"""Statistics of rows: means over seeds, Holm's procedure, noise over the floor, what a bias is."""
 
 from __future__ import annotations
 

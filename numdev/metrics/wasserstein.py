@@ -39,8 +39,7 @@ def w1(a: Tensor, b: Tensor) -> float:
     In the units of the values; any real floating-point dtypes, also two different ones. NaN
     anywhere gives NaN, it is never dropped. An infinity gives infinity, or NaN where both samples
     have one of the same sign (how far apart they are is not defined). Both zeros are the same
-    value. Float64 values so large that the sum of their distances leaves float64's range give
-    infinity."""
+    value. Where the sum of their distances leaves float64's range it is infinite."""
     a, b = a.detach(), b.detach()
     if max(a.dtype.itemsize, b.dtype.itemsize) <= 2:
         return _of_counts(*_counts(a), *_counts(b))

@@ -52,8 +52,7 @@ def worst_rows(
     Rows are ordered by `row_sums.row_ratios` if there is a prediction, else by |o_i - r_i| over
     |term scale_i|; before all others come those with an element that is not finite where the exact
     one, rounded once, is. Left out are empty rows, rows without an error, and rows that repeat a
-    worse one at the same place of another sequence. `identity` holds fields of the report's row
-    beyond what the case says."""
+    worse one at the same place of another sequence. `identity`: more fields of a report's row."""
     o = output.detach().double()
     bad = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)

@@ -18,8 +18,7 @@ from numdev.formats import Format, dtype_of, round_to, ulp
 
 # A row whose terms are smaller has no relative error: its products are subnormals of fp32, which
 # hardware keeps or flushes to zero, and a key that hardly anybody sees would be 100 % wrong. Its
-# errors are still held to rounding something of this size, so that a number where nothing belongs
-# is seen.
+# errors are still held to rounding something of this size: a number where none belongs is seen.
 SMALLEST_SCALE = 2.0**-100
 
 Sums = dict[str, Tensor]  # sums over the elements of rows by name, fp64 [B, H, rows]
@@ -67,6 +66,7 @@ class Yardstick:
     format: Format  # the output's format
     lse: Tensor | None = None
     """fp64 [B, H, q_len], the reference's log-sum-exp: tells which rows repeat others."""
+    drawn: Tensor | None = None  # bool [rows]: which alone tell of a bias, where not all do
     baseline: Tensor | None = None
     arithmetic: Tensor | None = None
     """fp64 [B, H, rows]: what fp32 arithmetic may err, relative to a row's term scale. Beside what
@@ -108,9 +108,11 @@ class Yardstick:
     def repeated(self) -> Tensor:
         """bool [B, H, q_len]: rows whose exact result an earlier sequence has at the same place.
 
-        Sequences with a common beginning, or the same text twice, are no independent observations.
-        Results alone can agree by chance (with V = 1 all are 1); the log-sum-exp does not."""
+        Sequences with a common beginning, or the same text twice, are no independent observations,
+        nor are rows not drawn. Results alone can agree by chance (V = 1); log-sum-exps do not."""
         r, repeated = self.reference, torch.zeros_like(self.empty)
+        if self.drawn is not None:
+            repeated |= ~self.drawn
         for shift in range(1, r.shape[0]):
             same = r[shift:, ..., 0] == r[:-shift, ..., 0]  # rarely true: spares most comparisons
             if self.lse is not None:
@@ -158,8 +160,7 @@ class Yardstick:
         """Of the floor, the baseline and the precision deviation, each over what is finite of it.
 
         u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor of values
-        that fill their binades, and stands in where all are exactly representable (V = 1, or
-        float64) and the floor itself is 0."""
+        that fill their binades, and stands in where all are exact (V = 1) and the floor is 0."""
         floor = self.usable & self.floor_finite
         size = row_norm(kept(self.reference, floor))
         sums = {

@@ -62,8 +62,7 @@ def cells(
     baseline: tuple[str, Mapping[str, Any]],
     axes: Mapping[str, Mapping[str, Any]],
 ) -> tuple[CellRow, ...]:
-    """Metrics of kernels by cell and format, in the rows' order. `axes`: case to place in the
-    grid."""
+    """Metrics of kernels by cell and format, in the rows' order. `axes`: places of cases."""
     pooled = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
     keys = ["case", "format", "seed"]
     of = (pooled["kernel"] == baseline[0]) & (pooled["chosen"] == _chosen(baseline[1]))
@@ -292,8 +291,8 @@ def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
     formats and why, each reason once."""
     if sampled := max((row.rows_measured or 0 for row in rows), default=0):
         yield (
-            f"At most {sampled} query rows of each head were measured, drawn anew for every seed: "
-            "maxima are lower bounds, and the intervals over seeds have the sampling in them."
+            f"At most {sampled} query rows of each head, drawn anew for every seed, and a kernel's "
+            "most suspicious: maxima are lower bounds, and intervals over seeds have this in them."
         )
     formats: dict[str, dict[str, None]] = {}
     for row in rows:

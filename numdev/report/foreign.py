@@ -13,8 +13,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def plain(text: str, keep: str = "") -> str:
-    """With control characters (ANSI escapes, marks of direction) spelled out, but for those in
-    `keep`."""
+    """With control characters (ANSI escapes, marks of direction) but for `keep` spelled out."""
     if text.isprintable():
         return text
     return "".join(

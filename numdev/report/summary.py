@@ -49,8 +49,7 @@ def summarise(
     explanations: Sequence[Explanation] = (),
     worst: Sequence[WorstRow] = (),
 ) -> AuditSummary:
-    """The summary of an audit's rows; raises nothing on rows that are all skipped. Planted faults
-    are the gate's business, and left out."""
+    """The summary of an audit's rows, all of them skipped or not; planted faults are left out."""
     rows = [row for row in rows if row.role != "control"]
     table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
     table[NUMBERS] = table[NUMBERS].astype(float)
@@ -101,11 +100,12 @@ def _kernel(table: pd.DataFrame) -> KernelSummary:
         **_over_heads(ok, KernelSummary),
         skipped=int((table["status"] == "skipped").sum()),
         failed=int((table["status"] == "failed").sum()),
-        reasons=tuple(table[table["status"] != "ok"]["reason"].dropna().unique()),
+        reasons=tuple(table[table["reason"] != "reference-limited"]["reason"].dropna().unique()),
         ran=tuple(table["ran"].dropna().unique()),
         mean_abs=_mean(ok),
         max_abs=_or_none(ok["max_abs"].max()),
         rows_measured=max((row.rows_measured or 0 for row in ok["row"]), default=0) or None,
+        suspects=max((row.suspects or 0 for row in ok["row"]), default=0) or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
         # 0 where all runs gave the same bits
         noise=max((x for x in noise if x is not None), default=0.0) if noise else None,
@@ -146,8 +146,7 @@ def _over_heads(ok: pd.DataFrame, record: type[Record]) -> dict[str, Any]:
 
 
 def _biased(ok: pd.DataFrame) -> int | None:
-    """How many heads are biased, Holm-corrected over the heads of this kernel and format; None
-    where no head can be judged."""
+    """How many heads of a kernel in a format are biased, Holm-corrected; None if none is judged."""
     enough = ok["bias_p"].notna() & (ok["sequences"] >= BIAS_SEQUENCES)
     tested = ok[enough & ok["out_format"].isin(BIAS_FORMATS)]
     if tested.empty:

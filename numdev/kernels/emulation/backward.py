@@ -36,9 +36,11 @@ from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
 from numdev.formats import format_of
 from numdev.kernels.emulation import forward as fwd
-from numdev.kernels.emulation.forward import finite, in_order, nonzero
+from numdev.kernels.emulation.forward import finite, in_order
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
+from numdev.kernels.reference.blocked import nonzero
+from numdev.metrics.finiteness import all_finite
 
 Block = tuple[slice, slice]  # rows and keys
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -61,7 +63,7 @@ def gradients(
         saved = kept(r, at_once=at_once)
         assert case.grad_out is not None
         sums = backward(saved.with_upstream(case.grad_out), at_once=at_once)
-        if not at_once or fwd.all_finite(saved.O, *sums):
+        if not at_once or all_finite([saved.O, *sums]):
             return r("out", saved.O), saved.L, *cast(r, *sums)
     return gradients(case, made)
 

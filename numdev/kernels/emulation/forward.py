@@ -16,8 +16,7 @@ sum over tiles, scaled to the last maximum by P exp(m_tile - m_last), has no rou
 Splits of the keys are one more axis. A tile that a row cannot see is not skipped there; 0 times
 infinity is not 0, so where anything comes out that is not finite, the tiles decide, one by one.
 
-Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; a = exp(m_old
-- m) rescales what was summed before."""
+Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp, a rescales."""
 
 from __future__ import annotations
 
@@ -35,6 +34,8 @@ from numdev.formats import FORMATS, format_of
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.output import key_limits
+from numdev.kernels.reference.blocked import nonzero
+from numdev.metrics.finiteness import all_finite
 
 T = TypeVar("T")
 # How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for stochastic
@@ -73,7 +74,7 @@ def attend(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> tuple
     with torch.no_grad(), plain_arithmetic(case.q.device):
         _, *operands = operands_of(r)
         m, l, O, _ = forward(r, *operands, at_once=at_once)
-        if not at_once or all_finite(O):
+        if not at_once or all_finite([O]):
             return r("out", O), r("lse", m + l.log())
     return attend(case, made)
 
@@ -86,12 +87,6 @@ def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return q, q, k, v
     by = case.scale * (LOG2_E if r.made.scale_in == "q_log2" else 1.0)
     return q, r("q_scaled", q * by), k, v
-
-
-def all_finite(*tensors: Tensor) -> bool:
-    """Whether nothing in the tensors is infinite or NaN. Waits for the device, once."""
-    largest = torch.stack([torch.linalg.vector_norm(x, math.inf) for x in tensors])
-    return all(math.isfinite(x) for x in largest.tolist())
 
 
 def in_any_order(r: Rounder) -> bool:
@@ -329,11 +324,6 @@ def finite(m: Tensor) -> Tensor:
 def lost(m: Tensor, l: Tensor) -> Tensor:
     """Rows that saw keys and lost every P of theirs, as they may under the stabilised softmax."""
     return (l == 0) & (m > -math.inf)
-
-
-def nonzero(l: Tensor) -> Tensor:
-    """l, with 1 where nothing was summed: O is 0 there and stays so."""
-    return torch.where(l == 0, 1.0, l)
 
 
 def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:

@@ -159,16 +159,14 @@ class Recipe:
     beta: float | None = None  # of the stabilised softmax, as the next; None with the plain one
     tie_tolerance: float | None = None
     p_from: Literal["lse", "m_and_l"] = "lse"
-    """Backward: whether P is exp(S − L), or exp(S − m) / l as autograd keeps it, and as `fa1`
-    recomputes it (Algorithm 4, line 13)."""
+    """Backward: whether P is exp(S − L), or exp(S − m) / l as in autograd and `fa1`."""
     delta_from: Literal["dO*O", "dP*P"] = "dO*O"
     """Backward: whether δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) as autograd's softmax has it."""
     delta_sign: Literal["own", "random"] = "own"
     """Backward: with `random` the error of δ, against rowsum(dP ∘ P) of the same P and dP, has a
     sign drawn for each row: as large as ever, and without bias. A sham, to hold cures against."""
     ds_scale: Literal["before", "after"] = "after"
-    """Backward: whether dS is multiplied by the scale before it is rounded for the products with K
-    and Q, or the products are, tile by tile."""
+    """Backward: whether dS has the scale before it is rounded, or its products, tile by tile."""
     group_sum: Literal["separate", "running"] = "separate"
     """Backward: whether each query head of a group has its own dK and dV, which are summed at the
     end, or the running sums go on from one query head to the next."""
@@ -336,8 +334,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def check_stabilised(options: Mapping[str, Any]) -> None:
-    """Raises UsageError for a beta or a tie tolerance that is no such number, or is given beside
-    another `softmax`. None is none given."""
+    """Raises UsageError for a beta or tie tolerance that is no such number or of no use."""
     for name, least in (("beta", 1.0), ("tie_tolerance", 0.0)):
         value = options[name]
         if value is None:

@@ -15,8 +15,7 @@ takes its part of P and gets no gradient. A gradient's term scale is the same su
 positive, and |dP| + |delta| for their difference: there a backward pass loses its digits.
 
 There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain PyTorch for
-any device, and `numdev.kernels.reference.fused`, Triton on CUDA. The result says which one it came
-by, and why where it is not the fast one."""
+any device, and `numdev.kernels.reference.fused`, Triton on CUDA. Results say which it was."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from numdev.formats import Format, round_to
 from numdev.kernels import Output, kernel, no_claim
 from numdev.kernels.output import GRADIENTS, upstream
 from numdev.kernels.reference import blocked, fused
-from numdev.kernels.reference.blocked import Gradients, KeyGradients, Reference
+from numdev.kernels.reference.blocked import Gradients, Reference
 
 R = TypeVar("R", bound=Reference)
 
@@ -59,8 +58,9 @@ def gradients(case: AttentionCase) -> Gradients:
     return _fast_or_plain(case, fused.gradients, blocked.gradients)
 
 
-def key_gradients(case: AttentionCase, keys: Tensor) -> KeyGradients:
-    """The rows `keys` (int64 indices) of dk and dv: those of `gradients` but for fp64 rounding.
+def key_gradients(case: AttentionCase, keys: Tensor) -> dict[str, Tensor]:
+    """The rows `keys` (int64 indices) of dk, dv and what is beside them in `gradients`, but for
+    fp64 rounding; and `lse` of all queries.
 
     A key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta are
     known, which one forward reference of all queries gives, in O(q_len kv_len); the rest is

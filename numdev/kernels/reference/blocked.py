@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, additive, key_range, visible
+from numdev.cases import AttentionCase, Places, additive, key_range, visible
 from numdev.kernels.output import upstream
 
 BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of one block of scores; speed only
@@ -45,8 +45,7 @@ class Gradients(Reference):
     dk: Tensor
     dv: Tensor
     dq_terms: Tensor
-    """|scale| sum_j P_ij (|dP_ij| + |delta_i|) |K_jd|, times the soft cap's slope where there is
-    one; at least |dq| everywhere."""
+    """|scale| sum_j P_ij (|dP_ij| + |delta_i|) |K_jd|, times a soft cap's slope; at least |dq|."""
     dk_terms: Tensor  # the same with |Q_id|, summed over rows i and query heads
     dv_terms: Tensor  # sum_i P_ij |dO_id|
     delta: Tensor  # rowsum(dO O), [batch, heads, q_len]; 0 in an empty row
@@ -54,28 +53,15 @@ class Gradients(Reference):
     """bool [batch, kv_heads, kv_len]: keys that no query sees. Their dk and dv are exactly 0."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KeyGradients:
-    """Of n keys of a call, float64 [batch, kv_heads, n, ...]; names as in `reference.Gradients`,
-    `unseen` bool, and `lse` [batch, heads, q_len] of all queries."""
-
-    dk: Tensor
-    dv: Tensor
-    dk_terms: Tensor
-    dv_terms: Tensor
-    unseen: Tensor
-    lse: Tensor
-
-
-def attend(case: AttentionCase) -> Reference:
-    """See `reference.attend`."""
-    q, k, v = (x.detach().double() for x in (case.q, case.k, case.v))
+def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference:
+    """See `reference.attend`; computed in `dtype`."""
+    q, k, v = (x.detach().to(dtype) for x in (case.q, case.k, case.v))
     found = _room(q, v)
     # V and |V| side by side: output and term scale come from one product.
     values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(v)
     for rows in _row_blocks(case):
         keys = key_range(case, rows)
-        S = _scores(case, _products(case, q, k, rows, keys), rows, keys)
+        S = scores(case, _products(case, q, k, rows, keys), rows, keys)
         found.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
         P, l, found.lse[:, :, rows] = _exponentials(case, S)
         O = _output(case, P, l, values[:, :, keys], weigh)
@@ -83,9 +69,9 @@ def attend(case: AttentionCase) -> Reference:
     return found
 
 
-def gradients(case: AttentionCase) -> Gradients:
-    """See `reference.gradients`."""
-    q, k, v, dO = (x.detach().double() for x in (case.q, case.k, case.v, upstream(case)))
+def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradients:
+    """See `reference.gradients`; computed in `dtype`."""
+    q, k, v, dO = (x.detach().to(dtype) for x in (case.q, case.k, case.v, upstream(case)))
     dq, dq_terms, dk, dk_terms, dv, dv_terms = (torch.zeros_like(x) for x in (q, q, k, k, v, v))
     unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=q.device)
     found = Gradients(
@@ -97,7 +83,7 @@ def gradients(case: AttentionCase) -> Gradients:
         keys = key_range(case, rows)
         X = _products(case, q, k, rows, keys)
         slope = _slope(case, X)
-        S = _scores(case, X, rows, keys)
+        S = scores(case, X, rows, keys)
         hidden = S.eq(-math.inf)
         found.empty[:, :, rows] = empty = hidden.all(dim=-1)
         found.unseen[:, :, keys] &= _per_kv_head(case, hidden).all(dim=2)
@@ -106,7 +92,7 @@ def gradients(case: AttentionCase) -> Gradients:
         found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
 
         # In a row of NaN exp(-inf - NaN) is NaN too, and yet what is hidden is hidden.
-        P = P.div_(_nonzero(l)[..., None]).masked_fill_(hidden, 0.0)
+        P = P.div_(nonzero(l)[..., None]).masked_fill_(hidden, 0.0)
         dO_O = dO[:, :, rows] * found.out[:, :, rows]
         found.delta[:, :, rows] = delta = dO_O.sum(dim=-1).masked_fill_(empty, 0.0)
         Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
@@ -126,7 +112,7 @@ def gradients(case: AttentionCase) -> Gradients:
     return found
 
 
-def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> KeyGradients:
+def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> dict[str, Tensor]:
     """See `reference.key_gradients`; `whole` is the forward reference of all queries."""
     q, dO = (x.detach().double() for x in (case.q, upstream(case)))
     k, v = (x.detach()[:, :, keys].double() for x in (case.k, case.v))
@@ -137,7 +123,7 @@ def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> Ke
     for rows in _row_blocks(case, BACKWARD_BLOCKS, len(keys)):
         X = _products(case, q, k, rows, slice(0, len(keys)))
         slope = _slope(case, X)
-        S = _scores(case, X, rows, keys)
+        S = scores(case, X, rows, keys)
         hidden = S.eq(-math.inf)
         unseen &= _per_kv_head(case, hidden).all(dim=2)
         P = S.sub_(whole.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
@@ -147,9 +133,8 @@ def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> Ke
         dk_terms.add_(weigh(terms.mT, Q_i.abs(), P_i.mT), alpha=abs(case.scale))
         dv.add_(weigh(P_i.mT, dO_i, P_i.mT))
         dv_terms.add_(weigh(P_i.mT, dO_i.abs(), P_i.mT))
-    return KeyGradients(
-        dk=dk, dv=dv, dk_terms=dk_terms, dv_terms=dv_terms, unseen=unseen, lse=whole.lse
-    )
+    found = {"dk": dk, "dv": dv, "dk_terms": dk_terms, "dv_terms": dv_terms}
+    return {**found, "unseen": unseen, "lse": whole.lse}
 
 
 def _room(q: Tensor, v: Tensor) -> Reference:
@@ -178,12 +163,12 @@ def _slope(case: AttentionCase, X: Tensor) -> Tensor | None:
     return None if case.softcap is None else (X / case.softcap).cosh_().square_().reciprocal_()
 
 
-def _scores(case: AttentionCase, X: Tensor, rows: slice, keys: slice | Tensor) -> Tensor:
+def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor:
     """S from X, which it overwrites."""
     S = X if case.softcap is None else X.div_(case.softcap).tanh_().mul_(case.softcap)
     bias = additive(case, rows, keys)
     if bias is not None:
-        S.add_(bias.double())
+        S.add_(bias)
     shown = visible(case, rows, keys)
     return S if shown is None else S.masked_fill_(~shown, -math.inf)
 
@@ -191,7 +176,7 @@ def _scores(case: AttentionCase, X: Tensor, rows: slice, keys: slice | Tensor) -
 def _exponentials(case: AttentionCase, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """exp(S - m), which overwrites S, its row sum, and the log-sum-exp [B, H, rows]."""
     m = S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
-    sink = None if case.sinks is None else case.sinks.double()[None, :, None].expand_as(m)
+    sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
     if sink is not None:
         m = torch.maximum(m, sink)
     # An empty row has m = -inf; any finite shift then gives P = 0 instead of NaN.
@@ -207,7 +192,7 @@ def _output(case: AttentionCase, P: Tensor, l: Tensor, values: Tensor, weigh: We
     """P @ values / l, [B, H, rows, 2 * v_dim]."""
     P_i = _per_kv_head(case, P)
     O = weigh(P_i, values, P_i).view(*P.shape[:3], values.shape[-1])
-    return O / _nonzero(l)[..., None]
+    return O / nonzero(l)[..., None]
 
 
 def _score_gradient(
@@ -245,7 +230,7 @@ def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
     return torch.where(undefined > 0, math.nan, O)
 
 
-def _nonzero(l: Tensor) -> Tensor:
+def nonzero(l: Tensor) -> Tensor:
     """l, with 1 where nothing was summed: what it divides is 0 there and stays so."""
     return torch.where(l == 0, 1.0, l)
 

@@ -14,8 +14,7 @@ Term scales are sums in bfloat16: a unit for errors. Rounding terms of one sign 
 sum by less than 1 % (docs/method.md). Operands are scaled by powers of two that bring them to at
 most 1 (the terms of dX to at most 2), so that they keep clear of the ends of bfloat16's range.
 
-Legend as in the reference: S scores, P probabilities, L log-sum-exp, delta rowsum(dO O), dX the
-gradient of the scaled products."""
+Legend as in the reference; dX is the gradient of the scaled products."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ LEAST_ROWS = 16  # in a run, whatever they take
 RUNS = 16  # under causality, at least, since a run computes with all keys that its last row sees
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
-"""In units of log 2: scores up to this size need no maximum subtracted. P and its sums stay well
-within what bfloat16 and fp32 hold."""
+"""In units of log 2: scores up to this need no maximum subtracted; bfloat16 and fp32 hold P."""
 BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")  # of query heads
 Results = dict[str, Tensor]
 
@@ -335,8 +333,7 @@ def _score_gradients(
     rows: slice,
     keys: slice,
 ) -> tuple[Tensor, ...]:
-    """P and dX of a run of rows, fp64, and P and the terms of dX times their unit, bfloat16: each
-    [B * kv_heads, group * rows, keys]."""
+    """P, dX of a run of rows, fp64; P, dX's terms, bfloat16: [B * kv_heads, group * rows, keys]."""
     from numdev.kernels.reference.fused_triton import score_gradients
 
     tile, count, width = BACKWARD, rows.stop - rows.start, keys.stop - keys.start
@@ -361,8 +358,7 @@ def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
-    """The keys that no row sees: counted where a mask or positions decide it, otherwise those that
-    are i + low to i + high for no row i."""
+    """Keys no row sees: counted under a mask or positions, else i + low to i + high for no i."""
     if at.flags["MASKED"] or at.flags["AT"]:
         return (seen == 0).view(case.k.shape[:3])
     low, high = key_limits(case)

@@ -7,8 +7,7 @@ group have is summed by the caller. Both compute S again as forward did, and P =
 P are rounded to the working format for their products, which are summed in fp32 and scaled at the
 end.
 
-Legend: as in `triton_flash.forward`; d of any of them the gradient with respect to it, delta =
-rowsum(dO o O), o elementwise."""
+Legend: as in `triton_flash.forward`; d: the gradient with respect to it; delta = rowsum(dO o O)."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def over_keys(
     total, delta, common, first, last,
     OF_P: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """total with what the tiles of keys [first, last) add to dQ / scale; rowsum(dP o P) with
-    OF_P."""
+    """total with what the tiles of keys [first, last) add to dQ / scale; OF_P: rowsum(dP o P)."""
     q, do, l, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale = common
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):
         start = first + n * BLOCK

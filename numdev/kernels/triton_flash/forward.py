@@ -38,8 +38,7 @@ def rows_of(
     X, strides, start, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """[COUNT, WIDE] of a head from row `start` on, 0 outside of [rows, DIM]. Without CHECK all are
-    there."""
+    """[COUNT, WIDE] of a head from row `start` on, 0 outside of [rows, DIM] (all in: no CHECK)."""
     r, c = tl.arange(0, COUNT), tl.arange(0, WIDE)
     at = X + tl.cast(start, tl.int64) * strides.row
     at = at + r[:, None] * strides.row + c[None, :] * strides.column
@@ -104,8 +103,7 @@ def exponential(x, PLAN: tl.constexpr):
 
 @triton.jit
 def weight(i, size):
-    """What the guarded softmax multiplies P of row i with: as
-    `emulation.forward.guarded_weights`."""
+    """By what the guarded softmax multiplies P of row i: `emulation.forward.guarded_weights`."""
     number = (i + size.kv_len).to(tl.uint32) * GOLDEN >> 26  # 32 bits, which wrap around
     return (2 * number + 129).to(tl.float32) * 0.00390625
 
@@ -154,8 +152,7 @@ def forward(
     q_strides, k_strides, v_strides, o_strides, mask_strides, size, scale,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """O [rows of a block, v_dim] and L of a block of rows. `scale` makes scores of Q Kᵀ in the
-    plan's units; L is natural."""
+    """O [rows of a block, v_dim] and L of a block of rows. `scale`: of Q Kᵀ, in the plan."""
     V_WIDE: tl.constexpr = PLAN.v_wide
     blocks = tl.cdiv(size.q_len, BLOCK_Q)
     # Under a causal mask the last rows see the most keys: their programs had better begin.

@@ -161,8 +161,7 @@ class Launch(NamedTuple):
         return {**dict(zip(names, self, strict=True)), "enable_fp_fusion": False}
 
 
-# Of the forward pass, of dQ and of dK and dV, for 16-bit operands, by the largest padded head
-# dimension they are meant for.
+# For 16-bit operands, by pass and by the largest padded head dimension they are meant for.
 TILES: Mapping[str, Mapping[int, Launch]] = {
     "forward": {128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)},
     "of_queries": {

@@ -86,6 +86,7 @@ class DeviationRow(OfKernel, _OfCall):
 
     sampled: bool = False  # whether only some rows were measured (keys, for dk and dv)
     rows_measured: Count | None = None  # of each head, where they are sampled
+    suspects: Count | None = None  # rows that stood out among all, and were measured for that
     interval: dict[str, tuple[float, float]] = Field(default_factory=dict)  # 95 %, by metric
     elements: Count | None = None
     sequences: Count | None = None

@@ -65,6 +65,7 @@ class KernelSummary(OfKernel, _OverHeads):
     reasons: tuple[str, ...]
     ran: tuple[str, ...]
     rows_measured: int | None = None  # of each head, where sampled: then maxima are lower bounds
+    suspects: int | None = None  # rows of a call beside those, which stood out among all
     mean_abs: float | None = None
     max_abs: float | None = None
     flash_vs_precision: float | None = None

@@ -136,8 +136,7 @@ def _styles(of: Figures) -> dict[str, tuple[str, int]]:
 
 
 def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> float:
-    """The frame, its ticks and titles; returns where the drawing ends below. A label that would run
-    into the one before it is left out."""
+    """The frame, its ticks and titles, without overlaps; returns where the drawing ends below."""
     for v in y.ticks():
         _path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
         _text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")

@@ -45,8 +45,7 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
 
 
 def _findings(findings: tuple[Finding, ...], directory: Path | None) -> Iterator[doc.Item]:
-    """Findings as lines; a different function leads the answer, and is repeated for its reproducer
-    alone."""
+    """Findings as lines; a different function leads the answer, repeated only if reproduced."""
     for finding in findings:
         script = _script(finding, directory)
         if finding.metric != "suspicion" or script:

@@ -35,9 +35,9 @@ LEGEND = (
     "to make predict, worst head. biased: heads with a systematic error, of those judged."
 )
 SAMPLED = (
-    "Sampled: {} query rows of each head, drawn over all positions. Averages and ratios are "
-    "estimates (their 95 % intervals are in the rows of report.json), maxima lower bounds (≥). "
-    "What is not finite is counted in all rows."
+    "Sampled: {} query rows of each head, drawn over all positions, and of a kernel's rows the {} "
+    "most suspicious. Averages and ratios are estimates (their 95 % intervals are in the rows of "
+    "report.json), maxima lower bounds (≥). What is not finite is counted in all rows."
 )
 RESIDUAL = (
     "residual: what is left of the error, element by element, when the emulation's own is taken "
@@ -55,7 +55,8 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     for name in dict.fromkeys(k.format for k in summary.kernels):
         yield from _format(name, [k for k in summary.kernels if k.format == name])
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
-    yield from doc.notes((LEGEND, SAMPLED.format(rows) if rows else ""))
+    suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
+    yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
     if summary.map is not None:
         worst = summary.map
         title = f"{worst.kernel} in {worst.format}: times the floor, layer by head"
@@ -156,9 +157,9 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
         if k.noise:
             text = f"{k.kernel} changes between two runs by {si(k.noise)} x the floor's error."
             yield Item(text, style="soft")
-        if k.skipped or k.failed:
+        if k.reasons:
             more = f"; and {len(k.reasons) - REASONS} more" if len(k.reasons) > REASONS else ""
-            lead = f"{k.kernel} {'failed' if k.failed else 'skipped'}:"
+            lead = f"{k.kernel} {'failed' if k.failed else 'skipped' if k.skipped else 'ran'}:"
             yield Item("; ".join(k.reasons[:REASONS]) + more, lead, "bad" if k.failed else "warn")
 
 

@@ -1,0 +1,71 @@
+"""Rows of a call that stand out among all, of which a sample is measured.
+
+A sample seldom holds a fault of a few rows. A kernel runs whole, so all its rows are held to a
+second output of the call: on CUDA that of another fused operator, where one takes the call, else
+plain attention in float32. The query rows that differ most are measured exactly, as a stratum of
+their own. They are chosen by rank: a sound kernel has such rows too, and they are sound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from numdev.audit.bench import Bench
+from numdev.audit.isolation import attempt
+from numdev.audit.rows import FAILS_ONE_ROW
+from numdev.cases import empty_rows
+from numdev.errors import one_line
+from numdev.kernels import Output, find
+from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.sampling import Strata
+from numdev.metrics.yardstick import finite, row_norm, widened
+
+SUSPECTS = 32  # rows of a call
+FUSED = {"cuda": ("sdpa-efficient", "sdpa-flash"), "cpu": ()}
+
+
+def screened(bench: Bench, output: Output, drawn: Tensor) -> Bench:
+    """The bench of a sample of query rows with those beside it in which an output stands out; where
+    that cannot be told, the same with the reason."""
+    select = bench.selection
+    try:
+        with bench.watch("reference"):
+            rows = suspicion(bench, output).argsort(descending=True, stable=True)[:SUSPECTS]
+            every, strata = Strata.joined(drawn, rows, select.case.q_len)
+            select = dataclasses.replace(select, queries=every, strata=strata)
+            exact = select.exact(select.case)
+        return Bench.of(select, bench.format, exact, bench.watch)
+    except FAILS_ONE_ROW as error:
+        return dataclasses.replace(bench, unscreened=f"rows were not screened: {one_line(error)}")
+
+
+def suspicion(bench: Bench, output: Output) -> Tensor:
+    """[q_len]: how far each query row is from the second output, relative to its size and what is
+    typical of the head, as a multiple of the head's median: the most of out and dq, heads and
+    sequences. Infinite in a row that is not finite and should be."""
+    select, beside, most = bench.selection, second(bench, output), []
+    empty = empty_rows(select.with_heads(bench.case))
+    for tensor in bench.by_row:
+        x, y = (select.select_heads(getattr(o, tensor), tensor) for o in (output, beside))
+        y = widened(y).float()
+        size, apart = row_norm(y), row_norm(widened(x).float() - y)
+        relative = apart / (size + size.nanmedian(dim=-1, keepdim=True).values)
+        relative = relative.masked_fill((apart == 0) | ~finite(size) | empty, 0.0)
+        relative = relative.nan_to_num(nan=math.inf)
+        usual = relative.median(dim=-1, keepdim=True).values
+        most.append((relative / usual.clamp_min(bench.format.unit_roundoff / 16)).amax(dim=(0, 1)))
+    return torch.stack(most).amax(dim=0)
+
+
+def second(bench: Bench, output: Output) -> Output | Reference:
+    """The call computed by another operator than the output's."""
+    case, trained = bench.case, bench.selection.gradients
+    square = case.mask is None and case.window is None and not case.causal_offset
+    for name in FUSED[case.q.device.type] if square else ():  # others get a mask of all scores
+        found = attempt(find(name), case, {}, gradients=trained)
+        if isinstance(found, Output) and found.ran != output.ran:
+            return found
+    return bench.in_float32
