@@ -345,6 +345,16 @@ PLANTED = (
     Planted(
         name="V reversed", wrong=changed(lambda c: {"v": c.v.flip(2)}), says="V is read in reverse"
     ),
+    Planted(
+        name="V laid out wrongly",
+        wrong=changed(lambda c: {"v": c.v.transpose(1, 2).reshape(c.v.shape)}),
+        says="v is laid out as [batch, length",
+    ),
+    Planted(
+        name="rows of 0",
+        wrong=lambda c: attend(c).out.index_fill(2, torch.arange(15, c.q_len, 16), 0.0),
+        says="0 in every 16th row from 15",
+    ),
     Planted(name="zeros", wrong=lambda c: torch.zeros(c.q.shape), says="0 everywhere"),
     Planted(
         name="batch 0 for all",

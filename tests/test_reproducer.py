@@ -23,7 +23,8 @@ from on_bench import prepare, rows_on
 from oracles import make_case, with_grad
 
 from numdev.audit import script as reproducer
-from numdev.audit.reproduce import part, reduce
+from numdev.audit.bench import part
+from numdev.audit.reproduce import reduce
 from numdev.cases import AttentionCase, explicit_mask, visible
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named

@@ -16,6 +16,7 @@ from on_bench import HERE, prepare, task_of
 from torch import Tensor
 
 from numdev.audit.task import measure_task
+from numdev.audit.timing import SECTIONS
 from numdev.explain import wrong_function
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
@@ -137,14 +138,25 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     [
         (_scaled, "out", "the scale is 1.0010 times what was asked"),
         (planted_kernels.dq_without_scale, "dq", "dq lacks the scale"),
+        (planted_kernels.delta_missing, "dk", "in the backward pass, delta is missing"),
         (planted_kernels.sound, "out", None),
     ],
 )
 def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) -> None:
-    """From the same call in float32; a gradient by its factor; and a sound kernel by nothing."""
+    """From the same call in float32; gradients by their own mistake; a sound kernel by nothing."""
     case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)
     bench = prepare(with_drawn(case, 0), "bfloat16", gradients=True)
     kernel = of_function("mine", function)
     rows = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows
     assert {r.suspicion for r in rows if r.tensor == tensor} == {cause}
     assert all(r.suspicion is None for r in rows if r.role != "kernel")
+
+
+def test_an_error_without_a_name_is_said_to_have_none() -> None:
+    """Noise is no known mistake. Nothing is sought where searches took long."""
+    bench = prepare(rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0), "bfloat16")
+    kernel = of_function("mine", lambda q, k, v: planted_kernels.sound(q, k, v)[0] + q.cos())
+    for names, why in ((0.0, "no known mistake explains it"), (1e6, "the search")):
+        bench.watch.add({**dict.fromkeys(SECTIONS, 1e3), "names": names})
+        row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
+        assert row.nulls["suspicion"].startswith(why)

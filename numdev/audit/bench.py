@@ -32,6 +32,16 @@ KV_TENSORS = ("dk", "dv")  # of kv heads; the others are of query heads
 # By tensor, the field of a reference with its term scale.
 TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 
+# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along them.
+AXES = {
+    "q": ("batch", "head", "row", "feature"),
+    "k": ("batch", "kv_head", "key", "feature"),
+    "v": ("batch", "kv_head", "key", "feature"),
+    "grad_out": ("batch", "head", "row", "feature"),
+    "mask": ("batch", "head", "row", "key"),
+    "sinks": ("head",),
+}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
@@ -262,3 +272,23 @@ def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
     largest_k = k.amax(dim=-1, keepdim=True).repeat_interleave(case.group, dim=1)
     largest_q = q.unflatten(1, (case.kv_heads, case.group)).amax(dim=(2, 3))
     return u * q * largest_k, u * k * largest_q[..., None]
+
+
+def part(case: AttentionCase, **kept: range) -> AttentionCase:
+    """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`), its
+    tensors copied, dense, in their own order of axes in memory: kernels choose by it. With a kv
+    head come all query heads that read it, unless `head` says which. Each row sees what it saw: of
+    rows from r and keys from k, j <= i + offset becomes j' + k <= i' + r + offset."""
+    if "kv_head" in kept and "head" not in kept:
+        group, heads = case.group, kept["kv_head"]
+        kept["head"] = range(heads.start * group, heads.stop * group)
+    parts: dict[str, Any] = {}
+    for name, axes in AXES.items():
+        x = getattr(case, name)
+        for dim, axis in enumerate(() if x is None else axes[-x.ndim :]):
+            if axis in kept and len(kept[axis]) < x.shape[dim]:  # a mask may broadcast there
+                x = x.detach().narrow(dim, kept[axis].start, len(kept[axis])).clone()
+        parts[name] = x
+    moved = kept.get("row", range(1)).start - kept.get("key", range(1)).start
+    parts["causal_offset"] = case.causal_offset + (moved if case.restricts_positions else 0)
+    return dataclasses.replace(case, **parts)

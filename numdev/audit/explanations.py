@@ -19,33 +19,19 @@ import numpy as np
 from torch import Tensor
 
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
+from numdev.audit.bench import part as part_of
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Task
 from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, given, identity, returned
 from numdev.errors import MeasurementError, Refused, UsageError
-from numdev.explain.attribution import (
-    ENOUGH,
-    EXPLAINS,
-    FORWARD_VARIED,
-    Attribution,
-    Claim,
-    attribute,
-    row_weights,
-    weighed,
-)
-from numdev.explain.wrong_function import suspect
+from numdev.explain import attribution as fits
+from numdev.explain.wrong_function import Suspicion, far_off, suspect
+from numdev.explain.wrong_gradients import suspect_gradients
 from numdev.formats import FORMATS, Format, round_to
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
-from numdev.kernels.emulation.kernel import (
-    SITE_OF,
-    emulated_step,
-    emulation,
-    returning,
-    unexpected,
-    unpredictable,
-)
+from numdev.kernels.emulation import kernel as made
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
@@ -63,6 +49,7 @@ from numdev.yamlfile import Strict, bundled, read_yaml
 
 Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
+SEARCHED = 109  # rows of the part of a call whose gradients are searched: no multiple of a tile
 MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
 
 
@@ -122,28 +109,52 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     return tuple(t for t in TERMS if is_beyond([r for r in rest if r.tensor == t]))
 
 
-def name_again(
-    measured: Measured, kernel: Kernel, options: Mapping[str, Any], bench: Bench, run: Runner
-) -> None:
-    """Name what an output beyond its limits is of, if the kernel run on the same inputs in a finer
-    format tells: in 16 bits rounding hides a small mistake."""
-    rows, select, output = measured.rows, bench.selection, measured.output
-    if output is None or "out" not in beyond(rows):
+def name(measured: Measured, bench: Bench, again: Runner) -> None:
+    """Name what a tensor beyond its limits is of, or say that nothing is known; of gradients where
+    the output is right: they inherit its mistake. `again` runs the kernel on another case."""
+    rows, output, wrong = measured.rows, measured.output, beyond(measured.rows)
+    if output is None or not wrong:
         return
-    case, heads = dataclasses.replace(bench.case, grad_out=None), select.heads
-    finer = [FORMATS[n] for n in ("float32", "float16")]
-    for fmt in (f for f in finer if f.unit_roundoff < case.format.unit_roundoff):
-        again = run(kernel, wide := case.rounded_to(fmt), options)
-        if isinstance(again, Failure):
-            continue
-        places = (heads, heads, select.queries, output.out)
-        causes = suspect(wide, again.out, bench.reference, *places)
-        for at, row in enumerate(rows):
-            if row.tensor == "out" and row.head is not None and (by := causes.get(row.head)):
-                more = {"suspicion": by.cause, "suspicion_cut": by.cut}
-                rows[at] = row.model_copy(update=more)
-        if causes:
-            return
+    wrong = wrong[:1] if wrong[0] == "out" else wrong
+    why = "the search for its cause was cut short"
+    found: dict[tuple[str, int], Suspicion] = {}
+    if not bench.watch.over("names"):
+        with bench.watch("names"):
+            found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
+            why = "no known mistake explains it"
+    for at, row in enumerate(rows):
+        if by := found.get((row.tensor, row.head or 0)):
+            rows[at] = row.model_copy(update={"suspicion": by.cause, "suspicion_cut": by.cut})
+        elif row.tensor in wrong and not row.suspicion:
+            row.nulls["suspicion"] = why
+
+
+def _named(
+    wrong: Sequence[DeviationRow], output: Output, bench: Bench, again: Runner
+) -> dict[tuple[str, int], Suspicion]:
+    """By tensor and head, what an output is, of the same inputs in float32, since 16 bits hide a
+    small mistake; or gradients, of a part of the call that is searched in a moment: the first batch
+    entries, queries and keys, of the kv head that errs most."""
+    case, select = bench.case, bench.selection
+    wide = max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
+    if wrong[0].tensor == "out":
+        case = dataclasses.replace(case, grad_out=None).rounded_to(wide)
+        if isinstance(found := again(case), Failure):
+            return {}
+        of = (select.heads, select.heads, select.queries, output.out)
+        causes = suspect(case, found.out, bench.reference, *of)
+        return {("out", head): by for head, by in causes.items()}
+    if not (far := [row for row in wrong if far_off(vars(row))]):
+        return {}
+    worst = max(far, key=lambda row: row.floor_ratio or 0.0)
+    kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
+    of_kv = case.select_groups([kv]).rounded_to(wide)
+    case = part_of(of_kv, batch=range(2), row=range(SEARCHED), key=range(SEARCHED))
+    step = again(case, gradients=True)
+    if isinstance(step, Failure) or step.dq is None:
+        return {}
+    by = suspect_gradients(case, step)
+    return {(r.tensor, r.head or 0): by[r.tensor] for r in far if r.tensor in by}
 
 
 def likenesses(
@@ -159,7 +170,7 @@ def likenesses(
     select = bench.selection.select
     came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in came.items() if n == "out" or all_finite([x])]
-    if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
+    if any(made.unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
         return {}
     residuals = {n: _residual(came[n], bench.yardsticks[n]) for n in names}
     apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
@@ -168,10 +179,12 @@ def likenesses(
         left = {n: residual(expected[n]) for n, residual in residuals.items()}
         for part in map(tuple, (names, *apart)):
             together = math.sqrt(sum(left[n] ** 2 for n in part) / len(part))
-            explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in {*part} & {*tensors})
+            explains = together <= fits.EXPLAINS and all(
+                left[n] <= IN_ONE for n in {*part} & {*tensors}
+            )
             if explains and (part not in best or together < best[part].residual):
                 best[part] = Likeness(words=words, expected=expected, residual=together)
-        if (whole := best.get(tuple(names))) is not None and whole.residual <= ENOUGH:
+        if (whole := best.get(tuple(names))) is not None and whole.residual <= fits.ENOUGH:
             break
     found = {tuple(names): whole} if (whole := best.get(tuple(names))) else best
     return {n: like for part, like in found.items() for n in part}
@@ -180,11 +193,11 @@ def likenesses(
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
     """|x - way| / |x - r| of the way's tensor, rows counting alike; 0 or infinity if x is exact."""
     wide = x.double()
-    weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
-    size = float(weighed(wide - y.reference, weight).norm())
+    weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
+    size = float(fits.weighed(wide - y.reference, weight).norm())
 
     def residual(expected: Tensor) -> float:
-        left = float(weighed(wide - expected.double(), weight).norm())
+        left = float(fits.weighed(wide - expected.double(), weight).norm())
         return left / size if size else (math.inf if left else 0.0)
 
     return residual
@@ -212,7 +225,7 @@ def _ways(
                    for words, claim in apart.items()}  # fmt: skip
     for words, claim in claims.items():
         with contextlib.suppress(Refused, MeasurementError, UsageError):
-            yield words, bench.predicted(returning(claim, bench.case, formats))
+            yield words, bench.predicted(made.returning(claim, bench.case, formats))
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
         for words, way in WAYS.items():
             if (step := _written(way, bench)) is not None:
@@ -281,7 +294,7 @@ class _Compared:
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
-        tensors = {t: x for t in SITE_OF if (x := getattr(output, t)) is not None}
+        tensors = {t: x for t in made.SITE_OF if (x := getattr(output, t)) is not None}
         self.formats = {t: returned(x, case) for t, x in tensors.items()}
         if backward := "dq" in tensors:
             heads, kv_heads = whole_groups(select.heads, case.group)
@@ -289,20 +302,20 @@ class _Compared:
         else:
             heads, kv_heads = chosen(select.heads), ()
             some = case.select_heads(list(heads))
-        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in SITE_OF}
+        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in made.SITE_OF}
         self.rows = select.queries
         self.case = some if self.rows is None else some.select_rows(self.rows)
         self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
         self.kept: dict[str, dict[str, Tensor]] = {}
 
     def attribution(
-        self, tensor: str, claim: Claim | None
-    ) -> tuple[Attribution | None, str | None]:
+        self, tensor: str, claim: fits.Claim | None
+    ) -> tuple[fits.Attribution | None, str | None]:
         """Of one tensor; or why there is none."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
             return None, "query rows are sampled, and a key's gradient is a sum over all of them"
-        if unknown := unpredictable(claim or {"preset": "fa2"}, case.format, fmt):
+        if unknown := made.unpredictable(claim or {"preset": "fa2"}, case.format, fmt):
             return None, unknown
         x = getattr(self.output, tensor)[:, list(self.heads[tensor])]
         x = x if self.rows is None else x[:, :, self.rows]
@@ -311,33 +324,36 @@ class _Compared:
         more: dict[str, Any] = {"tensor": tensor, "group": case.group}
         try:
             size = terms.norm(dim=-1)
-            return attribute(x, exact, size, case.format, claim, emulated, **more), None
+            return fits.attribute(x, exact, size, case.format, claim, emulated, **more), None
         except FAILS_ONE_ROW as error:
             return None, f"it could not be tried ({error})"
 
-    def emulated(self, tensor: str, tried: Claim) -> Tensor:
+    def emulated(self, tensor: str, tried: fits.Claim) -> Tensor:
         """One emulation of backward serves all three gradients; the output needs none."""
-        recipe = returning(tried, self.case, self.formats)
+        recipe = made.returning(tried, self.case, self.formats)
         key = f"{tensor == 'out'} {sorted(recipe.items())!r}"
         if key in self.kept:
             return self.kept[key][tensor]
         if tensor == "out":
-            step = {"out": emulation(self.case, recipe)}
+            step = {"out": made.emulation(self.case, recipe)}
         else:
-            step = {t: x for t, x in emulated_step(self.case, recipe).items() if t != "out"}
+            step = {t: x for t, x in made.emulated_step(self.case, recipe).items() if t != "out"}
         if sum(x.nbytes for kept in self.kept.values() for x in kept.values()) < KEPT_BYTES:
             self.kept[key] = step
         return step[tensor]
 
 
-def _informed(claim: Claim | None, found: Attribution | None) -> Claim | None:
+def _informed(claim: fits.Claim | None, found: fits.Attribution | None) -> fits.Claim | None:
     """The claim with the tiles that explain the output, where it was right but for those."""
     if claim is None or found is None or found.why_not:
         return claim
     if found.best.claim.get("preset") != claim.get("preset", "fa2"):
         return claim
-    rest = {k: v for k, v in claim.items() if k not in FORWARD_VARIED}
-    return {**rest, **{k: v for k, v in found.best.claim.items() if k in FORWARD_VARIED}}
+    rest = {k: v for k, v in claim.items() if k not in fits.FORWARD_VARIED}
+    return {
+        **rest,
+        **{k: v for k, v in found.best.claim.items() if k in fits.FORWARD_VARIED},
+    }
 
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
@@ -352,7 +368,11 @@ def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], t
 
 
 def _row(
-    task: Task, tensor: str, heads: tuple[int, ...], found: Attribution | None, unknown: str | None
+    task: Task,
+    tensor: str,
+    heads: tuple[int, ...],
+    found: fits.Attribution | None,
+    unknown: str | None,
 ) -> AttributionRow:
     fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
     fields |= {"explained_by": None, "reason": unknown}
@@ -400,10 +420,10 @@ def examine(
             if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
                 continue  # what a key receives comes from query heads that are not measured
             predicted = None
-            if tensor in bench.by_row and unexpected(claim, bench.case.format, fmt) is None:
+            if tensor in bench.by_row and made.unexpected(claim, bench.case.format, fmt) is None:
                 predicted = held_to.get(tensor)
                 if predicted is None:
-                    predicted = bench.predicted(returning(claim, bench.case, formats))[tensor]
+                    predicted = bench.predicted(made.returning(claim, bench.case, formats))[tensor]
             worst += worst_rows(
                 bench.case,
                 select.select(getattr(output, tensor), tensor),

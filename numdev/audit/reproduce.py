@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.bench import KV_TENSORS, Selection
+from numdev.audit.bench import KV_TENSORS, Selection, part
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Plan
 from numdev.audit.rows import given
@@ -163,15 +163,6 @@ KEYS_START, KEYS_END = ("key", True), ("key", False)
 # at one corner or the other, and a kernel that is right could be shown to differ for that alone.
 SQUARE: tuple[Ends, ...] = ((ROWS_END, KEYS_END), (ROWS_START, KEYS_START))
 SINGLE: tuple[Ends, ...] = ((ROWS_END,), (KEYS_END,), (KEYS_START,), (ROWS_START,))
-# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along them.
-AXES = {
-    "q": ("batch", "head", "row", "feature"),
-    "k": ("batch", "kv_head", "key", "feature"),
-    "v": ("batch", "kv_head", "key", "feature"),
-    "grad_out": ("batch", "head", "row", "feature"),
-    "mask": ("batch", "head", "row", "key"),
-    "sinks": ("head",),
-}
 
 
 def reduce(
@@ -224,23 +215,3 @@ def reduce(
     for ends in SQUARE if square else (*SQUARE, *SINGLE):
         trim(*ends)
     return best if any(still_shows(best) for _ in range(TRIES)) else case
-
-
-def part(case: AttentionCase, **kept: range) -> AttentionCase:
-    """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`), its
-    tensors copied, dense, in their own order of axes in memory: kernels choose by it. With a kv
-    head come all query heads that read it, unless `head` says which. Each row sees what it saw: of
-    rows from r and keys from k, j <= i + offset becomes j' + k <= i' + r + offset."""
-    if "kv_head" in kept and "head" not in kept:
-        group, heads = case.group, kept["kv_head"]
-        kept["head"] = range(heads.start * group, heads.stop * group)
-    parts: dict[str, Any] = {}
-    for name, axes in AXES.items():
-        x = getattr(case, name)
-        for dim, axis in enumerate(() if x is None else axes[-x.ndim :]):
-            if axis in kept and len(kept[axis]) < x.shape[dim]:  # a mask may broadcast there
-                x = x.detach().narrow(dim, kept[axis].start, len(kept[axis])).clone()
-        parts[name] = x
-    moved = kept.get("row", range(1)).start - kept.get("key", range(1)).start
-    parts["causal_offset"] = case.causal_offset + (moved if case.restricts_positions else 0)
-    return dataclasses.replace(case, **parts)

@@ -15,7 +15,7 @@ from numdev.audit.isolation import Failure
 from numdev.audit.plan import Task, recorded
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
-from numdev.explain.wrong_function import far_off, off_by_a_factor, suspect
+from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import Format, format_of
 from numdev.kernels import Kernel, Output
 from numdev.kernels.emulation.kernel import returning, unexpected
@@ -25,7 +25,6 @@ from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain
 from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere, inputs_finite
 from numdev.metrics.noise import noise
 from numdev.metrics.sampling import Strata
-from numdev.metrics.yardstick import Yardstick
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
 
 if TYPE_CHECKING:
@@ -87,8 +86,6 @@ class Runs:
                 heads = self.likes[tensor].without_its_bias(heads, y.for_format(fmt))
             if task.role == "kernel" and tensor == "out":
                 self.suspect(heads, chosen)
-            elif task.role == "kernel":
-                self.factors(tensor, heads, chosen, y.for_format(fmt))
             self.finish(heads, tensor, rest)
             rows += self.shown(tensor, heads, fmt)
         if output.lse is not None and task.role not in ("precision", "control"):
@@ -156,21 +153,14 @@ class Runs:
             for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
                 head["empty_nonfinite"] = count
         far = [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]
-        if not far:
+        if not far or bench.watch.over("names"):
             return
         out, exact = self.runs[0].out, bench.reference
-        causes = suspect(bench.case, out, exact, select.heads, far, select.queries)
+        with bench.watch("names"):
+            causes = suspect(bench.case, out, exact, select.heads, far, select.queries)
         for h, head in zip(select.heads, heads, strict=True):
             if h in causes:
                 head["suspicion"], head["suspicion_cut"] = causes[h].cause, causes[h].cut
-
-    def factors(self, tensor: str, heads: Sequence[Metrics], x: Tensor, y: Yardstick) -> None:
-        """The factor that a gradient is off by, in heads that are far off and where one is."""
-        scale = self.bench.case.scale
-        for at in (at for at, head in enumerate(heads) if far_off(head)):
-            of = (x[:, at], y.reference[:, at], y.term_scale[:, at])
-            if by := off_by_a_factor(*of, y.format.unit_roundoff, scale):
-                heads[at]["suspicion"], heads[at]["suspicion_cut"] = f"{tensor} {by.cause}", by.cut
 
     def finish(
         self, heads: Sequence[Metrics], tensor: str, rest: Mapping[str, Sequence[Elsewhere]]

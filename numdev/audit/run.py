@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numdev
+from numdev import report as records
 from numdev.audit.bench import Selection
 from numdev.audit.cluster import Cluster, Workers, at_work
 from numdev.audit.explanations import most
@@ -27,17 +28,6 @@ from numdev.errors import UsageError
 from numdev.explain.words import explanations
 from numdev.gate.findings import findings_of
 from numdev.metrics.weights import weight_row
-from numdev.report import (
-    AttributionRow,
-    AuditReport,
-    CaseRecord,
-    DeviationRow,
-    Finding,
-    PlanRecord,
-    ProfileRow,
-    Provenance,
-    WorstRow,
-)
 from numdev.report.summary import summarise
 from numdev.sources.opening import Source, open_source
 from numdev.sources.tensorfile import Writer
@@ -55,7 +45,7 @@ def audit(
     command: str = "",
     say: Say = lambda text: None,
     **how: Any,
-) -> AuditReport:
+) -> records.AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
     `say` is told what a user should know that the report does not hold; `how` is what `measure`
     takes. Raises UsageError, before anything is measured, for a request that cannot be run here,
@@ -76,20 +66,20 @@ def audit(
             for fmt in plan.formats
         )
     journal = results.journal
-    attributions = journal.records("attribution", AttributionRow)
-    worst = most(journal.records("worst", WorstRow))
-    return AuditReport(
+    attributions = journal.records("attribution", records.AttributionRow)
+    worst = most(journal.records("worst", records.WorstRow))
+    return records.AuditReport(
         provenance=provenance(system, results.described, command),
         request=asked,
         summary=summarise(results.rows, results.findings, explanations(attributions), worst),
         findings=results.findings,
         tested=results.tested,
         plan=results.plan,
-        cases=journal.records("case", CaseRecord),
+        cases=journal.records("case", records.CaseRecord),
         rows=results.rows,
         weights=weights,
         attributions=attributions,
-        profiles=journal.records("profile", ProfileRow),
+        profiles=journal.records("profile", records.ProfileRow),
         timings=watch.seconds(),
     )
 
@@ -98,9 +88,9 @@ class Results(NamedTuple):
     """What came of a source that was measured as planned."""
 
     journal: Journal
-    plan: PlanRecord
-    rows: tuple[DeviationRow, ...]
-    findings: tuple[Finding, ...]
+    plan: records.PlanRecord
+    rows: tuple[records.DeviationRow, ...]
+    findings: tuple[records.Finding, ...]
     tested: tuple[str, ...]
     described: Mapping[str, Any]  # the source, in plain data
 
@@ -143,7 +133,7 @@ def run_plan(
             say("Continued an earlier run; its finished tasks were kept.")
         for note in source.notes[len(told) :]:  # some are known only afterwards
             say(note)
-        rows = journal.records("row", DeviationRow)
+        rows = journal.records("row", records.DeviationRow)
         if not rows:
             what = f"{request.target}: no attention call was selected"
             raise UsageError(what, hint="check --layers and --heads")
@@ -202,9 +192,9 @@ def run_source(
     return calls
 
 
-def provenance(system: System, described: Mapping[str, Any], command: str) -> Provenance:
+def provenance(system: System, described: Mapping[str, Any], command: str) -> records.Provenance:
     """Where the numbers of a report made now, here, come from."""
-    return Provenance(
+    return records.Provenance(
         numdev=numdev.__version__,
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,19 +12,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from numdev.audit import rows as of_rows
 from numdev.audit.bench import Bench, Selection
-from numdev.audit.explanations import beyond, examine, explain, likenesses, name_again, profile
+from numdev.audit.explanations import beyond, examine, explain, likenesses, name, profile
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Plan, Planned, Task
-from numdev.audit.rows import (
-    FAILS_ONE_ROW,
-    Measured,
-    Runs,
-    bare_row,
-    case_record,
-    formats_of,
-    given,
-)
 from numdev.audit.screening import screened
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
@@ -38,6 +30,7 @@ from numdev.sources.capture import Captured
 from numdev.sources.opening import Located
 from numdev.system import System
 
+FAR = 10.0  # no sound way of rounding errs so many times what plain attention does
 Rows = Mapping[str, Sequence[Any]]  # rows of a report by kind: row, worst, profile, attribution
 Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
 
@@ -57,7 +50,11 @@ def measured_here(
     """What goes into the journal of a case, measured in this process."""
     with watch("capture"):
         case = located.load()
-    yield f"case {located.ref.case}", {"case": [case_record(case, located.axes)]}, case.ref.module
+    yield (
+        f"case {located.ref.case}",
+        {"case": [of_rows.case_record(case, located.axes)]},
+        case.ref.module,
+    )
     for task, rows in measure_case(case, tasks, plan, run, watch):
         yield task.key, rows, f"{task.case.module} {task.kernel}"
 
@@ -82,7 +79,7 @@ def measure_case(
                 with watch("reference"):
                     exact = selection.exact(selection.case)
             bench = Bench.of(selection, format_named(format_name), exact, watch)
-        except FAILS_ONE_ROW as error:  # the case is too large for its reference
+        except of_rows.FAILS_ONE_ROW as error:  # the case is too large for its reference
             for _, task in of_format:
                 yield task, {"row": [_unmeasured(task, error)]}
             continue
@@ -108,13 +105,13 @@ def _rows(kernel: Kernel, task: Task, bench: Bench, plan: Plan, run: Runner) -> 
 
 def measure_task(
     task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
-) -> Measured:
+) -> of_rows.Measured:
     """A kernel on a prepared case. One that is missing or declines is `skipped`; one that raises,
     or whose output cannot be measured, is `failed`. Where the forward pass runs and a training step
     does not, one row of dq says why there is no gradient. A kernel that declared no claim and errs
     beyond `fa2` is held to the known way of rounding that explains it, if one does."""
     if missing := kernel.missing(system):
-        return Measured(rows=[bare_row(task, Failure("skipped", missing))])
+        return of_rows.Measured(rows=[of_rows.bare_row(task, Failure("skipped", missing))])
     try:
         with bench.watch("metrics"):
             runs, lacking = _runs(task, kernel, bench, run), None
@@ -123,28 +120,31 @@ def measure_task(
                 if not isinstance(forward, Failure):
                     lacking, runs = runs, forward
             if isinstance(runs, Failure):
-                return Measured(rows=[bare_row(task, runs)])
+                return of_rows.Measured(rows=[of_rows.bare_row(task, runs)])
             if task.role == "kernel" and (drawn := bench.selection.queries) is not None:
                 bench = screened(bench, runs[0], drawn)
             claim = kernel.claims(bench.case, runs[0], system)
-            measured = Runs(task, runs, bench, claim).measured()
-            if task.role == "kernel" and not kernel.declares and (wrong := beyond(measured.rows)):
-                formats = formats_of(runs[0], bench)
+            measured = of_rows.Runs(task, runs, bench, claim).measured()
+            wrong = beyond(measured.rows) if task.role == "kernel" else ()
+            far = any(r.tensor in wrong and (r.baseline_ratio or 0) > FAR for r in measured.rows)
+            if wrong and not far and not kernel.declares:
+                formats = of_rows.formats_of(runs[0], bench)
                 if likes := likenesses(runs[0], wrong, formats, bench, system):
-                    measured = Runs(task, runs, bench, claim, likes).measured()
+                    measured = of_rows.Runs(task, runs, bench, claim, likes).measured()
             if task.role == "kernel":
-                name_again(measured, kernel, given(task.options, kernel), bench, run)
+                options = of_rows.given(task.options, kernel)
+                name(measured, bench, lambda case, **how: run(kernel, case, options, **how))
             if lacking is not None:
                 where = "in a training step: " if lacking.status == "failed" else ""
                 why = Failure(lacking.status, where + lacking.reason)
-                measured.rows.append(bare_row(task, why, "dq"))
+                measured.rows.append(of_rows.bare_row(task, why, "dq"))
             return measured
-    except FAILS_ONE_ROW as error:
-        return Measured(rows=[_unmeasured(task, error)])
+    except of_rows.FAILS_ONE_ROW as error:
+        return of_rows.Measured(rows=[_unmeasured(task, error)])
 
 
 def _unmeasured(task: Task, error: Exception) -> DeviationRow:
-    return bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))
+    return of_rows.bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))
 
 
 def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output] | Failure:
@@ -163,7 +163,9 @@ def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output]
     runs: list[Output] = []
     with bench.watch("other" if task.role == "control" else "kernels"):
         for _ in range(task.repeats):
-            output = run(kernel, case, given(task.options, kernel), gradients=task.gradients)
+            output = run(
+                kernel, case, of_rows.given(task.options, kernel), gradients=task.gradients
+            )
             if isinstance(output, Failure):
                 return output
             runs.append(output)
@@ -191,6 +193,6 @@ def measure_one(
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
         bench = bench_of(case, task.format, task.heads, **how)
-    except FAILS_ONE_ROW as error:
+    except of_rows.FAILS_ONE_ROW as error:
         return [_unmeasured(task, error)]
     return measure_task(task, kernel, bench, system, run).rows

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 # In the order in which they are reported. `other` is what no section was opened for.
 SECTIONS = (
-    *("capture", "kernels", "reference", "predictions", "metrics", "baseline", "weights", "other"),
+    *("capture", "kernels", "reference", "predictions", "metrics", "baseline", "names", "weights"),
+    "other",
 )
 TOTAL = "total"
 
@@ -55,6 +56,10 @@ class Stopwatch:
         """Seconds by section until now, and their sum as `total`."""
         self._lap()
         return {**self._spent, TOTAL: sum(self._spent.values())}
+
+    def over(self, section: str) -> bool:
+        """Whether a section has had more than a quarter of the time so far, and a second."""
+        return (spent := self.seconds())[section] > max(1.0, spent[TOTAL] / 4)
 
     def _lap(self) -> None:
         """The time since the last border is of the section that is open."""

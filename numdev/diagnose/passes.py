@@ -23,16 +23,7 @@ from numdev.kernels.emulation.backward import Given, Kept
 from numdev.kernels.emulation.recipe import EXACT, SITES, Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, rounding
 from numdev.kernels.output import upstream
-from numdev.kernels.reference import gradients
-from numdev.kernels.reference.blocked import (
-    Gradients,
-    _per_kv_head,
-    _products,
-    _row_blocks,
-    _slope,
-    nonzero,
-    scores,
-)
+from numdev.kernels.reference import blocked, gradients
 from numdev.sources.projection import Projection
 
 BLOCKS_HELD = 8  # blocks of scores that are held at once, each so much smaller
@@ -45,7 +36,7 @@ class Truth:
 
     case: AttentionCase
     projection: Projection | None
-    exact: Gradients
+    exact: blocked.Gradients
     rows: Tensor  # bool [B, H, q_len]: rows that see more than one key
     PK: Tensor  # [B, H, q_len, head_dim], 0 in rows that see none; P times a soft cap's slope
     size: Tensor  # [H]: the rms over `rows` of rowsum|dO o O|, the unit of delta's errors
@@ -87,7 +78,7 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
         P, slope, shown = probabilities(case, exact, rows, keys)
         seen[:, :, rows] = shown.sum(dim=-1) > 1
         weights = P if slope is None else P * slope
-        product = _per_kv_head(case, weights) @ case.k[:, :, keys].double()
+        product = blocked._per_kv_head(case, weights) @ case.k[:, :, keys].double()
         PK[:, :, rows] = product.view(b, h, -1, d)
     size = rms((dO * exact.out).abs().sum(dim=-1), seen)
     return Truth(case=case, projection=projection, exact=exact, rows=seen, PK=PK, size=size)
@@ -95,16 +86,16 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
 
 def row_blocks(case: AttentionCase) -> list[slice]:
     """Rows that are taken at once."""
-    return _row_blocks(case, BLOCKS_HELD)
+    return blocked._row_blocks(case, BLOCKS_HELD)
 
 
 def probabilities(
-    case: AttentionCase, exact: Gradients, rows: slice, keys: slice
+    case: AttentionCase, exact: blocked.Gradients, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope; which keys are shown."""
-    X = _products(case, case.q.double(), case.k.double(), rows, keys)
-    slope = _slope(case, X)
-    S = scores(case, X, rows, keys)
+    X = blocked._products(case, case.q.double(), case.k.double(), rows, keys)
+    slope = blocked._slope(case, X)
+    S = blocked.scores(case, X, rows, keys)
     hidden = S.eq(-math.inf)
     P = S.sub_(exact.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
     return P, slope, ~hidden
@@ -169,7 +160,7 @@ def _row_sums(given: Given, delta: Tensor) -> Tensor:
     if case.sinks is not None:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(given.shift).double()).exp()
-        sums[3] = P if given.l is None else P / nonzero(given.l).double()
+        sums[3] = P if given.l is None else P / blocked.nonzero(given.l).double()
     given = dataclasses.replace(given, r=rounder(case, given.r.made))
     for rows, keys in bwd.blocks(given):
         P, dP, tanh = bwd.again(given, rows, keys)

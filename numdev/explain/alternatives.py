@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from numdev.cases import AttentionCase
 from numdev.explain.mistakes import variants
 from numdev.explain.probe import Alternative, Probe
 from numdev.kernels.reference import attend
@@ -22,6 +23,7 @@ from numdev.kernels.reference.blocked import Reference, scores
 from numdev.metrics.yardstick import finite
 
 WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed
+SOMEWHERE = "in some rows"  # which: `numdev.explain.wrong_function` sees all
 LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the other
 
 
@@ -30,7 +32,8 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
     case = probe.case
     for cause, variant in variants(case):
         yield cause, partial(Probe.answer, case=variant)
-    yield "the output is 0 everywhere", partial(Probe.multiplied, factor=0.0)
+    if bool((probe.out == 0).all(-1).any()):
+        yield f"the output is 0 {SOMEWHERE}", lambda p: p.multiplied((p.out != 0).any(-1, True))
     cause = "the output is not divided by the row sum"
     yield cause, lambda p: p.multiplied(_row_sum(p)[..., None])
     yield from _layouts(probe)
@@ -60,20 +63,18 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
     if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
         yield "the heads' axis is taken for the sequence's", _across_heads
     memory = "[batch, length, heads, dim] in memory"
-    for words in ("q is", "k is", "v is", "k and v are"):
-        changed: Any = {n: _reread(getattr(case, n)) for n in "qkv" if n in words.split()}
-        if not all(torch.equal(x, getattr(case, n)) for n, x in changed.items()):
+    for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
+        for how, order in {"read as": _reread, "laid out as": _relaid}.items():
+            named = [n for n in "qkv" if n in words.replace(",", "").split()]
+            changed: Any = {n: order(getattr(case, n)) for n in named}
             one = dataclasses.replace(case, **changed)
-            yield f"{words} read as {memory}", partial(Probe.answer, case=one)
-    variant = dataclasses.replace(case, q=_reread(case.q), k=_reread(case.k), v=_reread(case.v))
-    if not all(torch.equal(getattr(case, n), getattr(variant, n)) for n in "qkv"):
-        yield f"q, k and v are read as {memory}", partial(Probe.answer, case=variant)
-        if cheap:
-            cause = f"q, k, v and the output have {memory}"
-            yield cause, lambda p: _rewritten(p, attend(variant).out)
+            yield f"{words} {how} {memory}", partial(Probe.answer, case=one)
+            if cheap and len(named) == 3 and order is _reread:
+                cause = f"q, k, v and the output have {memory}"
+                yield cause, partial(_rewritten, case=one)
     if case.heads > 1 and case.q_len > 1 and (cheap or probe.whole is not None):
         cause = "the output is laid out as [batch, length, heads, dim]"
-        yield cause, lambda p: _rewritten(p, attend(case).out if p.whole is None else p.whole)
+        yield cause, partial(_rewritten, case=case)
 
 
 def _across_heads(p: Probe) -> Reference:
@@ -87,13 +88,17 @@ def _across_heads(p: Probe) -> Reference:
 
 def _reread(x: Tensor) -> Tensor:
     """Memory of [B, H, N, D] read as [B, N, H, D]."""
-    b, h, n, d = x.shape
-    return x.reshape(b, n, h, d).transpose(1, 2)
+    return x.reshape(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _rewritten(p: Probe, x: Tensor) -> Reference:
+def _relaid(x: Tensor) -> Tensor:
     """Written as [B, N, H, D], read as [B, H, N, D]."""
-    return p.with_out(p.take(x.transpose(1, 2).reshape(x.shape)))
+    return x.transpose(1, 2).reshape(x.shape)
+
+
+def _rewritten(p: Probe, case: AttentionCase) -> Reference:
+    whole = p.whole if case is p.case and p.whole is not None else attend(case).out
+    return p.with_out(p.take(_relaid(whole)))
 
 
 # --- factors -------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ within a factor of two of the best are all named. `far_off` only saves time."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.alternatives import alternatives, estimated
+from numdev.explain.alternatives import SOMEWHERE, alternatives, estimated
 from numdev.explain.mistakes import scales
 from numdev.explain.probe import Alternative, Probe, room_for_heads
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
-SAME = 4e-3  # how near an estimated factor is to a known one: a rounding in bfloat16
 SHRINKS = 1.01  # the least cut in the format of a finding, where a finer one has found its cause
 FLOORS, BASELINES = 10.0, 2.0  # from where on a search is worth it
 ALIKE = 2.0  # alternatives with a residual within this factor of the best one's are not told apart
@@ -42,29 +40,6 @@ def far_off(metrics: dict[str, Any]) -> bool:
     """Whether one head's error is beyond what rounding explains, so that a search is worth it."""
     floors, baselines = metrics.get("floor_ratio"), metrics.get("baseline_ratio")
     return floors is not None and floors >= FLOORS and (baselines is None or baselines >= BASELINES)
-
-
-def off_by_a_factor(
-    x: Tensor, r: Tensor, terms: Tensor, unit_roundoff: float, scale: float
-) -> Suspicion | None:
-    """The one factor that explains a gradient of a head, by the same rule; `scale`: the call's."""
-    x, size = x.double(), float(r.norm())
-    if not size > unit_roundoff * float(terms.norm()):  # it cancels to nothing
-        return None
-    factor = float((x * r).sum()) / size**2
-    floor = unit_roundoff / math.sqrt(12) * abs(factor) * size
-    cut = float((x - r).norm()) / max(float((x - factor * r).norm()), floor, 2.0**-53 * size)
-    if not cut >= CUT or abs(factor - 1) <= max(2 * unit_roundoff, 1e-3):
-        return None
-    known = {
-        "is 0": 0.0,
-        "is ln 2 times what it should be": math.log(2),
-        "is log2(e) times what it should be": 1 / math.log(2),
-        "lacks the scale": 1 / scale,
-        "has the scale twice": scale,
-    }
-    same = (words for words, f in known.items() if abs(factor - f) <= SAME * (abs(f) or 1.0))
-    return Suspicion(cause=next(same, f"is {factor:.3f} times what it should be"), cut=cut)
 
 
 def suspect(
@@ -103,9 +78,22 @@ def suspect(
                 coarse = Probe.of(case, first, [head], errors[:, [heads.index(head)]], whole)
                 cut = cut if coarse.cut(best(coarse)) > SHRINKS else 0.0
             if cut >= CUT:
-                suspicions[head] = Suspicion(cause=cause, cut=cut)
+                zero = (out[:, head] == 0).all(dim=-1).any(dim=0)
+                rows_of = f"in {in_words(zero)}" if bool(zero.any()) else ""
+                which = "everywhere" if bool(zero.all()) else rows_of
+                suspicions[head] = Suspicion(cause=cause.replace(SOMEWHERE, which), cut=cut)
         return suspicions
     return {}
+
+
+def in_words(these: Tensor) -> str:
+    """`rows 64 to 99`, `every 64th row from 63`, of bools by row, some of them true."""
+    at = these.nonzero().flatten()
+    first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
+    if not steps or steps == [1]:
+        return f"rows {first} to {last}" if steps else f"row {first}"
+    more = f"{len(at)} rows, the first {first}, the last {last}"
+    return more if len(steps) > 1 else f"every {steps[0]}th row from {first}"
 
 
 def _search(probe: Probe) -> list[tuple[Alternative, float]]:

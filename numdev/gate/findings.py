@@ -118,10 +118,11 @@ def _finding(fault: Fault, named: Places) -> Finding:
     judged, place = sum(v.judged for v in verdicts), Place.of(rows[0])
     heads, first = f"{len(rows)} of {judged} heads", "first" if len(verdicts) > 1 else "worst"
     where = f"{', '.join(formats)}; {heads}, {first} at {named(place)}"
+    why = rows[0].nulls.get("suspicion", "")
     return Finding(
         rule=verdict.rule,
         severity="exceeded",
-        sentence=f"{label(verdict)} {_wrong(verdict, rows, where)}.",
+        sentence=f"{label(verdict)} {_wrong(verdict, rows, where)}.{why and f' Unnamed: {why}.'}",
         kernel=verdict.kernel or "",
         options=verdict.options,
         formats=formats,

@@ -6,31 +6,27 @@ call. On a CPU, where PyTorch has no operator for that, the ring is called itsel
 tests do and no audit. What it computes, and claims, is `sharded`.
 
 A rank that waits for another which is gone waits for ever: where one dies, raises or says nothing
-in time, all are ended, and that is one failed row. They are plain subprocesses, since
-`multiprocessing` would import the caller's main module again. Names that begin with an underscore
-are PyTorch's, which has no others for these options."""
+in time, all are ended, and that is one failed row. Names that begin with an underscore are
+PyTorch's, which has no others for these options."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import json
+import functools
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, one_line
@@ -48,14 +44,6 @@ NAMES = ("out", "dq", "dk", "dv")
 SEQUENCE = 2  # the axis that is divided
 START_S = 180.0  # for ranks to import torch and to find each other
 LIMIT_S = 300.0  # for an answer; `--isolate` has a limit of its own, of which this knows nothing
-GRACE_S = 1.0  # where a rank reports a failure, for another that died to show why
-BOOT = """
-import json, sys
-sys.path[:], *place = json.loads(sys.argv[1])
-from numdev.kernels.context_parallel import rank
-rank(*place)
-"""
-Answer = dict[str, Any]
 
 
 def _unsupported(case: AttentionCase) -> str | None:
@@ -104,7 +92,7 @@ def _computed(
         "is_causal": case.is_causal,
         "convert_to_f32": options["convert_to_f32"],
     }
-    answer = together(world, device).ask(task)[0]
+    answer = together(world, device).ask(task)
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
     did = {
@@ -121,132 +109,76 @@ def _computed(
 
 # --- the ranks, from here ------------------------------------------------------------------------
 
-_running: dict[tuple[int, str], Ranks] = {}
-
-
-def together(world: int, device: str) -> Ranks:
-    """The ranks of this process for so many devices of one kind, started when first asked for."""
-    ranks = _running.get((world, device))
-    if ranks is None or ranks.ended:
-        ranks = _running[world, device] = Ranks(world, device)
-    return ranks
-
-
-@atexit.register
-def end_all() -> None:
-    """End the ranks that `together` started."""
-    while _running:
-        _running.popitem()[1].close()
-
 
 class Ranks:
     """So many processes, each with a device of its own where devices are CUDA's. Raises
     MeasurementError where they cannot be started."""
 
     def __init__(self, world: int, device: str) -> None:
-        self.world, self.ended = world, False
+        self.world = world
         self._folder = tempfile.TemporaryDirectory(prefix="numdev-ranks-")
-        self._pipes: list[Connection[Any, Any]] = []
-        self.processes: list[subprocess.Popen[bytes]] = []  # by rank
-        closed: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        try:
-            for number in range(world):
-                ours, theirs = Pipe()
-                self._pipes.append(ours)
-                place = [number, world, device, f"{self._folder.name}/store", theirs.fileno()]
-                command = [sys.executable, "-c", BOOT, json.dumps([sys.path, *place])]
-                process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), **closed)
-                self.processes.append(process)
-                theirs.close()
-            self.ask(None, START_S)
-        except BaseException:
-            self.close()
-            raise
+        self._pipes, theirs = zip(*(Pipe() for _ in range(world)), strict=True)
+        place = (world, device, f"{self._folder.name}/store", theirs)
+        self.ranks: Any = spawn(rank, place, nprocs=world, join=False, daemon=True)
+        self.ask(None, START_S)
 
-    def ask(self, task: Mapping[str, Any] | None, limit_s: float = LIMIT_S) -> list[Answer]:
-        """Every rank's answer, in order; to no task, that it is there. Any exception ends them;
-        raises MeasurementError where one fails, dies, or does not answer in time."""
+    def ask(self, task: Mapping[str, Any] | None, limit_s: float = LIMIT_S) -> Any:
+        """What rank 0 answers, to no task that all are there. Any exception ends them; raises
+        MeasurementError where one fails, dies, or it does not answer in time."""
         try:
-            for pipe in self._pipes if task is not None else ():
-                with contextlib.suppress(OSError):  # it is gone, and so it will be found
-                    pipe.send_bytes(pickle.dumps(dict(task or {})))
-            deadline, answers = time.monotonic() + limit_s, dict[int, Answer]()
-            while len(answers) < self.world:
-                silent = [n for n in range(self.world) if n not in answers]
-                left = max(deadline - time.monotonic(), 0)
-                ready = wait([self._pipes[n] for n in silent], timeout=left)
-                if not ready:
-                    who = f"rank {', '.join(map(str, silent))} of {self.world}"
-                    raise MeasurementError(f"{who} did not answer within {limit_s:g} s")
-                answers |= {n: self._answer(n) for n in silent if self._pipes[n] in ready}
-            return [answers[n] for n in range(self.world)]
-        except BaseException:
+            with contextlib.suppress(OSError):  # it is gone, and so it will be found
+                for pipe in self._pipes if task is not None else ():
+                    pipe.send_bytes(pickle.dumps(task))
+            if wait([self._pipes[0], *self.ranks.sentinels], limit_s) == [self._pipes[0]]:
+                with contextlib.suppress(EOFError, OSError):
+                    return pickle.loads(self._pipes[0].recv_bytes())
+            self.ranks.join(1.0, grace_period=1.0)
+            raise MeasurementError(f"{self.world} ranks did not answer within {limit_s:g} s")
+        except BaseException as error:
             self.close()
-            raise
+            if not isinstance(error, ProcessException):
+                raise
+            why = str(error).strip().splitlines()[-1]
+            raise MeasurementError(f"rank {error.error_index} of {self.world}: {why}") from None
 
     def close(self) -> None:
         """End every rank and remove what they shared."""
-        self.ended = True
-        for process in self.processes:
+        together.cache_clear()
+        for process in self.ranks.processes:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
-                process.wait(timeout=10)
+            process.join(10)  # in the driver, nothing ends it
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
 
-    def _answer(self, number: int) -> Answer:
-        try:
-            answer: Answer = pickle.loads(self._pipes[number].recv_bytes())
-        except (EOFError, OSError):
-            answer = {"error": "it closed its pipe"}
-        if "error" in answer:
-            why = f"rank {number} of {self.world}: {answer['error']}"
-            raise MeasurementError(self._fate() or why)
-        return answer
 
-    def _fate(self) -> str | None:
-        """How a rank died: what others report is then a consequence. None if all live."""
-        time.sleep(GRACE_S)
-        for number, process in enumerate(self.processes):
-            if (code := process.poll()) is not None:
-                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-                return f"rank {number} of {self.world} {killed or f'ended with exit code {code}'}"
-        return None
+together = functools.cache(Ranks)  # started when first asked for
 
 
 # --- one rank, in its own process ----------------------------------------------------------------
 
 
-def rank(number: int, world: int, device: str, store: str, pipe: int) -> None:
+def rank(number: int, world: int, device: str, store: str, pipes: Sequence[Connection]) -> None:
     """Answer the tasks read from a pipe until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the ranks ends them
-    tasks: Connection[Any, Any] = Connection(pipe)
-    try:
-        if device == "cuda":
-            torch.cuda.set_device(number)
-        else:
-            torch.set_num_threads(max(1, torch.get_num_threads() // world))
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=number,
-            world_size=world, timeout=timedelta(seconds=LIMIT_S),
-        )  # fmt: skip
-        mesh = init_device_mesh(device, (world,))
-        tasks.send_bytes(pickle.dumps({}))
+    Finalize(None, os._exit, (1,), exitpriority=0)  # groups are not taken apart: others may be gone
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    if device == "cuda":
+        torch.cuda.set_device(number)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=number,
+        world_size=world, timeout=timedelta(seconds=LIMIT_S),
+    )  # fmt: skip
+    mesh, answer = init_device_mesh(device, (world,)), dict[str, Any]()
+    with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            answer = _of_rank(pickle.loads(tasks.recv_bytes()), mesh)
-            small = {name: x for name, x in answer.items() if number == 0 or name not in NAMES}
-            tasks.send_bytes(pickle.dumps(small))
-    except (EOFError, BrokenPipeError):
-        os._exit(0)  # groups of processes are not taken apart while others may be gone
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            tasks.send_bytes(pickle.dumps({"error": one_line(error)}))
-        time.sleep(2 * GRACE_S)  # until it is ended: what it says is the reason, not its death
-        os._exit(1)
+            if number == 0:
+                pipes[0].send_bytes(pickle.dumps(answer))
+            answer = _of_rank(pickle.loads(pipes[number].recv_bytes()), mesh)
 
 
-def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> Answer:
+def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     """The output, and the gradients where the task has an upstream one, all of them whole."""
     from torch.distributed.tensor.experimental import _attention as cp
 
@@ -264,8 +196,9 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> Answer:
         # On the host, where a fault on the device comes out.
         return dict(zip(NAMES, (x.cpu() for x in whole), strict=False))
     except Exception as error:
-        refused = any(words in str(error).lower() for words in REFUSALS)
-        return {"refused" if refused else "error": one_line(error)}
+        if not any(words in str(error).lower() for words in REFUSALS):
+            raise
+        return {"refused": one_line(error)}
 
 
 def _dispatched(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:

@@ -18,17 +18,8 @@ import torch
 from torch import Tensor
 
 from numdev.formats import dtype_of
+from numdev.metrics import yardstick
 from numdev.metrics.sampling import Strata
-from numdev.metrics.yardstick import (
-    RowScales,
-    Sums,
-    Yardstick,
-    finite,
-    kept,
-    row_max,
-    row_norm,
-    widened,
-)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 GROUPS = 16  # row i is in group i mod GROUPS, so that each group is spread over positions
@@ -40,7 +31,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 class RowSums:
     """Of an output, on the device."""
 
-    sums: Sums
+    sums: yardstick.Sums
     largest: dict[str, Tensor]  # [B, H, rows], of which the largest over rows counts
     signed: tuple[Tensor, ...] = ()
     """Signed differences from the floor in ulps at the term scale, by sequence: sums over rows
@@ -85,14 +76,14 @@ class ElementSums:
     from_floor: Tensor | None  # the largest |o - floor|
 
 
-def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> RowSums:
+def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = None) -> RowSums:
     """An output [B, H, rows, features] beside a yardstick and, if any, the emulation `expected`."""
-    o, e = widened(output), None if expected is None else widened(expected)
-    fine = finite(o)
+    o, e = yardstick.widened(output), None if expected is None else yardstick.widened(expected)
+    fine = yardstick.finite(o)
     whole = bool((fine | ~y.seen).all())
     rows = y.rows if whole else y.rows_where(y.usable & fine)
-    beside = None if y.baseline is None else rows.usable & finite(y.baseline)
-    compared = rows.usable if e is None else rows.usable & finite(e)
+    beside = None if y.baseline is None else rows.usable & yardstick.finite(y.baseline)
+    compared = rows.usable if e is None else rows.usable & yardstick.finite(e)
     if o.is_cuda and HAS_TRITON and whole and y.regular and (e is None or bool(compared.all())):
         from numdev.metrics import row_sums_triton
 
@@ -114,7 +105,10 @@ def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Ro
     if elements.predicted is not None:
         same, size = rows, elements.size
         if not bool((compared == rows.usable).all()):
-            same, size = y.rows_where(compared), row_norm(kept(o - y.reference, compared))
+            same, size = (
+                y.rows_where(compared),
+                yardstick.row_norm(yardstick.kept(o - y.reference, compared)),
+            )
         predicted = same.predicted(elements.predicted)
         against, square, least = same.relative(torch.stack([size, predicted, same.least])).square()
         sums |= {
@@ -137,28 +131,28 @@ def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Ro
 def element_sums(
     o: Tensor,
     e: Tensor | None,
-    y: Yardstick,
+    y: yardstick.Yardstick,
     usable: Tensor,
     beside: Tensor | None,
     compared: Tensor,
 ) -> ElementSums:
     """By steps of PyTorch. `usable` elements count, `beside` those where the baseline does too, and
     `compared` those where the expected output does."""
-    error = kept(o - y.reference, usable)
+    error = yardstick.kept(o - y.reference, usable)
     off = o - y.floor
-    ulps = kept(off / y.spacing, usable & y.floor_finite & ~y.repeated[..., None])
+    ulps = yardstick.kept(off / y.spacing, usable & y.floor_finite & ~y.repeated[..., None])
     apart = from_floor = predicted = None
     if beside is not None and y.baseline is not None:
         # The baseline may be of the output's own narrow dtype.
-        apart = row_norm(kept(o.double() - y.baseline, beside)).square()
-        from_floor = row_max(kept(off, beside & y.floor_finite))
+        apart = yardstick.row_norm(yardstick.kept(o.double() - y.baseline, beside)).square()
+        from_floor = yardstick.row_max(yardstick.kept(off, beside & y.floor_finite))
     if e is not None:
-        predicted = row_norm(kept(e - y.reference, compared))
+        predicted = yardstick.row_norm(yardstick.kept(e - y.reference, compared))
     return ElementSums(
         absolute=torch.linalg.vector_norm(error, 1, dim=-1),
-        size=row_norm(error),
-        max_abs=row_max(error),
-        max_ulp=row_max(kept(error / y.spacing, usable)),
+        size=yardstick.row_norm(error),
+        max_abs=yardstick.row_max(error),
+        max_ulp=yardstick.row_max(yardstick.kept(error / y.spacing, usable)),
         features=ulps.sum(dim=2),
         along=ulps.mul_(y.reference.sign()).sum(dim=(2, 3)),
         predicted=predicted,
@@ -171,20 +165,20 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     """Distances alone, of what has no floor: [B, H, rows(, features)]; `empty` [B, H, rows]."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
-    o = widened(output)
-    here, there, seen = finite(o), finite(reference), ~empty[..., None]
+    o = yardstick.widened(output)
+    here, there, seen = yardstick.finite(o), yardstick.finite(reference), ~empty[..., None]
     usable = seen & here & there
-    a, b = kept(o, usable), kept(reference, usable)
+    a, b = yardstick.kept(o, usable), yardstick.kept(reference, usable)
     error = a - b
     sums = {
         "count": usable.sum(dim=-1).double(),
         "absolute": torch.linalg.vector_norm(error, 1, dim=-1),
-        "square": row_norm(error).square(),
-        "reference": row_norm(b).square(),
+        "square": yardstick.row_norm(error).square(),
+        "reference": yardstick.row_norm(b).square(),
         "empty_rows": empty.double(),
         "nonfinite": ((here != there) & seen).sum(dim=-1).double(),
     }
-    return RowSums(sums=sums, largest={"max_abs": row_max(error)})
+    return RowSums(sums=sums, largest={"max_abs": yardstick.row_max(error)})
 
 
 def to_host(x: RowSums, bins: Tensor | None = None, of: int | Strata | None = None) -> Totals:
@@ -214,19 +208,19 @@ def to_host(x: RowSums, bins: Tensor | None = None, of: int | Strata | None = No
     )
 
 
-def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: Yardstick) -> Tensor:
+def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick) -> Tensor:
     """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an error.
 
     What is predicted is at least typical of the head (the rms over rows of what is predicted
     relative to |term scale_i|): that one row's roundings happen to cancel is no prediction. It is
     also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE. Both are 0 where they are not usable."""
     rows = y.rows_where(y.usable & usable)
-    sizes = rows.predicted(row_norm(predicted))
+    sizes = rows.predicted(yardstick.row_norm(predicted))
     typical = _typical(rows.relative(torch.stack([sizes, rows.least])).square(), rows)
-    return _ratios(row_norm(error), sizes, typical, rows)
+    return _ratios(yardstick.row_norm(error), sizes, typical, rows)
 
 
-def _typical(squares: Tensor, rows: RowScales) -> Tensor:
+def _typical(squares: Tensor, rows: yardstick.RowScales) -> Tensor:
     """[H]: the rms over rows of what is predicted relative to the term scale, or of the least that
     may be if it is larger, from the squares of both, [2, B, H, rows]."""
     most = squares.sum(dim=(1, 3)).amax(dim=0)
@@ -234,7 +228,7 @@ def _typical(squares: Tensor, rows: RowScales) -> Tensor:
     return typical
 
 
-def _ratios(size: Tensor, predicted: Tensor, typical: Tensor, rows: RowScales) -> Tensor:
+def _ratios(size: Tensor, predicted: Tensor, typical: Tensor, rows: yardstick.RowScales) -> Tensor:
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
     allowed = torch.maximum(allowed, rows.least).clamp_min(rows.least_allowed)
     return torch.where(size > 0, size / allowed, 0.0)

@@ -23,17 +23,8 @@ from numdev.report.numbers import si, times
 from numdev.sources.files import some
 from numdev.system import System
 from numdev.training.weights import pairs
+from numdev.training.weights import report as records
 from numdev.training.weights.files import Stored, Weights, open_weights
-from numdev.training.weights.report import (
-    ALL,
-    GroupRow,
-    Matter,
-    Remark,
-    SourceRecord,
-    TensorRow,
-    WeightsReport,
-    WeightsSummary,
-)
 
 _LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
 _NORM = re.compile(r"norm|layrnorm|^ln(_|\d|$)|^bn\d*$", re.IGNORECASE)
@@ -83,7 +74,7 @@ def weights(
     overwrite: bool = False,
     command: str = "",
     progress: Progress = lambda what, done, total: None,
-) -> WeightsReport:
+) -> records.WeightsReport:
     """Compare every set of weights with the first, for a report in `directory`, which the caller
     writes. Raises UsageError, before anything is read, where one is not there or the directory is
     taken, and MeasurementError where no tensor could be compared."""
@@ -95,7 +86,7 @@ def weights(
     opened = [open_weights(target) for target in targets]
     claim(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
-    rows: list[TensorRow] = []
+    rows: list[records.TensorRow] = []
     sums: list[pairs.Sums] = []
     with watch("weights"):
         both = Comparison(opened, system.device)
@@ -104,7 +95,7 @@ def weights(
             if against is not costed:  # once for all others
                 costs, costed = pairs.cast_costs(against), against
             sums.append(pairs.compare(of, against, costs))
-            row = TensorRow(
+            row = records.TensorRow(
                 of=other.name,
                 against=opened[0].name,
                 tensor=name,
@@ -123,7 +114,7 @@ def weights(
             said = [f"{r.source}: {r.tensor or ''} {r.words}" for r in both.remarks]
             raise MeasurementError(f"no tensor could be compared: {some(said)}")
         sources = tuple(
-            SourceRecord(
+            records.SourceRecord(
                 name=source.name,
                 tensors=len(source.tensors),
                 elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
@@ -133,10 +124,10 @@ def weights(
         )
     groups = tuple(_groups(rows, sums))
     remarks = tuple(both.remarks)
-    return WeightsReport(
+    return records.WeightsReport(
         provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
         request=request,
-        summary=WeightsSummary(answer=tuple(_answer(groups, remarks))),
+        summary=records.WeightsSummary(answer=tuple(_answer(groups, remarks))),
         sources=sources,
         rows=tuple(rows),
         groups=groups,
@@ -151,7 +142,7 @@ class Comparison:
     def __init__(self, opened: Sequence[Weights], device: str) -> None:
         self.first, *self.others = opened
         self.device = device
-        self.remarks: dict[Remark, None] = {}  # each once: the first set is met with every other
+        self.remarks: dict[records.Remark, None] = {}  # each once: the first set is met by all
 
     def tensors(
         self, progress: Progress = lambda what, done, total: None
@@ -206,8 +197,8 @@ class Comparison:
             return None
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
 
-    def remark(self, source: Weights, name: str | None, what: Matter, words: str) -> None:
-        self.remarks[Remark(source=source.name, tensor=name, what=what, words=words)] = None
+    def remark(self, source: Weights, name: str | None, what: records.Matter, words: str) -> None:
+        self.remarks[records.Remark(source=source.name, tensor=name, what=what, words=words)] = None
 
 
 def kind_of(name: str) -> str:
@@ -221,14 +212,16 @@ def kind_of(name: str) -> str:
     return next((kind for kind, rule in _RULES.items() if rule.search(name)), "other")
 
 
-def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[GroupRow]:
+def _groups(
+    rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]
+) -> Iterator[records.GroupRow]:
     """For each set: all together, then by kind."""
     for of in dict.fromkeys(row.of for row in rows):
-        for name in (ALL, *KINDS):
+        for name in (records.ALL, *KINDS):
             these = [
                 (row, part)
                 for row, part in zip(rows, sums, strict=True)
-                if row.of == of and name in (ALL, row.kind)
+                if row.of == of and name in (records.ALL, row.kind)
             ]
             if these:
                 place: dict[str, Any] = {"of": of, "against": rows[0].against, "name": name}
@@ -236,15 +229,15 @@ def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[G
 
 
 def _group(
-    place: Mapping[str, Any], rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]
-) -> GroupRow:
+    place: Mapping[str, Any], rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]
+) -> records.GroupRow:
     stored = [FORMATS[row.stored_against].precision for row in rows]
     coarser = {name: sum(FORMATS[name].precision < p for p in stored) for name in pairs.CASTS}
     cast: Any = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
     ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
     apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
     largest = max(ratios, key=lambda name: ratios[name], default=None)
-    return GroupRow(
+    return records.GroupRow(
         **place,
         **pairs.numbers(pairs.pooled(sums)),
         tensors=len(rows),
@@ -257,10 +250,10 @@ def _group(
     )
 
 
-def _answer(groups: Sequence[GroupRow], remarks: Sequence[Remark]) -> Iterator[str]:
+def _answer(groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]) -> Iterator[str]:
     """The mean difference beside what one cast of the same tensors would have changed, W1 beside
     the mean difference, and what could not be compared, damage first."""
-    for g in (g for g in groups if g.name == ALL):
+    for g in (g for g in groups if g.name == records.ALL):
         if g.mean_abs is None or g.max_abs == 0:
             yield (UNKNOWN if g.mean_abs is None else EQUAL).format(
                 p=g, null=g.nulls.get("mean_abs")
@@ -273,7 +266,7 @@ def _answer(groups: Sequence[GroupRow], remarks: Sequence[Remark]) -> Iterator[s
         share = (g.w1 or 0.0) / g.mean_abs
         blind = IS_BLIND if share < BLIND else ""
         yield BAGS.format(p=g, w1=si(g.w1), share=si(share), blind=blind)
-    for what in get_args(Matter):
+    for what in get_args(records.Matter):
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if (r.what, r.source) == (what, source)]
             listed = some([f"{r.tensor} {r.words}" if r.tensor else r.words for r in these])
