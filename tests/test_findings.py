@@ -50,7 +50,7 @@ def test_a_finding_stands_where_it_is_worst() -> None:
 @pytest.mark.parametrize(
     ("metric", "at_most", "words"),
     [
-        ("baseline_ratio", 0.1, "errs beyond its limit: the output is off by 0.5 x as much as"),
+        ("baseline_ratio", 2, "errs beyond its limit: the output is off by 3 x as much as plain"),
         ("expected_ratio", 0.5, "errs beyond its limit: the output is off by 1 x what"),
         ("worst_row", 1.1, "errs beyond what bfloat16 explains in single rows: one of the output"),
         ("mean_abs", 3e-5, "breaks the rule mine in the output: 9e-5, mean_abs ≤ 3e-5"),
@@ -59,7 +59,7 @@ def test_a_finding_stands_where_it_is_worst() -> None:
 def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words: str) -> None:
     """Only what is beyond a prediction is beyond what its format explains."""
     limit = {"name": "mine", "metric": metric, "at_most": at_most}
-    sized = row(baseline_ratio=0.5, expected_ratio=1.0, worst_row=1.2, mean_abs=9e-5)
+    sized = row(baseline_ratio=3.0, expected_ratio=1.0, worst_row=1.2, mean_abs=9e-5)
     ((finding,), _) = findings_of([sized], Rules.model_validate({"thresholds": [limit]}))
     assert finding.sentence.startswith(f"mine {words}")
 
