@@ -165,7 +165,7 @@ def likenesses(
     system: System,
 ) -> dict[str, Likeness]:
     """By tensor, the way that best explains an output of which `tensors` are beyond their limits
-    under `fa2`: of all that came back, in `formats`, or of the output, the gradients, or one. Nothing
+    under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Nothing
     where no way does that takes the call, or where no element can be predicted (in float32)."""
     select = bench.selection.select
     came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
@@ -173,21 +173,21 @@ def likenesses(
     if any(made.unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
         return {}
     residuals = {n: _residual(came[n], bench.yardsticks[n]) for n in names}
-    parts = (names[:1], names[1:], *([n] for n in names[1:]))
-    apart = [part for part in parts if not set(tensors).isdisjoint(part)]
+    apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
     best: dict[tuple[str, ...], Likeness] = {}
     for words, expected in _ways(formats, bench, system):
         left = {n: residual(expected[n]) for n, residual in residuals.items()}
         for part in map(tuple, (names, *apart)):
             together = math.sqrt(sum(left[n] ** 2 for n in part) / len(part))
-            most = fits.EXPLAINS if part[1:] or part[0] == "out" else fits.ENOUGH
-            explains = together <= most and all(left[n] <= IN_ONE for n in {*part} & {*tensors})
+            explains = together <= fits.EXPLAINS and all(
+                left[n] <= IN_ONE for n in {*part} & {*tensors}
+            )
             if explains and (part not in best or together < best[part].residual):
                 best[part] = Likeness(words=words, expected=expected, residual=together)
         if (whole := best.get(tuple(names))) is not None and whole.residual <= fits.ENOUGH:
             break
     found = {tuple(names): whole} if (whole := best.get(tuple(names))) else best
-    return {n: found[part] for part in sorted(found, key=len) for n in part}
+    return {n: like for part, like in found.items() for n in part}
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
