@@ -155,7 +155,7 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
         tensor=TENSORS.get(verdict.tensor, verdict.tensor),
         reverse=", or the reverse" if verdict.format in OVERFLOWS else "",
         median=" of the median head" if verdict.median else "",
-        sampled=" sampled" if worst.sampled else "",
+        sampled=" measured" if worst.sampled else "",
         claim=_whose(rows),
         suspicion=worst.suspicion,
         cut=three(statistics.median(row.suspicion_cut or 0.0 for row in rows)),

@@ -230,7 +230,7 @@ def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
     """The rows that err most, where they stand, and what is special about them."""
     if rows:
-        yield doc.Heading("The rows that err most" + (", of those sampled" if sampled else ""))
+        yield doc.Heading("The rows that err most" + (", of those measured" if sampled else ""))
     items, named = [], Places(rows)
     for w in rows:
         text = f"({w.format}), {named(w)}, {w.tensor}: {w.sentence}"
