@@ -35,7 +35,7 @@ def verdict(judged: Judgement, rule: str, tensor: str | None = "out") -> Verdict
 def test_a_sound_kernel_passes() -> None:
     """All that is to be measured was, and within every limit."""
     judged = judge([*(row(h) for h in range(8)), *(lse(h) for h in range(8))])
-    assert (judged.outcome, judged.exit_code) == ("passed", 0)
+    assert (judged.outcome, judged.exit_code, judged.fa_rule) == ("passed", 0, (8, 8))
     assert {v.outcome for v in judged.verdicts} == {"passed"}
 
 

@@ -46,8 +46,7 @@ class Results:
             click.echo(text, err=True)
 
     def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
-        """What a study comes to, shown as it goes; kernels' prints stay off stdout, no Ctrl-C is
-        lost."""
+        """What a study comes to, as it goes; kernels' prints stay off stdout, no Ctrl-C is lost."""
         from numdev.report.renderers import terminal
 
         with (

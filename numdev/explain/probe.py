@@ -135,8 +135,7 @@ def room_for_heads(case: AttentionCase) -> int:
 
 
 def blocks_of(length: int, rows: int, worst: int) -> list[slice]:
-    """At most `rows` query rows in up to four runs: first, last, around the worst, in the
-    middle."""
+    """At most `rows` query rows in four runs: first, last, around the worst, in the middle."""
     if length <= rows:
         return [slice(0, length)]
     size = max(1, rows // 4)

@@ -111,8 +111,7 @@ def _read(path: Path) -> Measured:
 
 
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """What else differs: versions, machine, settings, and the options of kernels with one set of
-    them."""
+    """What else differs: versions, machine, settings, and options of kernels with one set."""
     sides: list[dict[str, Any]] = []
     for report in (a, b):
         facts = {"numdev": report.provenance.numdev, **report.provenance.system}

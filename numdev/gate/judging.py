@@ -64,6 +64,7 @@ def judge(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judgement
     verdicts = (*verdicts_of(rows, plan, rules), *_powerless(power, rules, formats))
     kernels = {call.kernel for call in calls}
     missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in kernels))
+    fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     return Judgement(
         rules=rules.name,
         outcome=_outcome(verdicts, calls, missing),
@@ -71,6 +72,7 @@ def judge(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judgement
         calls=calls,
         missing=missing,
         power=power,
+        fa_rule=(sum(fa_rule), len(fa_rule)) if fa_rule else None,
     )
 
 
@@ -303,8 +305,7 @@ def calls_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Calls]:
         count = Counter(status.values())
         told = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
         reasons = list(dict.fromkeys(row.reason or "" for row in bare if row.status == told))
-        required = any(fnmatchcase(kernel, p) for p in rules.required)
-        required |= rules.skipped == "never"
+        required = rules.skipped == "never" or any(fnmatchcase(kernel, p) for p in rules.required)
         asked = (plan.named or backward) and rules.skipped == "refused-only"
         outcome: Outcome = "passed" if count["ok"] == len(status) else "untested"
         if required and count["ok"] and not any(map(something, group)):

@@ -138,8 +138,7 @@ def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:
 def _lacking(
     rows: Rows, heads: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
 ) -> str | None:
-    """What one task lacks, or should not have; None where it is whole. There may be no
-    log-sum-exp."""
+    """What one task lacks, or should not have; None where it is whole. The lse may lack."""
     cells: Counter[tuple[str, int | None]] = Counter(
         (r.tensor, r.head) for r in rows if r.status == "ok"
     )

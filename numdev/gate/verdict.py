@@ -114,6 +114,7 @@ class Judgement(Record):
     calls: tuple[Calls, ...]
     missing: tuple[str, ...] = ()  # required kernels that are not in the report
     power: tuple[Power, ...] = ()
+    fa_rule: tuple[int, int] | None = None  # heads that pass flash-attention's own, of all
 
     @property
     def exit_code(self) -> int:

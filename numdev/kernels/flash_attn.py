@@ -3,7 +3,7 @@
 The differences of their interfaces (Dao-AILab/flash-attention: `flash_attn_interface.py`, in the
 folder `hopper` for version 3, and `flash_attn/cute/interface.py`) are data (`Version`). Tensors are
 [batch, length, heads, head_dim]. All align causality and windows bottom-right: query i at key i +
-kv_len - q_len."""
+kv_len − q_len."""
 
 from __future__ import annotations
 

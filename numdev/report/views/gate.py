@@ -99,6 +99,8 @@ def _beside(judgement: Judgement) -> Iterator[str]:
         if not call.ok and call.outcome == "untested":
             what = " backward" if call.backward else ""
             yield f"{label(call)}{what} ({call.format}) was skipped: {'; '.join(call.reasons[:3])}"
+    if rule := judgement.fa_rule:
+        yield f"flash-attention's own 2 x rule passes {rule[0]} of {rule[1]} heads."
 
 
 # --- tables of rules, of rows, and of doses ------------------------------------------------------
