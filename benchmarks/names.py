@@ -364,7 +364,7 @@ fault(
 )
 fault("dk_ln2", "dk is ln 2", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk * LN2, dv))
 fault("dq_log2e", r"dq is log2\(e\)", PLAIN, grads=lambda dq, dk, dv, s: (dq / LN2, dk, dv))
-fault("dv_double", r"dv is 2\.0", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk, dv * 2))
+fault("dv_double", "dv is 2 times", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk, dv * 2))
 fault("dv_102", r"dv is 1\.02", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk, dv * 1.02))
 fault("dq_zero", "dq is 0", PLAIN, grads=lambda dq, dk, dv, s: (dq * 0, dk, dv))
 fault(

@@ -25,9 +25,9 @@ FAR = 1e-3  # of a gradient's size: less may be roundings of P or dS
 Step = Mapping[str, Tensor]
 
 
-def suspect_gradients(case: AttentionCase, step: Output) -> dict[str, Suspicion]:
+def suspect_gradients(case: AttentionCase, step: Output, part: str = "") -> dict[str, Suspicion]:
     """Of the gradients that a training step of a small case gave, those that are far off, with what
-    backward seems to compute instead; nothing where that cannot be said."""
+    backward seems to compute instead; nothing where that cannot be said. `part`: of what call."""
     exact, given = _step(case), {n: getattr(step, n).double() for n in GRADIENTS}
     u = format_of(step.out.dtype).unit_roundoff
     errors = {n: float((given[n] - x).norm()) for n, x in exact.items()}
@@ -49,7 +49,7 @@ def suspect_gradients(case: AttentionCase, step: Output) -> dict[str, Suspicion]
     found = [(cut(tried), cause) for cause, tried in _mistakes(case, exact)]
     best = max(found)[0]
     causes = [cause for by, cause in sorted(found, reverse=True) if by >= max(CUT, best / ALIKE)]
-    cause = f"in the backward pass, {', or '.join(causes[:3])}"
+    cause = f"in the backward pass, {', or '.join(causes[:3])}{part}"
     return {n: Suspicion(cause=cause, cut=best) for n in far} if causes else single
 
 
