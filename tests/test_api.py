@@ -151,7 +151,7 @@ QUICK = {
     "lse_in_base_2": ("full", "lse", "returns a log-sum-exp"),
     "dq_without_scale": ("full", "dq", "lacks the scale"),
     "dv_unnormalised": ("full", "dv", "roundings predict"),
-    "delta_missing": ("full", "dq", "roundings predict"),
+    "delta_missing": ("full", "dq", "delta is missing"),
     "ds_truncated": ("default", "dq", "typical head"),
     "non_deterministic": ("causal", "out", "is not reproducible"),
 }

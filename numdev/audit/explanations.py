@@ -153,7 +153,7 @@ def _named(
     step = again(case, gradients=True)
     if isinstance(step, Failure) or step.dq is None:
         return {}
-    part = f" (of its first {SEARCHED} keys)" if bench.case.kv_len > SEARCHED else ""
+    part = f" (tried on its first {SEARCHED} keys)" if bench.case.kv_len > SEARCHED else ""
     by = suspect_gradients(case, step, part)
     return {(r.tensor, r.head or 0): by[r.tensor] for r in far if r.tensor in by}
 
