@@ -2,8 +2,7 @@
 
 The oracle is the model itself, run with its eager attention in fp64, and dense attention of a few
 lines (`attend`). Both answers to a captured call must agree to 1e-12: the outputs are
-of order 1 and come from sums of at most 16 terms, so fp64 rounding stays below 1e-14.
-"""
+of order 1 and come from sums of at most 16 terms, so fp64 rounding stays below 1e-14."""
 
 from __future__ import annotations
 

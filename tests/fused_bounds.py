@@ -7,9 +7,7 @@ what underflows is counted. |V| is scaled to at most 1, so a product below 2^-12
 and l as far. Terms of the gradients' term scales are scaled to at most 2 and operands to at most 1,
 and what is below 2^-133 is lost: n 2^-130 of the largest terms there could be, |dO| |V| of the
 longest rows times the largest of the other operand. Everything else is at most `TINY`, for inputs
-below 2^20. The blocked path has less of all of it (`oracles`): two paths differ by at most twice
-this.
-"""
+below 2^20. The blocked path has less of all of it (`oracles`): two paths differ by twice this."""
 
 from __future__ import annotations
 

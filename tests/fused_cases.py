@@ -5,9 +5,8 @@ kernel of row sums against PyTorch.
 
 A process of its own, since triton reads that variable when it is imported; `test_triton.py` starts
 it. `fused_bounds` says how far the two may be apart. The path is asked for where it would decline,
-on a CPU; tiles are small, so that there are several, and tanh, which the interpreter lacks, is
-numpy's.
-"""
+on a CPU; tiles are small, so that there are several, and tanh, which the interpreter lacks,
+numpy's."""
 
 from __future__ import annotations
 

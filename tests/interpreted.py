@@ -1,8 +1,7 @@
 """What tests in Triton's interpreter share: a process of its own, and a patch inside it.
 
 Triton reads TRITON_INTERPRET when it is imported, so such tests run in a process of their own.
-Nothing here imports triton at import.
-"""
+Nothing imports triton here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tiny models that tests build on the spot: real architectures, and modules written by hand.
 
-Weights are drawn far wider than a trained model's start: with scores near zero a soft cap, a window
-or a wrong scale would hardly move the output.
-"""
+Weights are drawn far wider than a trained model's start: with scores near zero a soft cap or a
+wrong scale would hardly move the output."""
 
 from __future__ import annotations
 

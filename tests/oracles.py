@@ -4,8 +4,7 @@
 score at a time, with their own reading of causality, window, mask, soft cap, sinks and grouped
 heads; delta is sum_j P_ij dP_ij, not rowsum(dO O). They are slow, so cases are tiny: `make_case`
 draws them, and `FEATURES` is the table of them that several test files go through. `assert_within`
-holds a tensor to an exact answer and a bound.
-"""
+holds a tensor to an exact answer and a bound."""
 
 from __future__ import annotations
 
@@ -107,9 +106,8 @@ class ExactGradients:
 def attention(case: AttentionCase) -> Exact:
     """softmax(bias + softcap(scale * Q K^T)) V over the visible keys, by definition.
 
-    Inputs must be finite, but for -inf in an additive mask, which hides. A row without visible keys
-    is 0, with log-sum-exp -inf, or its sink.
-    """
+    Inputs must be finite, but for -inf in a mask. A row without visible keys is 0, with log-sum-exp
+    -inf, or its sink."""
     shape = tuple(case.q.shape[:3])
     out, term_scale = _zeros(*shape, case.v.shape[-1]), _zeros(*shape, case.v.shape[-1])
     lse, size = np.full(shape, mpmath.ninf, dtype=object), np.zeros(shape)
@@ -150,8 +148,7 @@ def gradients(case: AttentionCase, u: float = U64) -> ExactGradients:
       rounds for cosh, square, quotient and product: 12 u more.
     - So dX is off by at most c_i P_ij slope_ij (D_ij + E_i), where
       c_i = 4 p + (3 n + 2 e + 12) u + 2 (d + 6) u A / cap + 12 u.
-    - dQ and dK sum n and m such products with K or Q, scaled; dV sums m products P dO.
-    """
+    - dQ and dK sum n and m such products with K or Q, scaled; dV sums m products P dO."""
     assert case.grad_out is not None
     forward = attention(case)
     shapes = {"dq": case.q.shape, "dk": case.k.shape, "dv": case.v.shape}
@@ -259,8 +256,7 @@ def error_bounds(
     - l and PV are sums of n terms: n u each. PV also multiplies, and the quotient rounds: 4 u.
     So |out error| <= term scale * (2 p + (2 n + 4) u). And lse = m + log l, which rounds three
     times more: |lse error| <= p + (n + 4) u + 2 u (|lse| + A). Underflow adds less than n times the
-    smallest normal number of float64 or float32 (times |V| at most 2^10 here).
-    """
+    smallest normal number of float64 or float32 (times |V| at most 2^10 here)."""
     d, n = case.q.shape[3], case.k.shape[2]
     tiny = n * 2.0 ** (10 - (1022 if u == U64 else 126))
     p = (d + 12) * u * exact.size + 4 * u + exp_error
@@ -312,8 +308,7 @@ def make_case(
     """A case of N(0, 1) inputs in `dtype`; `fields` are the case's own.
 
     `mask` may be a tensor, or (kind, axes): kind `bool`, `float`, or `holes` (float with -inf here
-    and there), and axes such as `b1qk`, one letter for each of its dimensions.
-    """
+    and there), and axes such as `b1qk`, one letter for each of its dimensions."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -2,8 +2,7 @@
 
 The faulty kernels are those of benchmarks/planted.py, each sound but for one fault that
 tests/test_power.py holds to an fp64 computation of the very mistake. Here each must be caught by
-the default cases, and the message must name the tensor it shows in.
-"""
+the default cases, and the message name its tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """An audit from end to end on tiny drawn cases, and on the demo checkpoint.
 
-The kernels here live in this file and are named `test_audit:FUNCTION`, as a user's would be.
-"""
+The kernels here live in this file and are named `test_audit:FUNCTION`, as a user's would be."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The second half is the quick version of benchmarks/bias_calibration.py, whose kernels it uses: over
 a hundred heads, each with eight sequences, go through the report's own verdict
-(`numdev.summary`: Holm at 1 %, at least 0.05 ulp, at least 8 sequences).
-"""
+(`numdev.summary`: Holm at 1 %, at least 0.05 ulp, at least 8 sequences)."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ HEADS = QUICK["reports"] * QUICK["heads"]
 def test_the_sound_go_free_and_the_guilty_do_not(regime: str, fmt: str) -> None:
     """104 heads each: sdpa-math and fp32 with one rounding are accused in none, truncation and a
     drift of a tenth of an ulp in all. The un-normalised product errs to one side only where few
-    terms are added, on sharp ties, and in bfloat16: the narrow exponent of float16 loses the tail
-    of P."""
+    terms are added, on sharp ties, and in bfloat16: float16 loses the tail of P."""
     kernels = [*benchmark.SOUND, *benchmark.GUILTY]
     tallies = benchmark.calibrate(benchmark.REGIMES[regime], fmt, kernels, **QUICK)
     assert {tally.heads for tally in tallies.values()} == {HEADS}

@@ -1,8 +1,7 @@
 """Bounds: what is known of curves made by hand comes back, and what is wrong is seen.
 
 Curves follow the logistic model of `chaotic`: exponential growth from a known start to a known
-level. There the exact ratio and the step at which a curve bends can be written down.
-"""
+level. There the exact ratio and the step at which a curve bends can be written down."""
 
 from __future__ import annotations
 

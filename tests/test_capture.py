@@ -1,7 +1,6 @@
 """Capturing a model's attention: what is handed over is what the model's own attention computed.
 
-The oracles are in `capturing`.
-"""
+The oracles are in `capturing`."""
 
 from __future__ import annotations
 

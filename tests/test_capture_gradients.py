@@ -3,8 +3,7 @@
 The oracle is an ordinary training step of the model itself: eager attention in fp64, parameters
 that learn, `loss.backward()`, and the gradient that arrives at the input of the attention's output
 layer. transformers computes losses from fp32 logits, so that both sides round there; gradients
-agree to 1e-5 of their size, 100 roundings to fp32. Models written here agree to 1e-12.
-"""
+agree to 1e-5, 100 roundings to fp32. Models written here agree to 1e-12."""
 
 from __future__ import annotations
 

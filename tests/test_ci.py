@@ -1,7 +1,6 @@
 """The gate in CI: the examples of docs/ci.md are accepted as they stand, and our own gate decides.
 
-What our own gate measures is measured by `make gate`, in CI; here is what it makes of a verdict.
-"""
+What our own gate measures is measured by `make gate`, in CI; here is what it makes of a verdict."""
 
 from __future__ import annotations
 

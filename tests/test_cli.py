@@ -1,8 +1,7 @@
 """The command line as a user meets it: exit codes, one-line errors, and what goes to which stream.
 
 Most commands run in this process through `cli.main`; what only a process of its own can show
-(signals, pipes, the time until help appears) runs in one.
-"""
+(signals, pipes) runs in one."""
 
 from __future__ import annotations
 

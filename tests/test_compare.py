@@ -18,7 +18,7 @@ from torch import Tensor
 from numdev import report as reports
 from numdev.audit.run import audit as study
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, UsageError
 from numdev.gate.compare import Compared, compare, compared
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
@@ -178,7 +178,8 @@ def test_a_head_that_moved_does_not_excuse_itself() -> None:
 
 @pytest.mark.parametrize("tail", ["normal", "uniform", "heavy"])
 def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
-    """Of ln rms over many draws of n independent errors, whatever their distribution; not 10 x."""
+    """Of ln rms over many draws of n independent errors, whatever their distribution; and not ten
+    times as much."""
     generator = np.random.default_rng(1)
     draws = {
         "normal": generator.normal(size=(2000, 400)),
@@ -255,11 +256,13 @@ def mine(q: Tensor, k: Tensor, v: Tensor, *, off: float = 1.0) -> Tensor:
     return (P @ v.float() * heads).to(q.dtype)
 
 
-def run(directory: Path, *kernels: Choice) -> Path:
+def run(directory: Path, seed: int = 0, *kernels: Choice) -> Path:
     """A small audit on the CPU, written."""
     chosen = (Choice(name="sdpa-flash"), *kernels)
     cases = (CaseConfig(name="small", batch=2, heads=4, seq_len=48, head_dim=16),)
-    request = AuditRequest(target="t", cases=cases, kernels=chosen, device="cpu", reproducers=0)
+    request = AuditRequest(
+        target="t", cases=cases, kernels=chosen, seed=seed, device="cpu", reproducers=0
+    )
     reports.write(study(request, directory), directory)
     return directory
 
@@ -270,12 +273,13 @@ def own(off: float = 1.0) -> Choice:
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Audits of one request: twice the same, one with a fault in head 2."""
+    """Audits of one request: twice the same, one with a fault in head 2, one of another seed."""
     root = tmp_path_factory.mktemp("audits")
     return {
-        "a": run(root / "a", own()),
-        "again": run(root / "again", own()),
-        "planted": run(root / "planted", own(1.03)),
+        "a": run(root / "a", 0, own()),
+        "again": run(root / "again", 0, own()),
+        "planted": run(root / "planted", 0, own(1.03)),
+        "seed": run(root / "seed", 1, own()),
     }
 
 
@@ -317,6 +321,20 @@ def test_a_planted_change_is_found_in_its_head(audited: dict[str, Path], out: Pa
     assert same == {"baseline": 4, "sdpa-flash": 4, own().name: 3}
 
 
+def test_another_seed_allowed(
+    audited: dict[str, Path], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same code on other inputs: nothing moved, and that they differ is said on top."""
+    assert command(audited["a"], audited["seed"], "--allow", "seed", "-o", out, "--json") == 0
+    assert (out / "report.json").read_text() == capsys.readouterr().out.strip()
+    found = reports.read(out)
+    assert isinstance(found, CompareReport)
+    assert found.summary.answer[1] == "Compared although they differ: seed (0 and 1)."
+    assert set(found.summary.inputs) == {"other"}
+    assert any("The inputs differ in" in note for note in found.summary.notes)
+    assert not any(g.same_bits for g in found.groups if g.kernel != "baseline")
+
+
 def written(directory: Path, report: reports.Report) -> Path:
     directory.mkdir(exist_ok=True)
     reports.write(report, directory)
@@ -355,6 +373,10 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
         compare(a, other)
     with pytest.raises(UsageError, match="cannot read a report there"):
         compare(a, tmp_path / "nothing")
+    (tmp_path / "torn.json").write_text('{"kind": "audit"')
+    with pytest.raises(MeasurementError, match="not a report this version understands"):
+        compare(a, tmp_path / "torn.json")
+    assert command(a, tmp_path / "torn.json") == 3
 
 
 @pytest.mark.parametrize(
@@ -381,6 +403,14 @@ def test_exit_codes(tmp_path: Path, b: tuple[DeviationRow, ...], code: int) -> N
 
 def _ran(found: DeviationRow) -> dict[str, str]:
     return {"ran": found.ran or "op"} if found.status == "ok" else {}
+
+
+def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
+    """Over the same comparison, never over an audit."""
+    a = written(tmp_path / "a", audit(head()))
+    assert command(a, a, "-q", "-o", out) == 0
+    assert command(a, a, "-q", "-o", out) == 0
+    assert command(a, a, "-q", "-o", a) == 2
 
 
 def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:

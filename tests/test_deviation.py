@@ -3,8 +3,7 @@
 `definition` shares no code with numdev: gfloat rounds, scipy has the distances and Student's t, and
 repeated rows are found by plain loops. numdev's own fp64 sums run over a few hundred terms of one
 sign or of bounded cancellation, so both agree to well within 1e-9; every deliberate error below is
-a thousand times larger.
-"""
+a thousand times larger."""
 
 from __future__ import annotations
 
@@ -318,8 +317,7 @@ def test_relative_error_of_what_cancels_is_undefined() -> None:
 
 
 def test_representable_values_leave_a_floor_to_divide_by() -> None:
-    """V = 1: the truth is 1, its floor errs by 0, and floor_ratio stays a number in units of
-    u / sqrt(12)."""
+    """V = 1: the truth is 1, its floor errs by 0, and floor_ratio is in units of u / sqrt(12)."""
     y = yardstick(shape=(2, 1, 6, 1), empty=False)
     one = torch.ones_like(y.reference)
     y = changed(y, reference=one, term_scale=one, baseline=None, unrounded=None)

@@ -2,8 +2,7 @@
 code with it: numpy in fp64, a rounding of its own, and FlashAttention-2 written down step by step.
 
 The call is that of a small Llama. Its tokens are few and its keys do not turn with position, so
-that keys of the same token are equal and most rows have tied maxima.
-"""
+that most rows have tied maxima."""
 
 from __future__ import annotations
 

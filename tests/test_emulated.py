@@ -1,9 +1,8 @@
 """The emulated kernel: exact when nothing rounds, rounding where it says, true to what it models.
 
 `oracles.attention` (90 digits) is the truth for small cases, the fp64 reference for larger ones,
-PyTorch's own kernels for what a preset stands for. That real kernels' gradients round so is
-in `test_expectation.py`.
-"""
+PyTorch's own kernels for what a preset stands for. Real kernels' gradients:
+`test_expectation.py`."""
 
 from __future__ import annotations
 
@@ -140,9 +139,8 @@ def test_exact_is_attention(softmax: str, name: str) -> None:
     90-digit answer, with all features. Every row of the stabilised one has two keys tied.
 
     `error_bounds` is for two passes and S - m of at most 2 A. A tile adds an exponent and up to
-    three products and a quotient; stabilised, m is up to 2 A itself, an exponent up to 3 A and a
-    factor's up to 4 A. In all 8 A u + 8 u for each tile, two merged splits, and a weight.
-    """
+    three products and a quotient; stabilised, m is up to 2 A, an exponent up to 3 A and a factor's
+    up to 4 A. In all 8 A u + 8 u for each tile, two merged splits, and a weight."""
     case, exact = oracle(name)
     out, lse = error_bounds(case, exact)
     of_it = {"softmax": softmax, **({"tie_tolerance": 1e4} if softmax == "stabilised" else {})}
@@ -261,8 +259,7 @@ def test_the_fast_way_rounds_as_round_to(dtype: torch.dtype, name: str) -> None:
 def test_a_value_is_rounded_once() -> None:
     """1 + 2^-8 + 2^-40 becomes 1.0078125 in bfloat16 and not 1.0, as a double rounding has it.
 
-    Two keys of equal score, V = 1 + 2^-7 and V = 1 + 2^-39, so that O is their mean.
-    """
+    Two keys of equal score, V = 1 + 2^-7 and V = 1 + 2^-39, so that O is their mean."""
     v = torch.tensor([1 + 2**-7, 1 + 2**-39], dtype=torch.float64).view(1, 1, 2, 1)
     case = make_case(heads=1, q_len=1, kv_len=2, head_dim=1)
     case = dataclasses.replace(case, q=torch.zeros_like(case.q), v=v)
@@ -458,8 +455,7 @@ def test_golden2024_grows_with_length_and_falls_with_tile_area() -> None:
     """Max error against eager's, eight heads: with every site in bf16 it falls as tiles grow and
     rises with length, and is above 1.4 for tiles of 16 keys; square tiles change nothing.
 
-    Measured at length 512 over six seeds: 2.22 [1.85, 2.68], 1.44, 1.04 for 16, 64 and 256 keys.
-    """
+    Measured at length 512 over six seeds: 2.22 [1.85, 2.68], 1.44, 1.04 for 16, 64 and 256 keys."""
     case = drawn(512, heads=8)
     eager = max_error(case, preset="eager")
     ratio = {m: max_error(case, preset="golden2024", memory=m) / eager for m in (4096, 65536)}

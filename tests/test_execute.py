@@ -29,8 +29,7 @@ def rows_of(key: str) -> list[dict[str, Any]]:
 def run(directory: Path, header: dict[str, Any] | None = None, *, stop_after: int = 99) -> Any:
     """A study in small: visits all tasks in order and computes what is not there yet.
 
-    Returns all rows, and how many tasks had to be computed.
-    """
+    Returns all rows, and how many tasks had to be computed."""
     computed = 0
     with Journal.open(directory, header or HEADER, overwrite=False) as journal:
         for key in TASKS:

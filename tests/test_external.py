@@ -2,9 +2,7 @@
 
 The stand-ins compute in float64 and round once, so an adapter that says everything right returns
 the reference, rounded once. Their arguments are those of flash-attn 2.8, flash_attn_interface
-(flash-attn-3) and flash_attn.cute (flash-attn-4, 4.0); what these check of their inputs, the
-stand-ins check too.
-"""
+(flash-attn-3) and flash_attn.cute (flash-attn-4, 4.0); the stand-ins check inputs as these do."""
 
 from __future__ import annotations
 

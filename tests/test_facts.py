@@ -41,8 +41,7 @@ def claim(operator: str, system: System, **fields: Any) -> dict[str, Any]:
 def test_torch_rounds_twice_from_float64(dtype: torch.dtype, precision: int) -> None:
     """By way of float32, which makes a tie of what lies just above one: the reason for `round_to`.
 
-    Where this fails PyTorch has mended its casts.
-    """
+    Where this fails PyTorch has mended its casts."""
     tie = 1.0 + 2.0**-precision
     above = torch.tensor([tie + 2.0**-40], dtype=torch.float64)
     assert above.to(dtype).double().item() == 1.0

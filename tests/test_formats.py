@@ -1,8 +1,7 @@
 """Formats and rounding: every code of the small formats, exact rational arithmetic for the rest.
 
-Oracles: gfloat and ml_dtypes (independent implementations), and `exactly`, which rounds in
-Python's unbounded rational numbers straight from the definition.
-"""
+Oracles: gfloat and ml_dtypes (independent implementations), and `exactly`, which rounds in rational
+numbers, from the definition."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def all_values(name: str) -> np.ndarray:
     """Every value of a small format from +0 to the largest, ascending, as float64.
 
     Written out from the definition of the encoding: code c has exponent field c >> Y and fraction
-    field c & (2^Y - 1). Checked against gfloat and ml_dtypes below.
-    """
+    field c & (2^Y - 1). Checked against gfloat and ml_dtypes below."""
     format = format_named(name)
     fraction_bits = format.precision - 1
     values = []

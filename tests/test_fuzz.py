@@ -1,7 +1,6 @@
 """A few hundred of the fuzzer's inputs, and proof that it notices what it is there to notice.
 
-A whole run is `python scripts/fuzz.py`; its last results are in benchmarks/results/fuzz.md.
-"""
+A whole run is `python scripts/fuzz.py`; its last results are in benchmarks/results/fuzz.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The gate: what passes, what exceeds, and that nothing it could not judge ever passes.
 
-Rows are made by hand; each test of a limit has the numbers on both sides of it.
-"""
+Rows are made by hand; each test of a limit has the numbers on both sides of it."""
 
 from __future__ import annotations
 

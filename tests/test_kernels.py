@@ -58,8 +58,7 @@ def test_registering_a_kernel() -> None:
     def mine(case: AttentionCase, *, block: int = 64, exact: bool = False) -> Output:
         """A kernel of mine.
 
-        With more to say.
-        """
+        With more to say."""
         return Output(out=case.q * block)
 
     found = find("mine")

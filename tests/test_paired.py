@@ -1,5 +1,5 @@
-"""Distances of two tensors, element by element, and W1: known answers, numpy and scipy, what is not
-finite."""
+"""Distances of two tensors, element by element, and W1: known answers, numpy, scipy, NaN and
+infinity."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The reference and its gradients: 90-digit arithmetic, known answers, what is hidden, and NaN.
 
-Bounds come from `oracles`, where they are derived; the oracle itself is held to account in
-`test_oracle.py`.
-"""
+Bounds come from `oracles`, where they are derived; that is held to account in `test_oracle.py`."""
 
 from __future__ import annotations
 

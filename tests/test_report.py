@@ -2,9 +2,8 @@
 refused, by its place and with both versions named, and foreign text commands nobody.
 
 tests/data/reports holds one of every kind, and tests/data/older/audit-schema2.json one as an early
-version wrote it: of the same schema, before checksums and more had fields. These files stay:
-whoever changes a record learns here that it is another schema.
-"""
+version wrote it: of the same schema, before checksums and more had fields. These files stay: who
+changes a record learns it here."""
 
 from __future__ import annotations
 

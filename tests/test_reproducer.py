@@ -1,9 +1,8 @@
 """Reproducers: a script of its own shows the same figure with torch alone, from a call made small.
 
 Scripts run in a process in which numdev, numpy and safetensors cannot be imported. Their figures
-are held to those of an audit. Faults are planted where they can be found again: in one head, at
-one row, at one key.
-"""
+are held to those of an audit. Faults are planted where they can be found again: at one row, at one
+key."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """PyTorch's SDPA and FlexAttention: forced alone, certified, refusing in words, and rounding where
 they claim to; and what only a GPU can show of them. That they are attention is in test_oracle.py.
 
-A compiled FlexAttention takes seconds a shape on a CPU, so those tests are few and small.
-"""
+A compiled FlexAttention takes seconds a shape on a CPU, so those tests are few and small."""
 
 from __future__ import annotations
 

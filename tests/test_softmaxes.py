@@ -1,9 +1,8 @@
 """The softmaxes of `emulated` that ties cannot bias: the stabilised one, its shift and its limits,
 and the guarded one, which meets ties wherever they are and whatever the scores' size.
 
-That each is softmax in exact arithmetic is in `test_emulated.py`, and that `triton-flash` means the
-same by them in `triton_flash_cases.py`.
-"""
+That each is softmax in exact arithmetic is in `test_emulated.py`, `triton-flash`'s in
+`triton_flash_cases.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Suspicion names planted mistakes rightly and leaves sound kernels alone.
 
-The tables of benchmarks/suspicion_rates.py, at a size for every day: its full run is 486 units.
-"""
+The tables of benchmarks/suspicion_rates.py, at a size for every day: its full run is 486 units."""
 
 from __future__ import annotations
 

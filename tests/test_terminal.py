@@ -6,17 +6,21 @@ import io
 from typing import Any
 
 import pytest
+from gate_rows import judge, row
 from rich.cells import cell_len
 from rich.console import Console
 from test_github import NAMES
 from test_html import audit, provenance
 from test_shown import kernel
 
-from numdev.report import AuditReport, HeadMap, WeightRow, numbers
+from numdev.gate.findings import findings_in
+from numdev.gate.rules import Rules
+from numdev.report import AuditReport, HeadMap, Places, WeightRow, numbers
 from numdev.report.document import Document
 from numdev.report.foreign import plain
 from numdev.report.renderers import terminal
 from numdev.report.views import document_of
+from numdev.report.views.gate import document
 
 
 def shown(document: Document, width: int = 80) -> str:
@@ -108,3 +112,15 @@ def test_progress_is_drawn_on_a_terminal_alone(capsys: Any, monkeypatch: Any) ->
     out, err = capsys.readouterr()
     assert (out, bool(err)) == ("", True)
     assert not any(command in err for command in ("\x1b]0;title", "\x1b[2J"))
+
+
+def test_a_gate_that_judged_nothing_says_so() -> None:
+    """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit does."""
+    nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows",
+               "where": {"kernel": "nobody"}}  # fmt: skip
+    rows = [row()]
+    judgement = judge(rows, Rules.model_validate({"thresholds": [nothing]}))
+    text = " ".join(shown(document(judgement, *findings_in(judgement, rows), Places(rows))).split())
+    assert judgement.exit_code == 3
+    assert "NOT MEASURED" in text
+    assert "No rule could be applied to any row" in text

@@ -1,8 +1,6 @@
 """Kernels inside a network that learns: the output is theirs, and so are the gradients.
 
-Recipes that draw random numbers go on from call to call; that they go on with a run's state is in
-`test_train.py`.
-"""
+Recipes that draw random numbers go on from call to call; with a run's state: `test_train.py`."""
 
 from __future__ import annotations
 

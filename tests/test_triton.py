@@ -5,8 +5,7 @@ that are not here and fits into what their blocks have.
 
 A change that no longer compiles on a GPU is seen where there is none; and of generations on which
 nobody measured it is known which paths are there. Nothing runs that was compiled: what kernels
-would have written is whatever was in memory. CUDA's own assembler comes with Triton.
-"""
+would have written is whatever was in memory. CUDA's own assembler comes with Triton."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 say which way; faulty ones fail as they did, though other ways are tried.
 
 The tests of tests/test_api.py hold that every planted fault is caught by the default cases. Here
-are those of rounding, which a way might explain away.
-"""
+are those of rounding."""
 
 from __future__ import annotations
 

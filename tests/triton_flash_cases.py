@@ -16,8 +16,7 @@ in one direction. Where P is subnormal in float16 it is off by up to 2^-25, and 
 In backward P = exp(S - L) is off by what L and S are, e = 2 A + t + 1 as far as options have it; dS
 by that, by its rounding and by delta's error, which is that of O; dq and dk are cast: e + o + 2,
 with o of the output, of X = |scale| sum P (D + E) |K|, D = sum |dO||V|, E = sum |dO| T, and 1
-more where dP is rounded. dv has e + 2 of sum P |dO|. (dS subnormal: 2^-25 a term, as P.)
-"""
+more where dP is rounded. dv has e + 2 of sum P |dO|. (dS subnormal: 2^-25 a term, as P.)"""
 
 from __future__ import annotations
 
