@@ -70,6 +70,7 @@ def audit(
         found = run.audit(request, directory, command="numdev.audit", say=say)
         if output is not None:
             reports.write(found, directory)
+            run.reproducers(found, request, directory, say=say)
             html.write(found, directory)
     if not found.measured:
         raise MeasurementError(found.unmeasured, hint="the rows' reasons say why")

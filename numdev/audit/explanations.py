@@ -48,6 +48,7 @@ from numdev.yamlfile import Strict, bundled, read_yaml
 # --- a known way of rounding ---------------------------------------------------------------------
 
 Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
+Tried = Callable[..., Step | None]  # `forward`: of the output alone; None: it cannot take the call
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
 SEARCHED = 109  # rows of the part of a call whose gradients are searched: no multiple of a tile
 MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
@@ -176,19 +177,34 @@ def likenesses(
     residuals = {n: _residual(came[n], bench.yardsticks[n]) for n in names}
     apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
     best: dict[tuple[str, ...], Likeness] = {}
-    for words, expected in _ways(formats, bench, system):
-        left = {n: residual(expected[n]) for n, residual in residuals.items()}
-        for part in map(tuple, (names, *apart)):
+
+    def hold(words: str, way: Tried, *parts: Sequence[str]) -> None:
+        if (expected := way()) is None:
+            return
+        left = {n: residuals[n](expected[n]) for n in {n for part in parts for n in part}}
+        for part in map(tuple, parts):
             together = math.sqrt(sum(left[n] ** 2 for n in part) / len(part))
-            explains = together <= fits.EXPLAINS and all(
-                left[n] <= IN_ONE for n in {*part} & {*tensors}
-            )
-            if explains and (part not in best or together < best[part].residual):
+            fits_all = all(left[n] <= IN_ONE for n in {*part} & {*tensors})
+            better = part not in best or together < best[part].residual
+            if fits_all and better and together <= fits.EXPLAINS:
                 best[part] = Likeness(words=words, expected=expected, residual=together)
+
+    rest: list[tuple[str, Tried]] = []
+    for words, way in _ways(formats, bench, system):
+        # Backward costs most, and is not worth it where the way's output is another.
+        step = way(forward=True) if "out" in tensors else None
+        if step is not None and residuals["out"](step["out"]) > IN_ONE:
+            rest.append((words, way))
+            continue
+        hold(words, way, names, *apart)
         if (whole := best.get(tuple(names))) is not None and whole.residual <= fits.ENOUGH:
             break
-    found = {tuple(names): whole} if (whole := best.get(tuple(names))) else best
-    return {n: like for part, like in found.items() for n in part}
+    if whole := best.get(tuple(names)):
+        return dict.fromkeys(names, whole)
+    if names[1:] in apart and ("out" not in tensors or tuple(names[:1]) in best):
+        for words, way in rest:  # gradients of a wrong output inherit its mistake
+            hold(words, way, names[1:])
+    return {n: like for part, like in best.items() for n in part}
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
@@ -206,8 +222,8 @@ def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
 
 def _ways(
     formats: Mapping[str, Format], bench: Bench, system: System
-) -> Iterator[tuple[str, Step]]:
-    """What is tried, in words, the likeliest first; without what cannot take the call."""
+) -> Iterator[tuple[str, Tried]]:
+    """What is tried, in words, the likeliest first."""
     place = "GPU" if system.device == "cuda" else "CPU"
     claims: dict[str, Mapping[str, Any]] = {
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
@@ -225,12 +241,10 @@ def _ways(
         claims |= {f"{words}, dk and dv of each query head": {**claim, **alone}
                    for words, claim in apart.items()}  # fmt: skip
     for words, claim in claims.items():
-        with contextlib.suppress(Refused, MeasurementError, UsageError):
-            yield words, bench.predicted(made.returning(claim, bench.case, formats))
+        yield words, functools.partial(_predicted, claim, formats, bench)
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
         for words, way in WAYS.items():
-            if (step := _written(way, bench)) is not None:
-                yield words, step
+            yield words, functools.partial(_written, way, bench)
 
 
 class _Designs(Strict):
@@ -243,14 +257,24 @@ def designs() -> tuple[dict[str, Any], ...]:
     return read_yaml(bundled("designs.yaml"), _Designs).designs
 
 
-def _written(way: Way, bench: Bench) -> Step | None:
+def _predicted(
+    claim: Mapping[str, Any], formats: Mapping[str, Format], bench: Bench, *, forward: bool = False
+) -> Step | None:
+    """What a claim predicts; None where it cannot take the call."""
+    with contextlib.suppress(Refused, MeasurementError, UsageError):
+        return bench.predicted(made.returning(claim, bench.case, formats), forward=forward)
+    return None
+
+
+def _written(way: Way, bench: Bench, *, forward: bool = False) -> Step | None:
     """What a way that is written out returns, and autograd's gradients of it."""
     case = bench.restricted
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
     kernel = Kernel(name="written", function=way, any_rows=True)
     with bench.watch("predictions"):
-        output = attempt(kernel, case, {}, gradients="dq" in bench.by_row)
+        trained = "dq" in bench.by_row and not forward
+        output = attempt(kernel, case, {}, gradients=trained)
     if isinstance(output, Failure):
         return None
     return {n: x.float() for n in bench.by_row if (x := getattr(output, n)) is not None}

@@ -7,7 +7,6 @@ kernel raises. What does not come again gets no script, and that is said."""
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +43,7 @@ def reproduce(
     say: Callable[[str], None],
     *,
     count: int,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     seconds: float = SECONDS,
     folder: Path | None = None,
 ) -> list[Path]:
@@ -52,18 +52,19 @@ def reproduce(
     script finds the module of a kernel that is a function. What cannot be reproduced or written
     costs its script and no more; `say` is told."""
     scripts: list[Path] = []
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of an earlier run of this request
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
         if finding.severity != "note" and finding.place is not None:
             wanted.setdefault((finding.kernel, finding.tensor, finding.rule), finding)
     waiting = list(wanted.values())[:count]
+    total = len(waiting)
     try:
         for located in source if waiting else ():
             place = [getattr(located.ref, name) for name in PLACE]
             here = [f for f in waiting if [getattr(f.place, name) for name in PLACE] == place]
             waiting = [f for f in waiting if f not in here]
             for finding in here:
+                progress(f"making small: {finding.folder}", len(scripts), total)
                 at = directory / FOLDER / finding.folder
                 while at.exists():  # of the same kernel with other options
                     at = at.with_name(f"{at.name}-2")

@@ -6,6 +6,7 @@ them, and the report is made of them. `numdev sweep` goes through the same loop 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from numdev.audit.explanations import most
 from numdev.audit.isolation import Isolated, Runner, attempt
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header
-from numdev.audit.reproduce import reproduce
+from numdev.audit.reproduce import FOLDER, reproduce
 from numdev.audit.task import Finished, as_located, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.cases import CaseRef
@@ -109,9 +110,9 @@ def run_plan(
     progress: Progress = lambda what, done, total: None,
     say: Say,
 ) -> Results:
-    """Measure a source, hold its rows to the rules, and write scripts of what they find. A run that
-    was interrupted continues where `asked` and all else that decides its numbers is the same.
-    `workers`: who measures; None: this process. `save_cases`: where to write cases, unrounded."""
+    """Measure a source and hold its rows to the rules. A run that was interrupted continues where
+    `asked` and all else that decides its numbers is the same. `workers`: who measures; None: this
+    process. `save_cases`: where to write cases, unrounded."""
     told = tuple(source.notes)
     for note in told:
         say(note)
@@ -139,7 +140,6 @@ def run_plan(
             raise UsageError(what, hint="check --layers and --heads")
         planned = plan.record(calls)
         findings, tested = findings_of(rows, planned)
-        reproduce(findings, source, plan, run, directory, say, count=request.reproducers)
     return Results(journal, planned, rows, findings, (*tested, *source.doubts), described)
 
 
@@ -190,6 +190,31 @@ def run_source(
             if workers is not None:
                 keep(workers.rest())
     return calls
+
+
+def reproducers(
+    report: records.AuditReport | records.SweepReport,
+    request: AuditRequest | SweepRequest,
+    directory: Path,
+    opened: tuple[Source, Plan] | None = None,
+    *,
+    workers: Cluster | None = None,
+    say: Say,
+    **how: Any,
+) -> list[Path]:
+    """The scripts of what was found, for which its verdict need not wait. An audit's source is
+    opened again, `opened` is that of a sweep; `how` is what `reproduce` takes."""
+    shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of an earlier run of this request
+    if not (report.findings and request.reproducers):
+        return []
+    if opened is None:
+        assert isinstance(request, AuditRequest)
+        system = System.here(request.device)
+        opened = open_source(request, system), Plan.of(request, system)
+    isolated = request.isolate or workers is not None
+    with Isolated(request.time_limit) if isolated else contextlib.nullcontext(attempt) as run:
+        how |= {"count": request.reproducers}
+        return reproduce(report.findings, *opened, run, directory, say, **how)
 
 
 def provenance(system: System, described: Mapping[str, Any], command: str) -> records.Provenance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,15 @@ def audit(
     directory continues where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.run import audit as run
+    from numdev.audit.run import reproducers
 
     request, cluster = audit_request(target, flags), cluster_of(workers, scheduler)
     directory = results.directory(Path(request.target).stem or "audit", request.model_dump())
     more = {"workers": cluster, "save_cases": save_cases, "say": results.say}
     with sharing(cluster, request.device):
         found = results.study(run, request, directory, **more)
-    results.hand_over(found, directory)
+    scripts = functools.partial(reproducers, request=request, workers=cluster)
+    results.hand_over(found, directory, scripts)
 
 
 @command(
@@ -73,6 +76,7 @@ def sweep(
     measured with every seed, and the report gives means with confidence intervals. With --seed N
     the seeds are counted from N. The same request continues where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
+    from numdev.audit.run import reproducers
     from numdev.audit.sweep import plan
     from numdev.audit.sweep import sweep as run
 
@@ -85,4 +89,8 @@ def sweep(
             return
         directory = results.directory(config.stem, request.measured())
         found = results.study(run, planned, directory, workers=cluster, say=results.say)
-    results.hand_over(found, directory)
+    opened = planned.source, planned.plan
+    scripts = functools.partial(
+        reproducers, request=planned.request, opened=opened, workers=cluster
+    )
+    results.hand_over(found, directory, scripts)

@@ -46,7 +46,13 @@ class Results:
             click.echo(text, err=True)
 
     def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
-        """What a study comes to, as it goes; kernels' prints stay off stdout, no Ctrl-C is lost."""
+        """What a study comes to."""
+        same = {"overwrite": self.overwrite, "command": command_line()}
+        return self.watched(run, *asked, **same, **more)
+
+    def watched(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
+        """What a function returns, with its progress shown; kernels' prints stay off stdout, and no
+        Ctrl-C is lost."""
         from numdev.report.renderers import terminal
 
         with (
@@ -59,8 +65,7 @@ class Results:
                 check()
                 tell(what, done, total)
 
-            same = {"overwrite": self.overwrite, "command": command_line(), "progress": progress}
-            return run(*asked, **same, **more)
+            return run(*asked, progress=progress, **more)
 
     def claim(self, name: str, request: Any) -> Path:
         """The directory of a report that is made at once."""
@@ -70,9 +75,12 @@ class Results:
         claim(directory, name.partition("-")[0], request, overwrite=self.overwrite)
         return directory
 
-    def hand_over(self, found: Report, directory: Path) -> None:
-        """Write a finished report, and show it as asked. Raises MeasurementError, after that, for
-        one in which nothing was measured: that is no success."""
+    def hand_over(
+        self, found: Report, directory: Path, scripts: Callable[..., list[Path]] | None = None
+    ) -> None:
+        """Write a finished report, and show it as asked; then have the `scripts` of its findings
+        written. Raises MeasurementError, after that, for a report in which nothing was measured:
+        that is no success."""
         from numdev import report as reports
         from numdev.report.io import text_of
         from numdev.report.renderers import html, terminal
@@ -83,6 +91,9 @@ class Results:
             click.echo(text_of(found))
         elif not self.quiet:
             terminal.show(found)
+        if scripts and self.watched(scripts, found, directory=directory, say=self.say):
+            html.write(found, directory)  # which shows them
+        if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
         if not found.measured:
             raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")

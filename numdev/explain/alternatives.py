@@ -101,6 +101,8 @@ def _rewritten(p: Probe, case: AttentionCase) -> Reference:
     return p.with_out(p.take(_relaid(whole)))
 
 
+NEAR = 20.0  # residuals so many times smaller than at 1 need no search farther away
+
 # --- factors -------------------------------------------------------------------------------------
 
 
@@ -133,22 +135,28 @@ def _out_factor(p: Probe, fit: Tensor) -> float | None:
 
 
 def _scale_factor(p: Probe, fit: Tensor) -> float | None:
-    """The factor of the scale that leaves the least residual: a grid, and Gauss-Newton steps from
-    its best point. None where the scale is 0 or no row can be compared."""
+    """The factor of the scale that leaves the least residual, by Gauss-Newton steps from 1; where
+    these find none, from the best point of a grid. None where the scale is 0 or no row can be
+    compared."""
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None
+    step = 0.25 * math.log(2)
 
     def error(logarithm: float) -> Tensor:
         x = p.scaled(math.exp(logarithm)).out
         return torch.where(where & finite(x), (p.out - x) / p.unit, 0.0)
 
-    step = 0.25 * math.log(2)
-    at = min((i * step for i in range(-20, 21)), key=lambda x: float(error(x).norm()))
-    for _ in range(4):
-        here = error(at)
-        rise = (error(at + 1e-5) - here) / 1e-5
-        size = float((rise * rise).sum())
-        move = -float((rise * here).sum()) / size if size > 0 else 0.0
-        at += move if abs(move) < step else 0.0
-    return math.exp(at)
+    def refined(at: float) -> float:
+        for _ in range(4):
+            here = error(at)
+            rise = (error(at + 1e-5) - here) / 1e-5
+            size = float((rise * rise).sum())
+            move = -float((rise * here).sum()) / size if size > 0 else 0.0
+            at += move if abs(move) < step else 0.0
+        return at
+
+    near = refined(0.0)
+    if float(error(near).norm()) > float(error(0.0).norm()) / NEAR:
+        near = refined(min(range(-20, 21), key=lambda i: float(error(i * step).norm())) * step)
+    return math.exp(near)
