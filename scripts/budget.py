@@ -18,11 +18,11 @@ BUDGET = {
     "numdev/kernels": 5600,
     "numdev/metrics": 2200,
     "numdev/explain": 1100,
-    "numdev/audit": 3100,
+    "numdev/audit": 3150,
     "numdev/gate": 1900,
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
-    "numdev/report": 2900,
+    "numdev/report": 3100,
     "numdev": 29000,
     "tests": 20000,
 }
