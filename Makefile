@@ -1,7 +1,8 @@
 # make audit      set up, then audit the bundled demo checkpoint and show the report
 # make test       set up, then hold the demo and a planted fault to the gate, and run all CPU tests
 # make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
-# make check      set up, then lint, format, types, layers and line budgets
+# make check      set up, then lint, format, types, layers, line budgets, and the docs built strictly
+# make docs       set up, then build the documentation as a site in build/site
 # make oldest     the model tests against the oldest supported transformers
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ SETUP := .venv/.installed
 # Tests are small: a process for each processor, and one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: audit gate test test-fast check oldest clean
+.PHONY: audit gate test test-fast check docs oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -33,12 +34,15 @@ SLOWER := api attribution audit bias bounds capture capture_gradients chain ci c
 test-fast: $(SETUP)
 	$(PYTEST) -m "not gpu and not slow" $(SLOWER:%=--ignore=tests/test_%.py)
 
-check: $(SETUP)
+check: $(SETUP) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/budget.py
+
+docs: $(SETUP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # An overlay in front of the environment: the oldest transformers, and what it needs another version of.
 OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
