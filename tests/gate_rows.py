@@ -92,7 +92,8 @@ def judge(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any)
 
 def findings_of(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any) -> Any:
     """The same in words."""
-    return findings.findings_of(rows, planned(rows, **plan), rules)
+    judged = findings.findings_of(rows, planned(rows, **plan), rules)
+    return judged.findings, judged.tested
 
 
 def report(*rows: DeviationRow, **system: Any) -> AuditReport:

@@ -50,14 +50,14 @@ def test_a_finding_stands_where_it_is_worst() -> None:
 @pytest.mark.parametrize(
     ("metric", "at_most", "words"),
     [
-        ("baseline_ratio", 2, "errs beyond its limit: the output is off by 3 x as much as plain"),
-        ("expected_ratio", 0.5, "errs beyond its limit: the output is off by 1 x what"),
-        ("worst_row", 1.1, "errs beyond what bfloat16 explains in single rows: one of the output"),
+        ("baseline_ratio", 2, "has 3× the error of eager attention in the output (limit 2×;"),
+        ("expected_ratio", 0.5, "has 1× the error in the output that its rounding model predicts"),
+        ("worst_row", 1.1, "has a row of the output with 1.2× the error predicted for it (limit"),
         ("mean_abs", 3e-5, "breaks the rule mine in the output: 9e-5, mean_abs ≤ 3e-5"),
     ],
 )
 def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words: str) -> None:
-    """Only what is beyond a prediction is beyond what its format explains."""
+    """Number and limit, in the words of the metric."""
     limit = {"name": "mine", "metric": metric, "at_most": at_most}
     sized = row(baseline_ratio=3.0, expected_ratio=1.0, worst_row=1.2, mean_abs=9e-5)
     ((finding,), _) = findings_of([sized], Rules.model_validate({"thresholds": [limit]}))
@@ -108,7 +108,7 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("name", "rule", "words"),
     [
-        ("nans", "finiteness", "128 elements of the output that are not finite"),
+        ("nans", "finiteness", "returns 128 elements of the output that are NaN or infinite"),
         ("halved", "function", "the scale is"),
         ("raises", "runs", "failed in 1 of 1 calls (bfloat16): RuntimeError: not today"),
         ("sound", None, ""),

@@ -159,7 +159,7 @@ def test_a_name_commands_nothing(name: str) -> None:
     rule's, spelled out."""
     (command,) = runner(lines_of([row(kernel=name, expected_ratio=9.0)]))
     assert (command.name, command.properties) == ("error", {"title": f"{plain(name)}: error"})
-    assert command.data.startswith(f"{plain(name)} errs beyond what bfloat16 explains")
+    assert command.data.startswith(f"{plain(name)} has 9× the error in the output")
 
 
 # --- Markdown ------------------------------------------------------------------------------------

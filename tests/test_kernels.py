@@ -459,6 +459,6 @@ def test_the_tutorials_example(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     first = " ".join(answer.stdout.split())
     assert first.startswith(
-        "mine:my_attention computes a different function: the causal mask is off by one: each "
-        "query sees one key too many (residual"
+        "FAIL mine:my_attention bfloat16 computes a different function: the causal mask is off by "
+        "one: each query sees one key too many (this explains its error"
     )

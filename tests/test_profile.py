@@ -124,4 +124,4 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     onset = next(at for at, x in points if float(x) >= 2)
     most = f"first at row {onset}, and most at row {first}: {worst:.2f} x."
     assert peak.lead.startswith("test_profile:late (bfloat16")
-    assert peak.text == f"errs 2 x what is predicted {most}"
+    assert peak.text == f"errs 2× what is predicted {most}"

@@ -80,13 +80,12 @@ def blocks(**summary: Any) -> list[Any]:
 
 def test_each_column_of_the_ranking_has_its_own_number() -> None:
     """Medians are medians, the worst is the worst; what is of sampled rows says so."""
-    title = "closest to the truth"
+    title = "closest to fp64"
     assert cells(blocks(kernels=(kernel(),)), title) == (
-        "kernel: k | ×floor: 1.01 | worst: 1.02 | ×base: 1.03 | ×pred: 1.06 | "
-        "mean err: 1.1e-3 | max err: 1.2e-3 | biased: 3/16 | NaN/inf: 7"
+        "kernel: k | error / floor: 1.01 | worst head: 1.02 | error / expected: 1.06 | "
+        "error / eager: 1.03 | mean error: 1.1e-3 | max error: 1.2e-3"
     )
-    assert "max err: ≥1.2e-3" in cells(blocks(kernels=(kernel(rows_measured=64),)), title)
-    assert "biased: –" in cells(blocks(kernels=(kernel(role="floor"),)), title)
+    assert "max error: ≥1.2e-3" in cells(blocks(kernels=(kernel(rows_measured=64),)), title)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,8 @@ def test_each_part_of_a_kernel_has_its_own_numbers(
     found = blocks(kernels=(kernel(**parts),))
     for i, (name, at) in enumerate(zip(names, "42", strict=True)):
         assert cells(found, title, i) == (
-            f"kernel: k | of: {name} | ×floor: {at}.00 | worst: {at}.10 | ×base: {at}.20 "
-            f"| ×pred: {at}.40"
+            f"kernel: k | of: {name} | error / floor: {at}.00 | worst head: {at}.10 | "
+            f"error / expected: {at}.40 | error / eager: {at}.20"
         )
 
 
@@ -116,7 +115,7 @@ def test_what_is_said_of_a_format_has_the_right_numbers() -> None:
              for item in getattr(node, "items", ())]  # fmt: skip
     text = "\n".join(lines)
     assert "alone moved the answer by 2.1e-3 on average, 2.2e-3 at most" in text
-    assert "k changes between two runs by 1.2 x the floor's error" in text
+    assert "k changes between two runs by 1.2× the rounding floor" in text
     assert "k skipped: needs CUDA" in text
 
 
@@ -215,7 +214,7 @@ def test_each_column_of_a_gate_has_its_own_number() -> None:
          row(6), control("scale", 0.03, 9.0)]
     )  # fmt: skip
     assert cells([beyond]) == (
-        "over: 1.19 x | kernel: mine | in: out bfloat16 | where: layer 2 head 5 | number: 1.31 | "
+        "over: 1.19× | kernel: mine | in: out bfloat16 | where: layer 2 head 5 | number: 1.31 | "
         "limit: expected_ratio ≤ 1.1 | rule: error"
     )
     assert cells([rule]) == (

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from numdev.gate.rules import default_rules
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
-from numdev.report import AuditSummary, DeviationRow, Finding, KernelSummary
+from numdev.report import AuditSummary, DeviationRow, Finding, KernelSummary, KernelVerdict
 from numdev.report.summary import summarise
+from numdev.report.views import verdicts
 
 NUMBERS: dict[str, Any] = {
     "elements": 100, "sequences": 8, "empty_rows": 0, "nonfinite": 0, "max_abs": 0.02,
@@ -81,8 +83,7 @@ def test_a_head_without_numbers_is_left_out_of_them() -> None:
     summary = summarise([precision(), row(0, **EMPTY)])
     k = of(summary, "sdpa-flash")
     assert (k.mean_abs, k.max_abs, k.floor_ratio, k.nonfinite) == (None, None, None, 100)
-    said = "bfloat16: sdpa-flash has 100 elements that are not finite and should be."
-    assert summary.answer == (said,)
+    assert summary.answer == ()
     assert summary.map is None
 
 
@@ -124,44 +125,49 @@ def test_bias_is_judged_in_16_bit_outputs_only(
 # --- sentences -----------------------------------------------------------------------------------
 
 
-def said(*rows: DeviationRow) -> str:
-    """The one paragraph of an audit in one format."""
-    (paragraph,) = summarise(rows).answer
-    return paragraph
+def said(*rows: DeviationRow, **of: Any) -> str:
+    """The verdict on the last row's kernel, which passed, and what is said below it."""
+    found, last = summarise(rows), rows[-1]
+    verdict = KernelVerdict(
+        **{"outcome": "passed", "kernel": last.kernel, "format": last.format, **of}
+    )
+    shown = verdicts(SimpleNamespace(summary=found, verdicts=(verdict,), findings=()))
+    return " ".join((*(f"{item.lead}{item.text}" for item in shown), *found.answer))
 
 
-def test_what_is_not_finite_comes_first() -> None:
-    """An overflow of the format and of the baseline are said before any average, and a kernel's
-    instead of one."""
-    text = said(precision(nonfinite=5), baseline(nonfinite=7), row(nonfinite=9))
-    assert text == (
+def test_a_verdict_has_the_numbers_that_matter() -> None:
+    """How far from the floor and where most, what was expected, eager attention beside it."""
+    rows = [baseline(), row(0, expected_ratio=1.0), row(1, floor_ratio=1.7, expected_ratio=1.02)]
+    assert said(precision(), *rows).startswith(
+        "PASS  sdpa-flash  bfloat16 rms error 1.60× the rounding floor (worst head 1.70×, layer 0 "
+        "head 1); as its rounding model predicts (1.01×). Eager attention: 3.00×."
+    )
+    for ratio, words in ((0.5, "less than"), (1.2, "more than")):
+        assert f"; {words} its rounding model predicts" in said(row(expected_ratio=ratio))
+    text = said(row(), outcome="unmeasured", reason="no GPU")
+    assert text.startswith("NOT JUDGED  sdpa-flash  bfloat16 no GPU ")
+
+
+def test_what_overflows_is_said() -> None:
+    """An overflow of the format, and of eager attention."""
+    assert said(precision(nonfinite=5), baseline(nonfinite=7), row(nonfinite=9)).endswith(
         "bfloat16: Rounding q, k, v to bfloat16 overflows: 5 elements of the exact result are no "
-        "longer finite. baseline has 7 elements that are not finite and should be. sdpa-flash has "
-        "9 elements that are not finite and should be."
+        "longer finite. bfloat16: Eager attention returns 7 elements that are NaN or infinite."
     )
 
 
 @pytest.mark.parametrize(
-    ("severities", "of", "start"),
-    [
-        (("exceeded", "note"), {}, "mine fails error: see the findings."),
-        (("note",), {}, "mine did not run in every call: see the findings."),
-        (("exceeded",), {"formats": ("float16",)}, "mine errs 1.50 x the floor"),
-        (("exceeded",), {"options": {"b": 1}}, "mine errs 1.50 x the floor"),
-        (("exceeded",), {"kernel": "sdpa-flash"}, "sdpa-math errs 1.50 x the floor"),
-    ],
-)
-def test_a_kernel_with_a_finding_is_not_introduced_by_its_error(
-    severities: tuple[str, ...], of: dict[str, Any], start: str
-) -> None:
-    """Its own, in this format. Of the default kernels the answer is about one without a finding."""
+    ("of", "kernel"),
+    [({}, "sdpa-flash"), ({"formats": ("float16",)}, "mine"), ({"options": {"b": 1}}, "mine"),
+     ({"kernel": "sdpa-flash"}, "mine")],
+)  # fmt: skip
+def test_a_kernel_with_a_finding_is_not_set_beside_the_format(of: Any, kernel: str) -> None:
+    """Its own, in this format. One that was asked for by name is spoken of first."""
     fields = {"sentence": "", "kernel": "mine", "formats": ("bfloat16",), "rule": "error", **of}
-    findings = [Finding(**fields, severity=s, count=1, judged=1) for s in severities]
-    others = ["sdpa-math", "sdpa-flash"] if of.get("kernel") else ["sdpa-flash", "mine"]
-    rows = [precision(), baseline(), *(row(kernel=name) for name in others)]
-    (text,) = summarise(rows, findings).answer
-    assert text.startswith(f"bfloat16: {start}")
-    assert ("errs" in text) == ("errs" in start)
+    finding = Finding(**fields, severity="exceeded", count=1, judged=1)
+    rows = [precision(), baseline(), *(row(kernel=name) for name in ("sdpa-flash", "mine"))]
+    (text,) = summarise(rows, [finding]).answer
+    assert text.startswith(f"bfloat16: {kernel} differs from eager attention by 2.00× what")
 
 
 @pytest.mark.parametrize("name", ["floor_ratio", "flash_vs_precision"])
@@ -181,30 +187,29 @@ def test_planted_faults_are_no_kernels() -> None:
 def test_in_fp64_nobody_is_closer() -> None:
     """The reference is no more exact than the kernel there, and no ratio is quoted."""
     text = said(*(made(format="float64") for made in (precision, baseline, row)))
-    assert "no more exact than a kernel" in text
+    assert "max error 0.02; in float64 the reference is no more exact." in text
     assert "floor" not in text
 
 
 @pytest.mark.parametrize(
-    ("others", "changes", "end"),
+    ("others", "changes", "words"),
     [
-        ((precision(), baseline()), {"baseline_ratio": 0.4}, "mostly the baseline's own error."),
+        ((precision(), baseline()), {"baseline_ratio": 0.4}, "costs, mostly eager attention's own"),
         ((precision(), baseline()), {"baseline_ratio": 0.6}, "q, k, v to bfloat16 costs."),
         ((precision(rms=0.0, mean_abs=0.0), baseline()), {"flash_vs_precision": None},
          "Rounding q, k, v to bfloat16 changes nothing: the format costs nothing here."),
         ((precision(), row(None, kernel="baseline", role="baseline", status="failed", reason="no")),
          {"flash_vs_precision": None},
-         "The baseline did not run, so sdpa-flash stands beside no cost of the format."),
+         "Eager attention did not run, so nothing stands beside the cost of the format."),
         ((precision(), baseline(floor_ratio=None)), {"floor_ratio": None, "max_abs": 0.25},
-         "The exact result needs no rounding; sdpa-flash is off by 0.25. It differs from the "
-         "baseline by 2.00 x what rounding q, k, v to bfloat16 costs."),
+         "max error 0.25; the exact result needs no rounding."),
     ],
-    ids=["baseline's", "own", "no cost", "no baseline", "no floor"],
+    ids=["eager's", "own", "no cost", "no eager", "no floor"],
 )  # fmt: skip
-def test_what_a_ratio_is_missing_for(others: Any, changes: dict[str, Any], end: str) -> None:
-    """Whose error the difference is (half the baseline's or less: mostly its own); without a ratio
-    its reason: a format that costs nothing, no plain attention, a truth of zeros."""
-    assert said(*others, row(**changes)).endswith(end)
+def test_what_a_ratio_is_missing_for(others: Any, changes: dict[str, Any], words: str) -> None:
+    """Whose error the difference is (half of eager attention's or less: mostly its own); without a
+    ratio its reason: a format that costs nothing, no eager attention, a truth of zeros."""
+    assert words in said(*others, row(**changes))
 
 
 def test_the_table_counts_by_the_rule() -> None:

@@ -76,13 +76,12 @@ def check(
         done |= {key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch)}
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
     record = plan.record(located.ref for located in source)
-    findings, tested = findings_of(rows, record, rules)
+    judged = findings_of(rows, record, rules)
     report = AuditReport(
         provenance=provenance(system, source.describe(), "numdev.check_attention"),
         request=dict(asked),
-        summary=summarise(rows, findings),
-        findings=findings,
-        tested=tested,
+        summary=summarise(rows, judged.findings),
+        **judged._asdict(),
         plan=record,
         cases=tuple(case for each in done.values() for case in each.get("case", ())),
         rows=rows,
@@ -93,7 +92,7 @@ def check(
     scripts: list[Path] = []
     said: list[str] = []
     # Of a row that sees no key there is no truth that a script could show an error against.
-    serious = [f for f in findings if f.severity != "note" and f.metric != "empty_nonfinite"]
+    serious = [f for f in judged.findings if f.severity != "note" and f.metric != "empty_nonfinite"]
     if wanted := [f for f in serious if f.place is not None][:1]:
         how: dict[str, Any] = {"count": 1, "seconds": SECONDS, "folder": folder}
         scripts = reproduce(wanted, source, plan, attempt, reproducers(), said.append, **how)

@@ -27,7 +27,7 @@ from numdev.cases import CaseRef
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import UsageError
 from numdev.explain.words import explanations
-from numdev.gate.findings import findings_of
+from numdev.gate.findings import Judged, findings_of
 from numdev.metrics.weights import weight_row
 from numdev.report.summary import summarise
 from numdev.sources.opening import Source, open_source
@@ -72,9 +72,8 @@ def audit(
     return records.AuditReport(
         provenance=provenance(system, results.described, command),
         request=asked,
-        summary=summarise(results.rows, results.findings, explanations(attributions), worst),
-        findings=results.findings,
-        tested=results.tested,
+        summary=summarise(results.rows, results.judged.findings, explanations(attributions), worst),
+        **results.judged._asdict(),
         plan=results.plan,
         cases=journal.records("case", records.CaseRecord),
         rows=results.rows,
@@ -91,8 +90,7 @@ class Results(NamedTuple):
     journal: Journal
     plan: records.PlanRecord
     rows: tuple[records.DeviationRow, ...]
-    findings: tuple[records.Finding, ...]
-    tested: tuple[str, ...]
+    judged: Judged
     described: Mapping[str, Any]  # the source, in plain data
 
 
@@ -139,8 +137,9 @@ def run_plan(
             what = f"{request.target}: no attention call was selected"
             raise UsageError(what, hint="check --layers and --heads")
         planned = plan.record(calls)
-        findings, tested = findings_of(rows, planned)
-    return Results(journal, planned, rows, findings, (*tested, *source.doubts), described)
+        judged = findings_of(rows, planned)
+    judged = judged._replace(tested=(*judged.tested, *source.doubts))
+    return Results(journal, planned, rows, judged, described)
 
 
 def run_source(

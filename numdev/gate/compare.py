@@ -54,9 +54,9 @@ HASHES = {"checkpoint": "sha256", "text": "prompt_sha256"}
 PROMPT = ("text", "length", "sequences")
 """What the hash of the prompt covers: the same text may come from another file."""
 UNITS = {
-    "floor_ratio": " x the floor",
-    "expected_ratio": " x what its roundings predict",
-    "worst_row": " x what is predicted for its worst row",
+    "floor_ratio": "× the rounding floor",
+    "expected_ratio": "× what its rounding model predicts",
+    "worst_row": "× what is predicted for its worst row",
     "rms": " (rms)",
 }
 THRESHOLD = (

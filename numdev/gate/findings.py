@@ -9,54 +9,96 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from numdev.gate.judging import NOTHING, judge
 from numdev.gate.rows import FOUND, OVERFLOWS, Rows, grouped
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Calls, Held, Judgement, Verdict
-from numdev.report import DeviationRow, Finding, Place, Places, PlanRecord
+from numdev.report import DeviationRow, Finding, KernelVerdict, Place, Places, PlanRecord
 from numdev.report.numbers import labelled, power, three
 
-BEYOND = "errs beyond {allowance}"
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {
-    "nonfinite": "has {nonfinite} elements of {tensor} that are not finite where the exact result, "
-    "rounded once, is{reverse}",
+    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite where the "
+    "exact result, rounded once, is finite{reverse}",
     "empty_nonfinite": "returns NaN or infinity in rows that see no key: {empty_nonfinite} "
-    "elements in {empty_rows} such rows of {tensor}, where 0 is expected; 0 times that is NaN, "
-    "which spreads to dk and dv",
-    "suspicion": "computes a different function: {suspicion} (residual {cut} x smaller against "
-    "that)",
-    "expected_ratio": BEYOND + ": {tensor}{median} is off by {number} x what {claim} roundings "
-    "predict, and {bound} x is the limit",
-    "baseline_ratio": BEYOND + ": {tensor} is off by {number} x as much as plain attention, and "
-    "{bound} x is the limit",
-    "worst_row": BEYOND + " in single{sampled} rows: one of {tensor} is off by {number} x what is "
-    "predicted for it, and {bound} x is the limit",
-    "bias_size": "is biased: {tensor} lies to one side of the exact result, rounded once, by up "
-    "to {bias:+.3f} ulp ({bias_of}) over {sequences} sequences; such an error does not average out",
+    "elements in {empty_rows} such rows of {tensor}, expected 0; NaN spreads from there to dk and "
+    "dv",
+    "suspicion": "computes a different function: {suspicion} (this explains its error {cut}× "
+    "better than attention does)",
+    "expected_ratio": "has {number}× the error in {tensor}{median} that {claim} predicts (limit "
+    "{bound}×)",
+    "baseline_ratio": "has {number}× the error of eager attention in {tensor} (limit {bound}×)",
+    "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for it (limit "
+    "{bound}×)",
+    "bias_size": "is biased: {tensor} lies on one side of the exact result by up to {bias:+.3f} "
+    "ulp ({bias_of}, {sequences} sequences; limit {bound} ulp); such errors do not average out",
     "noise_ratio": "is not reproducible: {tensor} changes between runs on the same inputs by "
-    "{number} x what rounding it once changes, and {allowed}",
-    "lse_error": "returns a log-sum-exp that is off by {number} (over 1 + its size), and {bound} "
-    "is the limit; what is built on it, the backward pass too, inherits that",
+    "{number}× one rounding ({allowed})",
+    "lse_error": "returns a log-sum-exp that is off by {number}, relative to 1 + its size (limit "
+    "{bound}); the backward pass inherits that",
     "": "breaks the rule {rule} in {tensor}: {number}, {limit}",
 }
 TENSORS = {"out": "the output", "lse": "the log-sum-exp", None: ""}
 
 
-def findings_of(
-    rows: Rows, plan: PlanRecord, rules: Rules | None = None
-) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """What is wrong, the gravest first; and sentences on what was tested and what could not be.
+class Judged(NamedTuple):
+    """Rows held to the rules, for a report."""
 
-    Calls that a kernel declined are notes at the end, unless it declined all."""
+    outcome: Literal["passed", "exceeded", "unmeasured"]
+    verdicts: tuple[KernelVerdict, ...]
+    findings: tuple[Finding, ...]  # the gravest first; calls that a kernel declined are last
+    tested: tuple[str, ...]  # sentences on what was tested, and what could not be
+
+
+def findings_of(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judged:
+    """What the rules (the default ones) say of a plan's rows."""
     judgement = judge(rows, plan, rules)
     findings, tested = findings_in(judgement, rows)
     if judgement.power:
         caught = "; ".join(map(str, judgement.power))
         tested = (*tested, f"Of faults planted here, these rules catch: {caught}.")
-    return findings, tested
+    return Judged(judgement.outcome, tuple(kernel_verdicts(judgement, findings)), findings, tested)
+
+
+def kernel_verdicts(judgement: Judgement, findings: Sequence[Finding]) -> list[KernelVerdict]:
+    """One for each kernel in each format, the worst first. `findings` are the judgement's own."""
+    rules = grouped(judgement.verdicts, lambda v: (v.kernel and label(v), v.format))
+    calls = grouped(judgement.calls, lambda c: (label(c), c.format))
+    verdicts = [_of_kernel(own, rules.get(key, []), findings) for key, own in calls.items()]
+    return sorted(verdicts, key=lambda v: ("exceeded", "unmeasured", "passed").index(v.outcome))
+
+
+def _of_kernel(
+    calls: Sequence[Calls], rules: Sequence[Verdict], findings: Sequence[Finding]
+) -> KernelVerdict:
+    of, outcome, own = calls[0], "unmeasured", {v.outcome for v in rules}
+    if "exceeded" in own:
+        outcome = "exceeded"
+    elif "passed" in own and "unmeasured" not in {*own, *(c.outcome for c in calls)}:
+        outcome = "passed"
+    about: dict[str, Any] = {"outcome": outcome}
+    names = ("rule", "tensor", "metric", "observed")
+    for number, f in enumerate(findings):
+        if f.severity != "note" and label(f) == label(of) and of.format in f.formats:
+            about |= {name: getattr(f, name) for name in (*names, "limit", "place")}
+            about["finding"] = number
+            break
+    else:
+        if outcome == "passed":
+            bound = [v for v in rules if isinstance(v.observed, float) and v.bound]
+            nearest = max(bound, key=lambda v: abs(v.observed) / v.bound, default=None)  # type: ignore
+            if nearest is not None:
+                about |= {name: getattr(nearest, name) for name in names}
+                about["limit"] = nearest.bound
+        else:
+            reasons = dict.fromkeys(
+                (*chain(*(c.reasons for c in calls)), *chain(*(v.reasons for v in rules)))
+            )
+            about["reason"] = "; ".join(list(reasons)[:2]) or "no rule could be applied"
+    which = {name: getattr(of, name) for name in ("kernel", "options", "format")}
+    return KernelVerdict(**which, **about)
 
 
 def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
@@ -140,7 +182,6 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
     """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a sentence."""
     worst, observed = rows[0], verdict.observed
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
-    predicted = verdict.metric != "baseline_ratio" and (verdict.bound or 0.0) >= 1
     sums = {
         name: sum(getattr(row, name) or 0 for row in rows)
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
@@ -154,7 +195,7 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
         number=three(observed) if isinstance(observed, float) else f"{observed}",
         tensor=TENSORS.get(verdict.tensor, verdict.tensor),
         reverse=", or the reverse" if verdict.format in OVERFLOWS else "",
-        median=" of the median head" if verdict.median else "",
+        median=" of its median head" if verdict.median else "",
         sampled=" measured" if worst.sampled else "",
         claim=_whose(rows),
         suspicion=worst.suspicion,
@@ -162,8 +203,7 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
         bias=worst.bias_size or 0.0,
         bias_of=worst.bias_of,
         sequences=worst.sequences,
-        allowed=f"{bound} x is the limit" if verdict.bound else "it should be the same bits",
-        allowance=f"what {verdict.format} explains" if predicted else "its limit",
+        allowed=f"limit {bound}×" if verdict.bound else "expected: the same bits",
     )
     return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
 
@@ -173,8 +213,8 @@ def _whose(rows: Rows) -> str:
     clause, the way in which one that claims nothing was found to round."""
     claim = next((row.claim for row in rows if row.claim), None)
     if claim and claim.startswith(FOUND):
-        return f"its own ({claim})"
-    return f"the `{claim}`" if claim else "the kernel's own"
+        return f"its rounding model ({claim})"
+    return f"the rounding model `{claim}`" if claim else "its rounding model"
 
 
 def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:

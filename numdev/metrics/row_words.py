@@ -105,5 +105,5 @@ def _error(row: WorstRow) -> str:
     if row.ratio is None:
         return f"errs by {row.error or 0.0:.2g} where nothing is predicted or added up"
     if row.predicted:
-        return f"errs {row.ratio:.3g} x what is predicted for it"
+        return f"errs {row.ratio:.3g}× what is predicted for it"
     return f"errs by {row.ratio:.2g} of the size of its terms"

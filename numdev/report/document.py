@@ -70,7 +70,7 @@ class Item:
 @dataclass(frozen=True)
 class Bullets:
     items: tuple[Item, ...]
-    kind: Literal["answer", "findings", "plain"] = "plain"
+    kind: Literal["verdicts", "answer", "findings", "plain"] = "plain"
     only: tuple[Medium, ...] = MEDIA
 
 

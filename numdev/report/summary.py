@@ -33,7 +33,7 @@ from numdev.report import (
     Record,
     WorstRow,
 )
-from numdev.report.numbers import MOST, ratio, si
+from numdev.report.numbers import MOST, ratio
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Of which a summary has the median over heads, the largest, or where that is."""
@@ -69,8 +69,9 @@ def summarise(
     kernels = tuple(kernel for kernel, _ in ranked)
     return AuditSummary(
         answer=tuple(
-            f"{name}: {' '.join(_answer([k for k in kernels if k.format == name], findings))}"
+            f"{name}: {sentence}"
             for name in formats
+            for sentence in _answer([k for k in kernels if k.format == name], findings)
         ),
         kernels=kernels,
         map=_map([(k, ok) for k, ok in ranked if (k.role, k.format) == ("kernel", formats[0])]),
@@ -182,75 +183,39 @@ def _or_none(value: float) -> float | None:
 
 
 def _answer(kernels: Sequence[KernelSummary], findings: Sequence[Finding]) -> Iterator[str]:
-    """One format in sentences: what cannot be counted, or that nothing was measured; then how far
-    from fp64 the kernel is, and flash deviation beside that of low precision. Of a kernel with a
-    finding only that."""
-
-    def faults(k: KernelSummary) -> list[Finding]:
-        own = (f for f in findings if (f.kernel, f.options) == (k.kernel, k.options))
-        return [f for f in own if k.format in f.formats]
-
+    """One format in sentences: what overflows, and flash deviation beside what the format costs. Of
+    a kernel with a finding nothing is said: its verdict says it."""
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
     usual = {name: place for place, name in enumerate(HEADLINE)}
+    accused = {(f.kernel, str(f.options), name) for f in findings for name in f.formats}
     kernel = min(
-        (k for k in kernels if k.role == "kernel" and (k.max_abs is not None or k.nonfinite)),
-        key=lambda k: (k.kernel in usual and bool(faults(k)), usual.get(k.kernel, -1)),
+        (k for k in kernels if k.role == "kernel" and k.max_abs is not None and not k.nonfinite
+         and (k.kernel, str(k.options), k.format) not in accused),
+        key=lambda k: usual.get(k.kernel, -1),
         default=None,
-    )
+    )  # fmt: skip
     if precision is not None and precision.nonfinite:
         yield (
             f"Rounding q, k, v to {precision.format} overflows: {precision.nonfinite} elements of "
             "the exact result are no longer finite."
         )
-    for k in (plain, kernel):
-        if k is not None and k.nonfinite:
-            yield f"{k.kernel} has {k.nonfinite} elements that are not finite and should be."
+    if plain is not None and plain.nonfinite:
+        yield f"Eager attention returns {plain.nonfinite} elements that are NaN or infinite."
     if kernel is None:
-        yield "No kernel under audit could be measured."
         return
-    if own := faults(kernel):
-        wrong = ", ".join(dict.fromkeys(f.rule for f in own if f.severity == "exceeded"))
-        words = f"fails {wrong}" if wrong else "did not run in every call"
-        yield f"{kernel.kernel} {words}: see the findings."
-    if own or kernel.nonfinite:
-        return
-    if not _said(kernel.floor_ratio):
-        yield f"The exact result needs no rounding; {kernel.kernel} is off by {si(kernel.max_abs)}."
-    elif kernel.format == "float64":
-        yield "In float64 the reference is no more exact than a kernel; read absolute errors."
-    else:
-        yield _distance(kernel, plain)
     if _said(kernel.flash_vs_precision):
         share = kernel.baseline_ratio
-        whose = ", mostly the baseline's own error" if share is not None and share < 0.5 else ""
+        whose = ", mostly eager attention's own error" if share is not None and share < 0.5 else ""
         yield (
-            f"It differs from the baseline by {ratio(kernel.flash_vs_precision)} x what rounding "
-            f"q, k, v to {kernel.format} costs{whose}."
+            f"{kernel.kernel} differs from eager attention by {ratio(kernel.flash_vs_precision)}× "
+            f"what rounding q, k, v to {kernel.format} costs{whose}."
         )
     elif plain is None or plain.max_abs is None:
-        yield f"The baseline did not run, so {kernel.kernel} stands beside no cost of the format."
+        yield "Eager attention did not run, so nothing stands beside the cost of the format."
     else:
         yield f"Rounding q, k, v to {kernel.format} changes nothing: the format costs nothing here."
 
 
 def _said(multiple: float | None) -> bool:
     return multiple is not None and multiple <= MOST
-
-
-def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
-    """How far from fp64, in units of the least error possible and of what roundings predict."""
-    text = f"{kernel.kernel} errs {ratio(kernel.floor_ratio)} x the floor, the least error possible"
-    if _said(kernel.floor_ratio_worst):
-        text += f" (worst {ratio(kernel.floor_ratio_worst)}, {kernel.floor_ratio_where})"
-    if baseline is not None and _said(baseline.floor_ratio):
-        text += f", the plain baseline {ratio(baseline.floor_ratio)} x"
-    # In other formats what a kernel's arithmetic may err is a bound, no prediction.
-    if kernel.expected_ratio is None or kernel.format not in BIAS_FORMATS:
-        return f"{text}."
-    ends = kernel.expected_ratio_interval
-    interval = f" [{ends[0]:.2f} to {ends[1]:.2f}]" if ends else ""
-    return (
-        f"{text}. That is {kernel.expected_ratio:.2f} x what its roundings predict "
-        f"(worst {kernel.expected_ratio_worst:.2f}{interval}, {kernel.expected_ratio_where})."
-    )

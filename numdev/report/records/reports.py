@@ -14,6 +14,7 @@ from numdev.report.records.rows import (
     AttributionRow,
     CaseRecord,
     DeviationRow,
+    OfKernel,
     ProfileRow,
     Record,
     Role,
@@ -23,6 +24,7 @@ from numdev.report.records.rows import (
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
 
 SCHEMA_VERSION = 2
+Outcome = Literal["passed", "exceeded", "unmeasured"]
 Line = Record | dict[str, Any]  # of a table: a field a column
 
 
@@ -117,6 +119,22 @@ class Finding(Record):
         return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
 
 
+class KernelVerdict(OfKernel):
+    """One kernel under audit in one format, held to the rules; the check that matters most: of what
+    failed the gravest, of what passed the one nearest to its limit."""
+
+    role: Role = "kernel"
+    outcome: Outcome
+    rule: str | None = None
+    tensor: str | None = None
+    metric: str | None = None
+    observed: float | None = None
+    limit: float | None = None
+    place: Place | None = None
+    finding: int | None = None  # which of the report's findings it is
+    reason: str | None = None  # why it could not be judged
+
+
 class Provenance(Record):
     """Where the numbers come from."""
 
@@ -132,11 +150,18 @@ class Report(Record):
 
     kind: str
     schema_version: Literal[2] = 2
+    outcome: Outcome | None = None  # by the rules, of all kernels under audit; None: not judged
+    verdicts: tuple[KernelVerdict, ...] = ()
     provenance: Provenance
     request: dict[str, Any]
     timings: dict[str, float] = Field(default_factory=dict)
     """Seconds by section, and `total`: of the run that made the report, not of one it resumed."""
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every kernel under audit was judged, and none exceeds a limit."""
+        return self.outcome == "passed"
 
     @property
     def measured(self) -> bool:

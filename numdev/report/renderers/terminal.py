@@ -84,7 +84,10 @@ def some(places: Sequence[int], fitting: int) -> list[int]:
 
 def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Table:
     mapped, titles = node.kind == "map", [column.title for column in node.columns]
-    lines = [titles, *([cell.text for cell in row.cells] for row in node.rows)]
+    if node.kind == "numbers":  # a title of several words has two lines
+        titles = ["\n".join(title.rsplit(" ", 1)) for title in titles]
+    heads = [max(title.split("\n"), key=len) for title in titles]
+    lines = [heads, *([cell.text for cell in row.cells] for row in node.rows)]
     tight = not mapped and len(chosen) > 9  # one column more must still fit in 80
     widths = (max(len(line[at]) for line in lines) for at in chosen[1:])
     fits = sum(2 - tight + column for column in widths) + MAP < total
@@ -97,10 +100,10 @@ def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Tabl
     for at in chosen:
         column = node.columns[at]
         grid.add_column(
-            _text(column.title),
+            Text("\n").join(_text(line) for line in titles[at].split("\n")),
             overflow="fold",
             justify=column.align if at else "left",
-            no_wrap=fits and at > 0 and node.kind == "numbers" and column.align == "right",
+            no_wrap=fits and node.kind == "numbers" and (at == 0 or column.align == "right"),
             min_width=MAP - 1 if mapped and at else None,
         )
     for row in node.rows:

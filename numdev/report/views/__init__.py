@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from numdev.audit.timing import words as seconds
-from numdev.report import Finding, Report
+from numdev.metrics.statistics import BIAS_FORMATS
+from numdev.report import Finding, KernelSummary, Report
 from numdev.report import document as doc
+from numdev.report.numbers import MOST, labelled, ratio, si, three
 
 REPRODUCERS = "reproducers"
 LONGEST = 32_000  # characters of a reproducer that the page shows; a longer one is only named
@@ -28,13 +30,12 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
     view: Any = importlib.import_module(f"numdev.report.views.{report.kind}")
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
     target = report.request.get("target") or report.provenance.command
-    accused = [f.sentence for f in report.findings if f.metric == "suspicion"]
-    leading = [doc.Item("", lead=sentence, style="bad") for sentence in accused]
-    findings = tuple(_findings(report.findings, directory))
+    findings = tuple(_findings(report, directory))
     return doc.Document(
         str(report.request.get("title") or f"{report.kind.capitalize()}: {target}"),
         (
-            doc.Bullets((*leading, *map(doc.headed, summary.answer)), "answer"),
+            doc.Bullets(tuple(verdicts(report)), "verdicts"),
+            doc.Bullets(tuple(map(doc.headed, summary.answer)), "answer"),
             *((doc.Heading("Findings", doc.TEXT),) if findings else ()),
             doc.Bullets(findings, "findings"),
             *doc.notes(getattr(report, "tested", ())),
@@ -44,11 +45,67 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
     )
 
 
-def _findings(findings: tuple[Finding, ...], directory: Path | None) -> Iterator[doc.Item]:
-    """Findings as lines; a different function leads the answer, repeated only if reproduced."""
-    for finding in findings:
+WORDS: dict[str, tuple[str, doc.Style]] = {
+    "passed": ("PASS", "good"),
+    "exceeded": ("FAIL", "bad"),
+    "unmeasured": ("NOT JUDGED", "warn"),
+}
+
+
+def verdicts(report: Any) -> Iterator[doc.Item]:
+    """A line for each kernel in each format: its verdict, and the number or finding that matters
+    most."""
+    kernels = getattr(getattr(report, "summary", None), "kernels", ())
+    eager = {k.format: k for k in kernels if k.role == "baseline"}
+    sizes = {(k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"}
+    names = [labelled(v.kernel, v.options) for v in report.verdicts]
+    width = max(map(len, names), default=0)
+    wide = max((len(WORDS[v.outcome][0]) for v in report.verdicts), default=0)
+    for name, v in zip(names, report.verdicts, strict=True):
+        word, style = WORDS[v.outcome]
+        k = sizes.get((v.kernel, str(v.options), v.format))
+        if v.finding is not None:
+            text = report.findings[v.finding].sentence.removeprefix(f"{name} ")
+        elif v.reason is not None:
+            text = v.reason
+        elif k is not None and k.max_abs is not None:
+            text = _size(k, eager.get(v.format))
+        else:
+            nearest = f"nearest to its limit: {v.rule}, {three(v.observed)} of {three(v.limit)}"
+            text = nearest if v.rule else ""
+        yield doc.Item(text, lead=f"{word:{wide}}  {name:{width}}  {v.format} ", style=style)
+
+
+def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
+    """How far a kernel that passed is from fp64."""
+    if k.format == "float64":
+        return f"max error {si(k.max_abs)}; in float64 the reference is no more exact."
+    if k.floor_ratio is None or k.floor_ratio > MOST:
+        return f"max error {si(k.max_abs)}; the exact result needs no rounding."
+    text = f"rms error {ratio(k.floor_ratio)}× the rounding floor"
+    if (k.floor_ratio_worst or 0.0) <= MOST:
+        text += f" (worst head {ratio(k.floor_ratio_worst)}×, {k.floor_ratio_where})"
+    # In other formats what a kernel's arithmetic may err is a bound, no prediction.
+    if k.expected_ratio is not None and k.format in BIAS_FORMATS:
+        how = (
+            "as"
+            if 0.9 <= k.expected_ratio <= 1.1
+            else "less than"
+            if k.expected_ratio < 0.9
+            else "more than"
+        )
+        text += f"; {how} its rounding model predicts ({ratio(k.expected_ratio)}×)"
+    if eager is not None and eager.floor_ratio is not None and eager.floor_ratio <= MOST:
+        text += f". Eager attention: {ratio(eager.floor_ratio)}×"
+    return f"{text}."
+
+
+def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
+    """Findings as lines: those that no verdict shows, and those that have a script."""
+    shown = {v.finding for v in report.verdicts}
+    for number, finding in enumerate(report.findings):
         script = _script(finding, directory)
-        if finding.metric != "suspicion" or script:
+        if number not in shown or script:
             name, style = SEVERITIES[finding.severity]
             lead = f"{name} ({finding.rule}):" if name else ""
             yield doc.Item(finding.sentence, lead=lead, style=style, script=script)

@@ -29,10 +29,10 @@ from numdev.report.numbers import NONE, labelled, ratio, shade, short, si
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
-    "×floor: rms error, against fp64 on the same rounded inputs, over that of the exact result "
-    "rounded once (the floor), median head and worst head; darker from 1.25, 2, 4 and 16 on. "
-    "×base: over plain attention as model code writes it. ×pred: over what the roundings it claims "
-    "to make predict, worst head. biased: heads with a systematic error, of those judged."
+    "error / floor: rms error, against fp64 on the same rounded inputs, over the rounding floor "
+    "(the exact result rounded once), median and worst head; darker from 1.25, 2, 4 and 16 on. "
+    "error / expected: over what the kernel's rounding model predicts, worst head. error / eager: "
+    "over eager attention, as model code writes it. Mean and max error are in the output's units."
 )
 SAMPLED = (
     "Sampled: {} query rows of each head, drawn over all positions, and of a kernel's rows the {} "
@@ -59,7 +59,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
     if summary.map is not None:
         worst = summary.map
-        title = f"{worst.kernel} in {worst.format}: times the floor, layer by head"
+        title = f"{worst.kernel} in {worst.format}: error / floor, layer by head"
         layers = dict(zip(worst.layers, worst.values, strict=True))
         cell = lambda v: Cell(short(v), shade(v), title=ratio(v))  # noqa: E731
         yield doc.heat_map(title, worst.heads, layers, cell)
@@ -95,25 +95,17 @@ def _max(k: KernelSummary) -> str:
     return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
 
 
-def _biased(k: KernelSummary) -> Cell:
-    if k.biased_heads is None or k.role == "floor":
-        return Cell(NONE)
-    return Cell(f"{k.biased_heads}/{k.ok}", style="warn" if k.biased_heads else "")
-
-
 RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
-    (Column("×floor"), lambda k: floors(k.floor_ratio)),
-    (Column("worst"), lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or "")),
-    (Column("×base"), lambda k: Cell(ratio(k.baseline_ratio))),
-    (Column("×pred"), lambda k: _predicted(k.expected_ratio_worst)),
+    (Column("error / floor"), lambda k: floors(k.floor_ratio)),
+    (Column("worst head"), lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or "")),
+    (Column("error / expected"), lambda k: _predicted(k.expected_ratio_worst)),
+    (Column("error / eager"), lambda k: Cell(ratio(k.baseline_ratio))),
 )
 RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("kernel", align="left"), _name),
     *RATIOS,
-    (Column("mean err"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max err"), lambda k: Cell(_max(k))),
-    (Column("biased"), _biased),
-    (Column("NaN/inf"), lambda k: Cell(str(k.nonfinite), style="bad" if k.nonfinite else "")),
+    (Column("mean error"), lambda k: Cell(si(k.mean_abs))),
+    (Column("max error"), lambda k: Cell(_max(k))),
 )
 
 
@@ -124,7 +116,7 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
         [column for column, _ in RANKING],
         ([cell(k) for _, cell in RANKING] for k in shown),
         [k.role != "kernel" for k in shown],
-        title=f"{name}: kernels, the closest to the truth first",
+        title=f"{name}: error of the output, the closest to fp64 first",
     )
     yield _parts(f"{name}: gradients", [(k, g.tensor, g) for k in shown for g in k.gradients])
     phases = [(k, p.phase or "", p) for k in shown for p in k.phases if len(k.phases) > 1]
@@ -155,9 +147,9 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
             ran = ", ".join(r.removeprefix("_scaled_dot_product_") for r in k.ran)
             yield Item(f"sdpa-default ran {ran}.", style="soft")
         if k.noise:
-            text = f"{k.kernel} changes between two runs by {si(k.noise)} x the floor's error."
+            text = f"{k.kernel} changes between two runs by {si(k.noise)}× the rounding floor."
             yield Item(text, style="soft")
-        if k.reasons:
+        if k.reasons and k.ok:  # else its verdict says why
             more = f"; and {len(k.reasons) - REASONS} more" if len(k.reasons) > REASONS else ""
             lead = f"{k.kernel} {'failed' if k.failed else 'skipped' if k.skipped else 'ran'}:"
             yield Item("; ".join(k.reasons[:REASONS]) + more, lead, "bad" if k.failed else "warn")
@@ -215,8 +207,8 @@ def _peaks(figure: Figure) -> Iterator[Item]:
         over = [point for point in curve.points if point.mean >= 2]
         if over and figure.relative and curve.role == "kernel":
             most = max(over, key=lambda point: point.mean)
-            text = f"errs 2 x what is predicted first at {over[0].label}, and most at {most.label}"
-            yield Item(f"{text}: {ratio(most.mean)} x.", f"{curve.label} ({figure.title}):")
+            text = f"errs 2× what is predicted first at {over[0].label}, and most at {most.label}"
+            yield Item(f"{text}: {ratio(most.mean)}×.", f"{curve.label} ({figure.title}):")
 
 
 def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:

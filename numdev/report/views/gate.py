@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
-from numdev.gate.findings import label
+from numdev.gate.findings import kernel_verdicts, label
 from numdev.gate.verdict import Held, Judgement, Power, Verdict
 from numdev.report import Finding, Place, Places
 from numdev.report import document as doc
 from numdev.report.numbers import three
+from numdev.report.views import WORDS, verdicts
 
 # The gravest first.
 OUTCOMES: dict[str, tuple[str, doc.Style]] = {
@@ -42,16 +44,20 @@ def document(
     judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str], place: Places
 ) -> doc.Document:
     """`findings` are the exceeded verdicts in sentences; `place` says what a place is called."""
-    word, style = OUTCOMES[judgement.outcome]
-    problems = list(problems_of(judgement, findings))
+    of_kernels = kernel_verdicts(judgement, findings)
+    word, style = WORDS[judgement.outcome]
+    shown = {findings[v.finding].sentence for v in of_kernels if v.finding is not None}
+    problems = [p for p in problems_of(judgement, findings) if p.sentence not in shown]
     items = [doc.Item(p.sentence, style=OUTCOMES[p.severity][1]) for p in problems[:SENTENCES]]
     if len(problems) > SENTENCES:
         items.append(doc.Item(f"and {len(problems) - SENTENCES} more"))
     declined = [finding.sentence for finding in findings if finding.severity == "note"]
+    named = SimpleNamespace(verdicts=of_kernels, findings=findings)
     return doc.Document(
         "numdev gate",
         (
-            doc.Paragraph(f"{word.upper()}, by the rules {judgement.rules}.", style),
+            doc.Paragraph(f"{word}, by the rules {judgement.rules}.", style),
+            doc.Bullets(tuple(verdicts(named)), "verdicts"),
             doc.Bullets(tuple(items)),
             _beyond(judgement.verdicts, place),
             doc.words(("rule", "outcome", "heads", "worst", "limit", "in"), _rules(judgement)),
@@ -145,7 +151,7 @@ def _beyond(verdicts: Iterable[Verdict], place: Places) -> doc.Table:
     beyond.sort(key=lambda pair: -pair[0].excess)
     rows = [
         (
-            f"{three(held.excess)} x" if math.isfinite(held.excess) else "-",
+            f"{three(held.excess)}×" if math.isfinite(held.excess) else "-",
             label(verdict),
             f"{verdict.tensor} {verdict.format}",
             place(Place.of(held.row)),

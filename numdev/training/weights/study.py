@@ -56,7 +56,7 @@ DIFFERS = (
 )
 NO_CAST = "no cast that would have changed anything is coarser than how {p.against} is stored."
 BESIDE = (
-    "{median} x what one cast to {p.yardstick} would have changed (median tensor), largest in "
+    "{median}× what one cast to {p.yardstick} would have changed (median tensor), largest in "
     "{p.times_tensor} ({largest} x)."
 )
 BAGS = "W1 of {p.of}: {w1}, {share} of the mean difference.{blind}"
