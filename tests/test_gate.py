@@ -339,9 +339,9 @@ def test_the_smallest_dose_that_is_caught() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "word"),
     [
-        ({}, 0, "PASSED"),
-        ({"nonfinite": 2}, 1, "EXCEEDED"),
-        ({"expected_ratio": None}, 3, "NOT MEASURED"),
+        ({}, 0, "PASS"),
+        ({"nonfinite": 2}, 1, "FAIL"),
+        ({"expected_ratio": None}, 3, "NOT JUDGED"),
     ],
 )
 def test_exit_codes(

@@ -122,6 +122,6 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     (peak,) = (item for n in positions(made.profiles) if isinstance(n, Bullets) for item in n.items)
     points = re.findall(r"late at row (\d+): ([\d.]+)", page)
     onset = next(at for at, x in points if float(x) >= 2)
-    most = f"first at row {onset}, and most at row {first}: {worst:.2f} x."
+    most = f"first at row {onset}, and most at row {first}: {worst:.2f}×."
     assert peak.lead.startswith("test_profile:late (bfloat16")
     assert peak.text == f"errs 2× what is predicted {most}"

@@ -122,5 +122,5 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
     judgement = judge(rows, Rules.model_validate({"thresholds": [nothing]}))
     text = " ".join(shown(document(judgement, *findings_in(judgement, rows), Places(rows))).split())
     assert judgement.exit_code == 3
-    assert "NOT MEASURED" in text
+    assert "NOT JUDGED" in text
     assert "No rule could be applied to any row" in text

@@ -93,9 +93,8 @@ def _of_kernel(
                 about |= {name: getattr(nearest, name) for name in names}
                 about["limit"] = nearest.bound
         else:
-            reasons = dict.fromkeys(
-                (*chain(*(c.reasons for c in calls)), *chain(*(v.reasons for v in rules)))
-            )
+            lacking = [v for v in rules if v.outcome == "unmeasured"] or rules
+            reasons = dict.fromkeys(chain(*(x.reasons for each in (calls, lacking) for x in each)))
             about["reason"] = "; ".join(list(reasons)[:2]) or "no rule could be applied"
     which = {name: getattr(of, name) for name in ("kernel", "options", "format")}
     return KernelVerdict(**which, **about)

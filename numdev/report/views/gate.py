@@ -44,20 +44,21 @@ def document(
     judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str], place: Places
 ) -> doc.Document:
     """`findings` are the exceeded verdicts in sentences; `place` says what a place is called."""
-    of_kernels = kernel_verdicts(judgement, findings)
     word, style = WORDS[judgement.outcome]
-    shown = {findings[v.finding].sentence for v in of_kernels if v.finding is not None}
+    leading = kernel_verdicts(judgement, findings)[:SENTENCES]
+    lines = verdicts(SimpleNamespace(verdicts=leading, findings=findings))
+    shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
     problems = [p for p in problems_of(judgement, findings) if p.sentence not in shown]
-    items = [doc.Item(p.sentence, style=OUTCOMES[p.severity][1]) for p in problems[:SENTENCES]]
-    if len(problems) > SENTENCES:
-        items.append(doc.Item(f"and {len(problems) - SENTENCES} more"))
+    room = SENTENCES - len(leading)
+    items = [doc.Item(p.sentence, style=OUTCOMES[p.severity][1]) for p in problems[:room]]
+    if len(problems) > room:
+        items.append(doc.Item(f"and {len(problems) - room} more"))
     declined = [finding.sentence for finding in findings if finding.severity == "note"]
-    named = SimpleNamespace(verdicts=of_kernels, findings=findings)
     return doc.Document(
         "numdev gate",
         (
             doc.Paragraph(f"{word}, by the rules {judgement.rules}.", style),
-            doc.Bullets(tuple(verdicts(named)), "verdicts"),
+            doc.Bullets(tuple(lines), "verdicts"),
             doc.Bullets(tuple(items)),
             _beyond(judgement.verdicts, place),
             doc.words(("rule", "outcome", "heads", "worst", "limit", "in"), _rules(judgement)),
