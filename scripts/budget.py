@@ -19,7 +19,7 @@ BUDGET = {
     "numdev/metrics": 2200,
     "numdev/explain": 1100,
     "numdev/audit": 3150,
-    "numdev/gate": 1900,
+    "numdev/gate": 1950,
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
     "numdev/report": 3100,
