@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from numdev import report
 from numdev.cli.main import main
 from numdev.config import AuditRequest
+from numdev.report.views.audit import maps
 from numdev.sources.capture import capture
 from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.prompts import draw, from_text, model_inputs, wanted
@@ -38,11 +39,16 @@ def kernel_rows(found: report.AuditReport) -> list[report.DeviationRow]:
     return rows
 
 
+def layers(found: Any) -> list[str]:
+    """Of its first map, in order."""
+    return [line.cells[0].text for line in next(maps(found)).rows]
+
+
 def test_an_encoder_decoder_model(tmp_path: Path, capsys: Any) -> None:
     """Its three attentions are rows of their own in the map, under its layer and what it is."""
     found, shown = audit(capsys, models.saved("t5_seq2seq", tmp_path))
     assert len(kernel_rows(found)) == 6 * 4
-    names = found.summary.map.layers
+    names = layers(found)
     assert len(names) == len(set(names)) == 6
     assert sum("encoder" in n and "SelfAttention" in n for n in names) == 2
     assert sum("decoder" in n and "EncDecAttention" in n for n in names) == 2
@@ -73,7 +79,7 @@ def test_a_model_that_writes(tmp_path: Path, capsys: Any) -> None:
     rows = kernel_rows(found)
     assert [sum(r.phase == p for r in rows) for p in ("prefill", "decode")] == [16, 32]
     assert [(c.q_len, c.kv_len) for c in found.cases] == [(6, 6)] * 2 + [(1, 7)] * 2 + [(1, 8)] * 2
-    assert found.summary.map.layers == ("0 prefill", "1 prefill", "0 decode", "1 decode")
+    assert layers(found) == ["0 prefill", "1 prefill", "0 decode", "1 decode"]
     assert "0 decode" in shown
     assert found.request["generate"] == 2
     csv = next(tmp_path.glob("out*/rows.csv")).read_text().splitlines()

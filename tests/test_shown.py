@@ -74,7 +74,7 @@ def cells(nodes: Any, title: str = "", row: int = 0) -> str:
 
 def blocks(**summary: Any) -> list[Any]:
     found = audit()
-    changed = found.summary.model_copy(update={"map": None, **summary})
+    changed = found.summary.model_copy(update=summary)
     return list(audit_view.blocks(found.model_copy(update={"summary": changed})))
 
 

@@ -18,6 +18,7 @@ from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, 
 from numdev.report import AuditSummary, DeviationRow, Finding, KernelSummary, KernelVerdict
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
+from numdev.report.views.audit import maps
 
 NUMBERS: dict[str, Any] = {
     "elements": 100, "sequences": 8, "empty_rows": 0, "nonfinite": 0, "max_abs": 0.02,
@@ -84,24 +85,24 @@ def test_a_head_without_numbers_is_left_out_of_them() -> None:
     k = of(summary, "sdpa-flash")
     assert (k.mean_abs, k.max_abs, k.floor_ratio, k.nonfinite) == (None, None, None, 100)
     assert summary.answer == ()
-    assert summary.map is None
 
 
-def test_the_map_shows_the_worst_kernel_of_the_first_format() -> None:
-    """Layer by head, the worst call of each, with a gap where a head was not measured."""
+def test_the_map_shows_the_worst_kernel_first() -> None:
+    """Layer by head, the worst call of each, with a gap where a head was not measured; the error
+    over what is expected where that is known of all heads, else over the floor."""
     rows = [
         row(0, 0, floor_ratio=1.0),
         row(1, 0, floor_ratio=2.0),
         row(1, 0, floor_ratio=1.5, call=1),
         row(0, 3, floor_ratio=3.0),
-        *(row(0, l, kernel="better", floor_ratio=0.5) for l in (0, 3)),
-        row(0, 0, format="float32", floor_ratio=99.0),
+        *(row(0, l, kernel="better", floor_ratio=9.0, expected_ratio=0.5) for l in (0, 3)),
     ]
-    found = summarise(rows).map
-    assert found is not None
-    assert (found.kernel, found.format) == ("sdpa-flash", "bfloat16")
-    assert (found.layers, found.heads) == (("0", "3"), (0, 1))
-    assert found.values == ((1.0, 2.0), (3.0, None))
+    first, second = maps(SimpleNamespace(rows=rows))
+    assert first.title == "sdpa-flash, bfloat16, out: error / floor, layer by head"
+    cells = [[cell.text for cell in line.cells] for line in first.rows]
+    assert cells == [["0", "1.00", "2.00"], ["3", "3.00", "–"]]
+    assert second.title.startswith("better, bfloat16, out: error / expected")
+    assert [line.cells[1].text for line in second.rows] == ["0.50", "0.50"]
 
 
 # --- bias ----------------------------------------------------------------------------------------

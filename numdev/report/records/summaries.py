@@ -76,22 +76,11 @@ class KernelSummary(OfKernel, _OverHeads):
     biased_heads: int | None = None  # null where too few independent sequences tell of a bias
 
 
-class HeadMap(Record):
-    """Multiples of the floor of one kernel, layer by head."""
-
-    kernel: str
-    format: str
-    layers: tuple[str, ...]
-    heads: tuple[int, ...]
-    values: tuple[tuple[float | None, ...], ...]
-
-
 class AuditSummary(Record):
     """What a reader wants first, computed once from the rows."""
 
     answer: tuple[str, ...]
     kernels: tuple[KernelSummary, ...]
-    map: HeadMap | None = None
     explanations: tuple[Explanation, ...] = ()  # for `--explain`
     worst_rows: tuple[WorstRow, ...] = ()
 

@@ -1,11 +1,14 @@
 """A document as one self-contained HTML page: readable offline, on paper, in light and dark.
 
-No script and nothing loaded from elsewhere. All names and messages are foreign text; the template
-escapes everything, and the drawings are built of elements."""
+Nothing is loaded from elsewhere, and one small script may run: the policy names its hash. Names and
+messages are foreign text; the template escapes everything, drawings are built of elements."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +41,10 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"svg": chart.svg, "numbers": doc.table_of, "prose": _prose}
-    document = document_of(report, directory)
-    return environment.get_template("page.html.j2").render(document=document)
+    text = (files("numdev.report.renderers") / "templates/page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    about = {"document": document_of(report, directory), "script": Markup(text), "digest": digest}
+    return environment.get_template("page.html.j2").render(about)
 
 
 def _visible(value: Any) -> Any:

@@ -50,6 +50,8 @@ def _lines(node: doc.Node, heading: str) -> Iterator[str]:
                 yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
         case doc.Table():
             yield from _table(node, heading)
+        case doc.Choice():
+            yield from _table(node.tables[0], heading)
         case doc.Figures():
             for figure in node.figures:
                 yield from (*_table(doc.table_of(figure, node.axis), heading), "")

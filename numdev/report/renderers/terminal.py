@@ -51,6 +51,8 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
                     out.print(line.append_text(_text(gap + item.text, style)))
             case doc.Table():
                 _table(node, out)
+            case doc.Choice():
+                _table(node.tables[0], out)
             case doc.Figures():
                 for figure in node.figures:
                     _table(doc.table_of(figure, node.axis), out)

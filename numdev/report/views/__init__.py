@@ -10,7 +10,7 @@ from typing import Any
 
 from numdev.audit.timing import words as seconds
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import Finding, KernelSummary, Report
+from numdev.report import Finding, KernelSummary, Places, Report
 from numdev.report import document as doc
 from numdev.report.numbers import MOST, labelled, ratio, si, three
 
@@ -73,7 +73,10 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
         else:
             nearest = f"nearest to its limit: {v.rule}, {three(v.observed)} of {three(v.limit)}"
             text = nearest if v.rule else ""
-        yield doc.Item(text, lead=f"{word:{wide}}  {name:{width}}  {v.format} ", style=style)
+        link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
+        yield doc.Item(
+            text, link=link, lead=f"{word:{wide}}  {name:{width}}  {v.format} ", style=style
+        )
 
 
 def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
@@ -108,7 +111,18 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
         if number not in shown or script:
             name, style = SEVERITIES[finding.severity]
             lead = f"{name} ({finding.rule}):" if name else ""
-            yield doc.Item(finding.sentence, lead=lead, style=style, script=script)
+            link = _link(report, finding)
+            yield doc.Item(finding.sentence, lead=lead, style=style, script=script, link=link)
+
+
+def _link(report: Any, finding: Finding) -> str:
+    """The cell of an audit's map that a finding is about."""
+    place, tensor = finding.place, finding.tensor or "out"
+    if place is None or place.head is None or getattr(report, "kind", "") != "audit":
+        return ""
+    layer = Places(report.rows).layer(place)
+    kernel = labelled(finding.kernel, finding.options)
+    return doc.cell_id(kernel, finding.formats[0], tensor, layer, place.head)
 
 
 def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:

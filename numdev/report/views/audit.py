@@ -3,6 +3,7 @@ along its rows a kernel errs, and which roundings make its errors."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -12,6 +13,7 @@ from numdev.report import (
     AuditReport,
     Axis,
     Curve,
+    DeviationRow,
     Explanation,
     Figure,
     KernelSummary,
@@ -25,7 +27,7 @@ from numdev.report import (
 )
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floors
-from numdev.report.numbers import NONE, labelled, ratio, shade, short, si
+from numdev.report.numbers import NONE, SHADES, labelled, ratio, shade, short, si
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
@@ -57,12 +59,8 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
-    if summary.map is not None:
-        worst = summary.map
-        title = f"{worst.kernel} in {worst.format}: error / floor, layer by head"
-        layers = dict(zip(worst.layers, worst.values, strict=True))
-        cell = lambda v: Cell(short(v), shade(v), title=ratio(v))  # noqa: E731
-        yield doc.heat_map(title, worst.heads, layers, cell)
+    yield doc.Choice(tuple(maps(report)))
+    yield from by_layer(report)
     if figures := tuple(positions(report.profiles)):
         yield doc.Heading("Error against position", doc.TEXT)
         yield from figures
@@ -153,6 +151,87 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
             more = f"; and {len(k.reasons) - REASONS} more" if len(k.reasons) > REASONS else ""
             lead = f"{k.kernel} {'failed' if k.failed else 'skipped' if k.skipped else 'ran'}:"
             yield Item("; ".join(k.reasons[:REASONS]) + more, lead, "bad" if k.failed else "warn")
+
+
+# --- where ---------------------------------------------------------------------------------------
+
+LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}  # of a terminal's colours
+
+
+def maps(report: Any) -> Iterator[doc.Table]:
+    """For each kernel, format and tensor the error over what is expected, else over the floor,
+    layer by head; of several calls the largest. The kernel that is farthest off comes first."""
+    places, groups = Places(report.rows), defaultdict[Any, dict[Any, DeviationRow]](dict)
+    for row in report.rows:
+        if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
+            of = groups[labelled(row.kernel, row.options), row.format, row.tensor]
+            at = places.layer(row), row.head
+            if at not in of or (row.expected_ratio or row.floor_ratio) > _value(of[at]):
+                of[at] = row
+    ranked = sorted(groups.items(), key=lambda item: -max(map(_value, item[1].values())))
+    for (kernel, fmt, tensor), cells in ranked:
+        relative = all(row.expected_ratio is not None for row in cells.values())
+        metric = "expected_ratio" if relative else "floor_ratio"
+        heads = sorted({head for _, head in cells})
+        layers = {
+            layer.removeprefix("layer "): [
+                _head(cells.get((layer, h)), metric, doc.cell_id(kernel, fmt, tensor, layer, h))
+                for h in heads
+            ]
+            for layer in dict.fromkeys(layer for layer, _ in cells)
+        }
+        title = f"{kernel}, {fmt}, {tensor}: error / {'expected' if relative else 'floor'}"
+        yield doc.heat_map(f"{title}, layer by head", heads, layers)
+
+
+def _value(row: DeviationRow) -> float:
+    return row.expected_ratio or row.floor_ratio or 0.0
+
+
+def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
+    """A head: its number, and all of it in the tooltip; the colour is logarithmic."""
+    value: float | None = None if row is None else getattr(row, metric)
+    if row is None or value is None:
+        return Cell(NONE)
+    most = LIMITS[metric][-1]
+    heat = round(100 * min(1.0, max(0.0, math.log(max(value, 1e-9), most))))
+    about = f"error / expected {ratio(row.expected_ratio)}, error / floor {ratio(row.floor_ratio)}"
+    about += f", max error {si(row.max_abs)}"
+    return Cell(short(value), shade(value, LIMITS[metric]), title=about, heat=heat, id=name)
+
+
+def by_layer(report: AuditReport) -> Iterator[doc.Node]:
+    """The error of the output over the floor, layer by layer: the median over heads."""
+    rows = [
+        row
+        for row in report.rows
+        if row.tensor == "out"
+        and row.role in ("kernel", "baseline")
+        and row.layer is not None
+        and row.floor_ratio
+    ]
+    layers = sorted({row.layer for row in rows if row.layer is not None})
+    figures = []
+    for fmt in dict.fromkeys(row.format for row in rows if len(layers) > 2):
+        curves = defaultdict[Any, dict[int, list[float]]](lambda: defaultdict(list))
+        for row in (row for row in rows if row.format == fmt):
+            own = curves[labelled(row.kernel, row.options), row.role]
+            own[row.layer or 0].append(row.floor_ratio or 0.0)
+        drawn = tuple(
+            Curve(label=label, role=role, points=tuple(
+                Point(x=layer, label=f"layer {layer}", mean=median(of[layer]), low=None, high=None)
+                for layer in sorted(of)
+            ))
+            for (label, role), of in curves.items()
+        )  # fmt: skip
+        figures.append(Figure(
+            title=f"{fmt}: error / floor by layer, median head", metric="floor_ratio",
+            relative=True, y_title="error / floor", y_scale="log", curves=drawn,
+        ))  # fmt: skip
+    ticks = tuple(Tick(x=layer, label=str(layer)) for layer in layers)
+    if figures:
+        axis = Axis(name="layer", title="layer", scale="linear", ticks=ticks)
+        yield doc.Figures(tuple(figures), axis, only=doc.PAGE)
 
 
 # --- what stands below it ------------------------------------------------------------------------

@@ -103,9 +103,12 @@ def _map(report: DiagnoseReport) -> doc.Table:
     for r in ranking:
         of_call = scores.setdefault(str(r.layer) if alone else r.case, [None] * len(heads))
         of_call[heads.index(r.head)] = r.score if judged(r, WRONG) or not of_weights else None
-    cell = lambda score: doc.Cell(percent(score).removesuffix(" %"), shade(score, SHADES))  # noqa: E731
     title = f"Layer by head, in %: {_score(report)}"
-    return doc.heat_map(title, heads, scores, cell, only=("terminal", "html"))
+    cells = {
+        layer: [doc.Cell(percent(score).removesuffix(" %"), shade(score, SHADES)) for score in own]
+        for layer, own in scores.items()
+    }
+    return doc.heat_map(title, heads, cells, only=("terminal", "html"))
 
 
 class Number(NamedTuple):
