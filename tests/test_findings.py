@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_rows import control, findings_of, row
+from gate_rows import control, findings_of, planned, row
 
 from numdev.cli.main import main
+from numdev.gate import findings as gate_findings
 from numdev.gate.rules import Rules
 from numdev.report import DeviationRow, Finding, read
 
@@ -45,6 +46,14 @@ def test_a_finding_stands_where_it_is_worst() -> None:
     assert finding.place is not None
     assert (finding.place.head, finding.observed, finding.count) == (1, 9.0, 3)
     assert "head 1" in finding.sentence
+
+
+def test_a_kernel_that_no_rule_applies_to_is_not_judged() -> None:
+    """In its own line: where no row sees a key there is nothing that could pass."""
+    for elements, outcome in ((10_000, "passed"), (0, "unmeasured")):
+        rows = [row(elements=elements)]
+        (verdict,) = gate_findings.findings_of(rows, planned(rows)).verdicts
+        assert verdict.outcome == outcome
 
 
 @pytest.mark.parametrize(
