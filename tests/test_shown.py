@@ -33,7 +33,7 @@ from numdev.report import (
     WeightRow,
     read,
 )
-from numdev.report.document import Cell, Column, Document, Figures, Row, Table, table_of
+from numdev.report.document import Cell, Column, Document, Figures, Row, Table, tables_of
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import audit as audit_view
 from numdev.report.views import compare, diagnose, document_of, gate, weights
@@ -258,9 +258,12 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
     axis = Axis(name="n", title="length", scale="log", ticks=ticks)
     made = sweep(figure(curve("a", 1.1), curve("b", 5.5)), axis=axis, notes=())
     node = next(node for node in document_of(made).blocks if isinstance(node, Figures))
-    shown = [table_of(node.figures[0], axis)]
+    shown = list(tables_of(node))
     assert cells(shown) == "length: a | 64: 1.1 | 128: 2.1"
     assert cells(shown, row=1) == "length: b | 64: 5.5 | 128: 6.5"
+    places = tuple(node.figures[0].model_copy(update={"place": {"tile": name}}) for name in "xy")
+    (both,) = tables_of(replace(node, figures=places))
+    assert cells([both], row=2) == "length: y: a | 64: 1.1 | 128: 2.1"
     assert re.findall("<title>(b .*?)</title>", html.page(made)) == [
         "b at 64: 5.5 [5.4 to 5.7]",
         "b at 128: 6.5 [6.4 to 6.7]",

@@ -6,7 +6,7 @@ harmless. A node that only some media show says so in `only`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,16 +176,27 @@ def floors(value: float | None, title: str = "") -> Cell:
     return Cell(ratio(value), shade=shade(value), title=title)
 
 
-def table_of(figure: Figure, axis: Axis) -> Table:
-    """The figure as numbers: a row for each curve, a column for each tick of the axis."""
+def tables_of(of: Figures) -> Iterator[Table]:
+    """Figures as numbers, those of one metric in one table: a row for each curve, a column for each
+    tick of the axis."""
+    groups: dict[tuple[str, str], list[Figure]] = {}
+    for figure in of.figures:
+        groups.setdefault((figure.metric, figure.y_title), []).append(figure)
 
-    def cell(curve: Curve, x: float) -> str:
+    def cell(figure: Figure, curve: Curve, x: float) -> str:
         value = next((p.mean for p in curve.points if p.x in (None, x)), None)
         if figure.metric == "loss" and value is not None:
             return f"{value:.3f}"
         return ratio(value) if figure.relative else si(value)
 
-    rows = ([curve.label, *(cell(curve, t.x) for t in axis.ticks)] for curve in figure.curves)
-    standard = [curve.role != "kernel" for curve in figure.curves]
-    columns = [axis.title, *(tick.label for tick in axis.ticks)]
-    return table(columns, rows, standard, title=figure.title, kind="series")
+    columns = [of.axis.title, *(tick.label for tick in of.axis.ticks)]
+    for (_, what), figures in groups.items():
+        rows, standard, several = [], [], len(figures) > 1
+        for figure in figures:
+            where = f"{', '.join(figure.place.values()) or figure.title}: " if several else ""
+            for curve in figure.curves:
+                values = (cell(figure, curve, tick.x) for tick in of.axis.ticks)
+                rows.append([where + curve.label, *values])
+                standard.append(curve.role != "kernel")
+        title = f"{what}, by {of.axis.title}" if several else figures[0].title
+        yield table(columns, rows, standard, title=title, kind="series")

@@ -40,7 +40,7 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": chart.svg, "numbers": doc.table_of, "prose": _prose}
+    environment.filters |= {"svg": chart.svg, "numbers": doc.tables_of, "prose": _prose}
     text = (files("numdev.report.renderers") / "templates/page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     about = {"document": document_of(report, directory), "script": Markup(text), "digest": digest}

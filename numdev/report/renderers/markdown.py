@@ -53,8 +53,8 @@ def _lines(node: doc.Node, heading: str) -> Iterator[str]:
         case doc.Choice():
             yield from _table(node.tables[0], heading)
         case doc.Figures():
-            for figure in node.figures:
-                yield from (*_table(doc.table_of(figure, node.axis), heading), "")
+            for table in doc.tables_of(node):
+                yield from (*_table(table, heading), "")
 
 
 def _table(node: doc.Table, heading: str) -> Iterator[str]:

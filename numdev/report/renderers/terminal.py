@@ -54,8 +54,8 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
             case doc.Choice():
                 _table(node.tables[0], out)
             case doc.Figures():
-                for figure in node.figures:
-                    _table(doc.table_of(figure, node.axis), out)
+                for table in doc.tables_of(node):
+                    _table(table, out)
 
 
 def _table(node: doc.Table, out: Console) -> None:
