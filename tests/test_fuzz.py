@@ -60,28 +60,17 @@ def is_text(name: str) -> bool:
     return not any(0xD800 <= ord(c) <= 0xDFFF for c in name)
 
 
-# --- it notices ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("check", "text"),
-    [
-        (fuzz.page_is_safe, "<p><script>x</script></p>"),
-        (fuzz.page_is_safe, '<p onload="x">'),
-        (fuzz.markdown_is_safe, "a <img>"),
-        (fuzz.markdown_is_safe, "\n# fuzz"),
-        (fuzz.markdown_is_safe, "[a](b)"),
-        (fuzz.markdown_is_safe, "\x1b[31m"),
-        (fuzz.csv_is_safe, "a,=1+1\n"),
-        (fuzz.csv_is_safe, 'a,"\t=1"\n'),
-        (fuzz.text_is_safe, "\x07"),
-        (fuzz.text_is_safe, "\u202e"),
-    ],
-)
-def test_an_injection_is_noticed(check: Any, text: str) -> None:
+@pytest.mark.parametrize(("check", "texts"), [
+    (fuzz.page_is_safe, ("<p><script>x</script></p>", '<p onload="x">')),
+    (fuzz.markdown_is_safe, ("a <img>", "\n# fuzz", "[a](b)", "\x1b[31m")),
+    (fuzz.csv_is_safe, ("a,=1+1\n", 'a,"\t=1"\n')),
+    (fuzz.text_is_safe, ("\x07", "\u202e")),
+])  # fmt: skip
+def test_an_injection_is_noticed(check: Any, texts: tuple[str, ...]) -> None:
     """In each form."""
-    with pytest.raises(fuzz.Broken):
-        check(text)
+    for text in texts:
+        with pytest.raises(fuzz.Broken):
+            check(text)
 
 
 def test_what_is_harmless_is_let_through() -> None:
@@ -103,22 +92,15 @@ def test_the_sound_report_passes_the_gate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["gate", "two"])
 def test_a_gate_that_passes_everything_is_noticed(target: str, tmp_path: Path) -> None:
     """Within a few dozen inputs."""
-
-    def inputs() -> None:
-        for seed in range(100):
-            fuzz.one(target, random.Random(seed), tmp_path)
-
     passed = mock.patch.object(fuzz, "call", return_value=fuzz.Done(0, "", ""))
     with passed, pytest.raises(fuzz.Broken, match="passed"):
-        inputs()
+        _ = [fuzz.one(target, random.Random(seed), tmp_path) for seed in range(100)]
 
 
 def test_a_traceback_and_a_stray_file_are_noticed(tmp_path: Path) -> None:
     """An unexpected exception of a command; a file beside the directory that was given."""
-    with (
-        mock.patch("numdev.report.read", side_effect=KeyError("x")),
-        pytest.raises(fuzz.Broken, match="KeyError"),
-    ):
+    unread = mock.patch("numdev.report.read", side_effect=KeyError("x"))
+    with unread, pytest.raises(fuzz.Broken, match="KeyError"):
         fuzz.call("report", str(tmp_path))
 
     def stray(rng: random.Random) -> int:

@@ -38,27 +38,18 @@ def test_a_sound_kernel_passes() -> None:
     assert {v.outcome for v in judged.verdicts} == {"passed"}
 
 
-@pytest.mark.parametrize(
-    ("where", "at", "beyond"),
-    [
-        ({"tensor": "out"}, {"expected_ratio": 1.1}, {"expected_ratio": 1.11}),
-        ({"tensor": "dv"}, {"expected_ratio": 1.1}, {"expected_ratio": 1.11}),
-        ({"tensor": "dq"}, {"expected_ratio": 3.0}, {"expected_ratio": 3.01}),
-        ({"tensor": "dk"}, {"expected_ratio": 3.0}, {"expected_ratio": 3.01}),
-        ({"tensor": "dk", "format": "float32"}, {"expected_ratio": 16.0}, {"expected_ratio": 16.1}),
-        ({"tensor": "dv"}, {"worst_row": 5.0}, {"worst_row": 5.01}),
-        ({"tensor": "dq"}, {"worst_row": 20.0}, {"worst_row": 20.1}),
-        ({"tensor": "out"}, {"noise": 0.0}, {"noise": 1e-12}),
-        # u / sqrt(12) = 1.128e-3 of terms of size 1
-        ({"tensor": "dq"}, {"noise": 1.12e-3}, {"noise": 1.13e-3}),
-    ],
-)
-def test_limits_of_a_tensor(
-    where: dict[str, Any], at: dict[str, Any], beyond: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("tensor", "fmt", "metric", "at", "beyond"), [
+    ("out", "bfloat16", "expected_ratio", 1.1, 1.11), ("dv", "bfloat16", "worst_row", 5.0, 5.01),
+    ("dv", "bfloat16", "expected_ratio", 1.1, 1.11), ("dq", "bfloat16", "worst_row", 20.0, 20.1),
+    ("dq", "bfloat16", "expected_ratio", 3, 3.01), ("dk", "bfloat16", "expected_ratio", 3, 3.01),
+    ("dk", "float32", "expected_ratio", 16.0, 16.1), ("out", "bfloat16", "noise", 0.0, 1e-12),
+    ("dq", "bfloat16", "noise", 1.12e-3, 1.13e-3),  # u / sqrt(12) = 1.128e-3 of terms of size 1
+])  # fmt: skip
+def test_limits_of_a_tensor(tensor: str, fmt: str, metric: str, at: float, beyond: float) -> None:
     """Each tensor, and float32, has its own: at it passes, beyond it does not."""
-    assert judge([row(0), row(1, **where, **at)]).exit_code == 0
-    assert judge([row(0), row(1, **where, **beyond)]).exit_code == 1
+    for value, code in ((at, 0), (beyond, 1)):
+        limited = row(1, tensor=tensor, format=fmt, **{metric: value})
+        assert judge([row(0), limited]).exit_code == code
 
 
 def test_instead_takes_the_first_that_fits() -> None:
@@ -101,24 +92,16 @@ def test_log_sum_exp(rms: float, rel: float | None, passes: bool) -> None:
     assert (judge([row(), lse(rms=rms, rel=rel)]).exit_code == 0) == passes
 
 
-@pytest.mark.parametrize(
-    ("p", "size", "sequences", "outcome"),
-    [
-        (0.01 / 4, 0.0501, 8, "exceeded"),
-        (0.01 / 4 * 1.001, 0.05, 8, "passed"),
-        (0.01 / 4, -0.0501, 8, "exceeded"),
-        (0.01 / 4, 0.05, 8, "passed"),
-    ],
-)
-def test_bias_takes_certainty_and_size(p: float, size: float, sequences: int, outcome: str) -> None:
-    """Holm over the four heads: the smallest p is held to alpha / 4."""
+def test_bias_takes_certainty_and_size() -> None:
+    """Holm over the four heads: the smallest p is held to alpha / 4. Seven sequences are not
+    judged, which is said, and not the kernel's fault."""
     rows = [row(h, bias_p=1.0) for h in range(3)]
-    judged = judge([*rows, row(3, bias_p=p, bias_size=size, sequences=sequences)])
-    assert verdict(judged, "bias").outcome == outcome
-
-
-def test_too_few_sequences_are_no_verdict() -> None:
-    """Seven sequences: not judged, which is said, and not the kernel's fault."""
+    for p, size, outcome in (
+        (0.01 / 4, 0.0501, "exceeded"), (0.01 / 4, -0.0501, "exceeded"),
+        (0.01 / 4, 0.05, "passed"), (0.01 / 4 * 1.001, 0.05, "passed"),
+    ):  # fmt: skip
+        judged = judge([*rows, row(3, bias_p=p, bias_size=size, sequences=8)])
+        assert verdict(judged, "bias").outcome == outcome
     judged = judge([row(h, sequences=7, bias_p=0.0, bias_size=1.0) for h in range(2)])
     found = verdict(judged, "bias")
     assert (found.outcome, found.unjudged) == ("untested", 2)
@@ -126,27 +109,18 @@ def test_too_few_sequences_are_no_verdict() -> None:
     assert judged.exit_code == 0
 
 
-WIDE = {
-    "format": "float32",
-    "expected_ratio": None,
-    "worst_row": None,
-    "nulls": dict.fromkeys(("expected_ratio", "worst_row"), "arithmetic is not small in float32"),
-}
-
-
-@pytest.mark.parametrize(("ratio", "code"), [(2.0, 0), (2.01, 1)])
-def test_without_a_prediction_plain_attention_is_the_measure(ratio: float, code: int) -> None:
-    """In fp32, where the row says why nothing is predicted."""
-    judged = judge([row(**WIDE, baseline_ratio=ratio)])
-    assert judged.exit_code == code
-    assert verdict(judged, "error").metric == "baseline_ratio"
-
-
-def test_in_fp64_errors_are_not_judged() -> None:
-    """The reference is no more exact than the kernel; finiteness still is."""
-    changes = {**WIDE, "format": "float64", "baseline_ratio": 40.0}
-    assert judge([row(**changes)]).exit_code == 0
-    assert judge([row(**changes, nonfinite=1)]).exit_code == 1
+def test_without_a_prediction_plain_attention_is_the_measure() -> None:
+    """In fp32, where the row says why nothing is predicted. In fp64 the reference is no more exact
+    than the kernel, whose errors are not judged; finiteness still is."""
+    lost: Any = dict.fromkeys(("expected_ratio", "worst_row"))
+    wide = {**lost, "nulls": dict.fromkeys(lost, "arithmetic is not small in float32")}
+    for ratio, code in ((2.0, 0), (2.01, 1)):
+        judged = judge([row(**wide, format="float32", baseline_ratio=ratio)])
+        assert judged.exit_code == code
+        assert verdict(judged, "error").metric == "baseline_ratio"
+    for count in (0, 1):
+        fp64 = row(**wide, format="float64", baseline_ratio=40.0, nonfinite=count)
+        assert judge([fp64]).exit_code == count
 
 
 def test_an_exact_answer_has_no_ratio_and_passes() -> None:
@@ -187,13 +161,14 @@ def test_failed_and_required_kernels() -> None:
     assert (judged.exit_code, judged.missing) == (3, ("other",))
 
 
+EMPTY = {k: None for k in SOUND if k not in ("nonfinite", "sequences")} | {"elements": 0}
+
+
 def test_a_head_of_which_nothing_can_be_said_does_not_count() -> None:
     """Fully masked, or overflowing as the floor does: no element left, none missing."""
-    empty = {k: None for k in SOUND if k not in ("nonfinite", "sequences", "elements")}
-    nothing = row(1, **empty, elements=0)
-    assert judge([row(0), nothing]).exit_code == 0
-    assert judge([nothing]).exit_code == 3
-    assert judge([row(0), row(1, **empty, elements=0, nonfinite=3)]).exit_code == 1
+    assert judge([row(0), row(1, **EMPTY)]).exit_code == 0
+    assert judge([row(1, **EMPTY)]).exit_code == 3
+    assert judge([row(0), row(1, **EMPTY, nonfinite=3)]).exit_code == 1
 
 
 @pytest.mark.parametrize("metric", ["max_abs", "max_ulp", "worst_row", "fa_rule"])
@@ -211,9 +186,8 @@ def estimated(head: int = 0, **intervals: tuple[float, float]) -> DeviationRow:
     return row(head, **middles, sampled=True, rows_measured=64, interval=intervals)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "code"), [(0.9, 1.1, 0), (0.9, 1.2, 3), (1.11, 1.3, 1), (1.0, 1.5, 3)]
-)
+@pytest.mark.parametrize(("low", "high", "code"), [
+    (0.9, 1.1, 0), (0.9, 1.2, 3), (1.11, 1.3, 1), (1.0, 1.5, 3)])  # fmt: skip
 def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: int) -> None:
     """It passes if all of the interval is within the limit, fails if all of it is beyond, and is
     undecided otherwise, whatever may be lacking."""
@@ -231,12 +205,9 @@ def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: in
 
 
 @pytest.mark.parametrize(
-    ("ends", "value"),
-    [((1.5, 2.0), 0.9), ((2.0, 0.5), 0.9), ((0.2, 0.5), 3.0), ((5.0, 0.1), 3.0)],
+    ("ends", "value"), [((1.5, 2.0), 0.9), ((2.0, 0.5), 0.9), ((0.2, 0.5), 3.0), ((5.0, 0.1), 3.0)]
 )
-def test_an_interval_that_contradicts_itself_decides_nothing(
-    ends: tuple[float, float], value: float
-) -> None:
+def test_an_interval_that_contradicts_itself_decides_nothing(ends: Any, value: float) -> None:
     """Beside its own estimate, or with its ends the wrong way round."""
     sampled = row(sampled=True, expected_ratio=value, interval={"expected_ratio": ends})
     assert judge([sampled], rules(metric="expected_ratio", at_most=1.1)).exit_code == 3
@@ -248,32 +219,24 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
     finite = rules(metric="nonfinite", at_most=0)
     assert judge(rows, finite).exit_code == 0
     required = judge(rows, finite.model_copy(update={"required": ("mine",)}))
-    assert (required.exit_code, required.calls[0].reasons) == (
-        3, ("no element of it could be judged",)
-    )  # fmt: skip
+    assert required.exit_code == 3
+    assert required.calls[0].reasons == ("no element of it could be judged",)
     (finding,) = _not_run(required.calls)
     assert "has nothing to judge in 1 of 1 calls (bfloat16): no element of it" in finding.sentence
 
 
 def test_an_estimate_without_an_interval_is_not_judged() -> None:
-    """A number alone says nothing of the rows that were not measured; but what is counted in all
-    rows, or has a test of its own, needs none."""
-    assert judge([row(sampled=True)], rules(metric="rms", at_most=1)).exit_code == 3
-    assert judge([row(sampled=True)], rules(metric="nonfinite", at_most=0)).exit_code == 0
-    assert judge([row(sampled=True)], rules(metric="noise", at_most=0)).exit_code == 0
-
-
-def test_sampled_rows_without_any_error_pass() -> None:
-    """Where no sampled row errs, ratios to what is 0 too are 0, as they are of whole rows."""
+    """A number alone says nothing of rows that were not measured; what is counted in all rows, or
+    has a test of its own, needs none. Where no sampled row errs, ratios to what is 0 too are 0."""
+    for metric, code in (("rms", 3), ("nonfinite", 0), ("noise", 0)):
+        assert judge([row(sampled=True)], rules(metric=metric, at_most=1)).exit_code == code
     none = {"expected_ratio": None, "nulls": {"expected_ratio": "0/0"}, "rms": 0.0}
     exact = row(sampled=True, interval={"rms": (0.0, 0.0)}, **none)
     assert judge([exact], rules(metric="expected_ratio", at_most=1.1)).exit_code == 0
 
 
 @pytest.mark.parametrize(("width", "code"), [(0.02, 0), (0.2, 3)])
-def test_the_median_of_estimates_is_judged_by_the_medians_of_their_ends(
-    width: float, code: int
-) -> None:
+def test_the_median_of_estimates_has_the_medians_of_their_ends(width: float, code: int) -> None:
     """Single heads may be undecided where the median is not: one of nine is beyond here."""
     centers = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.04, 1.3]
     heads = [estimated(h, expected_ratio=(c - width, c + width)) for h, c in enumerate(centers)]
@@ -300,8 +263,7 @@ def test_the_log_sum_exps_error_has_the_interval_of_its_rms() -> None:
 
 def test_a_head_of_which_no_sampled_row_sees_a_key_is_not_passed() -> None:
     """Others of its rows may see some, so that it is not a head without anything to judge."""
-    empty = {k: None for k in SOUND if k not in ("nonfinite", "sequences", "elements")}
-    nothing = row(1, **empty, elements=0, sampled=True)
+    nothing = row(1, **EMPTY, sampled=True)
     sound = estimated(expected_ratio=(1.0, 1.05))
     book = rules(metric="expected_ratio", at_most=1.1, may_lack="numbers")
     assert judge([sound, nothing], book).exit_code == 3
@@ -316,16 +278,14 @@ def test_losing_numbers_never_turns_a_verdict_into_a_pass(seed: int) -> None:
     for metric in ("nonfinite", "expected_ratio"):
         rows = [row(h) for h in range(4)]
         rows[2] = row(2, **{metric: 99})
-        damaged = [
-            r.model_copy(update={k: None for k in SOUND if draw.random() < 0.3}) for r in rows
-        ]
+        lost = [{k: None for k in SOUND if draw.random() < 0.3} for _ in rows]
+        damaged = [r.model_copy(update=x) for r, x in zip(rows, lost, strict=True)]
         code = judge(damaged).exit_code
         assert code == (3 if getattr(damaged[2], metric) is None else 1)
 
 
 def test_the_smallest_dose_that_is_caught() -> None:
-    """Doses in growing order however they stand in the report; caught from the one after the
-    largest that is missed."""
+    """Doses in growing order; caught from the one after the largest that is missed."""
     ratios = {0.03: 9.0, 0.001: 1.0, 0.01: 1.3, 0.003: 1.2, 0.005: 1.1}
     judged = judge([row(), *(control("scale", d, r) for d, r in ratios.items())])
     assert judged.exit_code == 0, "a planted fault is none of the kernel's"
@@ -336,17 +296,10 @@ def test_the_smallest_dose_that_is_caught() -> None:
     assert power.doses[-1].by == ("error",)
 
 
-@pytest.mark.parametrize(
-    ("changes", "code", "word"),
-    [
-        ({}, 0, "PASS"),
-        ({"nonfinite": 2}, 1, "FAIL"),
-        ({"expected_ratio": None}, 3, "NOT JUDGED"),
-    ],
-)
-def test_exit_codes(
-    tmp_path: Path, capsys: Any, changes: dict[str, Any], code: int, word: str
-) -> None:
+@pytest.mark.parametrize(("changes", "code", "word"), [
+    ({}, 0, "PASS"), ({"nonfinite": 2}, 1, "FAIL"), ({"expected_ratio": None}, 3, "NOT JUDGED"),
+])  # fmt: skip
+def test_exit_codes(tmp_path: Path, capsys: Any, changes: Any, code: int, word: str) -> None:
     """Of the command, in words and as JSON."""
     write(report(row(), row(1, **changes)), tmp_path)
     assert run("gate", str(tmp_path)) == code

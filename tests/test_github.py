@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pytest
-from commands import run
+from commands import ran
 from gate_rows import findings_of, judge, report, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,8 +24,6 @@ from numdev.report.renderers.ci import commands
 from numdev.report.renderers.markdown import page
 from numdev.report.views.gate import document, problems_of
 
-# --- names that try to be more, and judgements about them ----------------------------------------
-
 NAMES = (
     "<script>alert(1)</script>",
     "]]></failure><testcase/>&amp;&#0;",
@@ -33,20 +31,10 @@ NAMES = (
     "a | b | c",
     "`code` **bold** [text](http://evil.example) ![x](y)",
     "http://evil.example www.evil.example me@evil.example @octocat :tada: $x^2$",
-    "# heading",
-    "1. list",
-    "- [ ] task",
-    "---",
-    "| a |\n|---|\n| b |",
-    "x\n::error::planted\n::add-mask::secret",
-    "x\r\n##[error]planted",
-    "::stop-commands::x",
-    "a,line=7,title=b::c",
-    "100%0A::error::planted",
+    *("# heading", "1. list", "- [ ] task", "---", "| a |\n|---|\n| b |", "\\", "<!-- ", "~~~"),
+    *("x\n::error::planted\n::add-mask::secret", "x\r\n##[error]planted"),
+    *("::stop-commands::x", "a,line=7,title=b::c", "100%0A::error::planted"),
     "\x1b[31mred\x1b[0m\x00\x07\x7f\x9b\ufffe\u202e\u2028",
-    "\\",
-    "<!-- ",
-    "~~~",
     "emoji \U0001f600 and é",
     "</title></svg><img src=x onerror=alert(1)>",
     "' autofocus onfocus='alert(1)",
@@ -54,8 +42,7 @@ NAMES = (
     "[red]kernel[/red] [link=file:///etc/passwd]x[/link]",
     "\x1b]0;title\x07\x1b[2J",
     ":boom: back\\slash[bold] new\b\bline",
-    "x" * 300,
-    "長" * 100,
+    *("x" * 300, "長" * 100),
 )
 """XML, HTML, Markdown, workflow commands, terminals."""
 names = st.one_of(st.sampled_from(NAMES), st.text(max_size=30))
@@ -89,9 +76,6 @@ def judged(found: list[DeviationRow]) -> tuple[Judgement, tuple[Finding, ...], t
     return judge(found, default_rules()), *findings_of(found, default_rules())
 
 
-# --- the runner ----------------------------------------------------------------------------------
-
-
 class Command(NamedTuple):
     name: str
     properties: dict[str, str]
@@ -121,12 +105,8 @@ def runner(lines: Iterable[str]) -> list[Command]:
     return commands
 
 
-# --- annotations ---------------------------------------------------------------------------------
-
-
 def lines_of(found: list[DeviationRow]) -> list[str]:
-    judgement, findings, _ = judged(found)
-    return list(commands(judgement, findings))
+    return list(commands(*judged(found)[:2]))
 
 
 @pytest.mark.parametrize("count", [9, 10, 11, 25])
@@ -155,14 +135,10 @@ def test_what_could_not_be_measured_is_an_error_too() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_commands_nothing(name: str) -> None:
-    """Whatever a kernel is called: one error, the sentence of its finding, under its name and the
-    rule's, spelled out."""
+    """Whatever a kernel is called: one error, its finding's sentence, under its name and rule."""
     (command,) = runner(lines_of([row(kernel=name, expected_ratio=9.0)]))
     assert (command.name, command.properties) == ("error", {"title": f"{plain(name)}: error"})
     assert command.data.startswith(f"{plain(name)} has 9× the error in the output")
-
-
-# --- Markdown ------------------------------------------------------------------------------------
 
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
@@ -206,24 +182,17 @@ def test_names_begin_no_markup(found: list[DeviationRow]) -> None:
     assert widths.count(6) == 1 + len(default_rules().thresholds)
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> Any:
+def gate(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Any:
     """Run `numdev gate` in an empty repository on a report of these rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
 
     def gate(found: list[DeviationRow], *arguments: str) -> tuple[int, str, str]:
         write(report(*found), tmp_path)
-        code = run("gate", ".", *arguments)
-        return code, *capsys.readouterr()
+        return ran(capsys, "gate", ".", *arguments)
 
     return gate
-
-
-RULES = "thresholds:\n  - {name: small, metric: rms, at_most: 1.0}\n"
 
 
 def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -> None:
@@ -238,9 +207,7 @@ def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("option", ["--junit", "--summary"])
-def test_a_file_that_cannot_be_written_hides_no_verdict(
-    gate: Any, tmp_path: Path, option: str
-) -> None:
+def test_an_unwritable_file_hides_no_verdict(gate: Any, tmp_path: Path, option: str) -> None:
     """Exit code 2, which names the file, after what was found."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -253,7 +220,7 @@ def test_a_file_that_cannot_be_written_hides_no_verdict(
 
 def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
     """The summary is added to what the step has written already."""
-    (tmp_path / "rules.yaml").write_text(RULES)
+    (tmp_path / "rules.yaml").write_text("thresholds: [{name: small, metric: rms, at_most: 1.0}]")
     (tmp_path / "step.md").write_text("before\n")
     code, out, err = gate([row(rms=2.0, max_abs=2.0)], "--thresholds", "rules.yaml", "--github")
     (command,) = runner(out.splitlines())

@@ -17,20 +17,7 @@ from gate_rows import planned, row
 from test_github import NAMES
 
 from numdev import report as reports
-from numdev.report import (
-    AuditReport,
-    AuditSummary,
-    Axis,
-    Curve,
-    Figure,
-    Finding,
-    KernelSummary,
-    Point,
-    Provenance,
-    SweepReport,
-    SweepSummary,
-    Tick,
-)
+from numdev.report import Axis, Curve, Figure, Finding, Point, Provenance, Tick
 from numdev.report.document import Figures
 from numdev.report.foreign import plain
 from numdev.report.renderers import chart, html
@@ -52,20 +39,15 @@ def axis(scale: Any = "log", labels: tuple[str, ...] = ("64", "128", "256", "102
 
 def line(label: str, start: float, role: Any = "kernel", **changes: Any) -> Curve:
     """Falls by half from point to point."""
-    points = tuple(
-        Point(x=x, label=f"{x:g}", mean=start * 0.5**i, low=start * 0.4 * 0.5**i,
-              high=start * 1.6 * 0.5**i)
-        for i, x in enumerate(XS)
-    )  # fmt: skip
+    means = ((x, start * 0.5**i) for i, x in enumerate(XS))
+    points = tuple(Point(x=x, label=f"{x:g}", mean=y, low=0.4 * y, high=1.6 * y) for x, y in means)
     return Curve(**{"label": label, "role": role, "points": points, **changes})
 
 
 def figure(*curves: Curve, **changes: Any) -> Figure:
-    fields: dict[str, Any] = {
-        "title": "Max error, by sequence length", "metric": "max_abs", "y_title": "max error",
-        "y_scale": "log",
-    }  # fmt: skip
-    return Figure(**{**fields, **changes}, curves=curves)
+    fields: dict[str, Any] = {"metric": "max_abs", "y_title": "max error", "y_scale": "log"}
+    title = "Max error, by sequence length"
+    return Figure(**{"title": title, **fields, **changes}, curves=curves)
 
 
 def provenance(**changes: Any) -> Provenance:
@@ -74,16 +56,16 @@ def provenance(**changes: Any) -> Provenance:
     return Provenance(numdev="0", created="2026-01-01", **{**fields, **changes})
 
 
-def sweep(*figures: Figure, name: str = "flash", **summary: Any) -> SweepReport:
+def sweep(*figures: Figure, name: str = "flash", **summary: Any) -> reports.SweepReport:
     fields: dict[str, Any] = {
         "answer": (f"{name}: max error 1 to 2",), "axis": axis(), "seeds": (0, 1),
         "baseline": "baseline", "notes": (f"{name} was skipped",),
     }  # fmt: skip
     drawn = figures or (figure(line(name, 1.0), line("baseline", 2.0, "baseline")),)
-    return SweepReport(
+    return reports.SweepReport(
         provenance=provenance(command=f"numdev sweep {name}", source={"config": name}),
         request={"target": name, "title": None},
-        summary=SweepSummary(**{**fields, **summary}),
+        summary=reports.SweepSummary(**{**fields, **summary}),
         figures=drawn,
         plan=planned(()),
         cells=(),
@@ -98,19 +80,19 @@ def finding(sentence: str, **changes: Any) -> Finding:
     return Finding(**{**fields, **changes})
 
 
-def audit(name: str = "flash", **changes: Any) -> AuditReport:
-    kernel = KernelSummary(
+def audit(name: str = "flash", **changes: Any) -> reports.AuditReport:
+    kernel = reports.KernelSummary(
         kernel=name, options={"o": name}, role="kernel", format="bfloat16", ok=2, skipped=1,
         failed=0, reasons=(name,), ran=(), floor_ratio=1.23, max_abs=1e-3,
     )  # fmt: skip
     fields: dict[str, Any] = {
         "provenance": provenance(source={"checkpoint": name}), "request": {"target": name},
-        "summary": AuditSummary(answer=(f"bfloat16: {name}",), kernels=(kernel,)),
+        "summary": reports.AuditSummary(answer=(f"bfloat16: {name}",), kernels=(kernel,)),
         "findings": (finding(name), finding(name, metric="suspicion")), "tested": (name,),
         "plan": planned(()),
         "rows": (row(kernel=name, case=name, layer=None, expected_ratio=4.56),),
     }  # fmt: skip
-    return AuditReport(**{**fields, **changes})
+    return reports.AuditReport(**{**fields, **changes})
 
 
 class Seen(HTMLParser):
@@ -118,11 +100,10 @@ class Seen(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.names: set[str] = set()
-        self.text = ""
+        self.names, self.text = set[str](), ""
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.names |= {tag, *(f"@{name}" for name, _ in attrs)}
 
     def handle_data(self, data: str) -> None:
@@ -196,8 +177,8 @@ def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:
 
 def dots(svg: ET.Element) -> list[list[float]]:
     """Where the points are."""
-    moved = [path.get("transform", "") for path in svg.iter("path")]
-    return [list(map(float, re.findall(r"[-\d.]+", each))) for each in moved if each]
+    moved = filter(None, (path.get("transform") for path in svg.iter("path")))
+    return [list(map(float, re.findall(r"[-\d.]+", each))) for each in moved]
 
 
 @pytest.mark.parametrize("scale", ["log", "linear"])
@@ -223,8 +204,7 @@ def test_a_constant_runs_all_along() -> None:
 
 
 def test_lines_are_told_apart_by_everybody() -> None:
-    """No two of eight kernels have the same marker and dash, whatever their colours; no two of 24
-    the same of all three."""
+    """No two of 8 kernels have the same marker and dash, no two of 24 these and the colour."""
     lines = drawn(figure(*(line(f"k{i}", 1.0 + i) for i in range(24)))).findall("g")
     markers = [next(p.get("d") for p in group if p.get("transform")) for group in lines]
     looks = [(*str(g.get("class")).split(), m) for g, m in zip(lines, markers, strict=True)]

@@ -34,10 +34,8 @@ HALVES = ("bfloat16", "float16")
 MASKS: tuple[str, ...] = get_args(MaskKind)
 
 
-def drawn(
-    name: str, shapes: Shapes = SHAPES, seed: int = 0, label: str = "", **options: Any
-) -> Inputs:
-    return draw(name, shapes, seed=seed, options=options, label=label, gradients=True)
+def drawn(name: str, shapes: Shapes = SHAPES, seed: int = 0, label: str = "", **of: Any) -> Inputs:
+    return draw(name, shapes, seed=seed, options=of, label=label, gradients=True)
 
 
 def case_of(inputs: Inputs, fmt: str = "float64") -> AttentionCase:
@@ -93,16 +91,10 @@ def test_drawn_numbers_stay() -> None:
 def test_the_instruction_set_does_not_matter() -> None:
     """A machine without vector instructions draws the same bits: PyTorch's kernels and the C
     library's logarithms are then others."""
-    code = (
-        "import sys; sys.path.insert(0, 'tests'); import test_inputs as t; print(t.fingerprint())"
-    )
-    plain = {
-        **os.environ,
-        "ATEN_CPU_CAPABILITY": "default",
-        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4",
-        "PYTHONPATH": str(ROOT),
-    }
-    found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=plain, text=True)
+    code = "import test_inputs; print(test_inputs.fingerprint())"
+    plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    plain["GLIBC_TUNABLES"] = "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4"
+    found = subprocess.check_output([sys.executable, "-c", code], env=plain, text=True)
     assert found.strip() == fingerprint()
 
 
@@ -116,10 +108,9 @@ def test_a_head_keeps_its_numbers() -> None:
 
 
 @pytest.mark.parametrize("fmt", HALVES)
-@pytest.mark.parametrize(
-    ("lse", "q", "dim", "n"),
-    [(-120.0, 1.0, 64, 704), (-490.0, 1.0, 128, 65), (-5e4, 64.0, 256, 256), (-6e4, 64.0, 32, 1)],
-)
+@pytest.mark.parametrize(("lse", "q", "dim", "n"), [
+    (-120, 1.0, 64, 704), (-490, 1.0, 128, 65), (-5e4, 64.0, 256, 256), (-6e4, 64.0, 32, 1),
+])  # fmt: skip
 def test_far_below(fmt: str, lse: float, q: float, dim: int, n: int) -> None:
     """The log-sum-exp of every row is near what was asked. k's constant is off by at most half an
     ulp, a relative u; scores of N(0, 1) beside it spread a row's by a few."""
@@ -141,24 +132,17 @@ def test_massive_channel(fmt: str) -> None:
     assert float((attend(case).out - attend(others).out).abs().max()) < 1e-8
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
-        ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
-        (
-            "normal",
-            {"shapes": 1},
-            "input regime normal has no parameter 'shapes'; did you mean 'values'",
-        ),
-        ("normal", {"logits": "big"}, "normal cannot be drawn with logits='big'"),
-        ("ties", {"count": 0}, "ties cannot be drawn with count=0: count must be at least 1"),
-        ("outliers", {"variance": -1.0}, r"outliers cannot be drawn with variance=-1\.0"),
-        ("far_below", {"q": 0.0}, "cannot be drawn with q=0.0: float division by zero"),
-        ("biased_rounding", {"count": 0}, "cannot be drawn"),
-        ("biased_rounding", {"v_sign": 2}, "cannot be drawn"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "says"), [
+    ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
+    ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
+    ("normal", {"shapes": 1}, "regime normal has no parameter 'shapes'; did you mean 'values'"),
+    ("normal", {"logits": "big"}, "normal cannot be drawn with logits='big'"),
+    ("ties", {"count": 0}, "ties cannot be drawn with count=0: count must be at least 1"),
+    ("outliers", {"variance": -1.0}, r"outliers cannot be drawn with variance=-1\.0"),
+    ("far_below", {"q": 0.0}, "cannot be drawn with q=0.0: float division by zero"),
+    ("biased_rounding", {"count": 0}, "cannot be drawn"),
+    ("biased_rounding", {"v_sign": 2}, "cannot be drawn"),
+])  # fmt: skip
 def test_what_cannot_be_drawn_is_said(name: str, options: dict[str, Any], says: str) -> None:
     """An unknown regime or parameter gets the closest; a value that makes no sense is named."""
     with pytest.raises(UsageError, match=says):
@@ -168,15 +152,11 @@ def test_what_cannot_be_drawn_is_said(name: str, options: dict[str, Any], says: 
 BY_HAND = Shapes(batch=2, heads=2, kv_heads=1, q_len=12, kv_len=40, head_dim=64, v_dim=16)
 
 
-def built(**options: Any) -> Inputs:
-    return drawn("biased_rounding", BY_HAND, seed=4, **options)
-
-
 @pytest.mark.parametrize("fmt", HALVES)
 def test_numbers_are_exact_in_both_formats(fmt: str) -> None:
     """Rounding to bf16 or fp16 changes nothing, whatever the size of V."""
     for value in (1.0, 0.125, 8.0, 0.3):
-        x = built(value=value)
+        x = drawn("biased_rounding", BY_HAND, seed=4, value=value)
         assert all(torch.equal(round_to(t, format_named(fmt)), t) for t in (*x, x.grad_out))
 
 
@@ -185,7 +165,7 @@ def test_the_tail_weighs_what_was_asked(tail: float) -> None:
     """The mean over rows of sum exp(s - max) beside the ties. Its 38 terms scatter by a factor
     exp(0.25 N(0, 1)), relative 0.25 each and shared by rows that share keys; and the common score
     was rounded to bf16, by at most 2^-8 * 8 = 0.03. With `tail` 0 it is exactly 0."""
-    x = built(tail=tail)
+    x = drawn("biased_rounding", BY_HAND, seed=4, tail=tail)
     scores = x.q.double() @ x.k.double().mT.repeat_interleave(2, dim=1) / 8
     weights = (scores[..., 2:] - 8.0).exp().sum(dim=-1)
     assert float(weights.mean()) == pytest.approx(tail, rel=0.25, abs=0)
@@ -210,8 +190,7 @@ def test_a_mask_fits_its_case(kind: str, q_len: int, kv_len: int) -> None:
 
 
 def test_the_page_names_every_regime_and_mask() -> None:
-    """docs/hazards.md has a section for each, with its parameters and their defaults, what it
-    stresses and where it is from."""
+    """docs/hazards.md has each one's parameters, defaults, what it stresses and its origin."""
     page = (ROOT / "docs" / "hazards.md").read_text()
     sections = dict(re.findall(r"\n### (\w+)\n(.*?)(?=\n##)", page, re.DOTALL))
     assert sections.keys() == REGIMES.keys()
@@ -224,13 +203,9 @@ def test_the_page_names_every_regime_and_mask() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(MASKS)
 
 
-@pytest.fixture(scope="module")
-def sweep() -> SweepConfig:
-    return read_yaml(bundled("sweep/hazards.yaml"), SweepConfig)
-
-
-def test_every_cell_can_be_drawn(sweep: SweepConfig) -> None:
+def test_every_cell_can_be_drawn() -> None:
     """With its regime's parameters, mask and layout; with gradients where they are wanted."""
+    sweep = read_yaml(bundled("sweep/hazards.yaml"), SweepConfig)
     for located in source_of(sweep.cases).cases:
         config = located.config
         check(config.inputs.name, config.inputs.options)
@@ -285,9 +260,7 @@ PROBED = Shapes(batch=2, heads=4, kv_heads=2, q_len=70, kv_len=101, head_dim=32,
 SQUARE_PROBED = dataclasses.replace(PROBED, q_len=65, kv_len=65)
 
 
-def probe(
-    name: str, shapes: Shapes = PROBED, fmt: str = "bfloat16", **fields: Any
-) -> AttentionCase:
+def probe(name: str, shapes: Shapes = PROBED, fmt: str = HALVES[0], **fields: Any) -> AttentionCase:
     """A case of the probe in a format; `options` are the regime's, the rest the case's."""
     q, k, v = draw(name, shapes, seed=3, options=fields.pop("options", {}))
     scale = fields.pop("scale", shapes.head_dim**-0.5)

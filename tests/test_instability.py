@@ -13,15 +13,12 @@ from numdev.report import read
 bench = load("benchmarks/instability.py")
 
 
-@pytest.mark.parametrize(
-    ("excess", "step"),
-    [
-        ([0.0] * 5 + [0.3] * 6 + [0.0] * 5, 60),  # from a row to the one 50 steps later
-        ([0.0] * 5 + [0.3] * 5 + [0.0] * 5, None),  # a spike
-        ([0.0] * 5 + [0.9] * 3 + [0.1] + [0.9] * 3 + [0.0] * 9, None),  # it came back in between
-        ([0.0] * 5 + [math.inf] * 5, None),  # too near the end to tell
-    ],
-)
+@pytest.mark.parametrize(("excess", "step"), [
+    ([0.0] * 5 + [0.3] * 6 + [0.0] * 5, 60),  # from a row to the one 50 steps later
+    ([0.0] * 5 + [0.3] * 5 + [0.0] * 5, None),  # a spike
+    ([0.0] * 5 + [0.9] * 3 + [0.1] + [0.9] * 3 + [0.0] * 9, None),  # it came back in between
+    ([0.0] * 5 + [math.inf] * 5, None),  # too near the end to tell
+])  # fmt: skip
 def test_when_a_run_broke(excess: list[float], step: int | None) -> None:
     """It broke where it stays 0.2 nats above its golden run for 50 steps."""
     index = [10 * (i + 1) for i in range(len(excess))]

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +33,7 @@ def shared() -> Iterator[Isolated]:
         yield isolated
 
 
-def ran(
-    isolated: Isolated, name: str, case: AttentionCase, options: Any, limit_s: float = 600.0
-) -> Any:
+def ran(isolated: Isolated, name: str, case: Any, options: Any, limit_s: float = 600.0) -> Any:
     """What a kernel, by its name, gives in a process of its own."""
     isolated.limit_s = limit_s
     return isolated(find(name), case, options)
@@ -68,46 +65,41 @@ def wait_for_the_end(note: Path) -> None:
         wait_for(lambda pid=pid: gone(int(pid)))
 
 
+def plain(x: Any) -> Any:
+    """A value, or the bits of a tensor."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.dtype, x.shape, bytes(x.cpu().contiguous().view(torch.uint8).numpy())
+
+
 def same(a: Any, b: Any) -> bool:
     """Outputs equal in every field, tensors bit for bit."""
-
-    def plain(x: Any) -> Any:
-        return (x.dtype, x.shape, bytes_of(x)) if isinstance(x, torch.Tensor) else x
-
     return {n: plain(x) for n, x in vars(a).items()} == {n: plain(x) for n, x in vars(b).items()}
 
 
-def bytes_of(x: torch.Tensor) -> bytes:
-    return bytes(x.contiguous().view(torch.uint8).numpy())
+KILLED, ENDED = "its process was killed by SIG", "its process ended with exit code "
+CUDA_ERROR = "RuntimeError: CUDA error: an illegal memory access was encountered"
+BROKEN = {
+    "segfault": KILLED + "SEGV",
+    "abort": KILLED + "ABRT (free(): invalid pointer)",
+    "out_of_memory": KILLED + "KILL, as a system does that runs out of memory",
+    "leaves": ENDED + "3",
+    "interrupts": KILLED + "INT (KeyboardInterrupt: from within)",
+    "raises": CUDA_ERROR,
+    "forks": ENDED + "5",
+}
 
 
-KILLED = "its process was killed by SIG"
-BROKEN = [
-    ("segfault", KILLED + "SEGV"),
-    ("abort", KILLED + "ABRT (free(): invalid pointer)"),
-    ("out_of_memory", KILLED + "KILL, as a system does that runs out of memory"),
-    ("leaves", "its process ended with exit code 3"),
-    ("interrupts", KILLED + "INT (KeyboardInterrupt: from within)"),
-    ("raises", "RuntimeError: CUDA error: an illegal memory access was encountered"),
-    ("forks", "its process ended with exit code 5"),
-]
-
-
-@pytest.mark.parametrize(("name", "reason"), BROKEN)
-def test_a_broken_kernel_costs_its_own_row(
-    shared: Isolated, case: AttentionCase, name: str, reason: str
-) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_costs_its_own_row(shared: Isolated, case: Any, name: str) -> None:
     """The reason says what became of it, and the next kernel runs as if nothing had been."""
     failure = ran(shared, f"broken_kernels:{name}", case, {})
     assert isinstance(failure, Failure)
     assert failure.status == "failed"
-    assert failure.reason.startswith(reason)
+    assert failure.reason.startswith(BROKEN[name])
     after = ran(shared, "baseline", case, {})
     assert isinstance(after, Output), after
     assert same(find("baseline").attend(case), after)
-
-
-# --- time limits, and no orphans -----------------------------------------------------------------
 
 
 def test_a_hang_ends_at_its_limit(shared: Isolated, case: AttentionCase, tmp_path: Path) -> None:
@@ -140,30 +132,24 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
     wait_for_the_end(note)
 
 
+def hang_in_isolation(note: str) -> None:
+    Isolated()(find("broken_kernels:hangs"), make_case(), {"note": note})
+
+
 def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     """Where numdev itself is killed, and can do nothing, worker and its children die all the same,
     though the kernel holds the interpreter's lock."""
     note = tmp_path / "note"
-    source = f"""
-        import sys
-        sys.path[:0] = [{str(TESTS)!r}]
-        from oracles import make_case
-        from numdev.audit.isolation import Isolated
-        isolated = Isolated()
-        from numdev.kernels import find
-        hangs = find("broken_kernels:hangs")
-        isolated(hangs, make_case(), {{"note": {str(note)!r}}})
-    """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)])
+    source = f"import test_isolation as t; t.hang_in_isolation({str(note)!r})"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    parent = subprocess.Popen([sys.executable, "-c", source], env=env)
     wait_for(note.exists)
     parent.kill()
     parent.wait()
     wait_for_the_end(note)
 
 
-def test_a_worker_that_died_between_tasks_is_replaced(
-    shared: Isolated, case: AttentionCase
-) -> None:
+def test_a_worker_that_died_idle_is_replaced(shared: Isolated, case: AttentionCase) -> None:
     """That is no fault of the next kernel."""
     ran(shared, "baseline", case, {})
     assert shared.process is not None
@@ -173,19 +159,12 @@ def test_a_worker_that_died_between_tasks_is_replaced(
     assert isinstance(ran(shared, "baseline", case, {}), Output)
 
 
-def test_a_worker_that_cannot_start_is_said(
-    case: AttentionCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_start_is_said(case: AttentionCase, monkeypatch: Any) -> None:
     """That is no kernel's failure, and the reason is quoted."""
     monkeypatch.setattr(isolation, "BOOT", "import no_such_module")
-    with (
-        Isolated() as isolated,
-        pytest.raises(MeasurementError, match=r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"),
-    ):
+    says = r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"
+    with Isolated() as isolated, pytest.raises(MeasurementError, match=says):
         ran(isolated, "baseline", case, {})
-
-
-# --- the same surroundings -----------------------------------------------------------------------
 
 
 def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
@@ -212,13 +191,10 @@ def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
     assert same(here, there)
 
 
-# --- an attempt here -----------------------------------------------------------------------------
-
-
 def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
     """Exceptions, refusals and the end of the program become failures, Ctrl-C does not."""
     for name, status, reason in (
-        ("raises", "failed", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("raises", "failed", CUDA_ERROR),
         ("exits", "failed", "it ended the program (exit code 4)"),
         ("refuses", "skipped", "head_dim 4 is too small"),
     ):
@@ -231,8 +207,7 @@ def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
 def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     """A device-side assertion ruins its process for good; this one, and the next row, are well."""
     case = make_case(dtype=torch.bfloat16, heads=2, q_len=64, kv_len=64, head_dim=64)
-    moved = {n: getattr(case, n).cuda() for n in ("q", "k", "v")}
-    case = dataclasses.replace(case, **moved)
+    case = dataclasses.replace(case, **{n: getattr(case, n).cuda() for n in ("q", "k", "v")})
     failure = ran(shared, "broken_kernels:poisons_cuda", case, {}, limit_s=120)
     assert isinstance(failure, Failure)
     assert "CUDA error" in failure.reason
@@ -240,4 +215,4 @@ def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     assert isinstance(after, Output), after
     assert after.out.is_cuda
     here = find("sdpa-flash").attend(case)
-    assert bytes_of(here.out.cpu()) == bytes_of(after.out.cpu())
+    assert plain(here.out) == plain(after.out)

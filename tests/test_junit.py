@@ -49,9 +49,8 @@ def shape_is_wrong(root: ElementTree.Element) -> str | None:
 )
 def test_a_wrong_shape_is_seen(tests: int, inner: str) -> None:
     """The check on the shape rejects what is not JUnit, and counts that do not add up."""
-    text = (
-        "<testsuites name='' time='' failures='0' errors='0' skipped='0' tests='{}'>{}</testsuites>"
-    )
+    counts = "time='' failures='0' errors='0' skipped='0'"
+    text = f"<testsuites name='' {counts} tests='{{}}'>{{}}</testsuites>"
     assert shape_is_wrong(ElementTree.fromstring(text.format(0, ""))) is None
     with pytest.raises((AssertionError, KeyError)):
         assert shape_is_wrong(ElementTree.fromstring(text.format(tests, inner))) is None

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,12 @@ from numdev.kernels.plain import adapt
 from numdev.kernels.reference import gradients
 from numdev.system import Requirement, System
 
-CPU = System(device="cpu", cpu="a laptop", packages={"torch": "2.13.0"})
-H200 = System(
-    device="cuda",
-    gpu="NVIDIA H200",
-    capability=(9, 0),
-    packages={"torch": "2.13.0", "triton": "3.6.0"},
-)
+TORCH = {"torch": "2.13.0"}
+CPU = System(device="cpu", cpu="a laptop", packages=TORCH)
+V100 = System(device="cuda", gpu="Tesla V100", capability=(7, 0), packages=TORCH)
+BOTH = {**TORCH, "triton": "3.6.0"}
+H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), packages=BOTH)
 ROOT = Path(numdev.__file__).parent.parent
-V100 = System(device="cuda", gpu="Tesla V100", capability=(7, 0), packages={"torch": "2.13.0"})
 
 
 @pytest.fixture(autouse=True)
@@ -108,22 +105,16 @@ def test_senseless_options(name: str, options: dict[str, Any], says: str) -> Non
         find(name).with_options(options)
 
 
-# --- what a kernel may return --------------------------------------------------------------------
-
 SHAPE, ROWS = (1, 2, 4, 4), (1, 2, 4)
 
 
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        ((), "it returned tuple as out"),
-        ([torch.zeros(SHAPE)], "it returned list as out"),
-        (torch.zeros(1, 4, 2, 4), r"it returned shape \[1, 4, 2, 4\] as out; expected .*\[1, 2, 4"),
-        (torch.zeros(SHAPE, dtype=torch.int32), r"it returned torch\.int32 on cpu"),
-        (torch.zeros(SHAPE, device="meta"), r"it returned torch\.float32 on meta"),
-        (Output(out=torch.zeros(SHAPE), lse=torch.zeros(1, 2)), r"returned shape \[1, 2\] as lse"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "says"), [
+    ((), "it returned tuple as out"), ([torch.zeros(SHAPE)], "it returned list as out"),
+    (torch.zeros(1, 4, 2, 4), r"it returned shape \[1, 4, 2, 4\] as out; expected .*\[1, 2, 4"),
+    (torch.zeros(SHAPE, dtype=torch.int32), r"it returned torch\.int32 on cpu"),
+    (torch.zeros(SHAPE, device="meta"), r"it returned torch\.float32 on meta"),
+    (Output(out=torch.zeros(SHAPE), lse=torch.zeros(1, 2)), r"returned shape \[1, 2\] as lse"),
+])  # fmt: skip
 def test_outputs_that_are_refused(returned: Any, says: str) -> None:
     """Anything else is an error with what it was, before a metric can trip over it."""
     with pytest.raises(MeasurementError, match=says):
@@ -133,18 +124,14 @@ def test_outputs_that_are_refused(returned: Any, says: str) -> None:
 SHORT = torch.zeros(1, 2, 4, 4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"dk": None}, "its backward returned no dk"),
-        ({"dq": None, "dv": None}, "its backward returned no dq and no dv"),
-        ({"dq": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dq; expected .*\[1, 4, 4, 4\]"),
-        ({"dk": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dk; expected .*\[1, 2, 5, 4\]"),
-        ({"dv": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dv; expected .*\[1, 2, 5, 7\]"),
-        ({"dv": 3}, "it returned int as dv"),
-        ({"out": SHORT}, "as out"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"dk": None}, "its backward returned no dk"),
+    ({"dq": None, "dv": None}, "its backward returned no dq and no dv"),
+    ({"dq": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dq; expected .*\[1, 4, 4, 4\]"),
+    ({"dk": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dk; expected .*\[1, 2, 5, 4\]"),
+    ({"dv": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dv; expected .*\[1, 2, 5, 7\]"),
+    ({"dv": 3}, "it returned int as dv"), ({"out": SHORT}, "as out"),
+])  # fmt: skip
 def test_gradients_that_are_none_of_the_case(changes: dict[str, Any], says: str) -> None:
     """Missing or misshapen gradients are an error with what they were."""
     case = step(heads=4, kv_heads=2, v_dim=7)
@@ -153,9 +140,6 @@ def test_gradients_that_are_none_of_the_case(changes: dict[str, Any], says: str)
     wrong = Kernel(name="x", function=lambda c: g.out, backward=lambda c: whole)
     with pytest.raises(MeasurementError, match=says):
         wrong.gradients(case)
-
-
-# --- gradients by autograd -----------------------------------------------------------------------
 
 
 def test_an_input_without_influence_has_gradient_zero() -> None:
@@ -200,12 +184,8 @@ def recorded(parameters: str) -> tuple[Kernel, dict[str, Any]]:
     """A plain function with these parameters as a kernel, and the arguments it will be given."""
     seen: dict[str, Any] = {}
     scope: dict[str, Any] = {"seen": seen}
-    exec(
-        f"def f({parameters}):\n"
-        "    seen.update(locals())\n"
-        "    return seen['q'].new_zeros(*seen['q'].shape[:3], seen['v'].shape[-1])\n",
-        scope,
-    )
+    zeros = "seen['q'].new_zeros(*seen['q'].shape[:3], seen['v'].shape[-1])"
+    exec(f"def f({parameters}):\n    seen.update(locals())\n    return {zeros}\n", scope)
     return adapt("plain", scope["f"]), seen
 
 
@@ -219,15 +199,12 @@ def test_a_bias_is_additive(name: str) -> None:
     assert seen[name].dtype == torch.float64
 
 
-def test_functions_that_are_causal_by_default() -> None:
-    """A default of causal=True does not get at a case that is not causal."""
+def test_a_causal_flag_is_no_mask() -> None:
+    """A default of causal=True does not get at a case that is not causal. A function without either
+    lacks the flag, though a mask would do."""
     found, seen = recorded("q, k, v, causal=True")
     found.attend(make_case())
     assert seen["causal"] is False
-
-
-def test_a_causal_flag_is_no_mask() -> None:
-    """A function without either lacks the flag, though a mask would do."""
     for parameters, changes, lacking in (
         ("q, k, v", {}, "causal flag: no parameter is named is_causal or causal"),
         ("q, k, v, causal=False", {"causal_offset": 1}, "mask: no parameter is named"),
@@ -255,18 +232,15 @@ def test_the_usual_scale_needs_no_parameter() -> None:
         assert found.supports(make_case(head_dim=d, scale=d**-0.5 * (1 + 1e-14)))
 
 
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
-        ("q, k", r"takes \(q, k\): q, k and v must be its first three arguments"),
-        ("", r"takes \(\): q, k and v"),
-        ("*args, **kwargs", "q, k and v must be its first three arguments"),
-        ("q, k, *, v", "q, k and v must be its first three arguments"),
-        ("q, k, v, lengths", r"takes \(q, k, v, lengths\): the meaning of lengths is unknown"),
-        ("q, k, v, a, b, *, c", "the meaning of a, b, c is unknown"),
-        ("qkv, causal, scale", "causal stands where q, k and v belong"),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "says"), [
+    ("q, k", r"takes \(q, k\): q, k and v must be its first three arguments"),
+    ("", r"takes \(\): q, k and v"),
+    ("*args, **kwargs", "q, k and v must be its first three arguments"),
+    ("q, k, *, v", "q, k and v must be its first three arguments"),
+    ("q, k, v, lengths", r"takes \(q, k, v, lengths\): the meaning of lengths is unknown"),
+    ("q, k, v, a, b, *, c", "the meaning of a, b, c is unknown"),
+    ("qkv, causal, scale", "causal stands where q, k and v belong"),
+])  # fmt: skip
 def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     """Parameters of unknown meaning are named; nothing is guessed."""
     with pytest.raises(UsageError, match=says) as caught:
@@ -283,26 +257,20 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        point = importlib.metadata.EntryPoint("plugin0", name, kernels.ENTRY_POINTS)
-
-        def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
-            return [point] if group == kernels.ENTRY_POINTS else []
-
-        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+        group = kernels.ENTRY_POINTS
+        points = {group: [importlib.metadata.EntryPoint("plugin0", name, group)]}
+        found = lambda *, group: points.get(group, [])  # noqa: E731
+        monkeypatch.setattr(importlib.metadata, "entry_points", found)
         kernels.load_all.cache_clear()
         return name
 
     return install
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("raise RuntimeError('no driver')", r"RuntimeError\('no driver'\)"),
-        ("import no_such_module_at_all", "no_such_module_at_all"),
-        ("def", "SyntaxError"),
-    ],
-)
+@pytest.mark.parametrize(("source", "says"), [
+    ("raise RuntimeError('no driver')", r"RuntimeError\('no driver'\)"),
+    ("import no_such_module_at_all", "no_such_module_at_all"), ("def", "SyntaxError"),
+])  # fmt: skip
 def test_a_plugin_that_raises(source: str, says: str, plug_in: Callable[[str], str]) -> None:
     """A broken plugin is named, with what it raised, where it is listed or asked for; it stops
     nothing else and does not look like a bug of numdev's."""
@@ -321,29 +289,16 @@ def test_a_plugin_that_raises(source: str, says: str, plug_in: Callable[[str], s
 NO_CUDA = "needs CUDA, and this audit runs on CPU"
 
 
-@pytest.mark.parametrize(
-    ("system", "name", "missing"),
-    [
-        (CPU, "sdpa-flash", None),
-        (CPU, "sdpa-efficient", NO_CUDA),
-        (H200, "sdpa-cudnn", None),
-        (V100, "sdpa-efficient", None),
-        (V100, "sdpa-cudnn", "needs compute capability 8.0 or newer; Tesla V100 has 7.0"),
-        (CPU, "triton-flash", NO_CUDA),
-        (H200, "triton-flash", None),
-        (V100, "triton-flash", "needs the package triton, which is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("system", "name", "missing"), [
+    (CPU, "sdpa-flash", None), (CPU, "sdpa-efficient", NO_CUDA), (H200, "sdpa-cudnn", None),
+    (V100, "sdpa-efficient", None),
+    (V100, "sdpa-cudnn", "needs compute capability 8.0 or newer; Tesla V100 has 7.0"),
+    (CPU, "triton-flash", NO_CUDA), (H200, "triton-flash", None),
+    (V100, "triton-flash", "needs the package triton, which is not installed"),
+])  # fmt: skip
 def test_availability_anywhere(system: System, name: str, missing: str | None) -> None:
     """Whether a kernel can run on a machine is a function of that machine's snapshot."""
     assert find(name).missing(system) == missing
-
-
-def test_this_machine() -> None:
-    """The probe agrees with PyTorch on versions and on the instruction set of its kernels."""
-    here = System.here("cpu")
-    assert here.packages["torch"] == importlib.metadata.version("torch")
-    assert here.cpu_capability == torch.backends.cpu.get_cpu_capability()
 
 
 SAYS = {
@@ -364,9 +319,11 @@ def test_the_driver_is_what_its_module_says(tmp_path: Path) -> None:
         assert system._found(path, system._MODULE) == version
 
 
-def test_settings_are_those_of_torch_now() -> None:
-    """Of the precision of products in fp32: results depend on it."""
-    before = torch.get_float32_matmul_precision()
+def test_this_machine_is_as_torch_has_it_now() -> None:
+    """Versions, the instruction set of its kernels, the precision of products in fp32."""
+    here, before = System.here("cpu"), torch.get_float32_matmul_precision()
+    assert here.packages["torch"] == importlib.metadata.version("torch")
+    assert here.cpu_capability == torch.backends.cpu.get_cpu_capability()
     try:
         for precision in ("medium", "highest"):
             torch.set_float32_matmul_precision(precision)
@@ -376,16 +333,13 @@ def test_settings_are_those_of_torch_now() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize(
-    ("needs", "missing"),
-    [
-        ({"capability": (8, 0), "devices": 1, "device": "cuda"}, None),
-        ({"capability": (9, 0)}, "needs compute capability 9.0 or newer; NVIDIA A100 has 8.0"),
-        ({"devices": 2}, "needs 2 CUDA devices, found 1"),
-        ({"device": "cpu"}, "needs CPU, and this audit runs on CUDA"),
-        ({"package": "flash_attn"}, "needs the package flash_attn, which is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("needs", "missing"), [
+    ({"capability": (8, 0), "devices": 1, "device": "cuda"}, None),
+    ({"capability": (9, 0)}, "needs compute capability 9.0 or newer; NVIDIA A100 has 8.0"),
+    ({"devices": 2}, "needs 2 CUDA devices, found 1"),
+    ({"device": "cpu"}, "needs CPU, and this audit runs on CUDA"),
+    ({"package": "flash_attn"}, "needs the package flash_attn, which is not installed"),
+])  # fmt: skip
 def test_what_a_machine_lacks_is_said(needs: dict[str, Any], missing: str | None) -> None:
     """What is exactly enough is enough."""
     a100 = System(device="cuda", gpu="NVIDIA A100", capability=(8, 0), devices=1)
@@ -406,9 +360,8 @@ kernels: [{name: example-chunked, rows: 8}, {name: "example_attention:plain"}]
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the example package, installed there by pip without a network."""
     work = tmp_path_factory.mktemp("plugin")
-    source = shutil.copytree(
-        ROOT / "tests" / "plugin_example", work / "source"
-    )  # setuptools builds beside the source
+    # setuptools builds beside the source
+    source = shutil.copytree(ROOT / "tests" / "plugin_example", work / "source")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     target = ["--no-build-isolation", "--target", str(work / "site"), str(source)]
     subprocess.run([*pip, *target], check=True, capture_output=True, timeout=120)
@@ -417,14 +370,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numdev_in(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`numdev ARGUMENTS` in a process that sees the installed package."""
-    return subprocess.run(
-        [sys.executable, "-m", "numdev", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1"},
-        cwd=site.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "numdev", *arguments]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1"}
+    there: Any = {"env": env, "cwd": site.parent}
+    return subprocess.run(command, **there, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.slow
@@ -451,14 +400,11 @@ def test_the_tutorials_example(tmp_path: Path) -> None:
     blocks = [b.split("```")[0] for b in page.split("```python\n")[1:]]
     (tmp_path / "mine.py").write_text(next(b for b in blocks if "def my_attention" in b))
     config = tmp_path / "small.yaml"
-    config.write_text(
-        "cases: [{name: s, batch: 1, heads: 2, seq_len: 48, head_dim: 16, causal: true}]"
-    )
+    config.write_text("cases: [{name: s, heads: 2, seq_len: 48, head_dim: 16, causal: true}]")
     audit = ["audit", str(config), "--kernel", "mine:my_attention", "--device", "cpu"]
     answer = numdev_in(tmp_path, *audit, "-o", str(tmp_path / "report"))
     assert answer.returncode == 0, answer.stderr
-    first = " ".join(answer.stdout.split())
-    assert first.startswith(
+    assert " ".join(answer.stdout.split()).startswith(
         "FAIL mine:my_attention bfloat16 computes a different function: the causal mask is off by "
         "one: each query sees one key too many (this explains its error"
     )

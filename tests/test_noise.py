@@ -20,22 +20,14 @@ def runs(*values: list[float]) -> list[torch.Tensor]:
     return [torch.tensor(v, dtype=torch.float64)[None, None, None] for v in values]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "expected", "flickering"),
-    [
-        ([1.0, -2.0], [1.0, -2.0], 0.0, 0),
-        ([1.0, 0.0], [4.0, 4.0], math.sqrt((9 + 16) / 2), 0),
-        ([0.0, 1.0], [-0.0, 1.0], 0.0, 0),
-        ([nan, 1.0], [nan, 1.0], 0.0, 0),
-        ([-inf, 1.0], [-inf, 1.0], 0.0, 0),
-        ([nan, 1.0], [5.0, 3.0], 2.0, 1),
-        ([inf, 1.0], [-inf, 1.0], 0.0, 1),
-        ([nan, 1.0], [inf, 1.0], 0.0, 1),
-        ([nan, inf], [nan, inf], None, 0),
-        ([nan, 1.0], [1.0, nan], None, 2),
-        ([1e-200, 0.0], [0.0, 0.0], 5e-324, 0),  # the square underflows
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "expected", "flickering"), [
+    ([1.0, -2.0], [1.0, -2.0], 0.0, 0), ([1.0, 0.0], [4.0, 4.0], math.sqrt((9 + 16) / 2), 0),
+    ([0.0, 1.0], [-0.0, 1.0], 0.0, 0), ([nan, 1.0], [nan, 1.0], 0.0, 0),
+    ([-inf, 1.0], [-inf, 1.0], 0.0, 0), ([nan, 1.0], [5.0, 3.0], 2.0, 1),
+    ([inf, 1.0], [-inf, 1.0], 0.0, 1), ([nan, 1.0], [inf, 1.0], 0.0, 1),
+    ([nan, inf], [nan, inf], None, 0), ([nan, 1.0], [1.0, nan], None, 2),
+    ([1e-200, 0.0], [0.0, 0.0], 5e-324, 0),  # the square underflows
+])  # fmt: skip
 def test_two_runs(a: list[float], b: list[float], expected: float | None, flickering: int) -> None:
     """A table one can check by hand, in either order."""
     for pair in (runs(a, b), runs(b, a)):
@@ -85,15 +77,9 @@ def test_heads_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [f.noise for f in found] == [0.0, pytest.approx(math.sqrt(2 * 4 / (3 * 40))), 0.0]
 
 
-# --- checksums -----------------------------------------------------------------------------------
-
-
 def by_hand(bits: list[int]) -> str:
     """sum of (b_i + 1) w_i mod 2^64, in Python's integers."""
-
-    def signed(w: int) -> int:
-        return w if w < 2**63 else w - 2**64
-
+    signed = lambda w: w if w < 2**63 else w - 2**64  # noqa: E731
     total = 0
     for i, b in enumerate(bits, 1):
         w = signed(i * _ODD[0] % 2**64)

@@ -34,9 +34,8 @@ def dit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def request(path: Path, **given: Any) -> AuditRequest:
     given = {"sequences": 2, "denoise": 2, "device": "cpu", **given}
-    return AuditRequest(
-        target=path.name, checkpoint=str(path), kernels=(Choice(name="sdpa-math"),), **given
-    )
+    given["kernels"] = (Choice(name="sdpa-math"),)
+    return AuditRequest(target=path.name, checkpoint=str(path), **given)
 
 
 def captured(path: Path, **given: Any) -> list[AttentionCase]:
@@ -55,17 +54,13 @@ def edited(path: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-# --- what is captured ----------------------------------------------------------------------------
-
-
 def test_every_call_of_the_unet_at_every_step(unet: Path) -> None:
     """Four blocks with self and cross attention, twice; none of the text encoder or the VAE."""
     cases = captured(unet)
     assert [c.ref.step for c in cases] == [0] * 2 * BLOCKS + [1] * 2 * BLOCKS
     assert [c.ref.attends for c in cases] == ["self", "cross"] * BLOCKS * 2
-    assert {c.ref.case for c in cases if c.ref.step == 1} == {
-        f"{c.ref.module}#1/step1" for c in cases
-    }
+    second = {c.ref.case for c in cases if c.ref.step == 1}
+    assert second == {f"{c.ref.module}#1/step1" for c in cases}
     assert all(c.kv_len == (c.q_len if c.ref.attends == "self" else 12) for c in cases)
     assert all(c.ref.attends != "self" or ".attn1" in c.ref.module for c in cases)
     assert {c.q.shape[0] for c in cases} == {4}  # two images, each with and without its prompt
@@ -110,26 +105,20 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
     assert not torch.equal(cross[0].k, other[0].k)
 
 
-# --- how it is opened ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "says"),
-    [
-        ({"_class_name": ["my_pipeline", "MyPipeline"]}, 2, OWN_CODE),
-        ({"unet": ["my_unet", "MyUNet"]}, 2, OWN_CODE),
-        ({"../unet": ["diffusers", "UNet2DConditionModel"]}, 2, OWN_CODE),
-        ({"_class_name": "NoSuchPipeline"}, 3, "has no NoSuchPipeline"),
-        ({"unet": ["diffusers", "DiffusionPipeline"]}, 3, "has no DiffusionPipeline"),
-        ({"extra": ["diffusers", "AutoencoderKL"]}, 3, "is missing"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "value", "code", "says"), [
+    ("_class_name", ["my_pipeline", "MyPipeline"], 2, OWN_CODE),
+    ("unet", ["my_unet", "MyUNet"], 2, OWN_CODE),
+    ("../unet", ["diffusers", "UNet2DConditionModel"], 2, OWN_CODE),
+    ("_class_name", "NoSuchPipeline", 3, "has no NoSuchPipeline"),
+    ("unet", ["diffusers", "DiffusionPipeline"], 3, "has no DiffusionPipeline"),
+    ("extra", ["diffusers", "AutoencoderKL"], 3, "is missing"),
+])  # fmt: skip
 def test_names_that_are_no_parts(
-    unet: Path, tmp_path: Path, capsys: Any, changes: dict[str, Any], code: int, says: str
+    unet: Path, tmp_path: Path, capsys: Any, entry: str, value: Any, code: int, says: str
 ) -> None:
     """A custom pipeline, a part of another library, a path for a name, a class that is no part of a
     pipeline: none is built, and no code run."""
-    path = edited(unet, tmp_path / "p", **changes)
+    path = edited(unet, tmp_path / "p", **{entry: value})
     for name in ("my_pipeline.py", "my_unet.py", "pipeline.py"):
         (path / name).write_text("raise SystemExit('code ran')")
     assert says in refusal(capsys, code, path)

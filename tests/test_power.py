@@ -5,7 +5,6 @@ That each fault is caught is in `test_api.py`."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_bench import prepare
+from on_bench import HERE, prepare
 from recipes import autograd, drawn
 from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import format_named
 from numdev.kernels.reference import attend
-from numdev.system import System
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -33,8 +31,6 @@ def power() -> Any:
         patched.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("power")
 
-
-# --- faults that are what they say ---------------------------------------------------------------
 
 Results = dict[str, Tensor]
 
@@ -49,8 +45,9 @@ def step(function: Callable[..., Any], case: AttentionCase) -> Results:
     return {name: x.detach().double() for name, x in found.items()}
 
 
-def exact(case: AttentionCase) -> Results:
-    """The same in fp64, by autograd."""
+def exact(case: AttentionCase, **changes: Any) -> Results:
+    """The same in fp64, by autograd, of the case with these fields changed."""
+    case = dataclasses.replace(case, **changes)
     return {"lse": attend(case).lse, **autograd(case)}
 
 
@@ -72,13 +69,13 @@ def test_a_fault_shows_in_its_tensors_and_in_no_others(power: ModuleType) -> Non
 
 
 MISTAKES: dict[str, Callable[[AttentionCase], Results]] = {
-    "scale_off": lambda case: exact(dataclasses.replace(case, scale=1.01 * case.scale)),
-    "causal_off_by_one": lambda case: exact(dataclasses.replace(case, causal_offset=1)),
+    "scale_off": lambda case: exact(case, scale=1.01 * case.scale),
+    "causal_off_by_one": lambda case: exact(case, causal_offset=1),
     "last_tile_dropped": lambda case: {
-        "out": exact(dataclasses.replace(case, k=case.k[:, :, :192], v=case.v[:, :, :192]))["out"]
+        "out": exact(case, k=case.k[:, :, :192], v=case.v[:, :, :192])["out"]
     },
     "kv_heads_shifted": lambda case: {
-        "out": exact(dataclasses.replace(case, k=case.k.roll(1, 1), v=case.v.roll(1, 1)))["out"]
+        "out": exact(case, k=case.k.roll(1, 1), v=case.v.roll(1, 1))["out"]
     },
     "output_larger": lambda case: {"out": exact(case)["out"] * (1 + 1 / 256)},
     "lse_in_base_2": lambda case: {"lse": exact(case)["lse"] / math.log(2)},
@@ -111,39 +108,22 @@ def test_truncation_shrinks(power: ModuleType, name: str, tensors: tuple[str, ..
         assert 0.5 < (1 - along) * 2**8 < 1.0, x
 
 
-# --- what the rules make of them -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def place(power: ModuleType) -> Any:
-    """(regime, shape, format, seed) to where units are measured."""
-
-    @functools.cache
-    def at(regime: str, shape: str, fmt: str, seed: int = 0) -> Any:
-        case = power.drawn(regime, shape, seed)
-        bench = prepare(case, fmt, gradients=True)
-        rounded = case.rounded_to(format_named(fmt))
-        system = System.here("cpu")
-        return power.Place(bench=bench, case=rounded, format=fmt, system=system, pooled={})
-
-    return at
-
-
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("regime", ["normal", "sink 24", "correlated", "low rank"])
-def test_sound_kernels_are_cleared(power: ModuleType, place: Any, regime: str, fmt: str) -> None:
+def test_sound_kernels_are_cleared(power: ModuleType, regime: str, fmt: str) -> None:
     """Six kernels, among them PyTorch's own and emulations in other tiles than they claim."""
-    units = list(power.sound_units(place(regime, "65 causal, grouped", fmt)))
+    case = power.drawn(regime, "65 causal, grouped", 0)
+    bench, rounded = prepare(case, fmt, gradients=True), case.rounded_to(format_named(fmt))
+    place = power.Place(bench=bench, case=rounded, format=fmt, system=HERE, pooled={})
+    units = list(power.sound_units(place))
     assert len(units) == 6
     assert [(u["kernel"], u["why"]) for u in units if u["why"]] == []
 
 
-def test_the_bound_on_a_rate() -> None:
+def test_the_bound_on_a_rate(power: ModuleType) -> None:
     """Clopper and Pearson's, where it is known: no alarm in n bounds the rate at 1 - 0.05^(1/n);
     20 units at 14 %, as the science says."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(BENCHMARKS))
-        bound = importlib.import_module("power_tables").bound
+    bound = importlib.import_module("power_tables").bound
     assert bound(0, 20) == pytest.approx(1 - 0.05 ** (1 / 20), rel=1e-9)
     assert bound(0, 20) == pytest.approx(0.139, abs=1e-3)
     assert bound(3, 100) == pytest.approx(0.0757, abs=5e-4)  # P(X <= 3) is 0.05 there

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from on_bench import prepare
+from on_bench import HERE, grouped_step, prepare, task_of
 from torch import Tensor
 
 from numdev.audit.explanations import profile
-from numdev.audit.plan import Task
 from numdev.audit.run import audit
 from numdev.audit.task import measure_task
-from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.kernels import find
 from numdev.metrics.sampling import BINS, FEWEST, starts
@@ -24,8 +22,6 @@ from numdev.report import AuditReport, ProfileRow
 from numdev.report.document import Bullets, Figures
 from numdev.report.renderers import html, markdown
 from numdev.report.views.audit import positions
-from numdev.sources.regimes import Shapes, draw
-from numdev.system import System
 
 
 def sound(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
@@ -69,13 +65,10 @@ def test_bins_double_and_then_are_even() -> None:
 
 def test_errors_are_those_of_the_rows_in_each_bin() -> None:
     """Root mean squares, over heads and sequences, of row errors relative to their term scales."""
-    shapes = Shapes(batch=2, heads=2, kv_heads=2, q_len=25, kv_len=25, head_dim=16, v_dim=16)
-    q, k, v = draw("normal", shapes, seed=0, options={})
-    case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=0.25, is_causal=True)
-    bench = prepare(case, "bfloat16")
+    bench = prepare(grouped_step(25, is_causal=True), "bfloat16")
     y = bench.yardsticks["out"]
-    task = Task(case=case.ref, role="kernel", kernel="sdpa-flash", format="bfloat16")
-    measured = measure_task(task, find("sdpa-flash"), bench, System.here("cpu"))
+    task = task_of(bench, find("sdpa-flash"))
+    measured = measure_task(task, find("sdpa-flash"), bench, HERE)
     (row,) = profile(task, measured, bench)
     error = (measured.output.out.double() - y.reference).norm(dim=-1) / y.term_scale.norm(dim=-1)
     bins = zip(row.starts, [*row.starts[1:], row.length], row.errors, row.predicted, strict=True)

@@ -1,8 +1,7 @@
 """Reproducers: a script of its own shows the same figure with torch alone, from a call made small.
 
 Scripts run in a process in which numdev, numpy and safetensors cannot be imported. Their figures
-are held to those of an audit. Faults are planted where they can be found again: at one row, at one
-key."""
+are held to those of an audit. Faults are planted at one row, at one key."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +63,8 @@ Answer = tuple[int, str]
 def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[Answer]:
     """Run scripts, one after another, where only torch and the modules in `path` can be imported;
     `bare=False` leaves everything in."""
-    code = BARE.format(
-        blocked=BLOCKED if bare else (),
-        path=[str(path)] if path else [],
-        scripts=[str(script) for script in scripts],
-    )
+    names, paths = [str(script) for script in scripts], [str(path)] if path else []
+    code = BARE.format(blocked=BLOCKED if bare else (), path=paths, scripts=names)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     return [(code, said) for code, said in json.loads(ran.stdout.splitlines()[-1])]
@@ -82,36 +77,20 @@ def figure_in(answer: Answer) -> float:
 
 
 def reproduce(
-    directory: Path,
-    case: AttentionCase,
-    kernel: Kernel,
-    figure: str,
-    *,
-    tensor: str = "out",
-    options: dict[str, Any] | None = None,
-    **more: Any,
+    at: Path, case: AttentionCase, kernel: Kernel, figure: str, tensor: str = "out", **options: Any
 ) -> tuple[Path, float]:
-    """Write the reproducer of the worst head; the script, and the figure it must print."""
-    head, observed = worst(case, kernel, figure, tensor, options or {})
-    script = reproducer.write(
-        directory, case, kernel, options or {}, tensor=tensor, head=head, metric=figure,
-        observed=observed, words="The output is off.", system=SYSTEM, **more,
-    )  # fmt: skip
-    return script, observed
-
-
-def worst(
-    case: AttentionCase, kernel: Kernel, figure: str, tensor: str, options: dict[str, Any]
-) -> tuple[int, float]:
-    """The head with the largest figure, and that figure, as an audit measures them. A case with
-    grad_out is a training step."""
+    """Write the reproducer of the head with the largest figure, as an audit measures it; the
+    script, and the figure it must print. A case with grad_out is a training step."""
     bench = prepare(case, gradients=case.grad_out is not None)
     rows = [row for row in rows_on(bench, kernel, options=options) if row.tensor == tensor]
     row = max(rows, key=lambda row: abs(getattr(row, figure) or 0.0))
-    return row.head or 0, getattr(row, figure) or 0.0
+    observed = getattr(row, figure) or 0.0
+    script = reproducer.write(
+        at, case, kernel, options, tensor=tensor, head=row.head or 0, metric=figure,
+        observed=observed, words="The output is off.", system=SYSTEM,
+    )  # fmt: skip
+    return script, observed
 
-
-# --- the scripts ---------------------------------------------------------------------------------
 
 LOST_ROW = torch.zeros(9, 12, dtype=torch.bfloat16).index_fill_(0, torch.tensor([4]), -math.inf)
 """An additive mask with a row of -inf alone, of which plain softmax makes NaN for all of dv."""
@@ -146,7 +125,7 @@ def test_scripts_print_the_figures_of_the_audit(tmp_path: Path) -> None:
         if tensor != "out" or "seed" in fields:
             case = with_grad(case)
         at = tmp_path / str(index)
-        written.append(reproduce(at, case, find(kernel), figure, tensor=tensor))
+        written.append(reproduce(at, case, find(kernel), figure, tensor))
     answers = run(*(script for script, _ in written))
     for call, (_, observed), answer in zip(CALLS, written, answers, strict=True):
         assert answer[0] == int(observed != 0), (call, answer[1])
@@ -191,13 +170,11 @@ def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
     arrives as the bias it was given as. What is repaired does not show."""
     scripts = []
     for index, fields in enumerate(({"is_causal": True}, {"mask": ("bool", "b1qk")}, {})):
-        case = make_case(
-            heads=4, kv_heads=2, q_len=8, kv_len=8, batch=2, dtype=torch.bfloat16, **fields
-        )
+        shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 8, "kv_len": 8}
+        case = make_case(**shape, dtype=torch.bfloat16, **fields)
         case.q[1, 2, 6, 0] = 100.0
-        script, observed = reproduce(
-            tmp_path / str(index), case, find(planted), "nonfinite", options={"flaw": 0.01}
-        )
+        at = tmp_path / str(index)
+        script, observed = reproduce(at, case, find(planted), "nonfinite", flaw=0.01)
         assert observed == case.v.shape[-1]
         assert "flaw=0.01" in script.read_text()
         scripts.append(script)
@@ -213,9 +190,7 @@ def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
 def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
     """Its script says so, and cannot measure without."""
     case = make_case(dtype=torch.bfloat16, is_causal=True, softcap=2.0)
-    script, observed = reproduce(
-        tmp_path, case, find("emulated"), "rms", options={"preset": "golden2024"}
-    )
+    script, observed = reproduce(tmp_path, case, find("emulated"), "rms", preset="golden2024")
     assert "Needs PyTorch and numdev" in script.read_text()
     ((code, said),) = run(script)
     assert code == 3
@@ -236,12 +211,9 @@ def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for index, name in enumerate(kernels):
         metric = "raises" if index < 2 else "noise"
         case = make_case(v_dim=7) if index < 2 else make_case(q_len=5)
-        scripts.append(
-            reproducer.write(
-                tmp_path / str(index), case, find(name), {}, tensor="out", head=0, metric=metric,
-                observed=0.14, words="Look.", system=SYSTEM,
-            )
-        )  # fmt: skip
+        of: Any = {"metric": metric, "observed": 0.14, "tensor": "out", "head": 0}
+        of |= {"words": "Look.", "system": SYSTEM}
+        scripts.append(reproducer.write(tmp_path / str(index), case, find(name), {}, **of))
     refused, runs, noisy, quiet = run(*scripts, path=tmp_path)
     assert refused[0] == 1
     assert "the kernel raises RuntimeError: No available kernel" in refused[1]
@@ -270,12 +242,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         reproducer.figure_for("wrongness")
 
 
-# --- reduction -----------------------------------------------------------------------------------
-
-
-def marked(
-    row: tuple[int, int, int], key: int, **fields: Any
-) -> tuple[AttentionCase, Callable[[AttentionCase], bool]]:
+def marked(row: tuple[int, int, int], key: int, **fields: Any) -> tuple[AttentionCase, Any]:
     """A case, and the question whether query row (b, h, i) still sees key j in it."""
     case = make_case(dtype=torch.float32, **fields)
     b, h, i = row
@@ -294,14 +261,10 @@ def marked(
     return case, shows
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"heads": 6, "kv_heads": 2, "is_causal": True},
-        {"mask": ("bool", "b1qk"), "seed": 3},
-        {"mask": ("float", "1hqk"), "is_causal": True, "window": (60, None)},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"heads": 6, "kv_heads": 2, "is_causal": True}, {"mask": ("bool", "b1qk"), "seed": 3},
+    {"mask": ("float", "1hqk"), "is_causal": True, "window": (60, None)},
+])  # fmt: skip
 def test_one_row_and_one_key_are_found(fields: dict[str, Any]) -> None:
     """A fault that needs one query row and one key it sees is reduced to these two, in one head
     and one sequence, in a few dozen steps, without the mask and causality that it does not need. Of

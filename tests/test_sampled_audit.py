@@ -28,10 +28,8 @@ from numdev.system import System
 
 SAMPLE = Sample(count=40, seed=1)
 DRAWN = SAMPLE.queries(200).tolist()
-CONFIG = """
-cases:
-  - {name: one, batch: 2, heads: 4, kv_heads: 2, seq_len: 200, head_dim: 16, causal: true}
-"""
+SHAPE = "batch: 2, heads: 4, kv_heads: 2, seq_len: 200, head_dim: 16, causal: true"
+CONFIG = f"cases: [{{name: one, {SHAPE}}}]"
 
 
 def bench_of(sample: Sample = SAMPLE, **options: Any) -> Bench:
@@ -105,9 +103,8 @@ def test_rows_that_could_not_be_screened_say_so(monkeypatch: Any) -> None:
     monkeypatch.setattr(screening, "second", lambda *given: 1 + "")  # type: ignore
     rows = rows_on(bench_of(), find("sdpa-flash"))
     why = "rows were not screened: TypeError: unsupported operand type(s) for +: 'int' and 'str'"
-    assert {(r.status, r.rows_measured, r.suspects, r.reason) for r in rows} == {
-        ("ok", 40, None, why)
-    }
+    found = {(r.status, r.rows_measured, r.suspects, r.reason) for r in rows}
+    assert found == {("ok", 40, None, why)}
     assert summarise(rows).kernels[0].reasons == (why,)
 
 
@@ -121,9 +118,6 @@ def test_sound_kernels_pass_and_wrong_ones_do_not() -> None:
     ):
         rows = rows_on(bench_of(gradients=trained), kernel, repeats=2)
         assert judge(rows).exit_code == code, kernel.name
-
-
-# --- from end to end -----------------------------------------------------------------------------
 
 
 def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
@@ -149,31 +143,24 @@ def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
 
 
 def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -> None:
-    """A kernel that is wrong in its last rows gets a finding, and scripts whose limits are those of
-    the figures they print."""
+    """A kernel wrong in its last rows gets scripts whose limits are of the figures they print."""
     (tmp_path / "a.yaml").write_text(CONFIG)
     (tmp_path / "late_kernel.py").write_text(
-        "import torch\n"
+        "from torch.nn.functional import scaled_dot_product_attention as attend\n"
         "def late(q, k, v, is_causal=False):\n"
-        "    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)\n"
-        "    out = out.clone()\n"
+        "    out = attend(q, k, v, is_causal=is_causal).clone()\n"
         "    out[:, :, -60:] *= 1.5\n"
         "    return out\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    result = invoked(
-        "audit", tmp_path / "a.yaml", "--kernel", "late_kernel:late", "--rows", "50",
-        "--device", "cpu", "-o", tmp_path / "out",
-    )  # fmt: skip
+    how = ("--kernel", "late_kernel:late", "--rows", "50", "--device", "cpu")
+    result = invoked("audit", tmp_path / "a.yaml", *how, "-o", tmp_path / "out")
     assert "Reproducer:" in result.stderr
     scripts = [p.read_text() for p in (tmp_path / "out").glob("reproducers/*/reproduce.py")]
     assert any("def term_scale" in script for script in scripts), "one is about the error"
     for script in scripts:
-        reported, limit = (
-            float(re.search(rf"^{name} = (\S+)", script, re.MULTILINE)[1])  # type: ignore[index]
-            for name in ("REPORTED", "LIMIT")
-        )
-        assert 0 < limit < abs(reported)
+        numbers = dict(re.findall(r"^(REPORTED|LIMIT) = (\S+)", script, re.MULTILINE))
+        assert 0 < float(numbers["LIMIT"]) < abs(float(numbers["REPORTED"]))
 
 
 @pytest.mark.gpu

@@ -28,8 +28,6 @@ from numdev.metrics.row_sums import _dealt as dealt
 from numdev.metrics.sampling import Sample, Strata, draw
 from numdev.metrics.yardstick import Yardstick
 
-# --- what is drawn -------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("length", "count"), [(10, 3), (4096, 256), (1000, 999), (7, 1), (100, 7)])
 def test_one_position_in_each_stratum(length: int, count: int) -> None:
@@ -61,9 +59,6 @@ def test_every_position_is_drawn_equally_often() -> None:
     for seed in range(2000):
         counts[draw(12, 4, seed, "queries")] += 1
     assert (counts / 2000 - 1 / 3).abs().max() < 4 * (2 / 9 / 2000) ** 0.5
-
-
-# --- a case of some rows -------------------------------------------------------------------------
 
 
 def case_of(feature: str, **changes: Any) -> AttentionCase:
@@ -164,15 +159,10 @@ def step_of(**changes: Any) -> AttentionCase:
     return step(**{**fields, **changes})
 
 
-def counted(case: AttentionCase, tensor: str, *places: tuple[Any, float]) -> list[Any]:
-    """Per head, what is said where a tensor of zeros has these values at these places."""
-    source = {"out": "v", "dq": "q", "lse": "q", "dk": "k", "dv": "v"}[tensor]
-    like = getattr(case, source)
-    heads = case.kv_heads if tensor in ("dk", "dv") else case.heads
-    x = torch.zeros(like.shape[0], heads, 6, like.shape[-1], dtype=torch.float16)
-    x = x[..., 0] if tensor == "lse" else x
-    for place, value in places:
-        x[place] = value
+def counted(case: AttentionCase, tensor: str, place: Any, value: float) -> list[Any]:
+    """Per head, what is said where a gradient of zeros has this value at this place."""
+    x = torch.zeros_like(getattr(case, tensor[1]))
+    x[place] = value
     rows = ROWS if tensor != "dk" else torch.tensor([1])
     found = elsewhere(x, tensor, case, rows, FORMATS["float16"])
     return [(f.nonfinite, f.unknown is not None) for f in found]
@@ -181,21 +171,17 @@ def counted(case: AttentionCase, tensor: str, *places: tuple[Any, float]) -> lis
 @pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
 def test_an_infinite_gradient_is_wrong_where_none_can_overflow(tensor: str) -> None:
     """NaN always is; infinity where a bound on the exact gradient excludes it, else it is open."""
-    small, large = step_of(), step_of()
-    large = dataclasses.replace(large, grad_out=torch.full_like(large.grad_out, 6e4))
-    place = (0, 0, 2, 0)
-    assert counted(small, tensor, (place, nan))[0] == (1, False)
-    assert counted(small, tensor, (place, inf))[0] == (1, False)
-    assert counted(large, tensor, (place, nan))[0] == (1, False)
-    assert counted(large, tensor, (place, inf))[0] == (0, True)
-    assert counted(large, tensor, (place, inf))[1] == (0, False)
+    small, place = step_of(), (0, 0, 2, 0)
+    large = dataclasses.replace(small, grad_out=torch.full_like(small.grad_out, 6e4))
+    for case, value in ((small, nan), (small, inf), (large, nan)):
+        assert counted(case, tensor, place, value)[0] == (1, False)
+    assert counted(large, tensor, place, inf)[:2] == [(0, True), (0, False)]
 
 
 @pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_the_bound_is_one(tensor: str, softcap: float | None) -> None:
-    """No exact gradient exceeds it, over 20 draws and soft caps; and it is no empty one: within a
-    factor of 200 of the largest."""
+    """No exact gradient exceeds it, over 20 draws and soft caps; the largest is over a 200th."""
     for seed in range(20):
         case = step_of(softcap=softcap, logits=4.0, seed=seed, dtype=torch.float64)
         exact, bound = getattr(gradients(case), tensor), _largest(case, tensor)
@@ -227,17 +213,12 @@ def prepared(regime: str, *, causal: bool) -> Any:
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
     wide = drawn(LENGTH, regime, is_causal=causal, **shape)
     case = wide.rounded_to(BF16)
-    exact = attend(case)
+    exact, baseline = attend(case), find("baseline")
     y = Yardstick(
-        reference=exact.out,
-        term_scale=exact.term_scale,
-        empty=exact.empty,
-        format=BF16,
-        baseline=find("baseline").attend(case).out,
-        baseline_fp32=find("baseline").attend(wide).out,
-        unrounded=attend(wide).out,
-        arithmetic=torch.full_like(exact.lse, 1e-6),
-    )
+        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=BF16,
+        baseline=baseline.attend(case).out, baseline_fp32=baseline.attend(wide).out,
+        unrounded=attend(wide).out, arithmetic=torch.full_like(exact.lse, 1e-6),
+    )  # fmt: skip
     claim = {"preset": "fa2", "block_kv": 96, "kv_order": "descending"}
     return find("sdpa-flash").attend(case).out, y, emulation(case, claim)
 

@@ -54,9 +54,6 @@ def errors(case: AttentionCase, found: Any) -> dict[str, float]:
     return {t: rms(take(t).double() - getattr(exact, t)) for t in TENSORS}
 
 
-# --- the right function --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_zigzag_is_causal_attention(ranks: int) -> None:
     """Balanced over ranks, with two chunks each, output and gradients are the whole call's."""
@@ -68,16 +65,13 @@ def test_zigzag_is_causal_attention(ranks: int) -> None:
         assert torch.allclose(getattr(found, name), getattr(exact, name), rtol=0, atol=1e-12), name
 
 
-@pytest.mark.parametrize(
-    ("order", "fields"),
-    [
-        ("ring", {"q_len": 7, "kv_len": 11}),
-        ("ring", {"q_len": 2, "kv_len": 9, "is_causal": True, "causal_offset": 7}),
-        ("ring", {"q_len": 9, "kv_len": 9, "is_causal": True, "window": (2, 0)}),
-        ("sequential", {"q_len": 5, "kv_len": 3, "is_causal": True}),
-        ("zigzag", {"q_len": 12, "kv_len": 12, "is_causal": True}),
-    ],
-)
+@pytest.mark.parametrize(("order", "fields"), [
+    ("ring", {"q_len": 7, "kv_len": 11}),
+    ("ring", {"q_len": 2, "kv_len": 9, "is_causal": True, "causal_offset": 7}),
+    ("ring", {"q_len": 9, "kv_len": 9, "is_causal": True, "window": (2, 0)}),
+    ("sequential", {"q_len": 5, "kv_len": 3, "is_causal": True}),
+    ("zigzag", {"q_len": 12, "kv_len": 12, "is_causal": True}),
+])  # fmt: skip
 def test_every_pair_is_met_once(order: str, fields: dict[str, Any]) -> None:
     """The steps of a schedule hold every visible pair of query and key, and none twice."""
     case = make_case(**fields)
@@ -85,8 +79,7 @@ def test_every_pair_is_met_once(order: str, fields: dict[str, Any]) -> None:
         (i, j)
         for at in schedule(case, 3, order)
         for rows, keys in itertools.product(*at)
-        for i in range(rows.start, rows.stop)
-        for j in range(keys.start, keys.stop)
+        for i, j in itertools.product(*(range(x.start, x.stop) for x in (rows, keys)))
     ]
     seen = {(i, j) for i in range(case.q_len) for j in range(case.kv_len) if sees(case, 0, 0, i, j)}
     assert len(met) == len(set(met))
@@ -157,15 +150,11 @@ def test_merging_equals_the_formula(number: int, order: str) -> None:
         assert_within(O[0, 0], out, 4 * number * (12 * u + 2 * e))
 
 
-# --- what it rounds, and what it claims ----------------------------------------------------------
-
 CLAIMED = {
-    "plain": drawn(),
-    "causal": drawn(is_causal=True),
+    "plain": drawn(), "causal": drawn(is_causal=True), "more keys": drawn(64, 192, seed=2),
     "grouped, causal": drawn(heads=4, is_causal=True, seed=1),
-    "more keys": drawn(64, 192, seed=2),
     "unequal shards": drawn(130, 190, seed=3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ["ring", "sequential", "simultaneous"])
@@ -205,18 +194,11 @@ def test_what_no_emulation_has_claims_nothing() -> None:
     assert SHARDED.claims(case, step, SYSTEM) is None
 
 
-@pytest.mark.parametrize(
-    ("order", "merge_format", "shards", "more"),
-    [
-        ("ring", "bfloat16", 16, 15 / 2 - 1 / 16),
-        ("tree", "bfloat16", 16, 3.0),
-        ("ring", "promoted", 2, 1.0),
-        ("simultaneous", "bfloat16", 16, 0.0),
-    ],
-)
-def test_the_growth_is_what_counting_gives(
-    order: str, merge_format: str, shards: int, more: float
-) -> None:
+@pytest.mark.parametrize(("order", "merge_format", "shards", "more"), [
+    ("ring", "bfloat16", 16, 15 / 2 - 1 / 16), ("tree", "bfloat16", 16, 3.0),
+    ("ring", "promoted", 2, 1.0), ("simultaneous", "bfloat16", 16, 0.0),
+])  # fmt: skip
+def test_the_growth_is_counted(order: str, merge_format: str, shards: int, more: float) -> None:
     """The squares that docs/kernels.md counts, over that of the cast: (n - 1) / 2 - 1 / n in a
     ring, log2 n - 1 in a tree, 2 / n promoted; to 5 % of the sum."""
     case = drawn(1024)
@@ -242,14 +224,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUD
 def explained(case: Any, **options: Any) -> tuple[Output, Output]:
     """Context parallelism, and the `sharded` that it should be."""
     real = PARALLEL.gradients(case, **PARALLEL.with_options(options))
-    same = SHARDED.with_options(
-        {
-            "shards": options.get("world", 2),
-            "order": "zigzag" if case.is_causal else "ring",
-            "merge_format": "float32" if options.get("convert_to_f32", True) else "promoted",
-        }
-    )
-    return real, SHARDED.gradients(case, **same)
+    merge = "float32" if options.get("convert_to_f32", True) else "promoted"
+    order = "zigzag" if case.is_causal else "ring"
+    return real, run(case, shards=2, order=order, merge_format=merge)
 
 
 @pytest.mark.parametrize("convert_to_f32", [True, False])
@@ -299,17 +276,13 @@ def alive(pid: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (drawn(64, softcap=1.0), "no soft cap"),
-        (drawn(64, mask=torch.ones(64, 64, dtype=torch.bool)), "no masks"),
-        (drawn(64, window=(2, 0)), "no masks"),
-        (drawn(64, is_causal=True, causal_offset=1), "from the top left"),
-        (drawn(32, 64, is_causal=True), "as many queries as keys"),
-        (drawn(62, is_causal=True), "62 and 62 are no multiples of 4"),
-    ],
-)
+@pytest.mark.parametrize(("case", "reason"), [
+    (drawn(64, softcap=1.0), "no soft cap"), (drawn(64, window=(2, 0)), "no masks"),
+    (drawn(64, mask=torch.ones(64, 64, dtype=torch.bool)), "no masks"),
+    (drawn(64, is_causal=True, causal_offset=1), "from the top left"),
+    (drawn(32, 64, is_causal=True), "as many queries as keys"),
+    (drawn(62, is_causal=True), "62 and 62 are no multiples of 4"),
+])  # fmt: skip
 def test_what_it_refuses(case: Any, reason: str) -> None:
     """Each in words, before a rank is asked."""
     with pytest.raises(Refused, match=reason):

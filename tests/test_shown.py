@@ -15,24 +15,13 @@ from gate_rows import control, judge, row
 from rich.console import Console
 from test_html import audit, figure, sample, sweep
 
+from numdev import report as reports
 from numdev.cli.kernels import shown
 from numdev.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
-from numdev.report import (
-    Axis,
-    Curve,
-    DeviationRow,
-    KernelSummary,
-    PartSummary,
-    Place,
-    Places,
-    Point,
-    Tick,
-    WeightRow,
-    read,
-)
+from numdev.report import Curve, DeviationRow, KernelSummary, PartSummary, Places, Point, WeightRow
 from numdev.report.document import Cell, Column, Document, Figures, Row, Table, tables_of
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import audit as audit_view
@@ -88,17 +77,12 @@ def test_each_column_of_the_ranking_has_its_own_number() -> None:
     assert "max error: ≥1.2e-3" in cells(blocks(kernels=(kernel(rows_measured=64),)), title)
 
 
-@pytest.mark.parametrize(
-    ("title", "parts", "names"),
-    [
-        ("gradients", {"gradients": (part(4, tensor="dv"), part(2, tensor="dq"))}, ("dv", "dq")),
-        ("prefill beside decode",
-         {"phases": (part(4, phase="prefill"), part(2, phase="decode"))}, ("prefill", "decode")),
-    ],
-)  # fmt: skip
-def test_each_part_of_a_kernel_has_its_own_numbers(
-    title: str, parts: dict[str, Any], names: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize(("title", "parts", "names"), [
+    ("gradients", {"gradients": (part(4, tensor="dv"), part(2, tensor="dq"))}, ("dv", "dq")),
+    ("prefill beside decode",
+     {"phases": (part(4, phase="prefill"), part(2, phase="decode"))}, ("prefill", "decode")),
+])  # fmt: skip
+def test_each_part_of_a_kernel_has_its_own_numbers(title: str, parts: Any, names: Any) -> None:
     """Gradients and phases, a row each: medians over floor and baseline, and worst heads."""
     found = blocks(kernels=(kernel(**parts),))
     for i, (name, at) in enumerate(zip(names, "42", strict=True)):
@@ -111,9 +95,8 @@ def test_each_part_of_a_kernel_has_its_own_numbers(
 def test_what_is_said_of_a_format_has_the_right_numbers() -> None:
     """The cost of the format is the rounding's; noise and who did not run are the kernel's."""
     precision = kernel(role="precision", kernel="reference", mean_abs=2.1e-3, max_abs=2.2e-3)
-    lines = [item.lead + " " + item.text for node in blocks(kernels=(precision, kernel()))
-             for item in getattr(node, "items", ())]  # fmt: skip
-    text = "\n".join(lines)
+    nodes = blocks(kernels=(precision, kernel()))
+    text = "\n".join(f"{x.lead} {x.text}" for node in nodes for x in getattr(node, "items", ()))
     assert "alone moved the answer by 2.1e-3 on average, 2.2e-3 at most" in text
     assert "k changes between two runs by 1.2× the rounding floor" in text
     assert "k skipped: needs CUDA" in text
@@ -141,13 +124,11 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
         "equal": 0.15, "w1": 0.16, "bfloat16_times": 2.1, "float16_times": 3.1,
         "float8_e4m3fn_times": 4.1,
     }  # fmt: skip
-    made: Any = read(sample("weights"))
+    made: Any = reports.read(sample("weights"))
     tensor = made.rows[0].model_copy(update={**numbers, "tensor": "t"})
     group = made.groups[0].model_copy(update=numbers)
-    shared = (
-        "mean: 0.12 | max: 0.11 | rel: 0.13 | W1: 0.16 | ×bf16: 2.10 | ×fp16: 3.10 | ×fp8: 4.10 | "
-        "NaN/inf: 3"
-    )
+    times = "×bf16: 2.10 | ×fp16: 3.10 | ×fp8: 4.10"
+    shared = f"mean: 0.12 | max: 0.11 | rel: 0.13 | W1: 0.16 | {times} | NaN/inf: 3"
     changed = made.model_copy(update={"rows": (tensor,), "groups": (group,)})
     groups, tensors, *_ = tables(weights.blocks(changed))
     assert cells([groups]) == f"kind: all | {shared}"
@@ -160,11 +141,11 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     group = Group(**shared, tensor="dq", pairs=9, same_bits=2, moved=4, metric="floor_ratio",
                   a=1.5, b=2.5, change=3.5)  # fmt: skip
     by_rms = group.model_copy(update={"metric": "rms", "tensor": "lse", "a": 1.5e-3})
-    place = Place(case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0)
+    place = reports.Place(case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0)
     move = Move(**shared, tensor="dq", place=place, metric="m", a=1.0, b=2.0, change=2.0,
                 noise=1.25, excess=3.0, words="from 1 to 2")  # fmt: skip
     changes = {"groups": (group, by_rms), "moves": (move,)}
-    report: Any = read(sample("compare")).model_copy(update=changes)
+    report: Any = reports.read(sample("compare")).model_copy(update=changes)
     nodes = list(compare.blocks(report))
     assert cells(nodes, "Every tensor") == (
         "kernel: k | : dq | heads: 9 | moved: 4 | same bits: 2 | metric: floor_ratio | A: 1.50 | "
@@ -186,7 +167,7 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
     cure = CureRow(**where, **seen, cure="c", dw_q_error=0.21, nonfinite=22)
     real = KernelRow(**where, **seen, kernel="k", dw_q_error=0.42)
     ranking = (Ranked(**where, rank=1, score=0.5, conditions=("a",), missing=("b", "c")),)
-    made: Any = read(sample("diagnose"))
+    made: Any = reports.read(sample("diagnose"))
     summary = made.summary.model_copy(update={"ranking": ranking})
     changes = {"heads": (head,), "cures": (cure,), "kernels": (real,), "summary": summary}
     heads, _, cures, kernels = tables(diagnose.blocks(made.model_copy(update=changes)))
@@ -254,8 +235,8 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
                   for i, x in enumerate((64.0, 128.0)))  # fmt: skip
         return Curve(label=label, role="kernel", points=tuple(points))
 
-    ticks = tuple(Tick(x=x, label=f"{x:g}") for x in (64.0, 128.0))
-    axis = Axis(name="n", title="length", scale="log", ticks=ticks)
+    ticks = tuple(reports.Tick(x=x, label=f"{x:g}") for x in (64.0, 128.0))
+    axis = reports.Axis(name="n", title="length", scale="log", ticks=ticks)
     made = sweep(figure(curve("a", 1.1), curve("b", 5.5)), axis=axis, notes=())
     node = next(node for node in document_of(made).blocks if isinstance(node, Figures))
     shown = list(tables_of(node))
@@ -264,10 +245,8 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
     places = tuple(node.figures[0].model_copy(update={"place": {"tile": name}}) for name in "xy")
     (both,) = tables_of(replace(node, figures=places))
     assert cells([both], row=2) == "length: y: a | 64: 1.1 | 128: 2.1"
-    assert re.findall("<title>(b .*?)</title>", html.page(made)) == [
-        "b at 64: 5.5 [5.4 to 5.7]",
-        "b at 128: 6.5 [6.4 to 6.7]",
-    ]
+    titles = re.findall("<title>(b .*?)</title>", html.page(made))
+    assert titles == ["b at 64: 5.5 [5.4 to 5.7]", "b at 128: 6.5 [6.4 to 6.7]"]
 
 
 GRID = Table(

@@ -1,8 +1,7 @@
 """The softmaxes of `emulated` that ties cannot bias: the stabilised one, its shift and its limits,
 and the guarded one, which meets ties wherever they are and whatever the scores' size.
 
-That each is softmax in exact arithmetic is in `test_emulated.py`, `triton-flash`'s in
-`triton_flash_cases.py`."""
+That each is softmax: `test_emulated.py`; those of `triton-flash`: `triton_flash_cases.py`."""
 
 from __future__ import annotations
 
@@ -54,25 +53,16 @@ def test_the_running_maximum_hears_of_it() -> None:
     assert [x.item() for site, x in seen if site == "max"] == [1.0, 6.0, 4.0] * 6
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "largest"),
-    [
-        # -log of the smallest normal number: 14, 126, 126 and 1022 times log 2.
-        (torch.float16, {}, 14 * math.log(2)),
-        (torch.float16, {"p": "float32"}, 126 * math.log(2)),
-        (torch.bfloat16, {}, 126 * math.log(2)),
-        (torch.bfloat16, {"p": "exact"}, 126 * math.log(2)),
-        (torch.bfloat16, {"exp": "exact"}, 126 * math.log(2)),
-        (torch.bfloat16, {"exp": "float16"}, 14 * math.log(2)),
-        (torch.float32, {"preset": "exact"}, 1022 * math.log(2)),
-        (torch.float32, {"preset": "exact", "compute": "float32"}, 126 * math.log(2)),
-    ],
-)
-def test_where_P_would_be_lost_the_row_is_nan(
-    dtype: torch.dtype, options: dict[str, Any], largest: float
-) -> None:
-    """From (beta - 1) r beyond the normal numbers of the formats P goes through, in output,
-    log-sum-exp and gradients, and not before: there P is rounded as ever."""
+@pytest.mark.parametrize(("dtype", "options", "least"), [
+    (torch.float16, {}, 14), (torch.float16, {"p": "float32"}, 126), (torch.bfloat16, {}, 126),
+    (torch.bfloat16, {"p": "exact"}, 126), (torch.bfloat16, {"exp": "exact"}, 126),
+    (torch.bfloat16, {"exp": "float16"}, 14), (torch.float32, {"preset": "exact"}, 1022),
+    (torch.float32, {"preset": "exact", "compute": "float32"}, 126),
+])  # fmt: skip
+def test_where_P_would_be_lost_the_row_is_nan(dtype: Any, options: Any, least: int) -> None:
+    """From (beta - 1) r beyond 2^-least, the smallest normal number of the formats P goes through,
+    in output, log-sum-exp and gradients, and not before: there P is rounded as ever."""
+    largest = least * math.log(2)
     for beta in (2.0, 7.0):
         for share, lost in ((0.98, False), (1.02, True)):
             score = round_to(torch.tensor(share * largest / (beta - 1)).double(), BF16).item()
@@ -85,21 +75,12 @@ def test_where_P_would_be_lost_the_row_is_nan(
                 assert found["lse"].item() == pytest.approx(score + math.log(2), abs=2.0**-11)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "score", "out"),
-    [
-        (torch.bfloat16, -80.0, 1.0),
-        (torch.bfloat16, -110.0, nan),
-        (torch.float32, -110.0, nan),
-        (torch.float16, -9.0, 1.0),
-        (torch.float16, -18.0, 0.0),
-        (torch.float16, -110.0, nan),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "score", "out"), [
+    (torch.bfloat16, -80.0, 1.0), (torch.bfloat16, -110.0, nan), (torch.float32, -110.0, nan),
+    (torch.float16, -9.0, 1.0), (torch.float16, -18.0, 0.0), (torch.float16, -110.0, nan),
+])  # fmt: skip
 @pytest.mark.parametrize("algorithm", ["fa2", "fa1", "plain"])
-def test_ties_far_below_zero_lose_their_P(
-    algorithm: str, dtype: torch.dtype, score: float, out: float
-) -> None:
+def test_ties_far_below_0_lose_P(algorithm: str, dtype: Any, score: float, out: float) -> None:
     """Shifted by 0, P is exp(r). Where even l is 0 in fp32 the row is NaN, not 0. In float16 P is
     0 before l is, which is the method's limit and no NaN."""
     if algorithm == "plain" and out == 0.0:
@@ -171,8 +152,7 @@ def test_weights_belong_to_places() -> None:
 
 def test_where_the_stabilised_softmax_is_nan() -> None:
     """Ours says so where the published one is silently wrong: in fp16 from r = 10 on, in bf16 from
-    88 on, and where r is so far below 0 that l is 0 (in fp16 P is lost before, and the output 0).
-    Guarded every one is right."""
+    88 on, and where r is so far below 0 that l is 0. Guarded every one is right."""
     for dtype, more in ((torch.float16, {10, 24}), (torch.bfloat16, set())):
         lost = set()
         for shift in SHIFTS:
@@ -189,18 +169,12 @@ def signed_error(case: AttentionCase, **options: Any) -> float:
     return float(((KERNEL.attend(case, **options).out.double() - exact) / ulp(exact, BF16)).mean())
 
 
-@pytest.mark.parametrize(
-    ("options", "cures"),
-    [
-        ({"preset": "exact", "pv": "bfloat16"}, (GUARDED, STABILISED, {**STABILISED, "beta": 4.0})),
-        ({"pv": "working"}, (GUARDED,)),
-        ({"pv": "working", "l_from": "rounded"}, (GUARDED,)),
-        ({"preset": "qiu2025"}, (GUARDED,)),
-    ],
-)
-def test_the_bias_of_ties_is_gone(
-    options: dict[str, Any], cures: tuple[dict[str, Any], ...]
-) -> None:
+@pytest.mark.parametrize(("options", "cures"), [
+    ({"preset": "exact", "pv": "bfloat16"}, (GUARDED, STABILISED, {**STABILISED, "beta": 4.0})),
+    ({"pv": "working"}, (GUARDED,)), ({"pv": "working", "l_from": "rounded"}, (GUARDED,)),
+    ({"preset": "qiu2025"}, (GUARDED,)),
+])  # fmt: skip
+def test_the_bias_of_ties_is_gone(options: Any, cures: tuple[Any, ...]) -> None:
     """Two tied keys, all of V negative, P V in bf16: plain softmax errs by about -0.2 ulp in the
     mean, guarded by a tenth of that at most, with l from P before or after it is rounded; and so
     stabilised where nothing else is rounded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -34,19 +35,6 @@ def same_numbers(a: report.AuditReport, b: report.AuditReport) -> bool:
     """Whether two reports say the same, to the last bit, but for how they came about."""
     others = {"provenance", "request", "timings"}
     return a.model_dump_json(exclude=others) == b.model_dump_json(exclude=others)
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of stored tensors that streaming reads, as it reads them."""
-    names: list[str] = []
-
-    def noting(file: Path, name: str, device: torch.device) -> Tensor:
-        names.append(name)
-        return read_on(file, name, device)
-
-    monkeypatch.setattr(checkpoint, "read_on", noting)
-    return names
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -84,11 +72,9 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
     """While a layer runs it alone is filled, and afterwards nothing is."""
     ours = streamed(models.saved("llama", tmp_path))
     assert not values_of(ours.model)
-    seen = []
+    seen, filled = [], lambda: {name.split(".")[2] for name in values_of(ours.model)}
     for i, layer in enumerate(ours.model.model.layers):
-        layer.mlp.register_forward_hook(
-            lambda *_, i=i: seen.append((i, {n.split(".")[2] for n in values_of(ours.model)}))
-        )
+        layer.mlp.register_forward_hook(lambda *_, i=i: seen.append((i, filled())))
     with torch.no_grad(), ours.running():
         ours.model(**IDS)
     assert seen == [(0, {"0"}), (1, {"1"})]
@@ -96,11 +82,17 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]) -> None:
+def test_later_layers_are_never_read(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """With --layers 0 the run ends after layer 0: neither the next one nor the head is read."""
+    read: set[str] = set()
+
+    def noting(file: Path, name: str, device: torch.device) -> Tensor:
+        read.add(name)
+        return read_on(file, name, device)
+
+    monkeypatch.setattr(checkpoint, "read_on", noting)
     target = models.saved(name, tmp_path)
     ours = audit(target, "a", "--stream", "--layers", "0")
-    read = set(reads)
     assert set(re.findall(r"layers?\.(\d+)\.", " ".join(read))) == {"0"}
     assert not any("lm_head" in n or "cls." in n or "norm.weight" in n[:18] for n in read)
     assert same_numbers(ours, audit(target, "b", "--layers", "0"))

@@ -1,8 +1,5 @@
-"""The summary: numbers a person can recompute from a handful of rows, and sentences that say no
-more than those numbers do.
-
-Rows are made by hand here; nothing is measured.
-"""
+"""The summary: numbers a person can recompute from a handful of rows made by hand, and sentences
+that say no more than those numbers do."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import gate_rows
 import pytest
+from gate_rows import SOUND
 
 from numdev.gate.rules import default_rules
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
@@ -39,14 +38,9 @@ def no_warnings() -> Iterator[None]:
 
 
 def row(head: int | None = 0, layer: int | None = 0, **changes: Any) -> DeviationRow:
-    identity: dict[str, Any] = {
-        "case": f"layer{layer}", "source": "test", "module": "m", "layer": layer, "call": 0,
-        "seed": 0, "head": head, "role": "kernel", "kernel": "sdpa-flash", "format": "bfloat16",
-        "tensor": "out", "status": "ok",
-    }  # fmt: skip
+    identity = {"case": f"layer{layer}", "layer": layer, "kernel": "sdpa-flash"}
     numbers = NUMBERS if changes.get("status", "ok") == "ok" else {}
-    fields = {**identity, **numbers, **changes}
-    return DeviationRow(**{"out_format": fields["format"], **fields})
+    return gate_rows.row(head, **{**dict.fromkeys(SOUND), **identity, **numbers, **changes})
 
 
 def precision(**changes: Any) -> DeviationRow:
@@ -62,9 +56,6 @@ def baseline(**changes: Any) -> DeviationRow:
 def of(summary: AuditSummary, kernel: str) -> KernelSummary:
     (found,) = (k for k in summary.kernels if k.kernel == kernel)
     return found
-
-
-# --- numbers -------------------------------------------------------------------------------------
 
 
 def test_ratios_are_medians_and_the_worst_head_is_named() -> None:
@@ -105,33 +96,19 @@ def test_the_map_shows_the_worst_kernel_first() -> None:
     assert [line.cells[1].text for line in second.rows] == ["0.50", "0.50"]
 
 
-# --- bias ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("out_format", "sequences", "judged"),
-    [("bfloat16", BIAS_SEQUENCES, True), ("float32", BIAS_SEQUENCES, False),
-     ("bfloat16", BIAS_SEQUENCES - 1, False)],
-)  # fmt: skip
-def test_bias_is_judged_in_16_bit_outputs_only(
-    out_format: str, sequences: int, judged: bool
-) -> None:
+def test_bias_is_judged_in_16_bits_only() -> None:
     """What counts is what the kernel returned, not what it was given; and fewer than eight
     sequences say nothing, whatever the p."""
-    found = summarise([row(bias_p=0.0, bias_size=1.0, out_format=out_format, sequences=sequences)])
-    kernel = found.kernels[0]
-    assert kernel.biased_heads == (1 if judged else None)
-
-
-# --- sentences -----------------------------------------------------------------------------------
+    for fmt, count, biased in (("bfloat16", 8, 1), ("float32", 8, None), ("bfloat16", 7, None)):
+        found = summarise([row(bias_p=0.0, bias_size=1.0, out_format=fmt, sequences=count)])
+        assert found.kernels[0].biased_heads == biased
 
 
 def said(*rows: DeviationRow, **of: Any) -> str:
     """The verdict on the last row's kernel, which passed, and what is said below it."""
     found, last = summarise(rows), rows[-1]
-    verdict = KernelVerdict(
-        **{"outcome": "passed", "kernel": last.kernel, "format": last.format, **of}
-    )
+    fields = {"outcome": "passed", "kernel": last.kernel, "format": last.format, **of}
+    verdict = KernelVerdict(**fields)
     shown = verdicts(SimpleNamespace(summary=found, verdicts=(verdict,), findings=()))
     return " ".join((*(f"{item.lead}{item.text}" for item in shown), *found.answer))
 
@@ -157,11 +134,10 @@ def test_what_overflows_is_said() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("of", "kernel"),
-    [({}, "sdpa-flash"), ({"formats": ("float16",)}, "mine"), ({"options": {"b": 1}}, "mine"),
-     ({"kernel": "sdpa-flash"}, "mine")],
-)  # fmt: skip
+@pytest.mark.parametrize(("of", "kernel"), [
+    ({}, "sdpa-flash"), ({"formats": ("float16",)}, "mine"), ({"options": {"b": 1}}, "mine"),
+    ({"kernel": "sdpa-flash"}, "mine"),
+])  # fmt: skip
 def test_a_kernel_with_a_finding_is_not_set_beside_the_format(of: Any, kernel: str) -> None:
     """Its own, in this format. One that was asked for by name is spoken of first."""
     fields = {"sentence": "", "kernel": "mine", "formats": ("bfloat16",), "rule": "error", **of}
@@ -192,21 +168,17 @@ def test_in_fp64_nobody_is_closer() -> None:
     assert "floor" not in text
 
 
-@pytest.mark.parametrize(
-    ("others", "changes", "words"),
-    [
-        ((precision(), baseline()), {"baseline_ratio": 0.4}, "costs, mostly eager attention's own"),
-        ((precision(), baseline()), {"baseline_ratio": 0.6}, "q, k, v to bfloat16 costs."),
-        ((precision(rms=0.0, mean_abs=0.0), baseline()), {"flash_vs_precision": None},
-         "Rounding q, k, v to bfloat16 changes nothing: the format costs nothing here."),
-        ((precision(), row(None, kernel="baseline", role="baseline", status="failed", reason="no")),
-         {"flash_vs_precision": None},
-         "Eager attention did not run, so nothing stands beside the cost of the format."),
-        ((precision(), baseline(floor_ratio=None)), {"floor_ratio": None, "max_abs": 0.25},
-         "max error 0.25; the exact result needs no rounding."),
-    ],
-    ids=["eager's", "own", "no cost", "no eager", "no floor"],
-)  # fmt: skip
+@pytest.mark.parametrize(("others", "changes", "words"), [
+    ((precision(), baseline()), {"baseline_ratio": 0.4}, "costs, mostly eager attention's own"),
+    ((precision(), baseline()), {"baseline_ratio": 0.6}, "q, k, v to bfloat16 costs."),
+    ((precision(rms=0.0, mean_abs=0.0), baseline()), {"flash_vs_precision": None},
+     "Rounding q, k, v to bfloat16 changes nothing: the format costs nothing here."),
+    ((precision(), row(None, kernel="baseline", role="baseline", status="failed", reason="no")),
+     {"flash_vs_precision": None},
+     "Eager attention did not run, so nothing stands beside the cost of the format."),
+    ((precision(), baseline(floor_ratio=None)), {"floor_ratio": None, "max_abs": 0.25},
+     "max error 0.25; the exact result needs no rounding."),
+], ids=["eager's", "own", "no cost", "no eager", "no floor"])  # fmt: skip
 def test_what_a_ratio_is_missing_for(others: Any, changes: dict[str, Any], words: str) -> None:
     """Whose error the difference is (half of eager attention's or less: mostly its own); without a
     ratio its reason: a format that costs nothing, no eager attention, a truth of zeros."""
@@ -221,15 +193,11 @@ def test_the_table_counts_by_the_rule() -> None:
     assert (rule.certain.alpha, rule.certain.sequences) == (BIAS_ALPHA, BIAS_SEQUENCES)
 
 
-@pytest.mark.parametrize(
-    ("p", "size", "expected"),
-    [(BIAS_ALPHA / 4, BIAS_ULP, 1), (BIAS_ALPHA / 4 * 1.001, BIAS_ULP, 0),
-     (BIAS_ALPHA / 4, -BIAS_ULP, 1), (BIAS_ALPHA / 4, BIAS_ULP * 0.999, 0), (0.0, 0.0, 0),
-     (None, None, 0)],
-)  # fmt: skip
-def test_an_accusation_takes_significance_and_size(
-    p: float | None, size: float | None, expected: int
-) -> None:
+@pytest.mark.parametrize(("p", "size", "expected"), [
+    (BIAS_ALPHA / 4, BIAS_ULP, 1), (BIAS_ALPHA / 4 * 1.001, BIAS_ULP, 0), (None, None, 0),
+    (BIAS_ALPHA / 4, -BIAS_ULP, 1), (BIAS_ALPHA / 4, BIAS_ULP * 0.999, 0), (0.0, 0.0, 0),
+])  # fmt: skip
+def test_an_accusation_takes_significance_and_size(p: Any, size: Any, expected: int) -> None:
     """Both at their limits accuse, either short of it does not; four heads share the error rate."""
     rows = [row(head) for head in range(3)]
     found = of(summarise([*rows, row(3, bias_p=p, bias_size=size)]), "sdpa-flash")

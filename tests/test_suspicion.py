@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,14 +43,10 @@ def test_a_planted_mistake_is_named(planted, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("regime", rates.REGIMES)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        rates.Shape(batch=1, heads=2, kv_heads=1, q_len=24, kv_len=24, changes=CAUSAL),
-        rates.Shape(batch=1, heads=2, kv_heads=2, q_len=5, kv_len=2),
-    ],
-    ids=["grouped, causal", "two keys"],
-)
+@pytest.mark.parametrize("shape", [
+    rates.Shape(batch=1, heads=2, kv_heads=1, q_len=24, kv_len=24, changes=CAUSAL),
+    rates.Shape(batch=1, heads=2, kv_heads=2, q_len=5, kv_len=2),
+], ids=["grouped, causal", "two keys"])  # fmt: skip
 def test_sound_kernels_are_not_accused(shape, regime: str) -> None:
     """No sound kernel is accused, though the search is forced on every head."""
     case = rates.make(shape, regime, "bfloat16", 7)
@@ -58,22 +55,13 @@ def test_sound_kernels_are_not_accused(shape, regime: str) -> None:
         assert rates.judge(case, out, attend(case), always=True) == ["none"], name
 
 
-def test_noise_is_not_a_function() -> None:
-    """An output that is far off at random is far off, and nothing is named."""
-    case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)
-    exact = attend(case)
-    out = exact.out + torch.randn(exact.out.shape, generator=torch.Generator().manual_seed(0))
-    assert rates.judge(case, out.to(case.q.dtype), exact, always=False) == ["none"]
-
-
 def test_causes_that_coincide_are_all_named() -> None:
     """With two kv heads the next one is the previous one: mappings that agree are one cause; and
     one query head per kv head cannot tell a rolled from a reversed order."""
     case = rates.make(rates.Shape(heads=2, kv_heads=2), "normal", "float32", 0)
     out = attend(dataclasses.replace(case, k=case.k.flip(1), v=case.v.flip(1))).out.float()
-    assert rates.judge(case, out, attend(case), always=False) == [
-        "query heads read the next kv head"
-    ]
+    said = rates.judge(case, out, attend(case), always=False)
+    assert said == ["query heads read the next kv head"]
 
 
 def test_one_wrong_head_is_the_only_one_accused() -> None:
@@ -97,10 +85,9 @@ def test_outputs_that_are_not_finite() -> None:
     assert suspect(case, nothing, attend(case), [0, 1, 2, 3], [0]) == {}
 
 
-@pytest.mark.parametrize(
-    ("floors", "baselines", "far"),
-    [(9.9, 100, False), (150, 1.9, False), (10, 2, True), (10, None, True), (None, 5, False)],
-)
+@pytest.mark.parametrize(("floors", "baselines", "far"), [
+    (9.9, 100, False), (150, 1.9, False), (10, 2, True), (10, None, True), (None, 5, False),
+])  # fmt: skip
 def test_when_a_search_begins(floors: float | None, baselines: float | None, far: bool) -> None:
     """Ten floors are needed for a tenfold cut; what the baseline errs as well is rounding."""
     assert far_off({"floor_ratio": floors, "baseline_ratio": baselines}) == far
@@ -109,38 +96,26 @@ def test_when_a_search_begins(floors: float | None, baselines: float | None, far
 def test_the_best_explanations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of mistakes that cut the error 12, 40 and 30 times: the last two, the larger cut first."""
 
-    class Cuts:
-        case = None
-
-        def cut(self, output: float) -> float:
-            return output
-
-    def alternatives(probe: Cuts) -> list[tuple[str, Callable[[Cuts], float]]]:
-        return [(f"cut {x}", lambda probe, x=x: x) for x in (12.0, 40.0, 30.0)]
-
-    monkeypatch.setattr(wrong_function, "alternatives", alternatives)
+    cuts = [(f"cut {x}", lambda probe, x=x: x) for x in (12.0, 40.0, 30.0)]
+    monkeypatch.setattr(wrong_function, "alternatives", lambda probe: cuts)
     monkeypatch.setattr(wrong_function, "scales", lambda case: [])
-    found = wrong_function._search(Cuts())  # type: ignore[arg-type]
+    probe: Any = SimpleNamespace(case=None, cut=lambda output: output)
+    found = wrong_function._search(probe)
     assert [cut for _, cut in found] == [40.0, 30.0]
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """The scale is off by 0.1 %, which a rounding in bfloat16 hides."""
-    scale = 1.001 * q.shape[-1] ** -0.5
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, scale=scale
-    )
+    how = {"is_causal": is_causal, "scale": 1.001 * q.shape[-1] ** -0.5}
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
 
 
-@pytest.mark.parametrize(
-    ("function", "tensor", "cause"),
-    [
-        (_scaled, "out", "the scale is 1.0010 times what was asked"),
-        (planted_kernels.dq_without_scale, "dq", "dq lacks the scale"),
-        (planted_kernels.delta_missing, "dk", "in the backward pass, delta is missing"),
-        (planted_kernels.sound, "out", None),
-    ],
-)
+@pytest.mark.parametrize(("function", "tensor", "cause"), [
+    (_scaled, "out", "the scale is 1.0010 times what was asked"),
+    (planted_kernels.dq_without_scale, "dq", "dq lacks the scale"),
+    (planted_kernels.delta_missing, "dk", "in the backward pass, delta is missing"),
+    (planted_kernels.sound, "out", None),
+])  # fmt: skip
 def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) -> None:
     """From the same call in float32; gradients by their own mistake; a sound kernel by nothing."""
     case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from gate_rows import row
 from on_bench import invoked
 from oracles import make_case
 
@@ -26,7 +27,7 @@ from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
-from numdev.report import CellRow, DeviationRow, SweepReport
+from numdev.report import CellRow, SweepReport
 from numdev.report.curves import cells, sentences
 from numdev.report.numbers import si, times
 from numdev.yamlfile import read_yaml
@@ -45,10 +46,8 @@ def off(case: AttentionCase, *, by: float = 0.0, tile: int | None = None) -> Out
 @pytest.fixture(autouse=True)
 def kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """`off`, registered for the length of a test; it takes any format."""
-    made = Kernel(
-        name="off", function=off, options={"by": 0.0, "tile": None}, any_format=True, made_from="x"
-    )
-    monkeypatch.setitem(kernels._registry, "off", made)
+    how: Any = {"options": {"by": 0.0, "tile": None}, "any_format": True, "made_from": "x"}
+    monkeypatch.setitem(kernels._registry, "off", Kernel(name="off", function=off, **how))
 
 
 def config(tmp_path: Path, **changes: Any) -> SweepConfig:
@@ -59,45 +58,34 @@ def config(tmp_path: Path, **changes: Any) -> SweepConfig:
     return read_yaml(path, SweepConfig)
 
 
-def request(tmp_path: Path, **changes: Any) -> SweepRequest:
+def planned(tmp_path: Path, **changes: Any) -> Any:
     given = config(tmp_path, **changes).model_dump(exclude_unset=True)
-    return SweepRequest(target="sweep.yaml", **{"device": "cpu", **given})
+    return plan(SweepRequest(target="sweep.yaml", **{"device": "cpu", **given}))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., SweepReport]:
     """Sweep a configuration given as its differences from a small one."""
-    return lambda **changes: sweep(plan(request(tmp_path, **changes)), tmp_path / "out")
+    return lambda **changes: sweep(planned(tmp_path, **changes), tmp_path / "out")
 
 
-# --- the grid ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sead": 3}, "unknown key 'sead'; did you mean 'seeds'"),
-        ({"cases": []}, "cases: Value should have at least 1 item"),
-        ({"cases": [{**GRID, "heads": []}]}, "heads is an empty list"),
-        ({"formats": ["bf16", "bf16"]}, "names bf16 twice"),
-        ({"kernels": [{"name": "off", "by": []}]}, "by is an empty list"),
-        ({"seeds": 0}, "expected 1 to 100,000 seeds"),
-        ({"seeds": [1, 1]}, "names 1 twice"),
-        ({"seeds": [-1]}, "greater than or equal to 0"),
-        ({"rows": "heads"}, "'head' or 'cell'"),
-        ({"cases": [{**SIZES, "seq_len": 8}]}, "a single cell"),
-        ({"x": "seqlen"}, "did you mean 'seq_len'"),
-        ({"x": "head_dim"}, "no axis of this grid"),
-        ({"y": "max_ab"}, "did you mean 'max_abs'"),
-        ({"kernels": [{"name": "off", "bye": 1}]}, "no option 'bye'; did you mean 'by'"),
-        ({"baseline": "basline"}, "did you mean 'baseline'"),
-        ({"formats": ["bf17"]}, "unknown format 'bf17'"),
-        ({"cases": [{**GRID, "inputs": "normel"}]}, "did you mean 'normal'"),
-    ],
-)
-def test_a_sweep_that_cannot_run_touches_nothing(
-    run: Callable[..., SweepReport], tmp_path: Path, changes: Any, message: str
-) -> None:
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"sead": 3}, "unknown key 'sead'; did you mean 'seeds'"),
+    ({"cases": []}, "cases: Value should have at least 1 item"),
+    ({"cases": [{**GRID, "heads": []}]}, "heads is an empty list"),
+    ({"formats": ["bf16", "bf16"]}, "names bf16 twice"),
+    ({"kernels": [{"name": "off", "by": []}]}, "by is an empty list"),
+    ({"seeds": 0}, "expected 1 to 100,000 seeds"), ({"seeds": [1, 1]}, "names 1 twice"),
+    ({"seeds": [-1]}, "greater than or equal to 0"), ({"rows": "heads"}, "'head' or 'cell'"),
+    ({"cases": [{**SIZES, "seq_len": 8}]}, "a single cell"),
+    ({"x": "seqlen"}, "did you mean 'seq_len'"), ({"x": "head_dim"}, "no axis of this grid"),
+    ({"y": "max_ab"}, "did you mean 'max_abs'"),
+    ({"kernels": [{"name": "off", "bye": 1}]}, "no option 'bye'; did you mean 'by'"),
+    ({"baseline": "basline"}, "did you mean 'baseline'"),
+    ({"formats": ["bf17"]}, "unknown format 'bf17'"),
+    ({"cases": [{**GRID, "inputs": "normel"}]}, "did you mean 'normal'"),
+])  # fmt: skip
+def test_a_sweep_that_cannot_run(run: Any, tmp_path: Path, changes: Any, message: str) -> None:
     """Empty or misspelt, it says which key and what to do; what only the machine and the registry
     know is refused before anything is measured."""
     with pytest.raises(UsageError) as caught:
@@ -110,17 +98,13 @@ def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
     """Unless the file says otherwise. Its numbers ascend in whatever order they were asked for;
     formats by their bits, those of one width (tf32 and float16 both have 11) beside each other."""
     cases = [{**GRID, "causal": [True, False], "head_dim": [8, 16, 24]}]
-    assert plan(request(tmp_path, cases=cases)).grid.x == "head_dim"
-    assert plan(request(tmp_path, cases=cases, x="causal")).grid.x == "causal"
-    assert plan(request(tmp_path, formats=["bf16", "fp16", "fp32"])).grid.x == "format"
-    cases = [{**SIZES, "seq_len": [16, 4, 8]}]
-    axis = plan(request(tmp_path, cases=cases, x="seq_len")).grid.axis
+    assert planned(tmp_path, cases=cases).grid.x == "head_dim"
+    assert planned(tmp_path, cases=cases, x="causal").grid.x == "causal"
+    assert planned(tmp_path, formats=["bf16", "fp16", "fp32"]).grid.x == "format"
+    axis = planned(tmp_path, cases=[{**SIZES, "seq_len": [16, 4, 8]}], x="seq_len").grid.axis
     assert [(t.x, t.label) for t in axis.ticks] == [(4.0, "4"), (8.0, "8"), (16.0, "16")]
-    axis = plan(request(tmp_path, formats=["tf32", "fp16", "bf16"], x="format")).grid.axis
+    axis = planned(tmp_path, formats=["tf32", "fp16", "bf16"], x="format").grid.axis
     assert [t.label for t in axis.ticks] == ["bfloat16", "tf32", "float16"]
-
-
-# --- what is measured ----------------------------------------------------------------------------
 
 
 def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport]) -> None:
@@ -134,26 +118,16 @@ def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport])
 
 def test_every_seed_measures_rows_of_its_own(tmp_path: Path) -> None:
     """A sample of rows is drawn with the seed of the case."""
-    planned = plan(request(tmp_path))
-    sampled = dataclasses.replace(planned.plan, sampled_rows=4)
-    samples = [sampled.sample(located.ref) for located in planned.source]
+    made = planned(tmp_path)
+    sampled = dataclasses.replace(made.plan, sampled_rows=4)
+    samples = [sampled.sample(located.ref) for located in made.source]
     assert {sample.seed for sample in samples if sample is not None} == {0, 1}
-
-
-# --- from rows to curves -------------------------------------------------------------------------
-
-
-def row(head: int, seed: int, kernel: str = "k", **metrics: Any) -> DeviationRow:
-    return DeviationRow(
-        case="a", source="", module="a", layer=None, call=0, seed=seed, head=head, role="kernel",
-        kernel=kernel, format="bfloat16", tensor="out", status="ok", **metrics,
-    )  # fmt: skip
 
 
 def test_ratios_are_taken_seed_by_seed() -> None:
     """2/1 and 3/6, not the ratio of the means."""
-    rows = [row(0, s, k, elements=1, max_abs=v) for s, k, v in
-            ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))]  # fmt: skip
+    known = ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))
+    rows = [row(seed=s, kernel=k, elements=1, max_abs=v) for s, k, v in known]
     found = next(c for c in cells(rows, ("max_abs",), ("base", {}), {}) if c.kernel == "k")
     assert found.ratio == pytest.approx(1.0), "the geometric mean of 2 and 0.5"
 
@@ -178,11 +152,10 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     assert said.startswith(text + times(ends[1].ratio))
 
 
-@pytest.mark.parametrize(
-    ("means", "ratio", "said"),
-    [((1.0, 9.0, 2.0), 0.5, "1 at 0 to 9 at 1 to 2 at 2; over base 0.50 x."),
-     ((1.0, 3.0, 2.0), 1.3e13, "1 at 0 to 2 at 2.")],
-)  # fmt: skip
+@pytest.mark.parametrize(("means", "ratio", "said"), [
+    ((1.0, 9.0, 2.0), 0.5, "1 at 0 to 9 at 1 to 2 at 2; over base 0.50 x."),
+    ((1.0, 3.0, 2.0), 1.3e13, "1 at 0 to 2 at 2."),
+])  # fmt: skip
 def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) -> None:
     """A peak of more than twice both ends; no ratio to a baseline that fp64 cannot tell from 0."""
     fields: Any = dict.fromkeys(("low", "high", "ratio_low", "ratio_high")) | {"ratio": ratio}
@@ -194,13 +167,8 @@ def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) ->
     assert sentences({("rms", (), "k"): curve}, grid, "base") == (f"k: rms error {said}",)
 
 
-# --- formats without a dtype ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("e8m10", torch.float32), ("e11m30", torch.float64), ("e8m7", torch.bfloat16)],
-)
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("e8m10", torch.float32), ("e11m30", torch.float64), ("e8m7", torch.bfloat16)])  # fmt: skip
 def test_a_case_can_be_in_any_format(name: str, dtype: torch.dtype) -> None:
     """Its values are the format's, in a dtype that holds them; `format` says which it is."""
     case, fmt = make_case(dtype=torch.float32), format_named(name)
@@ -229,9 +197,6 @@ def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
     assert reason in found.summary.notes
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-
 def invoke(tmp_path: Path, *arguments: Any, **changes: Any) -> Any:
     config(tmp_path, **changes)
     return invoked("sweep", tmp_path / "sweep.yaml", "--device", "cpu", *arguments)
@@ -250,18 +215,14 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = invoke(tmp_path, "-o", out, y=["rms"])
     assert result.exit_code == 0, result.output
-    names = {"rows.jsonl", "report.json", "report.html", "rows.csv", "cells.csv"}
-    assert {p.name for p in out.iterdir()} == names
+    names = ["cells.csv", "report.html", "report.json", "rows.csv", "rows.jsonl"]
+    assert sorted(p.name for p in out.iterdir()) == names
     found = report.read(out)
     assert isinstance(found, SweepReport)
     assert f"{len(found.cells)}" == str(len((out / "cells.csv").read_text().splitlines()) - 1)
     assert "rms error" in result.stdout
-    shown = invoked("report", out)
-    assert shown.stdout == result.stdout, "and `numdev report` shows the same"
+    assert invoked("report", out).stdout == result.stdout, "`numdev report` shows the same"
     assert invoke(tmp_path, "-o", out, "--overwrite", "-q", y=["rms"]).exit_code == 0
-
-
-# --- being killed --------------------------------------------------------------------------------
 
 
 def test_a_killed_sweep_ends_with_the_same_report(tmp_path: Path) -> None:
@@ -272,9 +233,6 @@ def test_a_killed_sweep_ends_with_the_same_report(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the report is the same" in done.stdout
-
-
-# --- what ships ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweep").glob("*.yaml")), ids=str)
@@ -291,11 +249,9 @@ def test_every_bundled_sweep_is_valid(path: Path) -> None:
 def test_heads_are_pooled_before_seeds() -> None:
     """The largest max, the root mean square by elements, the median ratio: one value per seed."""
     rows = [
-        row(0, 0, elements=1, max_abs=3.0, rms=1.0, mean_abs=2.0, floor_ratio=1.0),
-        row(1, 0, elements=3, max_abs=5.0, rms=3.0, mean_abs=6.0, floor_ratio=2.0),
+        row(0, elements=1, max_abs=3.0, rms=1.0, mean_abs=2.0, floor_ratio=1.0),
+        row(1, elements=3, max_abs=5.0, rms=3.0, mean_abs=6.0, floor_ratio=2.0),
     ]
-    metrics = ("max_abs", "rms", "mean_abs", "floor_ratio")
-    found = {cell.metric: cell.mean for cell in cells(rows, metrics, ("k", {}), {})}
-    assert found == pytest.approx(
-        {"max_abs": 5.0, "rms": math.sqrt((1 + 3 * 9) / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
-    )
+    pooled = {"max_abs": 5.0, "rms": math.sqrt(28 / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
+    found = {cell.metric: cell.mean for cell in cells(rows, tuple(pooled), ("mine", {}), {})}
+    assert found == pytest.approx(pooled)

@@ -56,25 +56,14 @@ def failure(path: Path, kind: type[NumdevError], *words: str) -> None:
     assert [word for word in (str(path), *words) if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"is_causal": True, "causal_offset": -2},
-        {"window": (3, None)},
-        {"softcap": 0.5, "sinks": drawn(4)},
-        {"mask": drawn(2, 1, 6, 6) > 0},
-        {"mask": drawn(4, 6, 6)},
-        {"mask": drawn(6)},
-        {"grad_out": drawn(2, 4, 6, 8)},
-        {"scale": 1 / 3, "k": drawn(2, 2, 6, 8), "v": drawn(2, 2, 6, 5)},
-    ],
-    ids=lambda c: "+".join(c) or "plain",
-)
+@pytest.mark.parametrize("changes", [
+    {}, {"is_causal": True, "causal_offset": -2}, {"window": (3, None)},
+    {"softcap": 0.5, "sinks": drawn(4)}, {"mask": drawn(2, 1, 6, 6) > 0}, {"mask": drawn(4, 6, 6)},
+    {"mask": drawn(6)}, {"grad_out": drawn(2, 4, 6, 8)},
+    {"scale": 1 / 3, "k": drawn(2, 2, 6, 8), "v": drawn(2, 2, 6, 5)},
+], ids=lambda c: "+".join(c) or "plain")  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_part_of_a_case_comes_back(
-    tmp_path: Path, changes: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_every_part_of_a_case_comes_back(tmp_path: Path, changes: Any, dtype: torch.dtype) -> None:
     """Tensors bit for bit and in their format, numbers exactly, and the name."""
 
     def cast(x: Any) -> Any:
@@ -93,31 +82,21 @@ def test_every_part_of_a_case_comes_back(
         assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
 
 
-@pytest.mark.parametrize(
-    ("made", "strides"),
-    [
-        (drawn(2, 4, 6, 8), (192, 48, 8, 1)),
-        (drawn(2, 6, 4, 8).transpose(1, 2), (192, 8, 32, 1)),
-        (drawn(6, 2, 4, 8).permute(1, 2, 0, 3), (32, 8, 64, 1)),
-        (drawn(2, 4, 8, 6).transpose(2, 3), (192, 48, 1, 6)),
-        # Fused q, k, v: what lies between the rows goes, the order stays.
-        (drawn(2, 6, 3, 4, 8)[:, :, 0].transpose(1, 2), (192, 8, 32, 1)),
-        (drawn(2, 1, 6, 8).expand(2, 4, 6, 8), (192, 48, 8, 1)),
-    ],
-)
+@pytest.mark.parametrize(("made", "strides"), [
+    (drawn(2, 4, 6, 8), (192, 48, 8, 1)), (drawn(2, 6, 4, 8).transpose(1, 2), (192, 8, 32, 1)),
+    (drawn(6, 2, 4, 8).permute(1, 2, 0, 3), (32, 8, 64, 1)),
+    (drawn(2, 4, 8, 6).transpose(2, 3), (192, 48, 1, 6)),
+    # Fused q, k, v: what lies between the rows goes, the order stays.
+    (drawn(2, 6, 3, 4, 8)[:, :, 0].transpose(1, 2), (192, 8, 32, 1)),
+    (drawn(2, 1, 6, 8).expand(2, 4, 6, 8), (192, 48, 8, 1)),
+])  # fmt: skip
 def test_strides_come_back(tmp_path: Path, made: Tensor, strides: tuple[int, ...]) -> None:
-    """They decide which backends run; what comes back is laid out as a dense copy would be."""
-    write(tmp_path / "one.safetensors", [case(q=made)])
-    read = only(tmp_path / "one.safetensors").q
-    assert torch.equal(read, made)
-    assert read.stride() == strides == made.clone().stride()
-
-
-def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
-    """safetensors refuses to store one memory twice."""
-    shared = drawn(2, 4, 6, 8)
-    write(tmp_path / "one.safetensors", [case(k=shared, v=shared)])
-    assert torch.equal(only(tmp_path / "one.safetensors").v, shared)
+    """They decide which backends run; what comes back is laid out as a dense copy would be. And
+    tensors may share memory, which safetensors refuses to store twice."""
+    write(tmp_path / "one.safetensors", [case(q=made, k=made, v=made)])
+    read = only(tmp_path / "one.safetensors")
+    assert all(torch.equal(x, made) for x in (read.q, read.k, read.v))
+    assert read.q.stride() == strides == made.clone().stride()
 
 
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +105,9 @@ def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     example = page.split("```python\n# Write a captured-tensor file")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     exec("# " + example, {})
-    read = [c.load() for c in open_cases(Path("dump.safetensors")).cases]
-    assert [c.ref.layer for c in read] == [0, 1]
-    assert read[0].is_causal
-    assert read[0].q.shape == (1, 8, 128, 64)
-    assert read[0].q.stride()[1:] == (64, 512, 1)
+    first, second = (c.load() for c in open_cases(Path("dump.safetensors")).cases)
+    assert (first.ref.layer, second.ref.layer, first.is_causal) == (0, 1, True)
+    assert (first.q.shape, first.q.stride()[1:]) == ((1, 8, 128, 64), (64, 512, 1))
 
 
 def test_a_mask_of_bytes_is_bool_where_the_header_says_so(tmp_path: Path) -> None:
@@ -199,32 +176,27 @@ TWICE = QKV | {n.replace("0", "1", 1): x.clone() for n, x in QKV.items()}
 SHORT = QKV | {"0.q": drawn(2, 4, 2, 8)}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "header", "words"),
-    [
-        ({n: x for n, x in QKV.items() if n != "0.k"}, {}, ("no tensor 0.k",)),
-        (QKV, {"calls": [{}, {}]}, ("call 1", "no tensor 1.q")),
-        (QKV | {"2.q": drawn(1)}, {}, ("tensors of call 2", "got 2 calls")),
-        (QKV | {"0.attn_mask": drawn(6, 6)}, {}, ("'0.attn_mask'", "grad_out")),
-        (QKV | {"0.k": drawn(2, 4, 6, 9)}, {}, ("call 0", "head_dim", "8 and 9")),
-        (QKV | {"0.k": drawn(2, 6, 4, 8)}, {}, ("do not fit together", "layout")),
-        (QKV | {"0.mask": drawn(6, 6).byte()}, {}, ("mask: expected", "got torch.uint8")),
-        (MASKED, {"calls": [{"mask": "padding"}]}, ("calls.0.mask", "'bool' or 'additive'")),
-        (MASKED, {"calls": [{"mask": "additive"}]}, ("expected additive", "got bool")),
-        (QKV, {"calls": [{"soft_cap": 5.0}]}, ("'calls.0.soft_cap'", "'softcap'")),
-        (QKV, {"sauce": "x"}, ("'sauce'", "'source'")),
-        (QKV, {"layout": "bhds "}, ("layout", "'bhds '", "'bhsd'")),
-        (QKV, {"calls": [{"layout": {"q": "bhs"}}]}, ("calls.0.layout", "'bhs'")),
-        (QKV, {"calls": [{"scale": "big"}]}, ("calls.0.scale",)),
-        (QKV, {"calls": [{"window": [2**70, 0]}]}, ("call 0", "window (1180", "beyond 2^60")),
-        (QKV, {"calls": [{"causal_offset": -(2**63)}]}, ("causal_offset -922", "beyond 2^60")),
-        (SHORT, {"calls": [{"is_causal": True}]}, ("causal_offset", "0 (top-left", "4 (bottom")),
-        (TWICE, {"calls": [{"module": "m"}] * 2}, ("2 calls are called 'm#0'",)),
-    ],
-)
-def test_what_is_wrong_is_named(
-    tmp_path: Path, tensors: dict[str, Tensor], header: dict[str, Any], words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("tensors", "header", "words"), [
+    ({n: x for n, x in QKV.items() if n != "0.k"}, {}, ("no tensor 0.k",)),
+    (QKV, {"calls": [{}, {}]}, ("call 1", "no tensor 1.q")),
+    (QKV | {"2.q": drawn(1)}, {}, ("tensors of call 2", "got 2 calls")),
+    (QKV | {"0.attn_mask": drawn(6, 6)}, {}, ("'0.attn_mask'", "grad_out")),
+    (QKV | {"0.k": drawn(2, 4, 6, 9)}, {}, ("call 0", "head_dim", "8 and 9")),
+    (QKV | {"0.k": drawn(2, 6, 4, 8)}, {}, ("do not fit together", "layout")),
+    (QKV | {"0.mask": drawn(6, 6).byte()}, {}, ("mask: expected", "got torch.uint8")),
+    (MASKED, {"calls": [{"mask": "padding"}]}, ("calls.0.mask", "'bool' or 'additive'")),
+    (MASKED, {"calls": [{"mask": "additive"}]}, ("expected additive", "got bool")),
+    (QKV, {"calls": [{"soft_cap": 5.0}]}, ("'calls.0.soft_cap'", "'softcap'")),
+    (QKV, {"sauce": "x"}, ("'sauce'", "'source'")),
+    (QKV, {"layout": "bhds "}, ("layout", "'bhds '", "'bhsd'")),
+    (QKV, {"calls": [{"layout": {"q": "bhs"}}]}, ("calls.0.layout", "'bhs'")),
+    (QKV, {"calls": [{"scale": "big"}]}, ("calls.0.scale",)),
+    (QKV, {"calls": [{"window": [2**70, 0]}]}, ("call 0", "window (1180", "beyond 2^60")),
+    (QKV, {"calls": [{"causal_offset": -(2**63)}]}, ("causal_offset -922", "beyond 2^60")),
+    (SHORT, {"calls": [{"is_causal": True}]}, ("causal_offset", "0 (top-left", "4 (bottom")),
+    (TWICE, {"calls": [{"module": "m"}] * 2}, ("2 calls are called 'm#0'",)),
+])  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path: Path, tensors: Any, header: Any, words: Any) -> None:
     """Before anything is measured, in one line, with the file, the call and what to do."""
     failure(third_party(tmp_path / "x.safetensors", tensors, **header), UsageError, *words)
 
@@ -250,13 +222,9 @@ def begins(counts: tuple[int, ...]) -> Tensor:
 
 def packed() -> dict[str, Any]:
     """q, k and v behind each other, with four rows of padding after the queries."""
-    return {
-        "q": drawn(sum(QUERIES) + 4, HEADS, DIM),
-        "k": drawn(sum(KEYS), KV_HEADS, DIM, seed=1),
-        "v": drawn(sum(KEYS), KV_HEADS, DIM + 2, seed=2)[..., :DIM],
-        "cu_seqlens_q": begins(QUERIES),
-        "cu_seqlens_k": begins(KEYS),
-    }
+    q, k = drawn(sum(QUERIES) + 4, HEADS, DIM), drawn(sum(KEYS), KV_HEADS, DIM, seed=1)
+    v = drawn(sum(KEYS), KV_HEADS, DIM + 2, seed=2)[..., :DIM]
+    return dict(q=q, k=k, v=v, cu_seqlens_q=begins(QUERIES), cu_seqlens_k=begins(KEYS))
 
 
 def paged() -> dict[str, Any]:
@@ -271,13 +239,9 @@ def paged() -> dict[str, Any]:
             held = slice(start + PAGE * page, start + min(count, PAGE * (page + 1)))
             for n, cache in caches.items():
                 cache[place, : held.stop - held.start] = given[n][held]
-    return {
-        "q": given["q"],
-        **caches,
-        "cu_seqlens_q": given["cu_seqlens_q"],
-        "seqused_k": torch.tensor(KEYS, dtype=torch.int32),
-        "block_table": table,
-    }
+    whole = {name: given[name] for name in ("q", "cu_seqlens_q")}
+    lengths = torch.tensor(KEYS, dtype=torch.int32)
+    return {**whole, **caches, "seqused_k": lengths, "block_table": table}
 
 
 def attention(q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal: bool) -> Any:
@@ -294,8 +258,7 @@ def attention(q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal:
 @pytest.mark.parametrize("given", [packed, paged])
 @pytest.mark.parametrize(("causal", "left"), [(True, None), (False, None), (True, 2)])
 def test_a_packed_call_is_one_case_a_sequence(given: Any, causal: bool, left: int | None) -> None:
-    """Each case, attended in fp64, is what plain loops over the packed tensors give for its rows;
-    1 % off in the scale is not."""
+    """Each case in fp64 is what plain loops over packed tensors give; a scale 1 % off is not."""
     whole = packed()
     window = {} if left is None else {"window_size": (left, 0)}
     cases = numdev.varlen_cases(**given(), causal=causal, softmax_scale=0.3, **window)
@@ -330,22 +293,17 @@ def test_flash_attentions_words_for_nothing() -> None:
     assert numdev.varlen_cases(**packed(), causal=True, window_size=(3, -1))[0].window == (3, 0)
 
 
-@pytest.mark.parametrize(
-    ("given", "changes", "says"),
-    [
-        (packed, {"cu_seqlens_q": torch.tensor([0, 6, 5])}, "cu_seqlens_q: expected"),
-        (packed, {"cu_seqlens_k": None}, r"got .*none"),
-        (packed, {"cu_seqlens_k": torch.tensor([0, 5])}, r"got .*\[5\], \[2\]"),
-        (packed, {"seqused_k": torch.tensor([6, 9, 0, 7])}, "sequence 0: expected 6 keys, got 5"),
-        (paged, {"block_table": torch.zeros(1, 3)}, r"\[1, 3\]"),
-        (paged, {"block_table": torch.full((4, 3), 12)}, "expected pages below 12"),
-        (paged, {"seqused_k": torch.tensor([5, 13, 0, 7])}, "expected 13 keys, got 12"),
-        (packed, {"window_size": (3,)}, r"window_size: .* got \[3\]"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(
-    given: Any, changes: dict[str, Any], says: str
-) -> None:
+@pytest.mark.parametrize(("given", "changes", "says"), [
+    (packed, {"cu_seqlens_q": torch.tensor([0, 6, 5])}, "cu_seqlens_q: expected"),
+    (packed, {"cu_seqlens_k": None}, r"got .*none"),
+    (packed, {"cu_seqlens_k": torch.tensor([0, 5])}, r"got .*\[5\], \[2\]"),
+    (packed, {"seqused_k": torch.tensor([6, 9, 0, 7])}, "sequence 0: expected 6 keys, got 5"),
+    (paged, {"block_table": torch.zeros(1, 3)}, r"\[1, 3\]"),
+    (paged, {"block_table": torch.full((4, 3), 12)}, "expected pages below 12"),
+    (paged, {"seqused_k": torch.tensor([5, 13, 0, 7])}, "expected 13 keys, got 12"),
+    (packed, {"window_size": (3,)}, r"window_size: .* got \[3\]"),
+])  # fmt: skip
+def test_what_does_not_fit_together_is_refused(given: Any, changes: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         numdev.varlen_cases(**{**given(), **changes})
 

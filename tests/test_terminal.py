@@ -36,27 +36,16 @@ def fits(text: str, width: int) -> bool:
 
 def test_the_check_of_widths_rejects() -> None:
     """A line one cell too long, wide characters, and an ellipsis are noticed."""
-    assert [fits(text, 80) for text in ("x" * 80, "x" * 81, "長" * 41, "kern…")] == [
-        True,
-        *[False] * 3,
-    ]
+    assert fits("x" * 80, 80)
+    assert not any(fits(text, 80) for text in ("x" * 81, "長" * 41, "kern…"))
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "multiple", "four"),
-    [
-        (1.8e-4, "1.8e-4", "0.00", "0.00"),
-        (0.034, "0.034", "0.03", "0.03"),
-        (1.83, "1.8", "1.83", "1.83"),
-        (9.996, "10", "10.00", "10.0"),
-        (99.96, "1e+02", "99.96", "100"),
-        (222.4, "2.2e2", "222", "222"),
-        (999.6, "1.0e3", "1000", "1e3"),
-        (8512.0, "8.5e3", "8510", "9e3"),
-        (3.67e29, "3.7e29", "3.67e29", "4e29"),
-        (None, "–", "–", "–"),
-    ],
-)
+@pytest.mark.parametrize(("value", "error", "multiple", "four"), [
+    (1.8e-4, "1.8e-4", "0.00", "0.00"), (0.034, "0.034", "0.03", "0.03"),
+    (1.83, "1.8", "1.83", "1.83"), (9.996, "10", "10.00", "10.0"), (99.96, "1e+02", "99.96", "100"),
+    (222.4, "2.2e2", "222", "222"), (999.6, "1.0e3", "1000", "1e3"),
+    (8512.0, "8.5e3", "8510", "9e3"), (3.67e29, "3.7e29", "3.67e29", "4e29"), (None, "–", "–", "–"),
+])  # fmt: skip
 def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: str) -> None:
     """Digits as far as they read well, then powers without zeros in the exponent; in a map four
     characters, rounded and not cut."""
@@ -83,9 +72,8 @@ def everything(name: str) -> AuditReport:
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
 def test_hostile_text_is_printed_and_does_nothing(name: str) -> None:
-    """Markup, escape sequences and control characters in any name or message come out as text, as
-    they are: nothing is swallowed, the terminal gets no control character but the line's end, and
-    no line is too long."""
+    """Markup, escape sequences and control characters in any name or message come out as text:
+    nothing is swallowed, no control character but the line's end gets out, no line is too long."""
     page = document_of(everything(name))
     for width in (80, 120, 2000):
         text = shown(page, width)

@@ -33,9 +33,6 @@ def rows_of(kernel: Kernel, heads: Any = None, **changes: Any) -> list[Deviation
     return rows_on(bench, kernel)
 
 
-# --- rows ----------------------------------------------------------------------------------------
-
-
 class Unfinished(torch.autograd.Function):
     """Plain attention whose backward is yet to be written."""
 
@@ -53,21 +50,13 @@ def unfinished(case: AttentionCase) -> Output:
     return Output(out=Unfinished.apply(case.q, k, v))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "status", "reason"),
-    [
-        (Kernel(name="a", function=unfinished, backward=None), "skipped", "it has no backward"),
-        (
-            Kernel(name="b", function=unfinished),
-            "failed",
-            "in a training step: NotImplementedError: to be written",
-        ),
-    ],
-)
-def test_a_kernel_without_a_backward_has_its_output_measured(
-    kernel: Kernel, status: str, reason: str
-) -> None:
-    """And says in one row, and to the gate, why it has no gradient."""
+@pytest.mark.parametrize(("kernel", "status", "reason"), [
+    (Kernel(name="a", function=unfinished, backward=None), "skipped", "it has no backward"),
+    (Kernel(name="b", function=unfinished), "failed",
+     "in a training step: NotImplementedError: to be written"),
+])  # fmt: skip
+def test_without_a_backward_its_output_is_measured(kernel: Any, status: str, reason: str) -> None:
+    """And it says in one row, and to the gate, why it has no gradient."""
     *measured, last = rows_of(kernel)
     assert [(r.tensor, r.head, r.status) for r in measured] == [("out", h, "ok") for h in range(4)]
     assert all((r.floor_ratio or 0) >= 0.9 for r in measured)
@@ -80,17 +69,14 @@ def test_a_kernel_without_a_backward_has_its_output_measured(
 def test_a_selection_of_heads_grows_to_its_groups() -> None:
     """dk and dv are sums over a group: head 1 alone measures heads 0 and 1, and their kv head's
     numbers are those of the whole case."""
-    whole, part = (
-        {(r.tensor, r.head): r.rms for r in rows_of(find("sdpa-math"), heads)}
-        for heads in (None, (1,))
-    )
+    measured = (rows_of(find("sdpa-math"), heads) for heads in (None, (1,)))
+    whole, part = ({(r.tensor, r.head): r.rms for r in rows} for rows in measured)
     assert {key for key in part if key[0] in ("out", "dk")} == {("out", 0), ("out", 1), ("dk", 0)}
     assert all(whole[key] == pytest.approx(value, rel=1e-12) for key, value in part.items())
 
 
 def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
-    """Its value is a convention, so its upstream gradient is 0; a kernel that has the mean of V
-    there is not accused by dv."""
+    """It is a convention: its upstream gradient is 0, and the mean of V there is no fault in dv."""
     mask = torch.ones(60, 60, dtype=torch.bool)
     mask[7:20] = False
     bench = prepare(grouped_step(60, mask=mask), gradients=True)
@@ -101,9 +87,6 @@ def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
     rows = rows_of(find("sdpa-math"), mask=lowest)
     worst = max(r.expected_ratio for r in rows if r.expected_ratio is not None)
     assert worst == pytest.approx(1.0, abs=0.05)
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -151,20 +134,15 @@ def test_planted_faults_are_measured_and_caught(config: Path) -> None:
 
 WRONG = """
 import torch
-
-
 def doubled(q, k, v, is_causal=False):
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, enable_gqa=True)
+    how = {"is_causal": is_causal, "enable_gqa": True}
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
     return out.clone().index_fill_(2, torch.tensor([33]), float("nan"))
 """
 
 
-def test_a_finding_comes_with_a_script_that_shows_it(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel with NaN in one row: found, reduced to next to nothing, and shown by a script in a
-    process of its own."""
+def test_a_finding_comes_with_a_script_that_shows_it(config: Path, monkeypatch: Any) -> None:
+    """NaN in one row: found, reduced to next to nothing, shown by a script in its own process."""
     (config.parent / "wrong_kernel.py").write_text(WRONG)
     monkeypatch.syspath_prepend(config.parent)
     found = audited(config, "--kernel", "wrong_kernel:doubled")

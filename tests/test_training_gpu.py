@@ -7,68 +7,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_train
 import torch
-import yaml
+from test_train import GOLDEN, OTHERS
 
 from numdev.errors import MeasurementError
-from numdev.training.config import TrainConfig, TrainRequest, resolve
+from numdev.training.config import TrainRequest
 from numdev.training.data import load
 from numdev.training.lane import FIRST, Lane
 from numdev.training.lockstep import deterministic
 from numdev.training.study import train
-from numdev.yamlfile import read_yaml
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
+NAMED = {variant["name"]: variant for variant in OTHERS}
 VARIANTS: list[dict[str, Any]] = [
-    {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"},
-    {"name": "flash", "role": "flash", "kernel": "sdpa-flash"},
-    {"name": "triton", "kernel": "triton-flash"},
-    {"name": "noise", "role": "null_rounding"},
-    {"name": "ulp", "role": "null_ulp"},
-    {"name": "fp32", "role": "low_precision", "format": "float32"},
-    {"name": "half", "role": "low_precision", "format": "float16"},
-    {"name": "pure", "role": "low_precision", "format": "pure bfloat16"},
-    {"name": "repeat", "role": "null_repeat"},
-    {"name": "sgd", "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5}},
+    GOLDEN, NAMED["flash"], {"name": "triton", "kernel": "triton-flash"}, NAMED["noise"],
+    NAMED["ulp"], {"name": "fp32", "role": "low_precision", "format": "float32"},
+    *(NAMED[name] for name in ("half", "pure", "repeat", "sgd")),
     {"name": "emulated", "kernel": {"name": "emulated", "compute": "float32"}},
-]
+]  # fmt: skip
+MODEL = dict(kind="llama", layers=2, width=64, heads=4, kv_heads=2, context=64)
+STEPS = {"batch": 4, "steps": FIRST + 12, "record": [1, FIRST + 4, FIRST + 12]}
 
 
 def request(tmp_path: Path, *variants: dict[str, Any]) -> TrainRequest:
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    path = tmp_path / "config.yaml"
-    content = {
-        "model": dict(kind="llama", layers=2, width=64, heads=4, kv_heads=2, context=64),
-        "data": {"source": "text", "files": [str(text)]},
-        "batch": 4,
-        "steps": FIRST + 12,
-        "record": [1, FIRST + 4, FIRST + 12],
-        "optimiser": {"lr": 0.01, "warmup": 2, "schedule": "cosine", "weight_decay": 0.1},
-        "variants": list(variants),
-    }
-    path.write_text(yaml.safe_dump(content))
-    return resolve(read_yaml(path, TrainConfig), path.name, device="cuda")
+    path = test_train.config(tmp_path, model=MODEL, variants=list(variants), **STEPS)
+    return test_train.request(path, device="cuda")
 
 
 ROUNDED = {**dict.fromkeys(("scores", "pv", "dp"), "working"), "delta_from": "dP*P"}
+PRESETS = {name: {"preset": name} for name in ("qiu2025", "eager")}
 EMULATED: list[dict[str, Any]] = [
-    {
-        "name": f"emulated, {name}",
-        "kernel": {"name": "emulated", "compute": "float32", **options},
-        "attention_format": "bfloat16",
-    }
-    for name, options in {
-        "fa2": {},
-        "rounded products": ROUNDED,
-        "qiu2025": {"preset": "qiu2025"},
-        "eager": {"preset": "eager"},
-    }.items()
-]
+    {"name": f"emulated, {name}", "attention_format": "bfloat16",
+     "kernel": {"name": "emulated", "compute": "float32", **options}}
+    for name, options in {"fa2": {}, "rounded products": ROUNDED, **PRESETS}.items()
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [v["name"] for v in (*VARIANTS[:6], *EMULATED)])
@@ -89,9 +63,13 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
                 lane.step(data.batch(0, step), step, asked.steps)
             assert torch.equal(replayed.loss, plain.loss), step
             assert torch.equal(replayed.norm, plain.norm), step
-    assert replayed.replay is not None
-    assert replayed.replay.graph is not None
-    for (key, x), y in zip(replayed.weights().items(), plain.weights().values(), strict=True):
+    assert_replayed(replayed, plain)
+
+
+def assert_replayed(lane: Any, plain: Any) -> None:
+    """It was recorded, and has the same weights as one that was not."""
+    assert lane.replay.graph is not None
+    for (key, x), y in zip(lane.weights().items(), plain.weights().values(), strict=True):
         assert torch.equal(x, y), key
 
 
@@ -110,10 +88,7 @@ def test_a_loaded_lane_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
         for step in range(FIRST + 3, steps + 1):
             for each in (lane, other):
                 each.step(data.batch(0, step), step, steps)
-    assert lane.replay is not None
-    assert lane.replay.graph is not None
-    for (key, x), y in zip(lane.weights().items(), other.weights().values(), strict=True):
-        assert torch.equal(x, y), key
+    assert_replayed(lane, other)
 
 
 def waits(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
@@ -121,9 +96,7 @@ def waits(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def test_a_recording_that_fails_names_its_variant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_fails_names_its_variant(tmp_path: Path, monkeypatch: Any) -> None:
     """A kernel that waits for the device, taken for one that does not. Random numbers can be drawn
     afterwards, and are those that would have been."""
     name = f"{__name__}:waits"
@@ -140,14 +113,8 @@ def test_a_recording_that_fails_names_its_variant(
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     """What was recorded after the stop equals what an undisturbed run recorded."""
     asked = request(tmp_path, *VARIANTS)
-    whole = train(asked, tmp_path / "whole")
-    found = train(asked, tmp_path / "parts", stop_after=0.0)
-    assert found is None
-    for _ in range(40):
-        found = train(asked, tmp_path / "parts", stop_after=0.5)
-        if found is not None:
-            break
-    assert found is not None
-    assert whole is not None
-    assert found.rows == whole.rows
-    assert found.distances == whole.distances
+    whole: Any = train(asked, tmp_path / "whole")
+    assert train(asked, tmp_path / "parts", stop_after=0.0) is None
+    parts = (train(asked, tmp_path / "parts", stop_after=0.5) for _ in range(40))
+    found = next(part for part in parts if part is not None)
+    assert (found.rows, found.distances) == (whole.rows, whole.distances)

@@ -41,14 +41,9 @@ def case(dtype: torch.dtype = BF16) -> AttentionCase:
 
 
 def in_network(
-    kernel: Kernel,
-    given: AttentionCase,
-    options: dict[str, Any],
-    *,
-    autocast: bool = True,
-    generator: torch.Generator | None = None,
-    behind: tuple[Kernel, dict[str, Any]] | None = None,
-) -> list[torch.Tensor]:
+    kernel: Kernel, given: AttentionCase, options: dict[str, Any], *, autocast: bool = True,
+    generator: torch.Generator | None = None, behind: tuple[Kernel, Any] | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
     """The output and the gradients of q, k and v, as a network under autocast would get them;
     `behind`: the gradients by another kernel."""
     q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
@@ -65,9 +60,7 @@ def in_network(
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize(("name", "options"), KERNELS, ids=str)
-def test_the_numbers_are_those_of_the_kernels_own_training_step(
-    name: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_the_numbers_are_those_of_its_own_step(name: str, options: Any, dtype: torch.dtype) -> None:
     """Under autocast, bit for bit, but for the recipes whose large blocks sum in another order:
     those lie within a hundredth of the gradient's own rounding error in bf16."""
     kernel, given = find(name), case(dtype)
@@ -126,15 +119,11 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
             gc.enable()
 
 
-# --- the output of one kernel, the gradients of another ------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ahead", "behind"), [("sdpa-flash", "emulated"), ("emulated", "sdpa-flash")]
 )
 def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
-    """The output is the first one's and the gradients are the other's, bit for bit, under autocast;
-    and the two do differ, in both."""
+    """The first one's output, the other's gradients, bit for bit, under autocast; both differ."""
     given, s_in_bf16 = case(), {"compute": "float32", "preset": "exact", "scores": "bfloat16"}
     options = {"sdpa-flash": {}, "emulated": find("emulated").with_options(s_in_bf16)}
     one, other = (in_network(find(name), given, options[name]) for name in (ahead, behind))

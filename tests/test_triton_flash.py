@@ -1,6 +1,5 @@
 """The kernel `triton-flash`: what of it needs no triton, and what only a GPU can show: bfloat16,
-its real tiles, and that it rounds there as it says. Triton's interpreter has the rest
-(`triton_flash_cases.py`)."""
+its real tiles, and that it rounds as it says. `triton_flash_cases.py` has the rest."""
 
 from __future__ import annotations
 
@@ -36,22 +35,16 @@ def call(here: AttentionCase, **options: Any) -> Call:
     return Call.of(here, KERNEL.with_options(options))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"scores": "bfloat16"}, "scores"),
-        ({"delta_from": "dP*P", "delta_o": "float32"}, "delta_o"),
-        ({"softmax": "stable"}, "did you mean"),
-        ({"block_q": 8}, "block_q"),
-        ({"block_kv": 48}, "block_kv"),
-        ({"block_kv": 64.0}, "block_kv"),
-        ({"softmax": "guarded", "beta": 2.0}, "of the stabilised softmax"),
-        ({"tie_tolerance": 0.0}, "of the stabilised softmax"),
-        ({"softmax": "stabilised", "beta": 0.5}, "from 1.0 on"),
-        ({"softmax": "stabilised", "tie_tolerance": -1.0}, "from 0.0 on"),
-        ({"softmax": "stabilised", "beta": math.nan}, "from 1.0 on"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"scores": "bfloat16"}, "scores"), ({"delta_from": "dP*P", "delta_o": "float32"}, "delta_o"),
+    ({"softmax": "stable"}, "did you mean"), ({"block_q": 8}, "block_q"),
+    ({"block_kv": 48}, "block_kv"), ({"block_kv": 64.0}, "block_kv"),
+    ({"softmax": "guarded", "beta": 2.0}, "of the stabilised softmax"),
+    ({"tie_tolerance": 0.0}, "of the stabilised softmax"),
+    ({"softmax": "stabilised", "beta": 0.5}, "from 1.0 on"),
+    ({"softmax": "stabilised", "tie_tolerance": -1.0}, "from 0.0 on"),
+    ({"softmax": "stabilised", "beta": math.nan}, "from 1.0 on"),
+])  # fmt: skip
 def test_senseless_options_are_refused(options: dict[str, Any], words: str) -> None:
     """Before anything runs, with the option's name and what it could be."""
     with pytest.raises(UsageError, match=words):
@@ -72,21 +65,15 @@ def test_the_claim_is_what_ran() -> None:
     assert found.items() >= {**expected, "p": "working", "accumulator": "float32"}.items()
     emulated(case(), **found)
     assert claim(softmax="stabilised") is None
-    assert (
-        claim(softmax="guarded", dp="working").items()
-        >= {"softmax": "guarded", "dp": "working"}.items()
-    )
+    asked = {"softmax": "guarded", "dp": "working"}
+    assert claim(**asked).items() >= asked.items()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"softcap": 5.0}, "soft cap"),
-        ({"dtype": torch.float64}, "not float64"),
-        ({"mask": torch.zeros(9, dtype=torch.float64)}, "mask is in float64"),
-        ({"v": torch.ones(1, 1, 9, 257, dtype=torch.bfloat16)}, "at most 256 features"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"softcap": 5.0}, "soft cap"), ({"dtype": torch.float64}, "not float64"),
+    ({"mask": torch.zeros(9, dtype=torch.float64)}, "mask is in float64"),
+    ({"v": torch.ones(1, 1, 9, 257, dtype=torch.bfloat16)}, "at most 256 features"),
+])  # fmt: skip
 def test_what_it_cannot_do_has_a_reason(changes: dict[str, Any], reason: str) -> None:
     """A case it cannot run is declined in words; the rest is not."""
     with pytest.raises(Refused, match=reason):
@@ -138,18 +125,15 @@ MASKS: dict[str, dict[str, Any]] = {
 UNUSUAL = itertools.product(("wide heads", "narrow heads", "decode"), ("causal", "window"))
 
 
-def on_gpu(
-    shape: str = "whole tiles", dtype: torch.dtype = torch.bfloat16, **changes: Any
-) -> AttentionCase:
+def on_gpu(shape: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> AttentionCase:
     """4 query heads on 2 kv heads, on the GPU, with an upstream gradient."""
     return to_cuda(step(batch=2, heads=4, kv_heads=2, dtype=dtype, **SHAPES[shape], **changes))
 
 
 def norms(found: Any, other: Any) -> dict[str, float]:
     """Of the differences, by tensor."""
-    return {
-        x: float((getattr(found, x).double() - getattr(other, x).double()).norm()) for x in TENSORS
-    }
+    pairs = {x: [getattr(y, x).double() for y in (found, other)] for x in TENSORS}
+    return {x: float((a - b).norm()) for x, (a, b) in pairs.items()}
 
 
 def arithmetic(exact: Any) -> dict[str, float]:

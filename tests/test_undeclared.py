@@ -1,8 +1,7 @@
 """Kernels that declare no claim: sound ones that round in another known way than `fa2` pass, and
 say which way; faulty ones fail as they did, though other ways are tried.
 
-The tests of tests/test_api.py hold that every planted fault is caught by the default cases. Here
-are those of rounding."""
+That every planted fault is caught by the default cases is in test_api.py; here are rounding's."""
 
 from __future__ import annotations
 
@@ -31,8 +30,6 @@ from numdev.testing import CheckFailed, check_attention
 
 BF16 = "bfloat16"
 FEW = ("causal", "grouped", "large-logits", "tied-maxima")
-
-
 planted, designs = load("benchmarks/planted.py"), load("benchmarks/designs.py")
 LONG = {"name": "long", "heads": 2, "seq_len": 385, "inputs": {"name": "normal", "logits": 16.0}}
 FOUR = {**LONG, "name": "four", "heads": 4, "kv_heads": 2, "seq_len": 129}
@@ -41,17 +38,12 @@ LAGGING = (FA4, "a lagging maximum alone", "a lagging maximum and a polynomial")
 
 
 def wrapper(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """PyTorch's own choice, which on a CPU sums gradients in the working format."""
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
-    )
+    how = {"is_causal": is_causal, "enable_gqa": enable_gqa}
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, **how)
 
 
 def eager(case: Any) -> Tensor:
@@ -82,14 +74,10 @@ def claims(rows: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    ("function", "way"),
-    [
-        (designs.through_casts, "as autograd rounds exp(S - m), cast before P V"),
-        (wrapper, "as sdpa-flash rounds on this CPU"),
-        (eager, "as eager rounds"),
-    ],
-)
+@pytest.mark.parametrize(("function", "way"), [
+    (designs.through_casts, "as autograd rounds exp(S - m), cast before P V"),
+    (wrapper, "as sdpa-flash rounds on this CPU"), (eager, "as eager rounds"),
+])  # fmt: skip
 def test_sound_kernels_without_a_claim_pass(function: Any, way: str, seed: int) -> None:
     """In both formats and passes; and the verdict says in which way they round."""
     result = check_attention(function, cases=FEW, seeds=seed)
@@ -137,9 +125,7 @@ def grouped(apart: bool, fault: str = "") -> Any:
     """A function told of its groups, `planted.sound` in every query head but for the fault; dk and
     dv of each are rounded `apart`, or what they sum is."""
 
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False
-    ) -> Tensor:
+    def kernel(q: Tensor, k: Any, v: Any, is_causal: bool = False, enable_gqa: bool = False) -> Any:
         wide = [x if apart else x.float() for x in (k, v)]
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide)
         return Within.apply(q, k, v, is_causal, fault)
@@ -179,14 +165,10 @@ APART = ", dk and dv of each query head"
 WIDE = {"name": "wide", "heads": 8, "kv_heads": 2, "seq_len": 256, "causal": True}
 
 
-@pytest.mark.parametrize(
-    ("function", "way"),
-    [
-        (grouped(apart=False), "fa2"),
-        (grouped(apart=True), "as fa2 rounds" + APART),
-        (plain, "as sdpa-flash rounds on this CPU" + APART),
-    ],
-)
+@pytest.mark.parametrize(("function", "way"), [
+    (grouped(apart=False), "fa2"), (grouped(apart=True), "as fa2 rounds" + APART),
+    (plain, "as sdpa-flash rounds on this CPU" + APART),
+])  # fmt: skip
 def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) -> None:
     """In fp32 within the kernel, or of the rounded dk and dv of every query head."""
     result = check_attention(function, cases="grouped", seeds=range(3))
@@ -249,13 +231,10 @@ def test_only_elements_explain() -> None:
         moved = {n: exact[n] + factor * (step[n].double() - exact[n]) for n in step}
         return likenesses(Output(**moved), tuple(step), formats, prepared, HERE).get("dv")
 
-    own = found(1.0)
-    assert own is not None
+    own: Any = found(1.0)
     assert own.words == "as eager rounds"
     assert own.residual < 1e-6
-    assert found(-1.0) is None
-    assert found(4.0) is None
-    assert found(0.0) is None
+    assert [found(factor) for factor in (-1.0, 4.0, 0.0)] == [None] * 3
 
 
 def test_worst_rows_are_held_to_the_way_too(monkeypatch: pytest.MonkeyPatch) -> None:

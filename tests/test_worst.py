@@ -48,9 +48,6 @@ def spoiled(case: AttentionCase, at: tuple[int, ...], by: float = 1.0, tensor: s
     return out, y, lse
 
 
-# --- facts, against a dense computation ----------------------------------------------------------
-
-
 @pytest.mark.parametrize("feature", FEATURES)
 def test_facts_of_queries(feature: str) -> None:
     """Every fact of every row, over every feature, from the oracle's probabilities."""
@@ -101,9 +98,8 @@ def facts(case: AttentionCase, *rows: int) -> dict[str, Tensor]:
 
 
 def test_equal_keys_tie_wherever_they_stand() -> None:
-    """Two equal keys share the maximum, at any two places and although the terms of their score are
-    10^9 times as large as it, so that its rounding is 10^6 times what counts as equal: it depends
-    on the key alone."""
+    """Two equal keys share the maximum, wherever they are and although the terms of their score are
+    10^9 times as large, so that rounding is 10^6 times what counts as equal: the same for both."""
     n, d = 131, 16
     k = normal(0, 1, 1, n, d)
     k[..., 0], k[..., 1] = -400.0, 1880.0 * 2.0**20
@@ -138,13 +134,9 @@ def test_infinite_and_hidden_scores() -> None:
     assert found["max_probability"][2].isnan()
 
 
-# --- which rows ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
 def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
-    """The head, batch entry and row that were spoiled come first, with their error and place; for
-    dk and dv it is a key."""
+    """What was spoiled comes first, with its error and place; for dk and dv it is a key."""
     case = make_case(batch=2, heads=4, kv_heads=2, q_len=24, kv_len=30, seed=1)
     case = dataclasses.replace(case, grad_out=normal(2, 2, 4, 24, 4))
     keys = tensor in ("dk", "dv")
@@ -236,19 +228,14 @@ def changes_of(what: str, case: AttentionCase) -> dict[str, Tensor]:
     return {"q": q, "k": k, "v": v}
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("near tie", "2 keys are within 0.001 of its maximum"),
-        ("tie", "2 keys share its maximum, P = 0.5 each"),
-        ("tie, one sign", "V keeps one sign (1.00; median 0."),
-        ("one sign", "V keeps one sign (1.00; median 0."),
-        ("cancels", "its terms cancel to"),
-        ("first key", "key 0 has P = 1 (median 0.0"),
-        ("sink", "the sink has P = 1 (median 0.0"),
-        ("sink", "its log-sum-exp is -3.99"),
-    ],
-)
+@pytest.mark.parametrize(("what", "says"), [
+    ("near tie", "2 keys are within 0.001 of its maximum"),
+    ("tie", "2 keys share its maximum, P = 0.5 each"),
+    ("tie, one sign", "V keeps one sign (1.00; median 0."),
+    ("one sign", "V keeps one sign (1.00; median 0."), ("cancels", "its terms cancel to"),
+    ("first key", "key 0 has P = 1 (median 0.0"), ("sink", "the sink has P = 1 (median 0.0"),
+    ("sink", "its log-sum-exp is -3.99"),
+])  # fmt: skip
 def test_what_was_planted_stands_out(what: str, says: str) -> None:
     """Each peculiarity of a row is named; with a tie alone V keeps no one sign."""
     case = planted()

@@ -66,29 +66,16 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, AttentionCase]]:
 
 
 OPTIONS = (
-    {},
-    {"block_q": 32, "block_kv": 32},
-    {"kv_order": "descending"},
-    {"loop_order": "kv"},
-    {"scores": "working"},
-    {"p": "float32"},
-    {"accumulator": "working"},
-    {"row_sum": "working"},
-    {"l_from": "rounded"},
-    {"delta_from": "dP*P"},
-    {"delta_o": "float32"},
-    {"dp": "working"},
-    {"softmax": "guarded"},
-    {"exponential": "exp"},
+    {}, {"block_q": 32, "block_kv": 32}, {"kv_order": "descending"}, {"loop_order": "kv"},
+    {"scores": "working"}, {"p": "float32"}, {"accumulator": "working"}, {"row_sum": "working"},
+    {"l_from": "rounded"}, {"delta_from": "dP*P"}, {"delta_o": "float32"}, {"dp": "working"},
+    {"softmax": "guarded"}, {"exponential": "exp"},
     {"scores": "working", "accumulator": "working", "row_sum": "working", "loop_order": "kv",
      "kv_order": "descending", "l_from": "rounded", "delta_from": "dP*P", "exponential": "exp"},
     {"softmax": "guarded", "kv_order": "descending", "loop_order": "kv", "l_from": "rounded",
      "dp": "working", "delta_from": "dP*P"},
 )  # fmt: skip
 """Each by itself, and together those that may be."""
-
-
-# --- the bounds ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
