@@ -3,6 +3,7 @@
 # make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
 # make check      set up, then lint, format, types, layers, line budgets, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site
+# make wheel      set up, then build the wheel and try it where nothing else is installed
 # make oldest     the model tests against the oldest supported transformers
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ SETUP := .venv/.installed
 # Tests are small: a process for each processor, and one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: audit gate test test-fast check docs oldest clean
+.PHONY: audit gate test test-fast check docs wheel oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -43,6 +44,11 @@ check: $(SETUP) docs
 
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: $(SETUP)
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python scripts/bare_wheel.py dist/numdev-*.whl
 
 # An overlay in front of the environment: the oldest transformers, and what it needs another version of.
 OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
