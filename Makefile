@@ -43,7 +43,7 @@ check: $(SETUP) docs
 	$(BIN)/python scripts/budget.py
 
 docs: $(SETUP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(SETUP)
 	rm -rf dist

@@ -58,7 +58,9 @@ def main() -> None:
         wrong = [f.sentence for f in report.findings if f.kernel == kernel]
         print(f"{name}:")
         for tolerance in TOLERANCES:
-            print(f"  assert_close, {tolerance}: {passed[tolerance]} of {passed['calls']} calls pass")
+            print(
+                f"  assert_close, {tolerance}: {passed[tolerance]} of {passed['calls']} calls pass"
+            )
         print(f"  flash-attention's 2x rule: {rule[True]} of {len(rows)} heads pass")
         print("  numdev:", *(wrong or ["no finding"]), sep="\n    ")
 

@@ -47,7 +47,9 @@ def main(wheel: str) -> None:
         for each in names:
             link(metadata.distribution(each), packages)
         subprocess.run([*pip, "check"], check=True)
-        clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+        clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+            "OMP_NUM_THREADS": "1"
+        }
         for command in COMMANDS:
             print("numdev", *command, flush=True)
             call = [bare / "bin" / "numdev", *command]
