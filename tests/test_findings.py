@@ -56,6 +56,14 @@ def test_a_kernel_that_no_rule_applies_to_is_not_judged() -> None:
         assert verdict.outcome == outcome
 
 
+def test_gradients_inherit_a_wrong_output() -> None:
+    """They are no findings beside it, but are where the output is right."""
+    wrong = row(suspicion="the scale is 1", suspicion_cut=50.0, expected_ratio=9.0)
+    (finding,) = found(wrong, row(tensor="dq", expected_ratio=9.0))
+    assert finding.sentence.endswith("Its gradients inherit that.")
+    assert [f.tensor for f in found(row(), row(tensor="dq", expected_ratio=9.0))] == ["dq"]
+
+
 @pytest.mark.parametrize(
     ("metric", "at_most", "words"),
     [

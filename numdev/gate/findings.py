@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from numdev.gate.judging import NOTHING, judge
-from numdev.gate.rows import FOUND, OVERFLOWS, Rows, grouped
+from numdev.gate.rows import FOUND, GRADIENTS, OVERFLOWS, Rows, grouped
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Calls, Held, Judgement, Verdict
 from numdev.report import DeviationRow, Finding, KernelVerdict, Place, Places, PlanRecord
@@ -133,9 +133,22 @@ def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
             first = named_by.setdefault(id(row), len(findings) - 1)
             if first != mine:
                 also.setdefault(first, {})[fault[0][0].rule] = None
+    wrong = {(label(f), fmt) for f in findings if _is_function(f) for fmt in f.formats}
+    inherits = [
+        f.tensor in GRADIENTS and {(label(f), fmt) for fmt in f.formats} <= wrong for f in findings
+    ]
+    heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
     for at, finding in enumerate(findings):
         added = f" These heads fail {listed(also[at])} too." if at in also else ""
-        yield finding.model_copy(update={"sentence": finding.sentence + added})
+        if _is_function(finding) and label(finding) in heirs:
+            added += " Its gradients inherit that."
+        if not inherits[at]:
+            yield finding.model_copy(update={"sentence": finding.sentence + added})
+
+
+def _is_function(finding: Finding) -> bool:
+    """Whether it says that the output is that of another function."""
+    return finding.metric == "suspicion" and finding.tensor == "out"
 
 
 Fault = list[tuple[Verdict, Held]]
