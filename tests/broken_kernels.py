@@ -53,8 +53,7 @@ def refuses(case: AttentionCase) -> Output:
 
 
 def hangs(q: Tensor, k: Tensor, v: Tensor, *, note: str = "") -> Tensor:
-    """Holds the interpreter's lock, so that no thread of its process gets a turn. `note`: a file
-    that gets the numbers of the process and of a child it starts."""
+    """Holds the interpreter's lock. `note`: a file that gets its process and its child's."""
     child = subprocess.Popen(["sleep", "1000"])
     if note:
         Path(f"{note}.part").write_text(f"{os.getpid()} {child.pid}")

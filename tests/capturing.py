@@ -1,8 +1,7 @@
 """What tests of capturing hold a captured call against.
 
-The oracle is the model itself, run with its eager attention in fp64, and dense attention of a few
-lines (`attend`). Both answers to a captured call must agree to 1e-12: the outputs are
-of order 1 and come from sums of at most 16 terms, so fp64 rounding stays below 1e-14."""
+The oracle is the model itself with its eager attention in fp64, and dense attention (`attend`).
+Both answers must agree to 1e-12: outputs of order 1 are sums of at most 16 terms."""
 
 from __future__ import annotations
 
@@ -24,32 +23,22 @@ from numdev.sources.checkpoint import open_checkpoint
 TOLERANCE = 1e-12
 # The last linear layer of an attention, by model: what it reads is the attention's own output.
 OUT = {
-    "gpt2": ("attn.c_proj",),
-    "bert": ("attention.output.dense",),
-    "t5": ("SelfAttention.o",),
-    "t5_seq2seq": ("SelfAttention.o", "EncDecAttention.o"),
-    "falcon": ("self_attention.dense",),
-    "modernbert": ("attn.Wo",),
-    "vit": ("attention.o_proj",),
+    "gpt2": ("attn.c_proj",), "bert": ("attention.output.dense",), "t5": ("SelfAttention.o",),
+    "t5_seq2seq": ("SelfAttention.o", "EncDecAttention.o"), "falcon": ("self_attention.dense",),
+    "modernbert": ("attn.Wo",), "vit": ("attention.o_proj",),
     **dict.fromkeys(("bart", "clip", "whisper"), ("attn.out_proj",)),
     **dict.fromkeys(("llama", "gemma2", "gemma3", "gpt_oss", "mistral"), ("self_attn.o_proj",)),
-}
+}  # fmt: skip
 
 
 class Run:
-    """One run of a model in fp64: its cases, the input of every attention's output layer, its
-    logits; or with its own eager attention, its softmax kept in fp64. With `generate` the model
-    writes that many tokens after the first."""
+    """A model run in fp64: its cases, what its attentions' output layers read, its logits; `eager`:
+    by its own attention. With `generate` it writes that many tokens after the first."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        inputs: dict[str, Tensor],
-        generate: int | None = None,
-        *,
-        eager: bool = False,
-    ) -> None:
+        self, model: nn.Module, name: str, inputs: dict[str, Tensor], generate: int | None = None,
+        *, eager: bool = False,
+    ) -> None:  # fmt: skip
         self.cases: list[AttentionCase] = []
         self.outputs: list[Tensor] = []
         self.logits = torch.empty(0)
@@ -88,12 +77,9 @@ def eager(name: str, directory: Path) -> Any:
     """The same with its eager attention, in fp64."""
     built = models.build(name).double()
     return type(built).from_pretrained(
-        models.save(built, directory / name),
-        dtype=torch.float64,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        local_files_only=True,
-    )
+        models.save(built, directory / name), dtype=torch.float64, local_files_only=True,
+        attn_implementation="eager", experts_implementation="eager",
+    )  # fmt: skip
 
 
 def attend(case: AttentionCase) -> Tensor:

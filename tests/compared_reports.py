@@ -9,13 +9,9 @@ from gate_rows import case, planned, row
 from numdev.report import AuditReport, AuditSummary, DeviationRow, Finding, Provenance
 
 SYSTEM: dict[str, Any] = {
-    "device": "cuda",
-    "gpu": "H200",
-    "driver": "570.1",
-    "cpu": "c",
-    "cpu_capability": "AVX512",
+    "device": "cuda", "gpu": "H200", "driver": "570.1", "cpu": "c", "cpu_capability": "AVX512",
     "packages": {"torch": "2.11.0", "numdev": "0.1.0"},
-}
+}  # fmt: skip
 REQUEST: dict[str, Any] = {
     "target": "demo", "checkpoint": "demo", "cases": [], "model": None, "formats": ["bfloat16"],
     "model_dtype": "float32", "seed": 0, "text": [], "inputs": None, "generate": None,
@@ -25,28 +21,19 @@ REQUEST: dict[str, Any] = {
 
 
 def audit(
-    *rows: DeviationRow,
-    request: dict[str, Any] | None = None,
-    source: dict[str, Any] | None = None,
-    system: dict[str, Any] | None = None,
+    *rows: DeviationRow, request: dict[str, Any] | None = None,
+    source: dict[str, Any] | None = None, system: dict[str, Any] | None = None,
     findings: tuple[Finding, ...] = (),
-) -> AuditReport:
+) -> AuditReport:  # fmt: skip
     """A report with these rows, and what differs from REQUEST, SYSTEM and no source."""
     return AuditReport(
         provenance=Provenance(
-            numdev="0.1.0",
-            command="numdev audit demo",
-            created="2026-01-01T00:00:00+00:00",
-            system={**SYSTEM, **(system or {})},
-            source=source or {},
+            numdev="0.1.0", command="numdev audit demo", created="2026-01-01T00:00:00+00:00",
+            system={**SYSTEM, **(system or {})}, source=source or {},
         ),
-        request={**REQUEST, **(request or {})},
-        summary=AuditSummary(answer=(), kernels=()),
-        plan=planned(rows),
-        cases=(case(),),
-        rows=rows,
-        findings=findings,
-    )
+        request={**REQUEST, **(request or {})}, summary=AuditSummary(answer=(), kernels=()),
+        plan=planned(rows), cases=(case(),), rows=rows, findings=findings,
+    )  # fmt: skip
 
 
 def head(number: int = 0, **changes: Any) -> DeviationRow:

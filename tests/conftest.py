@@ -16,8 +16,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """The tensors here are tiny, and threads would only wait for one another: on a busy machine of
-    two cores the reference of a test case takes 50 ms with two threads and 1 ms with one."""
+    """Tensors are tiny here: a reference takes 50 ms with two threads and 1 ms with one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,8 +25,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def ctrl_c_reaches_what_is_started() -> Iterator[None]:
-    """Some tests send it to commands they start, and a shell that runs tests in the background has
-    it ignored in all of them."""
+    """A shell that runs tests in the background has it ignored in all they start."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -84,9 +84,8 @@ def _terms(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
 def shares(
     case: AttentionCase, found: Reference, exact: Gradients, limits: dict[str, Tensor]
 ) -> dict[str, float]:
-    """The largest difference of each tensor as a share of its bound: at most 1 where all is well;
-    infinite where a shape or a number that is not finite differs, or a bool. `found` may be the
-    answer of a forward pass alone."""
+    """The largest difference of each tensor as a share of its bound; infinite where a shape, a bool
+    or a number that is not finite differs. `found` may be the answer of a forward pass alone."""
     names = (*FORWARD, *BACKWARD) if isinstance(found, Gradients) else FORWARD
     flags = [name for name in EXACT if hasattr(found, name)]
     result = {x: _share(getattr(found, x), getattr(exact, x), limits[x]) for x in names}
@@ -105,7 +104,6 @@ def _share(found: Tensor, exact: Tensor, limit: Tensor) -> float:
 
 def operands(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, dO, and k and v repeated for every query head: fp64."""
-    assert case.grad_out is not None
     q, dO = (x.detach().double() for x in (case.q, case.grad_out))
     k, v = (x.detach().double().repeat_interleave(case.group, 1) for x in (case.k, case.v))
     return q, dO, k, v

@@ -4,9 +4,7 @@ kernel of row sums against PyTorch.
     TRITON_INTERPRET=1 python -m pytest tests/fused_cases.py
 
 A process of its own, since triton reads that variable when it is imported; `test_triton.py` starts
-it. `fused_bounds` says how far the two may be apart. The path is asked for where it would decline,
-on a CPU; tiles are small, so that there are several, and tanh, which the interpreter lacks,
-numpy's."""
+it. Tiles are small, so that there are several; tanh, which the interpreter lacks, is numpy's."""
 
 from __future__ import annotations
 
@@ -176,10 +174,8 @@ USUAL = {f"large: {x}" for x in ("causal", "window", "grouped", "additive mask",
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_paths_agree(name: str) -> None:
-    """Output, log-sum-exp, gradients and all their terms are those of the blocked path to within
-    the bound of fp64, and the same rows and keys are empty and unseen. A scale off by 1e-9 or
-    rounded to fp32, and one key more than causality lets, are beyond the bound of some tensor
-    wherever a row sees anything; in usual cases far beyond that of every one."""
+    """Every tensor is the blocked path's to within its bound, and empty rows are the same; a scale
+    off by 1e-9 or rounded to fp32, or one key more, is beyond a bound, in USUAL cases far."""
     case = CASES[name]
     exact, found = blocked.gradients(case), fused.gradients(case)
     limits = bounds(case, exact)
@@ -209,8 +205,7 @@ PARTED = ("grouped", "one kv head", "positions, causal", "additive mask", "bool 
 
 @pytest.mark.parametrize("name", PARTED)
 def test_divided_keys_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are few programs each takes some keys, and what they return is merged; a sink
-    counts once, and a row may see nothing in a part, or in any."""
+    """Parts are merged; a sink counts once, and a row may see nothing in a part or in any."""
     monkeypatch.setattr(fused, "PROGRAMS", 1 << 20)
     monkeypatch.setattr(fused, "LEAST_BLOCKS", 1)
     case = LARGE[name]
@@ -234,8 +229,7 @@ def power(x: torch.Tensor, small: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("small", [False, True])
 def test_exp2_is_as_good_as_it_says(small: bool) -> None:
-    """Against mpmath its relative error is below 2^-52 from -1021 to 1021, near whole numbers and
-    halves, and at tiny ones; at whole numbers it is exact, and below -1021 it is 0."""
+    """To a relative 2^-52 from -1021 to 1021; exact at whole numbers, and 0 below that."""
     made = torch.Generator().manual_seed(3)
     wide = (torch.rand(4096, generator=made, dtype=torch.float64) - 0.5) * 2042
     whole = torch.arange(-1021, 1022, dtype=torch.float64).repeat(2)[:2048]
@@ -259,8 +253,7 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 37, 9), (1, 2, 130, 64), (1, 1, 5, 80), (3, 1, 17
 @pytest.mark.parametrize("dtype", [torch.float64, SINGLE, HALF])  # bfloat16 is wrong here
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_row_sums_are_pytorchs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """With and without a baseline and a prediction: maxima are equal, sums of up to 10^6 fp64
-    numbers those of another order."""
+    """Maxima are equal, sums of up to 10^6 fp64 numbers those of another order."""
     made = dataclasses.replace(yardstick("float16", shape, empty=False), unrounded=None)
     for expects, baseline in ((True, made.baseline), (False, None)):
         y = dataclasses.replace(made, baseline=baseline, baseline_fp32=None)

@@ -19,23 +19,11 @@ from numdev.report import (
 )
 
 SOUND: dict[str, Any] = {
-    "elements": 10_000,
-    "sequences": 8,
-    "nonfinite": 0,
-    "max_abs": 4e-3,
-    "mean_abs": 8e-4,
-    "rms": 1e-3,
-    "row_rel": 1e-3,
-    "floor_ratio": 1.1,
-    "baseline_ratio": 0.3,
-    "fa_rule": True,
-    "bias_p": 0.5,
-    "bias_size": 0.01,
-    "bias_of": "mean",
-    "expected_ratio": 1.02,
-    "worst_row": 1.5,
-    "noise": 0.0,
-}
+    "elements": 10_000, "sequences": 8, "nonfinite": 0, "max_abs": 4e-3, "mean_abs": 8e-4,
+    "rms": 1e-3, "row_rel": 1e-3, "floor_ratio": 1.1, "baseline_ratio": 0.3, "fa_rule": True,
+    "bias_p": 0.5, "bias_size": 0.01, "bias_of": "mean", "expected_ratio": 1.02,
+    "worst_row": 1.5, "noise": 0.0,
+}  # fmt: skip
 
 
 def row(head: int | None = 0, **changes: Any) -> DeviationRow:
@@ -97,8 +85,7 @@ def findings_of(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan
 
 
 def report(*rows: DeviationRow, **system: Any) -> AuditReport:
-    """A report that claims to be whole: by its plan these rows are all there should be, which
-    `judge_report` takes only where they are."""
+    """A report that claims to be whole: by its plan these rows are all there should be."""
     cases = dict.fromkeys(r.case for r in rows)
     heads = {name: 1 + max([r.head or 0 for r in rows if r.case == name]) for name in cases}
     return AuditReport(

@@ -1,7 +1,5 @@
-"""What tests in Triton's interpreter share: a process of its own, and a patch inside it.
-
-Triton reads TRITON_INTERPRET when it is imported, so such tests run in a process of their own.
-Nothing imports triton here."""
+"""Of Triton's interpreter: a process of its own, since TRITON_INTERPRET is read when triton is
+imported, as nothing here does; and patches inside it."""
 
 from __future__ import annotations
 
@@ -28,16 +26,14 @@ def prepare() -> None:
 
 
 def let_integers_wrap() -> None:
-    """As they do on a GPU. Triton 3.6 computes every sum of integers again in 64 bits, to complain;
-    what is wrong for that reason is seen in what comes out."""
+    """As on a GPU: Triton 3.6 computes sums of integers again in 64 bits, only to complain."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def look_builtins_up_once() -> None:
-    """Triton 3.6 goes through all of its language at every call of every function, a third of the
-    time that small kernels take: what is builtin there does not change."""
+    """Triton 3.6 looks all of its language up at every call of a function, a third of the time."""
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
@@ -56,8 +52,7 @@ def look_builtins_up_once() -> None:
 
 
 def index_arrays_of_one_element() -> None:
-    """Triton 3.6 takes int() of an array with one element wherever a loop's bound is a tensor;
-    numpy 2.4 refuses. Only the interpreter is concerned."""
+    """Triton 3.6 takes int() of an array of one element as a bound; numpy 2.4 refuses."""
     from triton.runtime import interpreter
 
     patched = interpreter._patch_lang_tensor
@@ -101,10 +96,6 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     """A run of Python that finds numdev and the tests' modules."""
     path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip

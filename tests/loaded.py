@@ -15,8 +15,6 @@ def load(file: str) -> Any:
     path = ROOT / file
     if path.stem not in sys.modules:
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
         sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[path.stem])
     return sys.modules[path.stem]

@@ -139,8 +139,7 @@ def saved(name: str, directory: Path, **changes: Any) -> Path:
 
 
 class Attending(nn.Module):
-    """One attention layer over an embedding, written by hand; `how` computes the attention. With
-    `then` it is run a second time, so."""
+    """One attention layer over an embedding; `how` attends, `then` does in a second run."""
 
     def __init__(self, how: str, then: str = "", *, dim: int = 16, heads: int = 2) -> None:
         super().__init__()

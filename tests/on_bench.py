@@ -24,13 +24,9 @@ HERE = System.here("cpu")
 
 
 def prepare(
-    case: AttentionCase,
-    format_name: str | None = None,
-    heads: Sequence[int] | None = None,
-    *,
-    gradients: bool = False,
-    sample: Sample | None = None,
-) -> Bench:
+    case: AttentionCase, format_name: str | None = None, heads: Sequence[int] | None = None, *,
+    gradients: bool = False, sample: Sample | None = None,
+) -> Bench:  # fmt: skip
     """The case in a format, by default its own."""
     name = case.format.name if format_name is None else format_name
     return bench_of(case, name, heads, gradients=gradients, sample=sample)
@@ -44,8 +40,7 @@ def measured_rows(
 
 
 def grouped_step(length: int, **changes: Any) -> AttentionCase:
-    """A drawn case of two sequences, four query heads and two kv heads, with an upstream gradient;
-    `changes` are fields of the case."""
+    """Two sequences, four query heads on two kv heads, with dO; `changes` are the case's."""
     shape: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
     return drawn(length, dtype=torch.float32, **shape, **{"scale": 0.25, **changes})
 

@@ -29,14 +29,10 @@ def tokenizer(directory: Path) -> CLIPTokenizer:
 def vae(channels: int = 4) -> diffusers.AutoencoderKL:
     """With attention of its own, in its middle block."""
     return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8),
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=channels,
+        block_out_channels=(8, 8), in_channels=3, out_channels=3, latent_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
         norm_num_groups=4,
-    )
+    )  # fmt: skip
 
 
 def text_config(words: CLIPTokenizer) -> CLIPTextConfig:
@@ -53,28 +49,22 @@ def stable_diffusion(directory: Path, scheduler: Any = None) -> Path:
     torch.manual_seed(0)
     words = tokenizer(directory / "made")
     unet = diffusers.UNet2DConditionModel(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        layers_per_block=1,
-        block_out_channels=(16, 32),
-        norm_num_groups=8,
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, norm_num_groups=8,
+        block_out_channels=(16, 32), cross_attention_dim=16,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         mid_block_type="UNetMidBlock2DCrossAttn",
-        cross_attention_dim=16,
         attention_head_dim=2,  # the number of heads, in this class
-    )
+    )  # fmt: skip
     pipeline = diffusers.StableDiffusionPipeline(
-        vae=vae(),
-        text_encoder=CLIPTextModel(text_config(words)),
-        tokenizer=words,
-        unet=unet,
+        vae=vae(), text_encoder=CLIPTextModel(text_config(words)), tokenizer=words, unet=unet,
         scheduler=scheduler or diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    return saved(pipeline, directory)
+
+
+def saved(pipeline: diffusers.DiffusionPipeline, directory: Path) -> Path:
     pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
     return directory / "pipeline"
 
@@ -83,17 +73,9 @@ def dit(directory: Path) -> Path:
     """A transformer of two layers for classes, without text."""
     torch.manual_seed(0)
     transformer = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=1000,
-    )
-    pipeline = diffusers.DiTPipeline(
-        transformer=transformer, vae=vae(), scheduler=diffusers.DDIMScheduler()
-    )
-    pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
-    return directory / "pipeline"
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2,
+        sample_size=8, patch_size=2, num_embeds_ada_norm=1000,
+    )  # fmt: skip
+    scheduler = diffusers.DDIMScheduler()
+    pipeline = diffusers.DiTPipeline(transformer=transformer, vae=vae(), scheduler=scheduler)
+    return saved(pipeline, directory)

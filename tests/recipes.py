@@ -1,5 +1,4 @@
-"""What tests of emulations share: cases large enough for statistics, gradients by autograd, and a
-look at what is rounded at each site."""
+"""Cases large enough for statistics, gradients by autograd, and what is rounded at each site."""
 
 from __future__ import annotations
 
@@ -21,31 +20,18 @@ from numdev.sources.regimes import Shapes, draw
 
 FIELDS = {field.name for field in dataclasses.fields(AttentionCase)}
 REGIMES: dict[str, dict[str, Any]] = {
-    "normal": {},
-    "logits x4": {"logits": 4.0},
-    "logits x16": {"logits": 16.0},
-    "ties": {"regime": "ties"},
-    "sink": {"regime": "sink"},
-    "outliers": {"regime": "outliers"},
+    **{"normal": {}, "logits x4": {"logits": 4.0}, "logits x16": {"logits": 16.0}},
+    **{name: {"regime": name} for name in ("ties", "sink", "outliers")},
     "one sign": {"one_sign": True},
 }
 
 
 def drawn(
-    length: int,
-    regime: str = "normal",
-    *,
-    batch: int = 1,
-    heads: int = 2,
-    kv_heads: int | None = None,
-    rows: int | None = None,
-    head_dim: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cpu",
-    seed: int = 0,
-    one_sign: bool = False,
+    length: int, regime: str = "normal", *, batch: int = 1, heads: int = 2,
+    kv_heads: int | None = None, rows: int | None = None, head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0, one_sign: bool = False,
     **others: Any,
-) -> AttentionCase:
+) -> AttentionCase:  # fmt: skip
     """A case of a regime with dO; `one_sign`: V and dO > 0. `others`: of case and regime."""
     shapes = Shapes(
         batch=batch, heads=heads, kv_heads=kv_heads or heads, q_len=rows or length, kv_len=length,
@@ -66,8 +52,7 @@ def everything(**fields: Any) -> AttentionCase:
 
 
 def dense(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor, delta: float = 1.0) -> Tensor:
-    """softmax(S) V of fp64 q, k and v with everything a case may have, written without numdev's
-    passes. A row that sees no key is 0."""
+    """softmax(S) V of fp64 q, k and v, without numdev's passes. A row that sees no key is 0."""
     k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
     S = q @ k.mT * case.scale
     if case.softcap is not None:
@@ -87,11 +72,9 @@ def dense(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor, delta: float = 1
 
 
 def autograd(case: AttentionCase, delta: float = 1.0) -> dict[str, Tensor]:
-    """`dense` as out, and dq, dk and dv by autograd of it. `delta` scales rowsum(dO o O) in
-    dS = P o (dP - delta): the row sum is the same number, with less of a derivative."""
+    """`dense` as out, and dq, dk and dv by autograd; `delta` scales rowsum(dO o O) in dS."""
     leaves = [x.detach().double().requires_grad_() for x in (case.q, case.k, case.v)]
     O = dense(case, *leaves, delta)
-    assert case.grad_out is not None
     found = (O.detach(), *torch.autograd.grad(O, leaves, case.grad_out.double()))
     return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
 

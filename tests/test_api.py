@@ -1,8 +1,6 @@
 """The public API: what it promises of sound kernels, of faulty ones, and of what cannot be run.
 
-The faulty kernels are those of benchmarks/planted.py, each sound but for one fault that
-tests/test_power.py holds to an fp64 computation of the very mistake. Here each must be caught by
-the default cases, and the message name its tensor."""
+The faults are those of benchmarks/planted.py, which tests/test_power.py holds to fp64."""
 
 from __future__ import annotations
 
@@ -70,8 +68,7 @@ def not_implemented(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts need not be small here. And a fault that draws the order of its tiles draws one twice
-    in 4 % of its checks: not with this seed."""
+    """Scripts need not be small, and the fault that draws its tiles' order is seeded."""
     monkeypatch.setattr(check, "SECONDS", 0.3)
     torch.manual_seed(0)
 
@@ -161,13 +158,8 @@ QUICK = {
 def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
     """What it says names the case, the tensor, and what is wrong with it."""
     case, tensor, words = QUICK[fault]
-    error = failing(
-        BY_NAME[fault].function,
-        cases=None if case == "default" else case,
-        formats="bfloat16",
-        backward=tensor.startswith("d"),
-        reproducers=None,
-    )
+    given = {"backward": tensor.startswith("d"), "formats": "bfloat16", "reproducers": None}
+    error = failing(BY_NAME[fault].function, cases=None if case == "default" else case, **given)
     message = " ".join(str(error).split())
     # By its name alone where another test has registered the same function.
     assert f"{fault} fails" in message
@@ -180,11 +172,8 @@ def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", planted.PLANTED, ids=BY_NAME)
-def test_the_default_cases_catch_every_planted_fault(
-    entry: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever is planted, in one of the tensors it shows in, and in one format. (What names it and
-    the script, which take most of a failing check's time, have their own tests.)"""
+def test_the_default_cases_catch_every_planted_fault(entry: Any, monkeypatch: Any) -> None:
+    """In a tensor it shows in, in one format. (Its name and its script have their own tests.)"""
     monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
     monkeypatch.setattr(check, "reproduce", lambda *given, **more: [])
     error = failing(entry.function, formats="bfloat16")
@@ -219,9 +208,7 @@ def halved(q, k, v):
 """
 
 
-def test_the_script_shows_it_in_a_bare_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_shows_it_in_a_bare_process(tmp_path: Path, monkeypatch: Any) -> None:
     """In a process that knows nothing of this one's paths: its exit code is 1."""
     (tmp_path / "somebodys.py").write_text(OWN)  # in a folder on nobody's path
     monkeypatch.syspath_prepend(tmp_path)
@@ -230,7 +217,6 @@ def test_the_script_shows_it_in_a_bare_process(
         own.halved, cases="decode", formats="float16", backward=False, reproducers=tmp_path / "kept"
     )
     script = error.result.reproducer
-    assert script is not None
     assert str(script) in str(error)
     assert script.is_relative_to(tmp_path / "kept")
     answer = subprocess.run(
@@ -242,8 +228,7 @@ def test_the_script_shows_it_in_a_bare_process(
 
 
 def test_an_exceptions_words_are_harmless() -> None:
-    """Control characters of what a kernel raises are spelled out, in the message and in the line of
-    pytest's summary; and it is not said of what a call failed that another was declined."""
+    """Control characters are spelled out, in the message and in the line of pytest's summary."""
 
     def raising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise RuntimeError("red \x1b[31m\u202e.")
@@ -256,8 +241,7 @@ def test_an_exceptions_words_are_harmless() -> None:
 
 
 def test_heads_that_were_repeated_were_not_tested() -> None:
-    """A function without `enable_gqa` gets as many kv heads as query heads, and that is said; one
-    that groups them wrongly is caught where it is told of them."""
+    """That kv heads were repeated is said; wrong grouping is caught in a function that is told."""
 
     def swapped(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         group = q.shape[1] // k.shape[1]
@@ -284,18 +268,13 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     assert "Without `claims`" not in str(failing(coarse, claims=EAGER, **wrong))
 
 
-@pytest.mark.parametrize(
-    ("function", "given", "words"),
-    [
-        (not_implemented, {}, "only 128 features"),
-        (broken_kernels.refuses, {}, "head_dim 4 is too small"),
-        (plain, {"cases": "padding"}, "no parameter for it: mask"),
-        (without_backward, {"backward": True, "claims": EAGER}, "none could be measured"),
-    ],
-)
-def test_nothing_measured_raises(
-    function: Callable[..., Any], given: dict[str, Any], words: str
-) -> None:
+@pytest.mark.parametrize(("function", "given", "words"), [
+    (not_implemented, {}, "only 128 features"),
+    (broken_kernels.refuses, {}, "head_dim 4 is too small"),
+    (plain, {"cases": "padding"}, "no parameter for it: mask"),
+    (without_backward, {"backward": True, "claims": EAGER}, "none could be measured"),
+])  # fmt: skip
+def test_nothing_measured_raises(function: Any, given: dict[str, Any], words: str) -> None:
     """A kernel that refuses every call, or every backward pass that was asked for."""
     error = failing(function, **{"cases": "full", "formats": "float16", **given})
     assert "no pass" in " ".join(str(error).split())
@@ -321,16 +300,11 @@ def test_cases_by_every_kind_of_name(tmp_path: Path) -> None:
     assert torch.equal(held.q, call.q)
 
 
-@pytest.mark.parametrize(
-    ("cases", "words"),
-    [
-        (["causel"], "did you mean 'causal'"),
-        ([{"seqlen": 3}], "did you mean 'seq_len'"),
-        (["full", "full"], "2 cases are called 'full'"),
-        ([], "no case to check"),
-        ([Path("nowhere")], "no captured tensors"),
-    ],
-)
+@pytest.mark.parametrize(("cases", "words"), [
+    (["causel"], "did you mean 'causal'"), ([{"seqlen": 3}], "did you mean 'seq_len'"),
+    (["full", "full"], "2 cases are called 'full'"), ([], "no case to check"),
+    ([Path("nowhere")], "no captured tensors"),
+])  # fmt: skip
 def test_wrong_cases_are_named(cases: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         names(cases)
@@ -381,8 +355,7 @@ def test_threads_and_autograd_are_left_as_they_were() -> None:
 
 @pytest.mark.slow
 def test_a_sound_kernel_passes_every_feature() -> None:
-    """`numdev kernels --check`: PyTorch's kernel passes in all it does not refuse, gradients too;
-    what it refuses is said, and so is what needs a GPU."""
+    """`numdev kernels --check` passes what it does not refuse, and says what it refuses."""
     done = invoked("kernels", "--check", "sdpa-flash", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -406,8 +379,7 @@ def test_writing_into_the_inputs_is_wrong() -> None:
 
 
 def test_eager_attention_at_huge_scores() -> None:
-    """With scores near -5e4 a bfloat16 score holds no difference below 256: plain attention is off
-    by more than half of the answer, as its own roundings predict."""
+    """Near -5e4 a bfloat16 score holds no difference below 256; the error is predicted."""
     case = {"heads": 2, "seq_len": 64, "head_dim": 64,
             "inputs": {"name": "far_below", "lse": -5.0e4, "q": 64.0}}  # fmt: skip
     result = check_attention(find("baseline"), cases=case, formats="bfloat16", backward=False)
@@ -417,8 +389,7 @@ def test_eager_attention_at_huge_scores() -> None:
 
 
 def test_measure_is_the_definition() -> None:
-    """rms and the largest error of a causal call with grouped heads, against fp64 by hand. What has
-    another shape is no output."""
+    """rms and the largest error against fp64 by hand; what has another shape is no output."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 9, 8, generator=generator).half() for h in (4, 2, 2))
     out = torch.randn(2, 4, 9, 8, generator=generator).half()
@@ -452,23 +423,16 @@ def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:
 
 
 def test_names_are_imported_when_asked_for() -> None:
-    """`import numdev` imports no torch; its names are there, a wrong one is not."""
+    """`import numdev` imports no torch; its names are there, and only `audit` is a module's too."""
     code = (
-        "import sys, numdev; assert 'torch' not in sys.modules; assert 'pydantic' not in "
-        "sys.modules; assert {'audit', 'check_attention'} <= set(dir(numdev)); "
-        "import numdev.sources.capture; assert callable(numdev.capture); "
-        "assert not hasattr(numdev, 'x')"
+        "import sys, numdev; assert not {'torch', 'pydantic'} & {*sys.modules}; "
+        "assert {'audit', 'check_attention'} <= {*dir(numdev)}; assert not hasattr(numdev, 'x'); "
+        "import numdev.sources.capture; assert callable(numdev.capture)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert answer.returncode == 0, answer.stderr
-    assert all(getattr(numdev, name).__doc__ for name in numdev.__all__)
-
-
-def test_no_public_name_is_a_module() -> None:
-    """A submodule of such a name would take its place once it is imported."""
-    names = {p.stem for p in (ROOT / "numdev").iterdir()} & set(numdev.__all__)
-    assert names == {"audit"}  # for which `numdev/__init__.py` sees to it
-    assert callable(numdev.audit)
+    assert all(callable(x) and x.__doc__ for x in map(numdev.__getattr__, numdev.__all__))
+    assert {p.stem for p in (ROOT / "numdev").iterdir()} & set(numdev.__all__) == {"audit"}
 
 
 def test_the_page_is_true() -> None:

@@ -1,5 +1,4 @@
-"""`numdev audit` of models that are no language models or write; and what a model is given to read:
-whole chunks of text with their special tokens, drawn ids, images, spectrograms."""
+"""`numdev audit` of models of other kinds or that write, and what a model is given to read."""
 
 from __future__ import annotations
 
@@ -100,24 +99,19 @@ def test_what_is_written_fits_after_what_is_read(
     capture(model, prompt.inputs, lambda case: None, source="", generate=generate)
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "words"),
-    [
-        ("vit", ("--generate", "1"), "ViTForImageClassification does not generate text"),
-        ("vit", ("--text", "a.txt"), "ViTForImageClassification reads no text"),
-        ("wav2vec2", (), "reads input_values, which numdev cannot draw"),
-        ("vit", ("--inputs", "none.safetensors"), "none.safetensors: no such file"),
-        ("gpt2", ("--generate", "64"), "has only 64 positions"),
-    ],
-)
+@pytest.mark.parametrize(("name", "flags", "words"), [
+    ("vit", ("--generate", "1"), "ViTForImageClassification does not generate text"),
+    ("vit", ("--text", "a.txt"), "ViTForImageClassification reads no text"),
+    ("wav2vec2", (), "reads input_values, which numdev cannot draw"),
+    ("vit", ("--inputs", "none.safetensors"), "none.safetensors: no such file"),
+    ("gpt2", ("--generate", "64"), "has only 64 positions"),
+])  # fmt: skip
 def test_requests_that_cannot_be_met(
     name: str, flags: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
 ) -> None:
     """In one line, before anything is measured."""
     assert words in refusal(capsys, 2, models.saved(name, tmp_path), *SMALL, *flags)
 
-
-# --- what a model is given to read ---------------------------------------------------------------
 
 PAD, CLS, SEP, UNKNOWN = range(4)
 IMAGES = "3 images of 3 x 12 x 12 drawn with seed 5"
@@ -163,33 +157,16 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
     assert prompt.description == "2 x up to 6 tokens of a, b"
 
 
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [
-        *[(name, ["input_ids"]) for name in ("llama", "bert", "t5")],
-        ("t5_seq2seq", ["input_ids", "decoder_input_ids"]),
-        ("vit", ["pixel_values"]),
-        ("clip", ["input_ids", "pixel_values"]),
-        ("whisper", ["input_features", "decoder_input_ids"]),
-        ("wav2vec2", ["input_values"]),
-    ],
-)
-def test_what_a_model_needs(name: str, needs: list[str]) -> None:
-    assert wanted(getattr(models, name)()) == needs
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "shape", "words"),
-    [
-        *[(n, "pixel_values", (3, 3, 12, 12), IMAGES) for n in ("vit", "clip")],
-        ("whisper", "input_features", (3, 8, 24), "3 spectrograms of 8 x 24 drawn with seed 5"),
-    ],
-)
+@pytest.mark.parametrize(("name", "argument", "shape", "words"), [
+    *[(n, "pixel_values", (3, 3, 12, 12), IMAGES) for n in ("vit", "clip")],
+    ("whisper", "input_features", (3, 8, 24), "3 spectrograms of 8 x 24 drawn with seed 5"),
+])  # fmt: skip
 def test_images_and_spectrograms_have_the_configs_size(
     name: str, argument: str, shape: tuple[int, ...], words: str
 ) -> None:
     """Drawn from N(0, 1) with the seed, without touching torch's own generator."""
     model = getattr(models, name)()
+    assert argument in wanted(model)
     state = torch.get_rng_state()
     prompt, same, other = (draw(argument, model, count=3, length=9, seed=s) for s in (5, 5, 6))
     assert prompt.inputs[argument].shape == shape

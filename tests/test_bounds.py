@@ -1,7 +1,6 @@
 """Bounds: what is known of curves made by hand comes back, and what is wrong is seen.
 
-Curves follow the logistic model of `chaotic`: exponential growth from a known start to a known
-level. There the exact ratio and the step at which a curve bends can be written down."""
+Curves follow the logistic model of `chaotic`, of which ratio and bend can be written down."""
 
 from __future__ import annotations
 
@@ -28,14 +27,10 @@ from numdev.training.report import DistanceRow, TrainReport, TrainSummary, Varia
 STEPS = (0, 1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 70, 100, 150, 200, 300, 400)
 RATE = 0.1  # growth per step
 LEVEL = 1e-2  # where every distance ends
-STARTS: Mapping[str, float] = {
-    "flash": 3e-7,
-    "low-precision": 1e-6,
-    "attention-precision": 5e-7,
-    "null-rounding-1": 2e-9,
-    "null-rounding-2": 4e-9,
-    "null-ulp": 1e-9,
-}
+STARTS = {
+    "flash": 3e-7, "low-precision": 1e-6, "attention-precision": 5e-7,
+    "null-rounding-1": 2e-9, "null-rounding-2": 4e-9, "null-ulp": 1e-9,
+}  # fmt: skip
 NAMES = ("golden", *STARTS, "other-seed", "null-repeat")
 
 
@@ -102,7 +97,7 @@ def run_of(distances: Sequence[DistanceRow], names: Sequence[str] = NAMES) -> Tr
             answer=(), steps=max(STEPS), seeds=(0,), parameters=1000, model="gpt", data="d"
         ),
         variants=tuple(
-            VariantRecord(name=name, role=role, attention_format="bfloat16", **fields)  # type: ignore[arg-type]
+            VariantRecord(name=name, role=role, attention_format="bfloat16", **fields)
             for name, role in roles.items()
         ),
         rows=(),
@@ -136,9 +131,6 @@ def said(found: BoundsReport) -> str:
     return "\n".join(found.summary.answer)
 
 
-# --- where curves merge --------------------------------------------------------------------------
-
-
 def marks(**roles: Sequence[Mapping[int, float | tuple[float, ...]]]) -> Saturation:
     """Of runs of each role, by seed: step to the distance of one run, or those of several."""
     lines = [
@@ -152,8 +144,7 @@ def marks(**roles: Sequence[Mapping[int, float | tuple[float, ...]]]) -> Saturat
 
 
 def test_proportion_is_lost_where_the_model_says() -> None:
-    """The largest over the null is start ratio * (L - a)/(L - n) in the logistic model: it has
-    halved where the largest is at half its level, and is at most 2 once the null is too."""
+    """The ratio to the null is that of the starts times (L - a)/(L - n): half at half of L."""
     a, n = 1e-6, 1e-9
     large, small = ([{s: chaotic(start)(s) for s in range(1, 301)}] for start in (a, n))
     mark = marks(low_precision=large, null_ulp=small)
@@ -173,9 +164,7 @@ def test_proportion_is_lost_where_the_model_says() -> None:
         ((1.1, 1.1, 1.1, 1.1, 1.1), 1, 1, ()),  # a null as large as all
     ],
 )
-def test_merging_must_last(
-    flash: tuple[float, ...], bends: int | None, saturated: int | None, early: tuple[int, ...]
-) -> None:
+def test_merging_must_last(flash: Any, bends: Any, saturated: int | None, early: Any) -> None:
     """Over a null of 1. A scale changes no mark, nor does another seed, which starts apart."""
     steps = (1, 2, 4, 8, 16)
     for scale in (1.0, 1e3):
@@ -186,10 +175,8 @@ def test_merging_must_last(
 
 
 def test_chance_decides_where_equal_causes_part() -> None:
-    """Null runs of one kind in one seed are more than twice as far apart as at first: the early
-    window ends there, though means over seeds keep their proportion; the other seed, in which they
-    stay together, and a kind with a single run say nothing. Nor does flash, however it scatters: a
-    window is not chosen for its answer."""
+    """The early window ends where null runs of one kind and seed are twice as far apart as at
+    first; a single run, another seed and flash say nothing."""
     steps = (1, 2, 4, 8)
     flash, alone = [dict.fromkeys(steps, 10.0)] * 2, [dict.fromkeys(steps, 1.0)]
     equal: list[Any] = [
@@ -204,13 +191,9 @@ def test_chance_decides_where_equal_causes_part() -> None:
     assert (mark.chance, mark.early) == (None, steps)
 
 
-# --- a whole run ---------------------------------------------------------------------------------
-
-
 def test_the_known_ratios_come_back(bounds: Found) -> None:
-    """Early ratios are those of the starts, to what the last early steps have lost (at most half of
-    the largest curve's lead, at the last alone); late ones are 1. One seed has no interval. A null
-    of flash's size, and a late curve that stays apart, are seen."""
+    """Early ratios are those of the starts, late ones are 1; one seed has no interval; a null of
+    flash's size, and a late curve that stays apart, are seen."""
     found = bounds(curves())
     for against in ("low-precision", "attention-precision"):
         exact = STARTS["flash"] / STARTS[against]
@@ -245,15 +228,12 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int
         assert c.low is c.high is None
         return
     test = scipy.stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
-    assert c.low is not None
-    assert c.high is not None
     assert (c.low, c.high) == pytest.approx((math.exp(test.low), math.exp(test.high)))
     assert c.low < 0.3 < c.high < 0.9
 
 
 def test_the_answer_comes_first_and_holds_both_windows(bounds: Found) -> None:
-    """Early with W1 behind the paired number and the paper's beside it, late, and what that means;
-    the word for what nobody has shown is in none of them."""
+    """Early with W1 and the paper's number beside it, late, and what that means; no false word."""
     found = bounds(several())
     first, second, last = found.summary.answer
     c = compared(found, "low-precision", "early")
@@ -293,8 +273,7 @@ PARTING = changed(
 def test_which_steps_are_early(
     bounds: Found, rows: Any, names: Any, words: str, last: int | None, late: str | None
 ) -> None:
-    """Without a null where curves merge is not known, so only the first step is quoted. W1 is
-    quoted over the same steps, wherever it merges."""
+    """Without a null, where curves merge is not known: only the first step is quoted."""
     found = bounds(changed(rows, lambda r: not r.equal, w1=lambda x: 1.0), names)
     assert found.summary.answer[0].startswith(words)
     paired, w1 = (compared(found, "low-precision", "early", m) for m in ("mean_abs", "w1"))
@@ -319,8 +298,7 @@ def test_the_table_shows_the_paired_ratio_of_each_window(bounds: Found) -> None:
 
 
 def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
-    """A run that is not deterministic, be it by one weight at any step; one that diverged, with the
-    step from which on it has no distance: its seed gives no ratio. A sound run is not accused."""
+    """A run that is not deterministic, by one weight at any step, or that diverged, and where."""
     off = changed(
         curves(), lambda r: (r.variant, r.step) == ("null-repeat", 400), max_abs=lambda x: 1e-30
     )

@@ -1,6 +1,4 @@
-"""Capturing a model's attention: what is handed over is what the model's own attention computed.
-
-The oracles are in `capturing`."""
+"""Capturing a model's attention: what is handed over is what it computed. Oracles: `capturing`."""
 
 from __future__ import annotations
 
@@ -23,12 +21,7 @@ from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.kernels import find
-from numdev.sources.capture import (
-    attention_implementation,
-    attention_modules,
-    capture,
-    handed_over,
-)
+from numdev.sources.capture import attention_implementation, attention_modules, capture, handed_over
 
 B, N, STEPS = 3, 12, 3
 IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
@@ -97,8 +90,7 @@ CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
 def test_a_captured_call_computes_what_the_models_own_attention_does(
     name: str, given: dict[str, Tensor], steps: int | None, calls: int, tmp_path: Path
 ) -> None:
-    """Every call's case is that layer's eager output: self and cross attention, position biases,
-    towers, windows and padding, in the prefill and in every decode step."""
+    """Every call's case is that layer's eager output, in the prefill and in every decode step."""
     assert len(agrees(name, given, tmp_path, steps)) == calls
 
 
@@ -117,13 +109,11 @@ def test_calls_come_as_sdpa_would_have_had_them(tmp_path: Path) -> None:
     bare, padded = (cases_of(model, text(p))[0] for p in (None, "right"))
     assert (bare.kv_heads, bare.is_causal, bare.mask) == (2, True, None)
     assert (padded.kv_heads, padded.is_causal) == (8, False)
-    assert padded.mask is not None
     assert padded.mask.dtype == torch.bool
 
 
 def test_soft_cap_and_window_are_delivered(tmp_path: Path) -> None:
-    """Gemma 2's cap is on every call; its window on the sliding layer's, whose mask has it too, and
-    where it hides nothing there is none, so that flash kernels can run the call."""
+    """Gemma 2's cap is on every call; a window that hides nothing is none, so flash can run it."""
     model = opened("gemma2", tmp_path)
     first, second = cases_of(model, text())
     assert (first.softcap, second.softcap) == (0.5, 0.5)
@@ -139,8 +129,7 @@ def test_soft_cap_and_window_are_delivered(tmp_path: Path) -> None:
 
 
 def test_a_single_query_keeps_its_heads(tmp_path: Path) -> None:
-    """transformers lays grouped heads out as rows when there is one query; the case has heads, and
-    a mask per head is brought back with them."""
+    """transformers lays its grouped heads out as rows; they and a mask per head come back."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     given = {"input_ids": torch.tensor([[5], [7]]), "attention_mask": torch.tensor([[1], [0]])}
@@ -244,8 +233,7 @@ def test_what_runs_while_a_call_is_handled_is_not_captured(tmp_path: Path) -> No
 
 
 def test_a_run_is_gone_through_item_by_item() -> None:
-    """Exactly one side runs at a time; an error comes out where it is waited for, and leaving early
-    ends the run at its next item."""
+    """One side runs at a time; an error comes out where it is waited for; leaving early ends it."""
     events: list[str] = []
 
     def run(hand_over: Callable[[int], None]) -> None:
@@ -277,19 +265,13 @@ def test_a_run_is_gone_through_item_by_item() -> None:
 BY_HAND = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2))
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        (models.Attending("softmax"), "not seen in attn;"),
-        (BY_HAND, "not seen in 1;"),
-        (models.Attending("sdpa", "softmax"), "not seen in attn;"),
-        (nn.Sequential(nn.Embedding(96, 4)), "no attention call"),
-        (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
-    ],
-)
-def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(
-    model: nn.Module, says: str
-) -> None:
+@pytest.mark.parametrize(("model", "says"), [
+    (models.Attending("softmax"), "not seen in attn;"), (BY_HAND, "not seen in 1;"),
+    (models.Attending("sdpa", "softmax"), "not seen in attn;"),
+    (nn.Sequential(nn.Embedding(96, 4)), "no attention call"),
+    (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
+])  # fmt: skip
+def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(model: Any, says: str) -> None:
     """A shorter report is not an answer: every run of a layer must have made a call."""
     name = "input" if isinstance(model, nn.Sequential) else "input_ids"
     with pytest.raises(MeasurementError, match=says):
@@ -334,15 +316,12 @@ def test_inputs_that_do_not_fit_are_an_error_in_one_line(tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("children", "owns"),
-    [
-        *[(n, True) for n in ("q_proj k_proj v_proj o_proj", "query key value", "Wqkv Wo")],
-        *[(n, True) for n in ("c_attn", "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj")],
-        *[(n, False) for n in ("q_norm k_norm v_norm", "in_proj conv1d out_proj")],
-        *[(n, False) for n in ("q_proj k_proj v_proj q_conv1d", "receptance key value")],
-    ],
-)
+@pytest.mark.parametrize(("children", "owns"), [
+    *[(n, True) for n in ("q_proj k_proj v_proj o_proj", "query key value", "Wqkv Wo")],
+    *[(n, True) for n in ("c_attn", "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj")],
+    *[(n, False) for n in ("q_norm k_norm v_norm", "in_proj conv1d out_proj")],
+    *[(n, False) for n in ("q_proj k_proj v_proj q_conv1d", "receptance key value")],
+])  # fmt: skip
 def test_projections_are_known_by_their_names(children: str, owns: bool) -> None:
     module = nn.Module()
     for child in children.split():
@@ -390,8 +369,7 @@ class One(nn.Module):
 
 
 def agrees_projected(model: One) -> None:
-    """The module's one call as a case gives, projected, its output in a run of its own; and its
-    output while captured is that too."""
+    """The module's one call, projected, is its output in a run of its own, and while captured."""
     x = normal(PAIR, ROW, E) if model.mha.batch_first else normal(ROW, PAIR, E)
     with torch.no_grad():
         own = model(x)
@@ -441,9 +419,7 @@ OPTIONS = [{}, {"batch_first": False}, {"add_bias_kv": True}, {"add_zero_attn": 
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
 @pytest.mark.parametrize("call", MASKED.values(), ids=MASKED)
 @pytest.mark.parametrize("options", [*OPTIONS, {"bias": False}], ids=str)
-def test_the_case_is_the_modules_own_attention(
-    options: dict[str, Any], call: dict[str, Any], need_weights: bool
-) -> None:
+def test_the_case_is_the_modules_own_attention(options: Any, call: Any, need_weights: bool) -> None:
     """Every kind of mask, with every option, with and without the weights asked for."""
     agrees_projected(One({**call, "need_weights": need_weights}, **options))
 

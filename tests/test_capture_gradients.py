@@ -1,9 +1,8 @@
 """Upstream gradients out of a running model are autograd's own, or said to be drawn.
 
-The oracle is an ordinary training step of the model itself: eager attention in fp64, parameters
-that learn, `loss.backward()`, and the gradient that arrives at the input of the attention's output
-layer. transformers computes losses from fp32 logits, so that both sides round there; gradients
-agree to 1e-5, 100 roundings to fp32. Models written here agree to 1e-12."""
+The oracle is an ordinary training step: eager attention in fp64, parameters that learn, and the
+gradient at the input of the attention's output layer. transformers computes losses from fp32
+logits, so gradients agree to 1e-5; models written here to 1e-12."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def text(padding: bool = False) -> dict[str, Tensor]:
 
 
 def task(name: str, padding: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """What a model reads, and its labels: the tokens of the text, -100 where there is none; for a
-    decoder those but the last."""
+    """What a model reads, and its labels: -100 where there is none, a decoder's last too."""
     given = text(padding)
     labels = given["input_ids"].clone()
     if padding:
@@ -97,8 +95,7 @@ def apart(case: AttentionCase, own: Tensor) -> float:
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_those_of_a_training_step(name: str, padding: bool, tmp_path: Path) -> None:
-    """Causal, masked and sequence-to-sequence language models, with grouped heads, a soft cap,
-    sinks and a position bias, each through both routes: every call's grad_out is autograd's."""
+    """Of language models of every kind, padded or not, every call's grad_out is autograd's."""
     model = opened(name, tmp_path)
     given, labels = task(name, padding)
     own = trained(
@@ -112,9 +109,6 @@ def test_gradients_are_those_of_a_training_step(name: str, padding: bool, tmp_pa
         assert (case.grad_out_from, case.grad_out.dtype) == (LANGUAGE, torch.float64)
         assert apart(case, gradient) < FP32
         assert not any(x.requires_grad for x in (case.q, case.k, case.v, case.grad_out))
-
-
-# --- models written by hand -----------------------------------------------------------------------
 
 
 class Scored(nn.Module):
@@ -165,8 +159,7 @@ def test_a_call_the_loss_does_not_reach_is_not_lost(how: str) -> None:
 
 @pytest.mark.parametrize(("how", "times"), [("zero", 0.0), ("overflow", math.inf)])
 def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(how: str, times: float) -> None:
-    """A contrastive loss of one pair is constant; in float16 a gradient may overflow. The loss
-    itself is finite in both."""
+    """A contrastive loss of one pair is constant; in float16 a gradient may overflow."""
 
     class Scaled(torch.autograd.Function):
         @staticmethod
@@ -250,8 +243,6 @@ def test_calls_are_dropped_once_handed_over(tmp_path: Path) -> None:
     assert len(seen) == 8 + 5
 
 
-# --- where queries come from: dQ pulled back to W_Q, outer what W_Q reads, is dW_Q ---------------
-
 FP32_TEN = 1e-6  # of the largest element: ten roundings to fp32
 IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(5))
 
@@ -275,8 +266,7 @@ def stepped(model: nn.Module, inputs: dict[str, Tensor], monkeypatch: Any) -> li
 def captured(
     model: nn.Module, inputs: dict[str, Tensor], *, drawn: bool = False
 ) -> list[tuple[AttentionCase, Projection]]:
-    """Every call of a capture, with its projection. `drawn`: without the model's loss, so that
-    cases are handed over in the middle of the forward pass."""
+    """Every call with its projection. `drawn`: without a loss, amid the forward pass."""
     found = []
     projections = Projections()
     upstream = None if drawn else find_upstream(model, inputs, seed=0)
@@ -310,9 +300,12 @@ def built(name: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_dw_q_is_that_of_a_training_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Summed over tokens, pull(dQ) outer x is the gradient of W_Q, for every layer."""
+    """Summed over tokens, pull(dQ) outer x is the gradient of W_Q, and the model is as before."""
     model, inputs = built(name)
+    before = {name: (p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
     calls = captured(model, inputs)
+    assert {n: (p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()} == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     grads = stepped(model, inputs, monkeypatch)
     assert len(calls) == len(grads) == 2
     at, part = MODELS[name]
@@ -325,15 +318,6 @@ def test_dw_q_is_that_of_a_training_step(name: str, monkeypatch: pytest.MonkeyPa
         assert pulled.shape == (2, 12, case.heads, case.q.shape[3])
         ours = torch.einsum("bto,btw->ow", pulled.flatten(2), projection.x)
         assert (ours - dW).abs().max() < FP32_TEN * dW.abs().max()
-
-
-def test_a_model_is_left_as_it_was() -> None:
-    """No hook stays, no parameter changes its place or takes gradients it did not."""
-    model, inputs = built("llama")
-    before = {name: (p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
-    captured(model, inputs)
-    assert {n: (p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()} == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 class Low(nn.Module):
@@ -369,16 +353,12 @@ class Around(nn.Module):
         return self.attention(self.embed(input_ids))
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        (Around(Low()), "2 linear layers (q_proj, up)"),
-        (Around(Restless("sdpa", 16, 2)), "makes other queries when it is run again"),
-        (Around(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)), "0 linear layers"),
-    ],
-)
+@pytest.mark.parametrize(("model", "says"), [
+    (Around(Low()), "2 linear layers (q_proj, up)"),
+    (Around(Restless("sdpa", 16, 2)), "makes other queries when it is run again"),
+    (Around(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)), "0 linear layers"),
+])  # fmt: skip
 def test_where_there_is_no_projection(model: nn.Module, says: str) -> None:
-    """Queries that are not one linear layer's, or not the same ones again, have no projection, and
-    the reason names the call."""
+    """Queries that are not one linear layer's, or not the same again; the reason names the call."""
     with pytest.raises(MeasurementError, match=re.escape(says)):
         captured(model.double().eval(), {"input_ids": IDS}, drawn=True)

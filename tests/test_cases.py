@@ -1,6 +1,4 @@
-"""Attention cases: what they refuse, which keys a query sees, rounding, and choosing heads.
-
-The oracle for visibility is `oracles.sees`, one query and one key at a time."""
+"""Attention cases: what they refuse, which keys a query sees, rounding, and choosing heads."""
 
 from __future__ import annotations
 
@@ -10,41 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from on_bench import prepare
+from on_bench import prepare, rows_on
 from oracles import FEATURES, make_case, sees
 from torch import Tensor
 
-from numdev.audit.plan import Task
-from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef, laid_out, transposed, visible
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named
 from numdev.kernels import Kernel, Output
-from numdev.system import System
 
 BF16, FP16, FP32, FP64 = (FORMATS[n] for n in ("bfloat16", "float16", "float32", "float64"))
 zeros = torch.zeros
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"q": zeros(2, 4, 4)}, r"q: expected \[batch, heads, length, head_dim\], got \[2, 4, 4\]"),
-        ({"v": zeros(1, 2, 5, 0)}, "v: expected"),
-        ({"q": zeros(1, 2, 4, 4, dtype=torch.float64)}, "expected one floating-point dtype"),
-        ({"q": zeros(3, 2, 4, 4)}, "do not fit together"),
-        ({"q": zeros(1, 2, 4, 8)}, "q and k differ in head_dim: 8 and 4"),
-        ({"q": zeros(1, 3, 4, 4)}, "3 query heads are no multiple of 2 kv heads"),
-        ({"scale": math.nan}, "scale: expected a finite number, got nan"),
-        ({"softcap": 0.0}, "softcap: expected a positive number, got 0.0"),
-        ({"sinks": zeros(3)}, r"sinks: expected \[2\], one per head, got \[3\]"),
-        ({"grad_out": zeros(1, 2, 4, 3)}, r"grad_out: .* got \[1, 2, 4, 3\]"),
-        ({"positions": torch.tensor([0, 1])}, r"positions: expected int64 \[4\]"),
-        ({"mask": zeros(4, 4)}, r"mask has shape \[4, 4\], which does not broadcast to \[1, 2"),
-        ({"mask": zeros(1, 1, 1, 4, 5)}, "does not broadcast"),
-        ({"mask": zeros(4, 5, dtype=torch.int64)}, "mask: expected bool .* got torch.int64"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"q": zeros(2, 4, 4)}, r"q: expected \[batch, heads, length, head_dim\], got \[2, 4, 4\]"),
+    ({"v": zeros(1, 2, 5, 0)}, "v: expected"),
+    ({"q": zeros(1, 2, 4, 4, dtype=torch.float64)}, "expected one floating-point dtype"),
+    ({"q": zeros(3, 2, 4, 4)}, "do not fit together"),
+    ({"q": zeros(1, 2, 4, 8)}, "q and k differ in head_dim: 8 and 4"),
+    ({"q": zeros(1, 3, 4, 4)}, "3 query heads are no multiple of 2 kv heads"),
+    ({"scale": math.nan}, "scale: expected a finite number, got nan"),
+    ({"softcap": 0.0}, "softcap: expected a positive number, got 0.0"),
+    ({"sinks": zeros(3)}, r"sinks: expected \[2\], one per head, got \[3\]"),
+    ({"grad_out": zeros(1, 2, 4, 3)}, r"grad_out: .* got \[1, 2, 4, 3\]"),
+    ({"positions": torch.tensor([0, 1])}, r"positions: expected int64 \[4\]"),
+    ({"mask": zeros(4, 4)}, r"mask has shape \[4, 4\], which does not broadcast to \[1, 2"),
+    ({"mask": zeros(1, 1, 1, 4, 5)}, "does not broadcast"),
+    ({"mask": zeros(4, 5, dtype=torch.int64)}, "mask: expected bool .* got torch.int64"),
+])  # fmt: skip
 def test_parts_that_do_not_fit_are_named(change: dict[str, Any], says: str) -> None:
     """A case that makes no sense is refused with its name and what is wrong with it."""
     with pytest.raises(UsageError, match=f"attention case 'test': .*{says}"):
@@ -74,12 +66,8 @@ def test_visible_is_what_the_definition_says(name: str) -> None:
         assert torch.equal(whole, expected)
 
 
-# --- rounding ------------------------------------------------------------------------------------
-
-
 def test_rounding_rounds_every_tensor_once() -> None:
-    """q, k, v, an additive mask, sinks and grad_out are rounded, correctly; a bool mask is kept;
-    what is out of range overflows, as in a model."""
+    """Correctly; a bool mask is kept; what is out of range overflows, as in a model."""
     twice = 1 + 2.0**-8 + 2.0**-40  # through float32 this becomes a tie, and then 1.0
     names = ("q", "k", "v", "mask", "sinks", "grad_out")
     grad_out = torch.zeros(1, 2, 4, 4, dtype=torch.float64)
@@ -102,7 +90,6 @@ def test_the_lowest_number_in_a_mask_stays_finite(fmt: Any, wide: torch.dtype) -
     """The way models write "hidden" must not become -inf, and -inf must not become finite."""
     row = torch.tensor([torch.finfo(wide).min, -math.inf, 0.0, 0.0, 0.0], dtype=wide)
     rounded = make_case(mask=row, dtype=wide).rounded_to(fmt).mask
-    assert rounded is not None
     assert rounded.tolist() == [-fmt.largest, -math.inf, 0.0, 0.0, 0.0]
 
 
@@ -112,12 +99,9 @@ def test_what_a_mask_hides_stays_hidden_in_a_wider_dtype(name: str) -> None:
     row = torch.tensor([torch.finfo(torch.float64).min, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     rounded = make_case(mask=row).rounded_to(format_named(name))
     shown = visible(rounded, slice(0, 4), slice(0, 5))
-    assert shown is not None
     assert not shown[..., 0].any()
     assert shown[..., 1:].all()
 
-
-# --- layouts -------------------------------------------------------------------------------------
 
 B, H, N, D = 2, 4, 5, 8
 STRIDES = {
@@ -165,9 +149,8 @@ def test_a_kernel_sees_the_strides(layout: str) -> None:
         return Output(out=torch.zeros(B, H, N, D, dtype=torch.bfloat16))
 
     kernel = Kernel(name="k", function=attend)
-    task = Task(case=case.ref, role="kernel", kernel="k", options={}, format="bfloat16")
     bench = prepare(case, "bfloat16")
-    (row, *_) = measure_task(task, kernel, bench, System.here("cpu")).rows
+    (row, *_) = rows_on(bench, kernel)
     assert row.status == "ok", row.reason
     assert met == [STRIDES[layout]]
     assert bool(bench.case.k.any())

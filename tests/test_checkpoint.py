@@ -1,5 +1,5 @@
-"""Opening a checkpoint, a state dict with its factory, or a torch.distributed checkpoint: what is
-stored comes out, all of it or it is said why, and nothing in it is trusted."""
+"""Opening a checkpoint, a state dict with its factory, or a torch.distributed one: what is stored
+comes out, all of it or it is said why, and nothing in it is trusted."""
 
 from __future__ import annotations
 
@@ -273,14 +273,10 @@ def test_a_missing_weight_is_named(llama: Path) -> None:
     failure(llama, MeasurementError, "LlamaForCausalLM", "needs", name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.2.self_attn.q_proj.weight",
-        "model.layers.0.self_attn.q_norm.weight",
-        "model.norm.scale",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "model.layers.2.self_attn.q_proj.weight", "model.layers.0.self_attn.q_norm.weight",
+    "model.norm.scale",
+])  # fmt: skip
 def test_a_weight_the_model_has_no_place_for_is_named(llama: Path, name: str) -> None:
     """One layer too many, a normalisation not applied, an unknown parameter, another shape."""
     rewrite(llama, lambda state: state.update({name: torch.zeros(4)}))
@@ -296,11 +292,8 @@ def test_a_weight_the_model_has_no_place_for_is_named(llama: Path, name: str) ->
         ("gpt2", {"transformer.h.0.attn.bias": (64, 64), "transformer.h.0.attn.masked_bias": ()}),
     ],
 )  # fmt: skip
-def test_what_changes_nothing_may_be_left_over(
-    tmp_path: Path, name: str, extra: dict[str, tuple[int, ...]]
-) -> None:
-    """bert-base-uncased names BertForMaskedLM and stores a pooler and a next-sentence head too;
-    older files hold causal masks in every layer, which models compute now."""
+def test_what_changes_nothing_may_be_left_over(tmp_path: Path, name: str, extra: Any) -> None:
+    """bert-base-uncased stores a pooler and another head too; older files hold causal masks."""
     directory = models.save(getattr(models, name)(), tmp_path)
     rewrite(directory, lambda state: state.update({n: torch.ones(s) for n, s in extra.items()}))
     assert not load(directory).training
@@ -364,8 +357,7 @@ STORED: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("way", STORED)
 def test_every_way_of_storing_a_state_dict_gives_the_same_model(tmp_path: Path, way: str) -> None:
-    """Bit for bit; and the stored weights under the model's names, without prefix, tied ones of a
-    pickle once; what lies beside them is left out."""
+    """Bit for bit, under the model's names, tied ones of a pickle once; the rest is left out."""
     path = STORED[way](tmp_path)
     opened, model = open_state_dict(path, "factories:gpt"), built(path)
     assert not model.training
@@ -433,27 +425,21 @@ def test_a_models_length_is_known_by_many_names(tmp_path: Path, capsys: Any) -> 
 
 
 def test_a_soft_cap_of_transformers_is_not_lost(tmp_path: Path) -> None:
-    """Out of a factory Gemma 2 attends eagerly, or drops its cap; here it does neither. (No kernel
-    here can run it, and the audit says so with its exit code.)"""
+    """Out of a factory Gemma 2 attends eagerly, or drops its cap; here it does neither."""
     directory = models.save(models.gemma2(), tmp_path / "gemma2")
     arguments = (directory / "model.safetensors", "--model", "factories:gemma2", *SMALL)
     assert run("audit", *arguments, "-o", tmp_path / "o", "-q") == 3
     assert [c["softcap"] for c in report(tmp_path / "o")["cases"]] == [0.5, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("factory", "kind", "words"),
-    [
-        ("factories:raises", MeasurementError, ("factories:raises", "KeyError", "no such")),
-        ("factories:returns_nothing", UsageError, ("expected a torch.nn.Module, got NoneType",)),
-        ("factories:nanogpt", MeasurementError, ("raised TypeError", "'model_args'")),
-        ("no_such_package:build", UsageError, ("no_such_package", "PYTHONPATH")),
-        (None, UsageError, ("--model",)),
-    ],
-)
-def test_a_factory_that_gives_no_model(
-    tmp_path: Path, factory: str | None, kind: type[NumdevError], words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("factory", "kind", "words"), [
+    ("factories:raises", MeasurementError, ("factories:raises", "KeyError", "no such")),
+    ("factories:returns_nothing", UsageError, ("expected a torch.nn.Module, got NoneType",)),
+    ("factories:nanogpt", MeasurementError, ("raised TypeError", "'model_args'")),
+    ("no_such_package:build", UsageError, ("no_such_package", "PYTHONPATH")),
+    (None, UsageError, ("--model",)),
+])  # fmt: skip
+def test_a_factory_that_gives_no_model(tmp_path: Path, factory: Any, kind: Any, words: Any) -> None:
     path = STORED[""](tmp_path)
     opened = lambda: open_state_dict(path, factory)  # noqa: E731
     fails(lambda: opened().load_model(dtype=torch.float32, device="cpu"), kind, *words)
@@ -472,8 +458,7 @@ def test_missing_left_over_and_misshapen_weights_are_named_together(tmp_path: Pa
 
 
 def test_an_audit_gives_the_rows_of_the_state_dict(tmp_path: Path, capsys: Any) -> None:
-    """Through the directory as through torch.save's file, but for the source's name; and what was
-    taken off is said. A save that did not end has no metadata, which are written last."""
+    """As torch.save's file, but for the source; a prefix is said; a torn save is refused."""
     distributed(tmp_path / "d", nested())
     torch_saved(tmp_path / "d.pt", state())
     rows = []

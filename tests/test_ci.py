@@ -1,6 +1,4 @@
-"""The gate in CI: the examples of docs/ci.md are accepted as they stand, and our own gate decides.
-
-What our own gate measures is measured by `make gate`, in CI; here is what it makes of a verdict."""
+"""The gate in CI: the examples of docs/ci.md are accepted, and our own gate decides."""
 
 from __future__ import annotations
 
@@ -32,9 +30,6 @@ PAGE = (ROOT / "docs" / "ci.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 WORKFLOWS = [yaml.safe_load(block) for block in BLOCKS if "\njobs:" in block]
 RULES = [block for block in BLOCKS if "thresholds:" in block]
-
-
-# --- docs/ci.md ----------------------------------------------------------------------------------
 
 
 def commands_in(script: str) -> list[list[str]]:
@@ -72,8 +67,7 @@ def steps(flow: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_every_command_of_a_workflow_is_accepted() -> None:
-    """By the program's parser; and each workflow audits, then gates the same directory, and keeps
-    it whatever came of that."""
+    """Each workflow audits, then gates the same directory, and keeps it whatever came of that."""
     for flow in WORKFLOWS:
         lines = [line for step in steps(flow) for line in commands_in(step.get("run", ""))]
         assert {line[0] for line in lines} == {"kernels", "audit", "gate"}
@@ -117,9 +111,6 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     assert found["findings"][0].keys() == Finding.model_fields.keys()
 
 
-# --- this repository's own gate ------------------------------------------------------------------
-
-
 own = load("scripts/own_gate.py")
 
 
@@ -157,8 +148,7 @@ def rates() -> Any:
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_trial(rates: ModuleType, seed: int) -> None:
-    """A sound kernel is cleared; the same code with a fault in its output, and with one that a
-    single head does not show, is caught."""
+    """A sound kernel is cleared; one with a fault, be it seen in no single head, is caught."""
     on = rates.benches(seed)
     with patch.object(audit_rows, "suspect", return_value={}):
         found = {

@@ -1,7 +1,4 @@
-"""The command line as a user meets it: exit codes, one-line errors, and what goes to which stream.
-
-Most commands run in this process through `cli.main`; what only a process of its own can show
-(signals, pipes) runs in one."""
+"""The command line as a user meets it: exit codes, one-line errors, and both streams."""
 
 from __future__ import annotations
 
@@ -28,20 +25,13 @@ from numdev.cli.session import watching
 ROOT = Path(numdev.__file__).parent.parent
 TINY = """\
 cases:
-  - name: tiny
-    batch: 2
-    heads: 2
-    seq_len: 8
-    head_dim: 8
-    causal: true
+  - {name: tiny, batch: 2, seq_len: 8, head_dim: 8, causal: true,
+     heads: 2}
 kernels: [sdpa-math]
 """
 MANY = """\
-cases:
-  - name: many
-    heads: 2
-    seq_len: [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-    head_dim: 4
+cases: [{name: many, heads: 2, head_dim: 4,
+  seq_len: [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]}]
 kernels: ["slow_kernel:attend"]
 """
 # A kernel that takes its time. TEST_SIGNAL="NUMBER DELAY" sends its own process a signal that many
@@ -120,7 +110,7 @@ def assert_one_line(ran: Ran, code: int, *parts: str) -> None:
 
 USAGE = [
     ("audit no/where", "no/where: no such file", "give a checkpoint"),
-    ("audit wrong.yaml", "wrong.yaml, line 4: unknown key 'cases.0.hedas'", "did you mean 'heads'"),
+    ("audit wrong.yaml", "wrong.yaml, line 3: unknown key 'cases.0.hedas'", "did you mean 'heads'"),
     ("audit .", "has no config.json", "give"),
     ("audit tiny.yaml --kernel sdpa-flsh", "unknown kernel 'sdpa-flsh'", "did you mean 'sdpa-fl"),
     ("audit tiny.yaml --kernel nowhere:attend", "cannot import 'nowhere'", "PYTHONPATH"),
@@ -139,6 +129,9 @@ USAGE = [
     ("report none", "none: cannot read a report", "give"),
     ("weights demo", "nothing to compare it with", ""),
     ("bounds", "Missing argument 'RUN'", "numdev bounds --help"),
+    ("diagnose", "Missing argument", "numdev diagnose --help"),
+    ("diagnose nowhere", "nowhere: no such file or directory", ""),
+    ("diagnose demo --format bf17", "bf17", ""),
     ("gate out --init --json", "--init judges nothing", "-o"),
     ("report out --json --format csv", "exclude each other", ""),
     ("audit \x1b[2Jevil", "[2Jevil: no such file", ""),  # no escape sequence is sent on
@@ -172,18 +165,14 @@ def test_what_cannot_be_measured_is_exit_code_3(run: Any, line: str, code: int, 
     assert_one_line(run(*line.split(" ")), code, what)
 
 
-@pytest.mark.parametrize(
-    ("error", "says", "is_bug"),
-    [
-        (ZeroDivisionError("by\nzero \x1b[31m"), "unexpected ZeroDivisionError: by zero", True),
-        (OSError(28, "No space left on device", "out/x"), "out/x: No space left on device", False),
-    ],
-)
+@pytest.mark.parametrize(("error", "says", "is_bug"), [
+    (ZeroDivisionError("by\nzero \x1b[31m"), "unexpected ZeroDivisionError: by zero", True),
+    (OSError(28, "No space left on device", "out/x"), "out/x: No space left on device", False),
+])  # fmt: skip
 def test_an_unexpected_error_is_one_line_and_exit_code_3(
     run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str, is_bug: bool
 ) -> None:
-    """Never Python's own 1, which would read as a failed gate; --debug shows a bug's traceback, and
-    an error of the operating system is none."""
+    """Never Python's own 1, a failed gate's; --debug shows a bug's traceback."""
     monkeypatch.setattr("numdev.report.read", Mock(side_effect=error))
     ran = run("report", "x")
     assert_one_line(ran, 3, says)
@@ -241,9 +230,8 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
 
 
 def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path) -> None:
-    """SIGINT in the middle: exit code 130 and one line, finished rows stay. SIGKILL at three random
-    moments of three runs. The same command finishes each with the rows and the summary of the
-    undisturbed run."""
+    """SIGINT: exit code 130, one line, finished rows stay. SIGKILL at three random moments. The
+    same command finishes each with the rows and the summary of the undisturbed run."""
     assert run("audit", "many.yaml", "-o", "whole", "-q").code == 0
     undisturbed, expected = (tmp_path / "whole" / JOURNAL).read_bytes(), report.read(Path("whole"))
     chance = random.Random(0)
@@ -295,8 +283,7 @@ def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
 def test_the_shell_gets_its_completions_and_nothing_else(
     run: Any, monkeypatch: pytest.MonkeyPatch, words: str, at: int, offered: str
 ) -> None:
-    """No error on the line that is being typed, and exit code 0; so too for the script that a
-    shell's start file evaluates."""
+    """No error on the line being typed, and exit code 0; so too for a shell's start file."""
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(at))
     monkeypatch.setenv("_NUMDEV_COMPLETE", "bash_complete")
@@ -324,9 +311,7 @@ def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
     assert run("audit", "tiny.yaml", "-o", "out", "-q").code == 0
     for option in ([], ["--json"]):
         process = spawn("report", "out", *option, cwd=tmp_path)
-        assert process.stdout is not None
         process.stdout.close()
-        assert process.stderr is not None
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 0
 

@@ -76,12 +76,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
 
 
-# --- who measures --------------------------------------------------------------------------------
-
-
 def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of this machine and a scheduler's exclude each other; without Dask the extra is
-    named; a scheduler that is no address is refused before a client is made for it."""
+    """Workers exclude a scheduler; without Dask the extra is named; an address must be one."""
     assert cluster_of(None, None) is None
     with pytest.raises(UsageError, match="expected one of them"):
         cluster_of(1, "tcp://a:1")
@@ -94,8 +90,7 @@ def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_threads_are_shared_out_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers on a CPU get equal shares of the threads, at least one; more workers than processors,
-    or than GPUs, are refused."""
+    """Equal shares, at least one; no more workers than processors or GPUs."""
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     with sharing(Cluster(workers=3), "cpu"):
@@ -109,26 +104,19 @@ def test_threads_are_shared_out_and_given_back(monkeypatch: pytest.MonkeyPatch) 
         sharing(Cluster(workers=3), "cuda").__enter__()
 
 
-# --- what comes back -----------------------------------------------------------------------------
-
-
-class Live:
+class Live(list[Captured]):
     """Cases out of a model: none can be made elsewhere."""
 
     def __init__(self) -> None:
-        self.cases = [Captured(ref=x.ref, load=x.load) for x in source_of((0,)).cases]
-
-    def __iter__(self) -> Any:
-        return iter(self.cases)
+        super().__init__(Captured(ref=x.ref, load=x.load) for x in source_of((0,)).cases)
 
     def count(self) -> int:
-        return len(self.cases)
+        return len(self)
 
 
 @pytest.mark.slow
 def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
-    """The same rows in the same order, each task once in the journal: of drawn cases with two
-    seeds, and of cases out of a model. A kernel that raises or dies costs its own rows."""
+    """The same rows in the same order, each once; one that raises or dies costs its own."""
     bad = ("broken_kernels:raises", "broken_kernels:segfault")
     crew = Cluster(workers=2)
     plan = plan_of("sdpa-math", *bad, details=True)
@@ -162,16 +150,14 @@ class Deadly(Drawn):
 
 @pytest.mark.slow
 def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path) -> None:
-    """Where a worker dies of a case once, the case is measured elsewhere and the report is the
-    same; one whose workers always die becomes failed rows with the reason, and the run ends."""
+    """A case that kills once is measured elsewhere; one that always does fails, with why."""
     plan, fields = plan_of("sdpa-math"), ("config", "seed", "source", "device")
     alone = rows_of(tmp_path / "alone", source_of(), plan)
     for deaths, case in ((1, 1), (9, 0)):
         source = source_of()
         given = {name: getattr(source.cases[case], name) for name in fields}
-        source.cases[case] = Deadly(
-            **given, home=os.getpid(), note=tmp_path / str(deaths), deaths=deaths
-        )
+        given |= {"home": os.getpid(), "note": tmp_path / str(deaths), "deaths": deaths}
+        source.cases[case] = Deadly(**given)
         team = rows_of(tmp_path / f"team {deaths}", source, plan, Cluster(workers=1))
         if deaths == 1:
             assert team == alone

@@ -10,10 +10,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_cli_page_is_what_the_commands_say():
-    """docs/cli.md equals what scripts/cli_reference.py writes."""
-    module = load("scripts/cli_reference.py")
-    assert module.PAGE.read_text() == module.render(), "run python scripts/cli_reference.py"
+@pytest.mark.parametrize("script", ["scripts/cli_reference.py", "scripts/sites_page.py"])
+def test_generated_pages_are_what_their_scripts_write(script):
+    """docs/cli.md by the commands, and docs/sites.md by the code."""
+    module = load(script)
+    assert module.PAGE.read_text() == module.render(), f"run python {script}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -27,9 +27,7 @@ def rows_of(key: str) -> list[dict[str, Any]]:
 
 
 def run(directory: Path, header: dict[str, Any] | None = None, *, stop_after: int = 99) -> Any:
-    """A study in small: visits all tasks in order and computes what is not there yet.
-
-    Returns all rows, and how many tasks had to be computed."""
+    """A study in small. Returns all rows, and how many tasks had to be computed."""
     computed = 0
     with Journal.open(directory, header or HEADER, overwrite=False) as journal:
         for key in TASKS:
@@ -51,12 +49,8 @@ def finished(tmp_path: Path) -> bytes:
     return (tmp_path / "whole" / JOURNAL).read_bytes()
 
 
-# --- continuing ----------------------------------------------------------------------------------
-
-
 def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finished: bytes) -> None:
-    """Killed at every single byte of the journal, header included: the rows are the same, only the
-    task being written is computed again, and the file ends up the same."""
+    """Only the task being written is computed again, and the file ends up the same."""
     ends = [i + 1 for i, byte in enumerate(finished) if byte == ord("\n")]
     for length in range(len(finished) + 1):
         directory = tmp_path / str(length)
@@ -68,8 +62,7 @@ def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finis
 
 
 def test_garbage_after_the_good_lines_is_dropped(tmp_path: Path, finished: bytes) -> None:
-    """Zero bytes after a crash of the machine, or a damaged line with good ones behind it: what
-    stands before counts, and the file is as good as new."""
+    """Zero bytes, or a damaged line with good ones behind it: what stands before counts."""
     middle = finished.index(b"task1") - len('{"task":"')
     good, rest = finished[:middle], finished[middle:]
     lines = (b"{}\n", b"null\n", b'{"task":"x"}\n', b"\xff\xfe\n", b"\n" + rest)
@@ -78,9 +71,6 @@ def test_garbage_after_the_good_lines_is_dropped(tmp_path: Path, finished: bytes
             (tmp_path / JOURNAL).write_bytes(good + garbage + behind)
             assert run(tmp_path) == (ALL, 3), garbage
             assert (tmp_path / JOURNAL).read_bytes() == finished
-
-
-# --- refusing ------------------------------------------------------------------------------------
 
 
 def refused(directory: Path, header: dict[str, Any] | None = None, **kwargs: Any) -> str:
@@ -99,8 +89,7 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 
 
 def test_another_run_is_refused_and_the_first_difference_named(tmp_path: Path) -> None:
-    """Another request or environment in the same directory: exit code 2, and what differs; also a
-    setting that only one of the runs has."""
+    """Another request or environment; also a setting that only one of the runs has."""
     run(tmp_path)
     for part, name, value, said in (
         ("request", "seed", 1, "different request: seed was 0, now 1"),
@@ -131,8 +120,7 @@ FOREIGN = ("1,2,3\n", "\n", "[]\n", '{"rows":[]}\n')
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_somebody_elses_is_refused(tmp_path: Path, overwrite: bool) -> None:
-    """Foreign files are named and left alone, with --overwrite too; so is one that happens to have
-    the journal's name. (The beginning of a header is taken for one: nothing in it is to lose.)"""
+    """Foreign files are left alone, with --overwrite too; a header's beginning is ours."""
     for index, (name, text) in enumerate([("thesis.tex", "x"), *((JOURNAL, x) for x in FOREIGN)]):
         directory = tmp_path / str(index)
         directory.mkdir()
@@ -153,23 +141,16 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None
     assert "cannot write results there" in refused(tmp_path / "dir")
 
 
-# --- keys ----------------------------------------------------------------------------------------
-
 TASK: dict[str, Any] = {
     "case": CaseRef(case="layers.0#0", source="demo", module="layers.0", layer=0, call=0, seed=1),
-    "role": "kernel",
-    "kernel": "mine",
-    "options": {"block": 64, "exact": True},
+    "role": "kernel", "kernel": "mine", "options": {"block": 64, "exact": True},
     "format": "bfloat16",
-}
+}  # fmt: skip
 OTHERS: dict[str, Sequence[Any]] = {
     "case": [dataclasses.replace(TASK["case"], **x) for x in ({"case": "b"}, {"seed": 2})],
-    "role": ("baseline",),
-    "kernel": ("other",),
     "options": [{"block": 128, "exact": True}, *({"x": x} for x in (1, 1.0, True, "1", None))],
-    "format": ("float16",),
-    "heads": ((0,),),
-}
+    "role": ("baseline",), "kernel": ("other",), "format": ("float16",), "heads": ((0,),),
+}  # fmt: skip
 
 
 def test_the_same_task_has_the_same_key() -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_bench import measured_rows, prepare
+from on_bench import HERE, prepare, rows_on
 from recipes import drawn as drawn_case
 
-from numdev.audit.plan import Task
-from numdev.audit.task import measure_task
-from numdev.cases import AttentionCase, CaseRef
-from numdev.formats import Format, dtype_of, format_named
+from numdev.cases import AttentionCase
+from numdev.formats import dtype_of, format_named
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels import sdpa as module
 from numdev.kernels.emulation.kernel import (
@@ -30,24 +28,20 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.deviation import measure
 from numdev.metrics.yardstick import Yardstick
-from numdev.system import System
 
-HERE = System.here("cpu")
 BF16, FP32 = format_named("bfloat16"), format_named("float32")
 
 
-def drawn(
-    regime: str = "normal", *, fmt: str = "bfloat16", length: int = 200, **options: Any
+def training(
+    regime: str = "normal", *, fmt: str = "bfloat16", length: int = 300, **fields: Any
 ) -> AttentionCase:
-    shape: dict[str, Any] = {"batch": 2, "heads": 3, "head_dim": 32, "is_causal": True}
-    case = drawn_case(length, regime, dtype=torch.float64, **shape, **options)
-    return case.rounded_to(format_named(fmt))
+    given = {"head_dim": 32, "is_causal": True, "dtype": dtype_of(format_named(fmt)), **fields}
+    return drawn_case(length, regime, **given)
 
 
-def yardstick_of(exact: Reference, fmt: Format) -> Yardstick:
-    return Yardstick(
-        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=fmt
-    )
+def yardstick_of(exact: Reference) -> Yardstick:
+    shown = {"term_scale": exact.term_scale, "empty": exact.empty}
+    return Yardstick(reference=exact.out, format=BF16, **shown)
 
 
 def test_the_baseline_runs_in_float32_too() -> None:
@@ -57,19 +51,15 @@ def test_the_baseline_runs_in_float32_too() -> None:
         torch.ones(12, 12).triu(1).bool(), -math.inf
     )
     wide = prepare(case, "bfloat16").yardsticks["out"].baseline_fp32
-    assert wide is not None
     assert wide.dtype == torch.float32
     assert torch.allclose(wide.double(), scores.softmax(-1) @ case.v, rtol=1e-5, atol=1e-6)
     assert prepare(case, "float32").yardsticks["out"].baseline_fp32 is None
 
 
-# --- the definitions -----------------------------------------------------------------------------
-
-
 def test_the_metrics_are_their_definitions() -> None:
     """expected_ratio and worst_row in numpy, row by row."""
-    exact = attend(drawn(length=20))
-    yardstick = yardstick_of(exact, BF16)
+    exact = attend(training(length=20, batch=2, heads=3))
+    yardstick = yardstick_of(exact)
     generator = torch.Generator().manual_seed(1)
     predicted = exact.out + 1e-3 * torch.randn(exact.out.shape, generator=generator).double()
     output = exact.out + 2e-3 * torch.randn(exact.out.shape, generator=generator).double()
@@ -93,16 +83,15 @@ def test_the_metrics_are_their_definitions() -> None:
 
 def test_an_exact_prediction_still_leaves_a_rounding() -> None:
     """Where the emulation makes no error at all (V = 1), one rounding is not infinite."""
-    case = drawn(length=40)
+    case = training(length=40)
     exact = attend(dataclasses.replace(case, v=torch.ones_like(case.v)))
-    yardstick = yardstick_of(exact, BF16)
+    yardstick = yardstick_of(exact)
     found = measure(exact.out + 2.0**-9, yardstick, exact.out.float()).heads[0]
     assert found["expected_ratio"] == pytest.approx(math.sqrt(12) * 2.0**-9 / 2.0**-8)
 
 
 def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
-    """Rows of the smallest terms, and rows without any: what fp32 flushes is no error, in the
-    ratio nor in the worst row; a number where nothing belongs is the worst row."""
+    """What fp32 flushes is no error; a number where nothing belongs is the worst row."""
     generator = torch.Generator().manual_seed(1)
     exact = torch.randn((1, 1, 6, 8), generator=generator).double()
     exact[0, 0, 2] *= 2.0**-120
@@ -120,16 +109,6 @@ def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
         seen = measure(garbage, yardstick, predicted).heads[0]
         assert seen["worst_row"] > 1e6
         assert seen["row_rel"] == pytest.approx(found["row_rel"], rel=0.3)
-
-
-# --- real kernels --------------------------------------------------------------------------------
-
-
-def training(
-    regime: str = "normal", *, fmt: str = "bfloat16", length: int = 300, **fields: Any
-) -> AttentionCase:
-    given = {"head_dim": 32, "is_causal": True, "dtype": dtype_of(format_named(fmt)), **fields}
-    return drawn_case(length, regime, **given)
 
 
 # Tiles of 32, 64 and 256 rows, keys too few for the fast exp, odd head_dims, a group.
@@ -155,13 +134,10 @@ CLAIMED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        *itertools.product(("sdpa-flash", "sdpa-math", "baseline"), CLAIMED),
-        *(("baseline", fields) for fields in OF_BASELINE),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields"), [
+    *itertools.product(("sdpa-flash", "sdpa-math", "baseline"), CLAIMED),
+    *(("baseline", fields) for fields in OF_BASELINE),
+])  # fmt: skip
 def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, Any]) -> None:
     """In every head the output's error is within 3 % of the prediction and a gradient's within 5 %;
     and element by element at most 0.15 and 0.25 of them are left over (measured 0.09 and 0.16; by
@@ -187,8 +163,7 @@ def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, A
 
 
 def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:
-    """Casts of two heads and of their sum are three roundings where one head has one. With P
-    rounded too, that is 1.26 times the error of one: sqrt((p + 2 c) / (p + c)), c = 1.2 p."""
+    """Three roundings for one: with P rounded, sqrt((p + 2 c) / (p + c)), c = 1.2 p."""
     case = training(kv_heads=1, length=600)
     exact, errors = gradients(case), {}
     for value in ("working", "exact"):
@@ -206,24 +181,21 @@ def attend_coarsely(case: AttentionCase) -> Output:
 
 @pytest.mark.parametrize("options", [{}, {"logits": 16.0}])
 def test_in_float32_a_size_is_expected(options: Any) -> None:
-    """Of what claims something and returns float32: an upper bound on what arithmetic errs, so that
-    sound kernels stay below it and one that rounds its scores to bf16 is far above."""
-    case = drawn(fmt="float32", **options)
+    """An upper bound on what arithmetic errs, far below the error of scores rounded to bf16."""
+    case = training(fmt="float32", length=200, **options)
     bench = prepare(case)
     for tried, low, high in (
         (find("sdpa-flash"), 0.0, 1.5),
         (find("sdpa-math"), 0.0, 1.5),
         (Kernel(name="coarse", function=attend_coarsely), 30.0, math.inf),
     ):
-        task = Task(case=case.ref, role="kernel", kernel=tried.name, format="float32")
-        rows = [r for r in measure_task(task, tried, bench, HERE).rows if r.tensor == "out"]
+        rows = [r for r in rows_on(bench, tried) if r.tensor == "out"]
         assert len(rows) == case.heads
         assert all(low < r.expected_ratio <= high for r in rows), tried.name
 
 
 def test_nothing_is_expected_where_nothing_is_known() -> None:
-    """In float32 arithmetic rules, in float64 the reference's own, an emulation claims nothing, and
-    the row says why."""
+    """In float32 arithmetic rules, in float64 the reference's own; the row says why."""
     fa2, fp64 = {"preset": "fa2"}, format_named("float64")
     math_ = {"preset": "exact", **dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "working")}
     for claim, given, back, why in (
@@ -238,17 +210,14 @@ def test_nothing_is_expected_where_nothing_is_known() -> None:
         (fa2, FP32, FP32, unexpected), (fa2, BF16, BF16, unexpected),
     ):  # fmt: skip
         assert why(claim, given, back) is None
-    case, kernel = drawn(length=20), find("emulated")
-    task = Task(case=case.ref, role="kernel", kernel=kernel.name, format="bfloat16")
-    row = measured_rows(task, kernel, case, HERE)[0]
+    row = rows_on(prepare(training(length=20)), find("emulated"))[0]
     assert row.expected_ratio is None
     assert "no emulation" in row.nulls["expected_ratio"]
 
 
 def test_returning_knows_the_casts_of_gradients() -> None:
-    """Each tensor's own, and delta is made from the O that was returned, but where the claim has
-    another idea of it."""
-    case, claim = drawn(length=9), {"preset": "fa2"}
+    """Each tensor's own; delta is made from the O returned, unless the claim has another idea."""
+    case, claim = training(length=9), {"preset": "fa2"}
     wide, same = format_named("float32"), case.format
     formats = {"out": same, "dq": wide, "dk": same, "dv": format_named("float16")}
     assert returning(claim, case, same) == claim
@@ -257,26 +226,3 @@ def test_returning_knows_the_casts_of_gradients() -> None:
     assert returning(claim, case, {"out": wide}) == {**claim, "out": "exact", "delta_o": "exact"}
     given = {**claim, "delta_o": "e8m3"}
     assert returning(given, case, {"out": wide}) == {**given, "out": "exact"}
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "length", "splits"),
-    # An H200 has 132 multiprocessors, 264 slots. 240 blocks of work fill them; 192 do not, and in
-    # 4 parts 768 blocks take 3 waves of 264, 97 % used; one tile cannot be divided.
-    [(2, 5, 1500, 1), (1, 8, 1500, 4), (1, 1, 64, 1)],
-)
-def test_flash_splits_the_keys_of_small_calls(
-    batch: int, heads: int, length: int, splits: int
-) -> None:
-    """`num_splits_heuristic`, against the search done by brute force over all numbers of parts."""
-    x = torch.zeros(batch, heads, length, 128)
-    case = AttentionCase(ref=CaseRef(case="x"), q=x, k=x, v=x, scale=1.0)
-    work, tiles = batch * heads * math.ceil(length / 64), math.ceil(length / 128)
-    if work >= 0.8 * 264:
-        expected = 1
-    else:
-        sizes = {n: math.ceil(tiles / n) for n in range(1, min(128, tiles) + 1)}
-        first = {n: n for n, size in sizes.items() if n == 1 or sizes[n - 1] != size}
-        used = {n: work * n / 264 / math.ceil(work * n / 264) for n in first}
-        expected = min(n for n in used if used[n] >= 0.85 * max(used.values()))
-    assert module._splits(case, 128, 132) == expected == splits

@@ -1,8 +1,7 @@
 """The adapters for external packages, each against a stand-in of its documented interface.
 
-The stand-ins compute in float64 and round once, so an adapter that says everything right returns
-the reference, rounded once. Their arguments are those of flash-attn 2.8, flash_attn_interface
-(flash-attn-3) and flash_attn.cute (flash-attn-4, 4.0); the stand-ins check inputs as these do."""
+The stand-ins compute in float64 and round once. Their arguments, and what they refuse, are those of
+flash-attn 2.8, flash_attn_interface (flash-attn-3) and flash_attn.cute (flash-attn-4, 4.0)."""
 
 from __future__ import annotations
 
@@ -25,17 +24,10 @@ from numdev.system import System
 
 
 def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden: Tensor | None,
-    scale: float,
-    *,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, *, softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence, q [n, heads, d], k and v [m, kv_heads, .], and the log-sum-exp
-    [heads, n], with float32's precision as the packages have it."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of one sequence [length, heads, .]; its log-sum-exp [heads, length]."""
     group = q.shape[1] // k.shape[1]
     wide_q, *wide = (x.double().transpose(0, 1) for x in (q, k, v))
     wide_k, wide_v = (x.repeat_interleave(group, dim=0) for x in wide)
@@ -64,8 +56,6 @@ def beyond(n: int, m: int, left: int, right: int, offset: int) -> Tensor | None:
         hidden |= distance > right
     return hidden
 
-
-# --- flash-attention -----------------------------------------------------------------------------
 
 COMMON = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 SPLIT = ("num_splits", "pack_gqa")
@@ -113,29 +103,24 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, flash(name))
 
 
-# --- the cases -----------------------------------------------------------------------------------
-
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
 # Shapes that no layout can be taken for another in; head dimensions that all of them take.
 SHAPE: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 8}
 LONG: dict[str, Any] = {"q_len": 5, "kv_len": 9, "causal_offset": 4}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "one head each": {"heads": 3, "kv_heads": 3},
-    "one query": {"q_len": 1, "kv_len": 9},
-    "causal": {"q_len": 6, "kv_len": 6, "is_causal": True},
+    "plain": {}, "one head each": {"heads": 3, "kv_heads": 3},
+    "one query": {"q_len": 1, "kv_len": 9}, "causal": {"q_len": 6, "kv_len": 6, "is_causal": True},
     "causal, more keys": {**LONG, "is_causal": True},
     "causal, more queries": {"q_len": 9, "kv_len": 5, "causal_offset": -4, "is_causal": True},
     "sliding window": {**LONG, "is_causal": True, "window": (2, 0)},
     "sliding window, open to the right": {**LONG, "is_causal": True, "window": (2, None)},
     "causal with a window that hides nothing": {**LONG, "is_causal": True, "window": (None, None)},
-    "another scale": {"scale": 0.9},
-    "window": {**LONG, "window": (2, 1)},
+    "another scale": {"scale": 0.9}, "window": {**LONG, "window": (2, 1)},
     "window, left only": {**LONG, "window": (1, None)},
     "window, right only": {**LONG, "window": (None, 2)},
     "window, own key": {**LONG, "window": (0, 0)},
-}
+}  # fmt: skip
 
 
 def case_of(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> AttentionCase:
@@ -143,8 +128,7 @@ def case_of(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Atte
 
 
 def assert_rounded(found: Tensor, exact: Tensor, empty: Tensor) -> None:
-    """`found` is the exact answer rounded once to its format, with 1 % for the float64 that both
-    were computed in; rows that see nothing are 0."""
+    """The exact answer rounded once, with 1 % for float64; rows that see nothing are 0."""
     u = 2.0**-8 if found.dtype == torch.bfloat16 else 2.0**-11
     expected = exact.masked_fill(empty[..., None], 0.0)
     # Below the smallest normal number of float16 the spacing is 2^-24.
@@ -155,27 +139,21 @@ def assert_right(case: AttentionCase, found: Output) -> None:
     """Output and log-sum-exp are the reference's, the latter to float32."""
     exact, empty = attend(case), empty_rows(case)
     assert_rounded(found.out, exact.out, empty)
-    assert found.lse is not None
     off = (found.lse.double() - exact.lse).masked_fill(empty & (case.sinks is None), 0.0).abs()
     assert (off <= 2.0**-23 * (1 + exact.lse.masked_fill(empty, 0.0).abs())).all()
-
-
-# --- layouts, alignment, windows, the log-sum-exp ------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FLASH)
 @pytest.mark.parametrize("feature", CASES)
 def test_adapters_say_everything_right(installed: None, name: str, feature: str) -> None:
-    """Through every interface a case's output and log-sum-exp are the fp64
-    reference's, rounded once."""
+    """Output and log-sum-exp are the fp64 reference's, rounded once."""
     for dtype in (torch.bfloat16, torch.float16):
         case = case_of(CASES[feature], dtype)
         assert_right(case, find(name).attend(case))
 
 
 def test_the_comparison_rejects() -> None:
-    """Another alignment, a window wider by one, another order of heads, a scale off by 1 %, and the
-    log-sum-exp of other heads."""
+    """Another alignment, window or order of heads, a scale off by 1 %, other heads' log-sum-exp."""
     case = case_of(CASES["sliding window"])
     changes = ({}, {"causal_offset": 0}, {"window": (3, 0)}, {"scale": 1.01 * case.scale},
                {"k": case.k.flip(1), "v": case.v.flip(1)})  # fmt: skip
@@ -200,29 +178,23 @@ def test_gradients_come_back_through_the_layouts(installed: None, name: str, fea
         assert_rounded(getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool))
 
 
-# --- refusing ------------------------------------------------------------------------------------
-
-
 TOP_LEFT: dict[str, Any] = {"is_causal": True, "q_len": 3, "kv_len": 7}
 
 
-@pytest.mark.parametrize(
-    ("names", "fields", "says"),
-    [
-        (FLASH, {"dtype": torch.float32}, "takes float16 and bfloat16"),
-        (FLASH, {"mask": ("bool", "qk")}, "takes no mask"),
-        (FLASH, {"head_dim": 264}, "head dimensions up to 256"),
-        (FLASH, TOP_LEFT, "bottom-right, an offset of 4, not 0"),
-        (FLASH, {**TOP_LEFT, "causal_offset": 3}, "an offset of 4, not 3"),
-        (FLASH, {"window": (1, 1)}, "an offset of 1, not 0"),
-        (FLASH, {"window": (-1, 2), "kv_len": 4}, "a window below 0"),
-        (("flash-attn-2", "flash-attn-3"), {"sinks": True}, "no attention sinks"),
-        (("flash-attn-4",), {"sinks": True, "dtype": torch.float16}, "sinks in bfloat16 only"),
-        (("flash-attn-2",), {"v_dim": 16}, "V of the head dimension of Q"),
-        (("flash-attn-3", "flash-attn-4"), {"head_dim": 12}, "multiples of 8"),
-        (("flash-attn-4",), {"v_dim": 12}, "multiples of 8"),
-    ],
-)
+@pytest.mark.parametrize(("names", "fields", "says"), [
+    (FLASH, {"dtype": torch.float32}, "takes float16 and bfloat16"),
+    (FLASH, {"mask": ("bool", "qk")}, "takes no mask"),
+    (FLASH, {"head_dim": 264}, "head dimensions up to 256"),
+    (FLASH, TOP_LEFT, "bottom-right, an offset of 4, not 0"),
+    (FLASH, {**TOP_LEFT, "causal_offset": 3}, "an offset of 4, not 3"),
+    (FLASH, {"window": (1, 1)}, "an offset of 1, not 0"),
+    (FLASH, {"window": (-1, 2), "kv_len": 4}, "a window below 0"),
+    (("flash-attn-2", "flash-attn-3"), {"sinks": True}, "no attention sinks"),
+    (("flash-attn-4",), {"sinks": True, "dtype": torch.float16}, "sinks in bfloat16 only"),
+    (("flash-attn-2",), {"v_dim": 16}, "V of the head dimension of Q"),
+    (("flash-attn-3", "flash-attn-4"), {"head_dim": 12}, "multiples of 8"),
+    (("flash-attn-4",), {"v_dim": 12}, "multiples of 8"),
+])  # fmt: skip
 def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], says: str) -> None:
     """What a package, or one version, does not take is refused in a sentence, without it."""
     case = make_case(**{"dtype": torch.bfloat16, "head_dim": 8, **fields})
@@ -232,8 +204,7 @@ def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], say
 
 
 def test_claims() -> None:
-    """Version 2 rounds as PyTorch's copy; where tiles are not documented there are none, and a
-    group is summed in fp32; no emulation stands for an approximate tanh."""
+    """Version 2 is PyTorch's copy; the others document no tiles; approximate tanh has none."""
     case, none = case_of({"kv_len": 4000}), Output(out=torch.zeros(1))
     claim = flash_attention_2(case, H200)
     assert claim["splits"] > 1

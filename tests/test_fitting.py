@@ -53,8 +53,7 @@ def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
 
 
 def test_limits_are_what_was_measured_times_the_margin() -> None:
-    """By kernel, format and tensor, never looser than the default without need: b errs 1.4 times
-    as much, and has its own. Ten per cent beyond each limit is caught."""
+    """b errs 1.4 times as much and has its own limit; ten per cent beyond each limit is caught."""
     found = audited()
     rules = read(fitted(found, "r"))
     (error,) = (t for t in rules.thresholds if t.name == "error")
@@ -102,19 +101,8 @@ def test_a_kernel_that_is_wrong_outright_sets_no_standard() -> None:
         fitted(report(row(), row(None, case="d", status="failed", reason="x")), "r")
 
 
-HOSTILE = (
-    "a: b",
-    "- x",
-    "{y}",
-    "*",
-    "no",
-    "!x",
-    "1e5",
-    "'\"#",
-    "a\nb",
-    "\u2028\x85\x00",
-    "\U0001f600",
-)
+HOSTILE = ("a: b", "- x", "{y}", "*", "no", "!x", "1e5", "'\"#", "a\nb", "\u2028\x85\x00",
+           "\U0001f600")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)

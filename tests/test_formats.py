@@ -1,7 +1,6 @@
 """Formats and rounding: every code of the small formats, exact rational arithmetic for the rest.
 
-Oracles: gfloat and ml_dtypes (independent implementations), and `exactly`, which rounds in rational
-numbers, from the definition."""
+Oracles: gfloat, ml_dtypes, and `exactly`, which rounds in rational numbers, from the definition."""
 
 from __future__ import annotations
 
@@ -83,10 +82,8 @@ def exactly(x: float, format: Format, mode: str = "nearest") -> float:
 
 
 def all_values(name: str) -> np.ndarray:
-    """Every value of a small format from +0 to the largest, ascending, as float64.
-
-    Written out from the definition of the encoding: code c has exponent field c >> Y and fraction
-    field c & (2^Y - 1). Checked against gfloat and ml_dtypes below."""
+    """Every value of a small format from +0 to the largest, ascending, as float64: code c has
+    exponent field c >> Y and fraction field c & (2^Y - 1)."""
     format = format_named(name)
     fraction_bits = format.precision - 1
     values = []
@@ -107,8 +104,7 @@ def random_doubles(n: int) -> torch.Tensor:
 
 
 def random_near(format: Format, n: int, seed: int = 0) -> torch.Tensor:
-    """float64 numbers of random significands with exponents from below the format's smallest
-    subnormal to beyond its largest value; half of them cut to where ties are."""
+    """Random significands, half of them cut to where ties are, over all exponents of the format."""
     lowest = max(format.emin - format.precision - 3, -1074)
     exponents = torch.randint(lowest, min(format.emax + 3, 1023), (n,), generator=seeded(seed))
     significand = torch.rand(n, generator=seeded(seed + 1), dtype=torch.float64) + 1.0
@@ -120,8 +116,7 @@ def random_near(format: Format, n: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_assert_identical_rejects() -> None:
-    """Of a number, a zero, NaN and a number: one bit off, another sign of zero or of a number, a
-    number for NaN, NaN for a number, infinity; another shape, another dtype."""
+    """One bit off, another sign, NaN or infinity; another shape or dtype."""
     right = [1.0, -0.0, nan, 2.0]
     assert_identical(tensor(right), tensor(right))
     others = ((3, math.nextafter(2.0, 3.0)), (1, 0.0), (2, 3.0), (0, nan), (3, -2.0), (3, inf))
@@ -145,20 +140,15 @@ def test_all_values_are_the_decoded_codes(name: str) -> None:
 # --- the record and the catalogue --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "largest", "normal", "subnormal"),
-    [
-        ("float64", 53, 1.7976931348623157e308, 2.0**-1022, 5e-324),
-        ("float32", 24, 3.4028234663852886e38, 2.0**-126, 2.0**-149),
-        ("tf32", 11, 3.4011621342146535e38, 2.0**-126, 2.0**-136),
-        ("bfloat16", 8, 3.3895313892515355e38, 2.0**-126, 2.0**-133),
-        ("float16", 11, 65504.0, 2.0**-14, 2.0**-24),
-        ("float8_e4m3fn", 4, 448.0, 2.0**-6, 2.0**-9),
-        ("float8_e5m2", 3, 57344.0, 2.0**-14, 2.0**-16),
-        ("e4m3", 4, 240.0, 2.0**-6, 2.0**-9),
-        ("e2m1", 2, 3.0, 1.0, 0.5),
-    ],
-)
+@pytest.mark.parametrize(("name", "precision", "largest", "normal", "subnormal"), [
+    ("float64", 53, 1.7976931348623157e308, 2.0**-1022, 5e-324),
+    ("float32", 24, 3.4028234663852886e38, 2.0**-126, 2.0**-149),
+    ("tf32", 11, 3.4011621342146535e38, 2.0**-126, 2.0**-136),
+    ("bfloat16", 8, 3.3895313892515355e38, 2.0**-126, 2.0**-133),
+    ("float16", 11, 65504.0, 2.0**-14, 2.0**-24), ("float8_e4m3fn", 4, 448.0, 2.0**-6, 2.0**-9),
+    ("float8_e5m2", 3, 57344.0, 2.0**-14, 2.0**-16), ("e4m3", 4, 240.0, 2.0**-6, 2.0**-9),
+    ("e2m1", 2, 3.0, 1.0, 0.5),
+])  # fmt: skip
 def test_derived_properties(name, precision, largest, normal, subnormal) -> None:
     """Everything derived from the four facts is what the standards' tables say, and torch's."""
     format = format_named(name)
@@ -203,8 +193,7 @@ def test_formats_without_a_dtype_say_so() -> None:
 
 
 def test_containment_looks_at_the_lower_end() -> None:
-    """One format contains another when it has its bits, range, subnormals and infinities; bits and
-    range are not enough where the exponents stop short below."""
+    """Bits and range are not enough where exponents stop short below, nor without infinity."""
     shallow = Format(name="shallow", precision=11, emin=-10, emax=15)
     assert not shallow.contains(FP16)
     assert FP16.contains(shallow)
@@ -249,8 +238,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_nearest_by_hand(name: str) -> None:
-    """Ties, double-rounding traps, subnormals and overflow, as one finds them on paper; the
-    rational oracle finds the same."""
+    """As one finds them on paper; the rational oracle finds the same."""
     x, expected = zip(*BY_HAND[name], strict=True)
     assert_identical(round_to(tensor(x), format_named(name)), tensor(expected))
     assert_identical(tensor([exactly(one, format_named(name)) for one in x]), tensor(expected))
@@ -258,8 +246,7 @@ def test_nearest_by_hand(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FORMATS, "e3m2", "e11m3", "e9m20"])
 def test_special_values(name: str) -> None:
-    """Signed zeros, NaN and infinities survive every mode; only a format without infinity turns
-    them into NaN, and saturation is for finite values."""
+    """They survive every mode; only a format without infinity turns it into NaN."""
     format = format_named(name)
     top = inf if format.has_infinity else nan
     for mode, dtype in itertools.product(MODES, (torch.float64, torch.float32)):
@@ -280,9 +267,7 @@ def test_every_value_is_left_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ENUMERATED)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_every_midpoint_goes_to_even(name: str, dtype: type) -> None:
-    """Halfway between any two neighbours the one with the even code wins; the least amount to
-    either side decides otherwise, which is where rounding twice fails. Toward zero all of them go
-    to the lower one. Given as float32, results stay float32."""
+    """The least amount to either side decides otherwise, which is where rounding twice fails."""
     format = format_named(name)
     if dtype is np.float32 and not FP32.contains(format):
         pytest.skip("beyond float32")
@@ -312,8 +297,7 @@ def test_agrees_with_rational_arithmetic(name: str, mode) -> None:
 @pytest.mark.parametrize("name", [*ENUMERATED, "tf32", "float32", "e8m23", "e5m22", "e7m23"])
 @pytest.mark.parametrize("mode", MODES)
 def test_float32_input_rounds_as_float64_input(name: str, mode) -> None:
-    """The dtype of x decides nothing but the dtype of the result, random draws included; what is
-    narrower is widened to float32."""
+    """The dtype of x decides only that of the result; what is narrower is widened to float32."""
     format = format_named(name)
     x = random_near(format, 20_000).float()
     x[::7] = random_near(FP32, 20_000, seed=5).float()[::7]
@@ -328,8 +312,7 @@ def test_float32_input_rounds_as_float64_input(name: str, mode) -> None:
 
 
 def test_a_result_float32_cannot_hold_is_refused() -> None:
-    """A float32 input with a result outside float32 is a usage error, not a second rounding;
-    the same input as float64 rounds."""
+    """A usage error, not a second rounding; the same input as float64 rounds."""
     near_top = tensor([3.4e38])
     assert_identical(round_to(near_top, format_named("e9m7")), tensor([2.0**128]))
     with pytest.raises(UsageError, match="float32"):
@@ -349,9 +332,8 @@ def test_a_result_float32_cannot_hold_is_refused() -> None:
 )
 @pytest.mark.parametrize("fraction", [2.0**-10, 0.25, 0.7109375])
 def test_stochastic_rounding_is_unbiased(format, low, step, fraction, dtype) -> None:
-    """Only the two neighbours occur, the upper one with probability f, the distance covered.
-    Its count is binomial: n f within 6 standard deviations (a chance of 2e-9 to fail, once: the
-    seed is fixed). Rounding to nearest, or a probability off by 8 %, would fail at f = 1/4."""
+    """The upper neighbour has probability f, the distance covered: n f within 6 standard
+    deviations. Rounding to nearest, or a probability off by 8 %, would fail at f = 1/4."""
     n = 50_000
     x = torch.full((n,), low + fraction * step, dtype=dtype)
     rounded = round_to(x, format, "stochastic", generator=seeded(11)).double()
@@ -366,8 +348,7 @@ def test_stochastic_rounding_is_unbiased(format, low, step, fraction, dtype) -> 
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:
-    """Integers and the like, a misspelt mode though nothing would change, and stochastic rounding
-    without a generator: there is no hidden global one to fall back on."""
+    """Integers, a misspelt mode though nothing would change, stochastic without a generator."""
     for dtype in (torch.int64, torch.bool, torch.complex128):
         for function in (round_to, ulp):
             with pytest.raises(UsageError, match=str(dtype)):

@@ -1,7 +1,4 @@
-"""The fused fp64 reference: what of it needs no triton, and what only a GPU can show: that its
-kernels compile for every width and feature, agree with the blocked path there to within the bounds
-of `fused_bounds`, and keep to the memory they promise. Triton's interpreter has the rest
-(`fused_cases.py`)."""
+"""The fused fp64 reference without triton, and on a GPU; `fused_cases.py` has the rest."""
 
 from __future__ import annotations
 
@@ -44,27 +41,16 @@ def test_the_comparison_rejects(name: str) -> None:
         assert shares(case, dataclasses.replace(exact, **changed), exact, limits)[name] > 1.0
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"is_causal": True},
-        {"is_causal": True, "causal_offset": -4},
-        {"window": (2, 1)},
-        {"window": (None, 3), "causal_offset": -2},
-        {"window": (1, None)},
-        {"window": (None, None)},
-        {"window": (-2, 5), "is_causal": True, "causal_offset": 4},
-        {"window": (3, -1), "is_causal": True},
-        {"window": (10**12, 0)},
-        {"window": (10**12 - 3, 2), "causal_offset": 10**12},
-        {"is_causal": True, "causal_offset": 10**12},
-        {"is_causal": True, "causal_offset": -(10**12)},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {}, {"is_causal": True}, {"is_causal": True, "causal_offset": -4}, {"window": (2, 1)},
+    {"window": (None, 3), "causal_offset": -2}, {"window": (1, None)}, {"window": (None, None)},
+    {"window": (-2, 5), "is_causal": True, "causal_offset": 4},
+    {"window": (3, -1), "is_causal": True}, {"window": (10**12, 0)},
+    {"window": (10**12 - 3, 2), "causal_offset": 10**12},
+    {"is_causal": True, "causal_offset": 10**12}, {"is_causal": True, "causal_offset": -(10**12)},
+])  # fmt: skip
 def test_positions_are_two_limits(fields: dict[str, Any]) -> None:
-    """Causality, offset and window together are two limits, which show what `visible` shows, and
-    whose sum with any position is an int32."""
+    """They show what `visible` shows, and their sum with any position is an int32."""
     case = make_case(q_len=6, kv_len=9, **fields)
     i, j = torch.arange(6)[:, None], torch.arange(9)[None, :]
     shown = torch.ones(6, 9, dtype=torch.bool)
@@ -78,30 +64,22 @@ def test_positions_are_two_limits(fields: dict[str, Any]) -> None:
     assert all(abs(x) + 2**30 < 2**31 for x in (low, high) if x is not None)
 
 
-# --- what it refuses -----------------------------------------------------------------------------
-
-
 def shaped(heads: int = 2, width: int = 4, **fields: Any) -> AttentionCase:
     """A case of any shape that takes no memory."""
     x = torch.zeros(1, dtype=fields.pop("dtype", torch.bfloat16)).expand(1, heads, 3, width)
     return AttentionCase(ref=CaseRef(case="shaped"), q=x, k=x, v=x, **{"scale": 0.5, **fields})
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        (shaped(), None),
-        (shaped(dtype=torch.float8_e5m2), None),
-        (shaped(width=256), None),
-        (shaped(width=257), "up to 256 wide, not 257"),
-        (shaped(heads=65536), "up to 65535 heads of all batch entries, not 65536"),
-        (shaped(dtype=torch.float64), "in float64"),
-        (shaped(mask=torch.zeros(3, 3, dtype=torch.float64)), "in float64"),
-        (shaped(sinks=torch.zeros(2, dtype=torch.float64)), "in float64"),
-        (shaped(grad_out=torch.zeros(1, 2, 3, 4, dtype=torch.float64)), "in float64"),
-        (shaped(heads=2**24, mask=torch.zeros(1).expand(1, 2**24, 3, 3)), "heads"),
-    ],
-)
+@pytest.mark.parametrize(("case", "words"), [
+    (shaped(), None), (shaped(dtype=torch.float8_e5m2), None), (shaped(width=256), None),
+    (shaped(width=257), "up to 256 wide, not 257"),
+    (shaped(heads=65536), "up to 65535 heads of all batch entries, not 65536"),
+    (shaped(dtype=torch.float64), "in float64"),
+    (shaped(mask=torch.zeros(3, 3, dtype=torch.float64)), "in float64"),
+    (shaped(sinks=torch.zeros(2, dtype=torch.float64)), "in float64"),
+    (shaped(grad_out=torch.zeros(1, 2, 3, 4, dtype=torch.float64)), "in float64"),
+    (shaped(heads=2**24, mask=torch.zeros(1).expand(1, 2**24, 3, 3)), "heads"),
+])  # fmt: skip
 def test_shapes_and_formats_it_cannot_take(case: AttentionCase, words: str | None) -> None:
     """Each has its reason in words."""
     found = fused._unfit(case)
@@ -116,16 +94,10 @@ def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "18 elements" in str(fused._unfit(shaped(mask=torch.zeros(2, 3, 3))))
 
 
-@pytest.mark.parametrize(
-    ("fields", "refused"),
-    [
-        ({"logits": 1e6}, False),
-        ({"logits": 1e14}, True),
-        ({"scale": -1e14}, True),
-        ({"scale": 1e300}, True),
-        ({"scale": 0.0, "logits": 1e14}, False),
-    ],
-)
+@pytest.mark.parametrize(("fields", "refused"), [
+    ({"logits": 1e6}, False), ({"logits": 1e14}, True), ({"scale": -1e14}, True),
+    ({"scale": 1e300}, True), ({"scale": 0.0, "logits": 1e14}, False),
+])  # fmt: skip
 def test_scores_beyond_fp64(fields: dict[str, Any], refused: bool) -> None:
     """Where scores may reach 2^44 the sums of the two passes differ by more than P can bear."""
     found = fused._out_of_range(make_case(dtype=torch.float32, **fields))
@@ -133,8 +105,7 @@ def test_scores_beyond_fp64(fields: dict[str, Any], refused: bool) -> None:
 
 
 def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
-    """A row whose every score is about -1e30 has an L that says nothing of their differences: no
-    gradient is made from it. Empty rows, whose L is -inf, are none of these."""
+    """L of scores near -1e30 says nothing of their differences; empty rows are none of these."""
     lowered = torch.zeros(4, 5)
     lowered[1], lowered[2] = -1e30, -inf
     for mask, refused in ((lowered, True), (lowered.masked_fill(lowered < 0, -inf), False)):
@@ -147,8 +118,7 @@ def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
 
 
 def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:
-    """With the reason in the result, and nothing else changed; what it takes is taken from it, and
-    any other error is not hidden."""
+    """With the reason in the result, and nothing else changed; any other error is not hidden."""
     case = step(dtype=torch.float32)
     plain = blocked.gradients(case)
 
@@ -167,9 +137,6 @@ def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:
     assert fast is plain
     with pytest.raises(ValueError, match="broken"):
         reference._fast_or_plain(case, fail, blocked.gradients)
-
-
-# --- on a GPU ------------------------------------------------------------------------------------
 
 
 def several_tiles(**fields: Any) -> AttentionCase:
@@ -265,9 +232,8 @@ def test_what_it_refuses_is_blocked(spoil: Callable[[AttentionCase], Any], words
     assert reference.attend(case).by == found.by
     assert find("reference").attend(case).ran == found.by
     for name in ("out", "dq", "dk", "dv"):
-        assert torch.equal(
-            getattr(found, name).nan_to_num(7.0), getattr(exact, name).nan_to_num(7.0)
-        )
+        a, b = (getattr(x, name).nan_to_num(7.0) for x in (found, exact))
+        assert torch.equal(a, b)
 
 
 def peak(call: Callable[[], Any]) -> int:
@@ -284,8 +250,7 @@ def peak(call: Callable[[], Any]) -> int:
 
 @on_cuda
 def test_memory_is_bounded() -> None:
-    """At length 8192 with 8 heads of 128, attend takes less than 1 GiB, and a tenth of what PyTorch
-    takes for the same in fp64; gradients less than 6 GiB: operands, results and a run of rows."""
+    """attend: 1 GiB and a tenth of PyTorch's fp64; gradients: operands, results, some rows."""
     shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 8192, "kv_len": 8192}
     case = several_tiles(**shape, head_dim=128)
     wide = [x.double() for x in (case.q, case.k, case.v)]
