@@ -496,6 +496,9 @@ def test_tiles_matter_through_the_running_sums() -> None:
     for a, b, t in zip(small, found(128, "working"), truth, strict=True):
         assert (rms(a - t) > 1.3 * rms(b - t)).all()
     assert not torch.equal(found(16, "working", kv_order="descending")[0], small[0])
+    ways = ({}, {"block_kv": 128}, {"kv_order": "descending"})  # and forward, where P is rounded
+    one, *others = (emulate(case, **{"block_kv": 16, **way}) for way in ways)
+    assert all((one != other).any() for other in others)
 
 
 @pytest.mark.parametrize("options", [{}, {"logits": 8.0}, {"regime": "ties"}])
