@@ -14,11 +14,6 @@ def found(*rows: DeviationRow) -> tuple[Finding, ...]:
     return findings_of(rows)[0]
 
 
-def sentence(*rows: DeviationRow) -> str:
-    (finding,) = found(*rows)
-    return finding.sentence
-
-
 def test_what_would_have_been_caught() -> None:
     """The smallest dose of each planted fault; and those that nothing catches."""
     doses = {("scale", 0.01): 1.0, ("scale", 0.03): 4.0, ("tail", 1): 1.0, ("tail", 64): 1.0}
