@@ -13,11 +13,13 @@ del globals()["numdev"], globals()["audit"]
 if TYPE_CHECKING:
     from numdev.api import audit as audit
     from numdev.api import capture as capture
+    from numdev.api import compare as compare
     from numdev.api import measure as measure
     from numdev.kernels import kernel as kernel
     from numdev.sources.tensorfile import save_cases as save_cases
     from numdev.sources.tensorfile import varlen_cases as varlen_cases
     from numdev.testing import CheckFailed as CheckFailed
+    from numdev.testing import check as check
     from numdev.testing import check_attention as check_attention
 
 __version__ = "0.1.0"
@@ -25,7 +27,9 @@ _HOMES = {
     "CheckFailed": "testing",
     "audit": "api",
     "capture": "api",
+    "check": "testing",
     "check_attention": "testing",
+    "compare": "api",
     "kernel": "kernels",
     "measure": "api",
     "save_cases": "sources.tensorfile",

@@ -17,8 +17,10 @@ from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import audit_request
 from numdev.errors import MeasurementError
+from numdev.gate import compare as comparing
+from numdev.gate.compare_report import CompareReport
 from numdev.kernels import Kernel, Output
-from numdev.report import AuditReport, DeviationRow
+from numdev.report import AuditReport, DeviationRow, Report
 from numdev.report.renderers import html
 from numdev.sources import capture as capturing
 from numdev.sources.loss import find_upstream
@@ -94,6 +96,20 @@ def capture(
     keep = lambda case: found.append(copied(case))  # noqa: E731
     capturing.capture(model, inputs, keep, source=type(model).__name__, upstream=upstream)
     return found
+
+
+def compare(
+    old: str | Path | Report, new: str | Path | Report, *, allow: Sequence[str] = ()
+) -> CompareReport:
+    """What moved beyond noise from one audit (or sweep) to another of the same request: what
+    `numdev compare` says. Each is a report, its file or its directory; `allow` names the keys in
+    which the requests may differ.
+
+    `moves` has what moved, `presences` what is new or gone, `exit_code` what the command returns.
+    Raises UsageError for two that do not measure the same, MeasurementError for what cannot be
+    read."""
+    sides = (Path(x) if isinstance(x, str) else x for x in (old, new))
+    return comparing.compare(*sides, allow=allow, command="numdev.compare")
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""`check_attention`: an audit with a verdict, as an assertion in a kernel author's own tests."""
+"""`check`: an audit of small cases with a verdict; and `check_attention`, which asserts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.check import Backward, CheckSource, Named, check
+from numdev.audit.check import Backward, CheckSource, Named
+from numdev.audit.check import check as measured
 from numdev.audit.isolation import threads
 from numdev.audit.script import folder_of, name_of
 from numdev.cases import AttentionCase
@@ -62,7 +63,7 @@ class CheckFailed(AssertionError):
         self.result = result
 
 
-def check_attention(
+def check(
     function: Callable[..., Any] | Kernel,
     *,
     cases: Cases = None,
@@ -74,7 +75,7 @@ def check_attention(
     claims: Mapping[str, Any] | None = None,
     reproducers: str | Path | None = None,
 ) -> CheckResult:
-    """Raise CheckFailed unless `function(q, k, v, ...)` computes attention as well as it can.
+    """Whether `function(q, k, v, ...)` computes attention as well as it can.
 
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads,
     kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a tuple of that and the
@@ -91,9 +92,9 @@ def check_attention(
     function rounds; None: as it was registered, else as FlashAttention-2 does. `reproducers`: a
     directory for the script of a failed check; None makes a temporary one.
 
-    Raises CheckFailed, an AssertionError, where a limit is exceeded, a call failed, or nothing was
-    measured; UsageError for wrong arguments, MeasurementError for rules made for another system."""
-    __tracebackhide__ = True
+    Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed, or nothing
+    was measured. Raises UsageError for wrong arguments, MeasurementError for rules made for another
+    system."""
     if not callable(function) and not isinstance(function, Kernel):
         hint = "numdev.audit takes names of kernels"
         raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
@@ -118,7 +119,7 @@ def check_attention(
     with threads(1):
         system = System.here(device)
         source = CheckSource(named, seeds, system.device, gradients=backward is not False)
-        report, judgement, passed, scripts, said = check(
+        report, judgement, passed, scripts, said = measured(
             kernel, source, formats=formats, rules=rules, backward=backward, system=system,
             folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
         )  # fmt: skip
@@ -137,11 +138,18 @@ def check_attention(
     filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *rest)]
     shows = [f"It shows by itself with\n  python {script}" for script in scripts]
     text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
-    result = CheckResult(
+    return CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
         skipped=left_out, reproducer=next(iter(scripts), None), words=text,
     )  # fmt: skip
-    if not passed:
+
+
+def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> CheckResult:
+    """What `check` returns of a function that passed. Raises CheckFailed, an AssertionError, for
+    any other. `options`: those of `check`."""
+    __tracebackhide__ = True
+    result = check(function, **options)
+    if not result.passed:
         raise CheckFailed(result)
     return result
 

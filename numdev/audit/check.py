@@ -1,4 +1,4 @@
-"""A check: one kernel on small cases, held to the gate's rules. What `numdev.testing` offers.
+"""A check: one kernel on small cases, held to the gate's rules. What `numdev.check` offers.
 Nothing is kept on disk but the script of what is found."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check(
     record = plan.record(located.ref for located in source)
     judged = findings_of(rows, record, rules)
     report = AuditReport(
-        provenance=provenance(system, source.describe(), "numdev.check_attention"),
+        provenance=provenance(system, source.describe(), "numdev.check"),
         request=dict(asked),
         summary=summarise(rows, judged.findings),
         **judged._asdict(),

@@ -41,7 +41,16 @@ from numdev.gate.movement import (
     same_bits,
 )
 from numdev.gate.rows import GRADIENTS, Measured, Rows, grouped
-from numdev.report import AuditReport, DeviationRow, Place, Places, Provenance, SweepReport, read
+from numdev.report import (
+    AuditReport,
+    DeviationRow,
+    Place,
+    Places,
+    Provenance,
+    Report,
+    SweepReport,
+    read,
+)
 from numdev.report.numbers import three
 
 MUST = (
@@ -70,15 +79,20 @@ OTHER = (
 )
 
 
-def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "") -> CompareReport:
-    """Report B beside report A, each a report.json of an audit or a sweep, or its directory.
+def compare(
+    a: Path | Report, b: Path | Report, *, allow: Collection[str] = (), command: str = ""
+) -> CompareReport:
+    """Report B beside report A, each of an audit or a sweep: the report, its file or its directory.
 
     Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
     in `allow`; MeasurementError for a report that cannot be understood."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
-    old, new = _read(a), _read(b)
+    old, new = _measured(a), _measured(b)
+    names = [
+        f"report of {x.provenance.created}" if isinstance(x, Report) else str(x) for x in (a, b)
+    ]
     apart = shared_request(old, new, allow)
     result = compared(old, new, apart)
     return CompareReport(
@@ -87,9 +101,9 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
             command=command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             system=new.provenance.system,
-            source={"config": str(b), "run": new.provenance.source},
+            source={"config": names[1], "run": new.provenance.source},
         ),
-        request={"a": str(a), "b": str(b), "allow": sorted(allow)},
+        request={"a": names[0], "b": names[1], "allow": sorted(allow)},
         **result._asdict(),
         a=old.provenance,
         b=new.provenance,
@@ -98,13 +112,13 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
     )
 
 
-def _read(path: Path) -> Measured:
-    report = read(path)
+def _measured(given: Path | Report) -> Measured:
+    report, name = (given, "report") if isinstance(given, Report) else (read(given), given)
     if not isinstance(report, AuditReport | SweepReport):
-        raise UsageError(f"{path}: expected a report of an audit or a sweep, got {report.kind}")
+        raise UsageError(f"{name}: expected a report of an audit or a sweep, got {report.kind}")
     if isinstance(report, SweepReport) and not report.rows:
         raise UsageError(
-            f"{path}: is a sweep that kept cells, and no rows of heads to compare",
+            f"{name}: is a sweep that kept cells, and no rows of heads to compare",
             hint="sweep with `rows: head`",
         )
     return report
