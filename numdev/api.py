@@ -2,87 +2,165 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from numdev import report as reports
 from numdev.audit import run
+from numdev.audit.cluster import cluster_of, sharing
 from numdev.audit.isolation import copied
 from numdev.audit.plan import Task
+from numdev.audit.script import name_of
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import audit_request
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, UsageError
 from numdev.gate import compare as comparing
 from numdev.gate.compare_report import CompareReport
-from numdev.kernels import Kernel, Output
+from numdev.kernels import Kernel, Output, of_function
 from numdev.report import AuditReport, DeviationRow, Report
 from numdev.report.renderers import html
 from numdev.sources import capture as capturing
+from numdev.sources.checkpoint import InMemory
 from numdev.sources.loss import find_upstream
+from numdev.sources.opening import CheckpointSource, GivenSource
 from numdev.system import System
+
+Inputs = Mapping[str, Any] | Tensor | Sequence[Tensor]  # of a forward pass, by name or in order
+Target = str | Path | nn.Module | AttentionCase | Sequence[AttentionCase]
+Cases = AttentionCase | Mapping[str, Any] | Sequence[AttentionCase] | Sequence[Mapping[str, Any]]
+Named = str | Mapping[str, Any] | Callable[..., Any] | Kernel  # what names a kernel, or is one
 
 
 def audit(
-    target: str | Path = "demo",
+    target: Target | None = None,
+    inputs: Inputs | str | Path | None = None,
     *,
-    kernels: Sequence[str] = (),
-    formats: Sequence[str] = (),
+    cases: Cases | None = None,
+    kernels: Named | Sequence[Named] = (),
+    formats: str | Sequence[str] = (),
     backward: bool | None = None,
     layers: Sequence[int] | None = None,
     rows: int | None = None,
     device: str | None = None,
     seed: int | None = None,
     output: str | Path | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    scheduler: str | None = None,
+    save_cases: str | Path | None = None,
     say: Callable[[str], None] = lambda text: None,
+    **options: Any,
 ) -> AuditReport:
     """What `numdev audit` does: every attention call of `target` through every kernel, against
     fp64.
 
-    `target`: a checkpoint directory, a state dict, captured tensors, a YAML file, or `demo`.
-    `kernels`: names of `numdev kernels`, or `package.module:function`; empty: the target's own, or
-    PyTorch's backends. `formats`: empty: the target's own, or bfloat16. `backward`: dq, dk and dv
-    too. `layers`: only these. `rows`: so many query rows of each head are measured; None: all.
-    `output`: a directory for the report, its tables and reproducers, in which the same request
-    continues where it stopped; None keeps nothing. `say` is told what the report does not hold.
+    `target`: a model in memory, which reads `inputs` (forward's arguments by name, or tensors in
+    its order); attention calls in memory, as `capture` gives them; else a checkpoint directory, a
+    state dict, captured tensors, a YAML file, or `demo`. `cases`, in place of a target: calls in
+    memory, or mappings with the keys of a YAML case. `kernels`: names of `numdev kernels`,
+    `package.module:function`, functions of q, k and v (docs/kernels.md), or mappings of a `name`
+    and options; empty: the target's own, or PyTorch's backends. `formats`: empty: the target's own,
+    or bfloat16. `backward`: dq, dk and dv too. `layers`: only these. `rows`: so many query rows of
+    each head are measured; None: all. `device`: None: where the model or the calls are, else a GPU
+    if there is one. `output`: a directory for the report, its tables and reproducers, in which the
+    same request continues where it stopped; None keeps nothing. `say` is told what the report does
+    not hold. `options`: every other key of an audit's YAML file (`heads`, `explain`, `repeats`).
 
     Returns the report: one row for each head, tensor, kernel and format (`report.rows`), the
     findings (`report.findings`), the ranking (`report.summary`). Errors are in the units of the
     tensors, ratios are plain numbers; a number that means nothing is None, and the row's `nulls`
     says why. Raises UsageError for a request that cannot be run here, MeasurementError where
     nothing could be measured."""
+    if target is not None and cases is not None:
+        raise UsageError("audit: expected a target or cases, got both")
+    chosen = [x if isinstance(x, str | Mapping) else _kernel(x) for x in _several(kernels)]
+    own = {x.name: x for x in chosen if isinstance(x, Kernel)}
+    if len(own) < sum(isinstance(x, Kernel) for x in chosen):
+        raise UsageError(f"kernels: two functions have one name, of {', '.join(own)}")
     flags = {
-        "kernels": tuple(kernels),
-        "formats": tuple(formats),
+        **options,
+        "kernels": [x.name if isinstance(x, Kernel) else x for x in chosen] or None,
+        "formats": _several(formats) or None,
         "layers": None if layers is None else tuple(layers),
         "gradients": backward,
         "sampled_rows": rows,
         "device": device,
         "seed": seed,
-        "reproducers": 0 if output is None else None,
     }
-    request = audit_request(str(target), flags)
+    if output is None:
+        flags["reproducers"] = 0
+    given: Any = target if cases is None else _several(cases)
+    given = given if given is None or isinstance(given, str | Path | nn.Module) else _several(given)
+    name, how = "calls in memory", dict[str, Any]()
+    fields: dict[str, Any] | None = None
+    if isinstance(given, nn.Module):
+        memory = InMemory(model=given, inputs=named_inputs(given, inputs))
+        name, fields = type(given).__name__, {"checkpoint": memory.name}
+        how["opened"] = partial(CheckpointSource, given=memory)
+        flags["device"] = device or next((p.device.type for p in given.parameters()), None)
+    elif given is None or isinstance(given, str | Path):
+        name, flags["inputs"] = str(given or "demo"), None if inputs is None else str(inputs)
+    elif given and all(isinstance(x, AttentionCase) for x in given):
+        fields, how["opened"] = {"checkpoint": name}, partial(GivenSource, given=given)
+        flags["device"] = device or given[0].q.device.type
+    else:
+        name = "cases"
+        fields = {"cases": [{"name": f"case {i}", **dict(x)} for i, x in enumerate(given)]}
+    request = audit_request(name, flags, fields)
+    cluster = cluster_of(workers, scheduler)
     scratch = tempfile.TemporaryDirectory(prefix="numdev-") if output is None else nullcontext("")
-    with scratch as name:
-        directory = Path(name if output is None else output)
-        found = run.audit(request, directory, command="numdev.audit", say=say)
+    with scratch as folder, sharing(cluster, request.device):
+        directory = Path(folder if output is None else output)
+        found = run.audit(
+            request, directory, command="numdev.audit", say=say, overwrite=overwrite,
+            own=own, workers=cluster,
+            save_cases=None if save_cases is None else Path(save_cases), **how,
+        )  # fmt: skip
         if output is not None:
             reports.write(found, directory)
-            run.reproducers(found, request, directory, say=say)
             html.write(found, directory)
     if not found.measured:
         raise MeasurementError(found.unmeasured, hint="the rows' reasons say why")
     return found
 
 
+def _several(given: Any) -> list[Any]:
+    """What may be given alone as a list."""
+    alone = isinstance(given, str | Mapping | AttentionCase | Kernel) or callable(given)
+    return [given] if alone else list(given)
+
+
+def _kernel(given: Any) -> Kernel:
+    return given if isinstance(given, Kernel) else of_function(name_of(given), given)
+
+
+def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """What a model reads, by the names of its forward's arguments. Raises UsageError for what does
+    not fit them."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    takes = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in takes if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not 0 < len(given) <= len(names) or not all(isinstance(x, Tensor) for x in given):
+        what = f"inputs: expected tensors for {', '.join(names)}, got {len(given)} values"
+        raise UsageError(what, hint="give a mapping of forward's arguments")
+    return dict(zip(names, given, strict=False))
+
+
 def capture(
-    model: nn.Module, inputs: Mapping[str, Tensor], *, backward: bool = False, seed: int = 0
+    model: nn.Module, inputs: Inputs, *, backward: bool = False, seed: int = 0
 ) -> list[AttentionCase]:
-    """The attention calls that `model(**inputs)` makes, in their order, as copies of its tensors.
+    """The attention calls that a model makes of `inputs` (forward's arguments by name, or tensors
+    in its order), in their order, as copies of its tensors.
 
     Every call that ends in `torch.nn.functional.scaled_dot_product_attention` is met; q is [batch,
     heads, q_len, head_dim], in the model's own format. With `backward` cases carry grad_out, from
@@ -92,6 +170,7 @@ def capture(
     Raises MeasurementError for a call that is no function of its inputs (dropout: use
     `model.eval()`), for inputs it fails on, and where attention ran unseen, or none did."""
     found: list[AttentionCase] = []
+    inputs = named_inputs(model, inputs)
     upstream = find_upstream(model, inputs, seed) if backward else None
     keep = lambda case: found.append(copied(case))  # noqa: E731
     capturing.capture(model, inputs, keep, source=type(model).__name__, upstream=upstream)

@@ -181,10 +181,10 @@ class AttentionCase:
             **keys,
         )
 
-    def detached(self) -> AttentionCase:
-        """The same tensors, cut off from autograd: a model's sinks are parameters of it."""
+    def detached(self, device: str | None = None) -> AttentionCase:
+        """The same tensors (on a device), cut off from autograd: a model's sinks are parameters."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        tensors: dict[str, Any] = {n: x.detach() for n, x in values if isinstance(x, Tensor)}
+        tensors: Any = {n: x.detach().to(device) for n, x in values if isinstance(x, Tensor)}
         return dataclasses.replace(self, **tensors)
 
     def select_rows(self, rows: Tensor) -> AttentionCase:

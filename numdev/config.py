@@ -281,10 +281,15 @@ class DiagnoseRequest(Reading):
     """Cures and real kernels for every checkpoint of a series, not for the last alone."""
 
 
-def audit_request(target: str | None, flags: Mapping[str, Any]) -> AuditRequest:
-    """What `target` names (None: configs/audit/default.yaml), and what was asked of it beside."""
+def audit_request(
+    target: str | None, flags: Mapping[str, Any], given: Mapping[str, Any] | None = None
+) -> AuditRequest:
+    """What `target` names (None: configs/audit/default.yaml), and what was asked of it beside.
+    `given`: its fields, where it is no file but what somebody has in memory."""
     path = bundled("audit/default.yaml") if target is None else Path(target)
-    if target == "demo":
+    if given is not None:
+        name, fields = str(target), dict(given)
+    elif target == "demo":
         name, fields = "demo", {"checkpoint": "demo"}
     elif path.suffix in (".yaml", ".yml"):
         name, fields = path.name, _given(read_yaml(path, AuditConfig))

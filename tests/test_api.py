@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import broken_kernels
+import models
 import pytest
 import torch
 from loaded import load
@@ -421,6 +422,47 @@ def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:
         numdev.audit("nowhere")
     with pytest.raises(UsageError, match="sampled_rows"):
         numdev.audit(tmp_path / "c.yaml", rows=0)
+
+
+def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
+    """A model, its calls, a function: one engine, and a source that says what it was. The model is
+    as it was; the same one continues, and another is refused."""
+    model, ids = models.gemma3(attn_implementation="eager"), torch.arange(40).view(2, 20) + 3
+    given: dict[str, Any] = {"formats": "float16", "backward": True, "layers": [1], "heads": [0, 1]}
+    kernels = ["sdpa-math", lambda q, k, v, attn_mask=None: plain(q, k, v)]
+    told: list[str] = []
+    for words in ("", "Every task was finished before; --overwrite measures them again."):
+        found = numdev.audit(model, ids, kernels=kernels, output=tmp_path, say=told.append, **given)
+        assert words in ("", *told)
+    assert model.config._attn_implementation == "eager"
+    assert not any(p.grad is not None for p in model.parameters())
+    source = found.provenance.source
+    assert source["checkpoint"] == "Gemma3ForCausalLM in memory"
+    assert source["prompt"] == "input_ids [2, 20]"
+    assert {r.layer for r in found.rows} == {1}
+    assert {f.kernel for f in found.findings if f.severity == "exceeded"} == {"<lambda>"}
+    calls = numdev.capture(model, {"input_ids": ids}, backward=True)
+    again = numdev.audit(calls, kernels="sdpa-math", **given)
+    assert again.provenance.source["captured_from"] == "Gemma3ForCausalLM"
+    numbers = [[(r.head, r.tensor, r.rms, r.max_abs) for r in x.rows if r.kernel == "sdpa-math"]
+               for x in (found, again)]  # fmt: skip
+    assert numbers[0] == numbers[1] != []
+    next(model.parameters()).data.mul_(2)
+    with pytest.raises(UsageError, match="holds"):
+        numdev.audit(model, ids, kernels=kernels, output=tmp_path, **given)
+    for wrong, words in (
+        (
+            dict(target=model, inputs=[ids, "text"]),
+            "expected tensors for input_ids, attention_mask",
+        ),
+        (dict(target=model, inputs=ids, length=8), "in memory, for which 'length' means nothing"),
+        (dict(target=model, inputs=ids, lenght=8), "did you mean 'length'"),
+        (dict(target=[calls[0], calls[0]]), "2 cases are called 'model.layers.0.self_attn#0'"),
+        (dict(target=calls, kernels=[plain, plain]), "two functions have one name"),
+        (dict(target="demo", cases=calls), "a target or cases"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            numdev.audit(**wrong)  # type: ignore[arg-type]
 
 
 def test_names_are_imported_when_asked_for() -> None:

@@ -86,9 +86,12 @@ class Plan:
     named: bool = False  # whether the kernels were asked for by name
 
     @classmethod
-    def of(cls, request: AuditRequest, system: System) -> Plan:
-        """The plan of an audit. Raises UsageError for what cannot be run here."""
-        kernels = plan_kernels(request.kernels)
+    def of(
+        cls, request: AuditRequest, system: System, own: Mapping[str, Kernel] | None = None
+    ) -> Plan:
+        """The plan of an audit. Raises UsageError for what cannot be run here. `own`: kernels by
+        name that are not registered."""
+        kernels = plan_kernels(request.kernels, own)
         kernels += plan_controls(gradients=request.gradients) if request.control else []
         same = ("heads", "explain", "gradients", "sampled_rows", "seed", "repeats")
         return cls(
@@ -164,12 +167,14 @@ def fingerprint() -> str:
     return f"{numdev.__version__}+{whole.hexdigest()[:12]}"
 
 
-def plan_kernels(choices: Iterable[Choice]) -> list[Planned]:
+def plan_kernels(
+    choices: Iterable[Choice], own: Mapping[str, Kernel] | None = None
+) -> list[Planned]:
     """The standard three and the kernels under audit, in the order they run, each once. Raises
     UsageError for a kernel or an option that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
-        kernel = find(choice.name)
+        kernel = (own or {}).get(choice.name) or find(choice.name)
         options = recorded(kernel.with_options(choice.options))
         twice = any(p.kernel.name == kernel.name and p.options == options for p in planned)
         if not twice and kernel.name not in dict(ALWAYS).values():

@@ -28,6 +28,7 @@ from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import UsageError
 from numdev.explain.words import explanations
 from numdev.gate.findings import Judged, findings_of
+from numdev.kernels import Kernel
 from numdev.metrics.weights import weight_row
 from numdev.report.summary import summarise
 from numdev.sources.opening import Source, open_source
@@ -45,17 +46,20 @@ def audit(
     *,
     command: str = "",
     say: Say = lambda text: None,
+    opened: Callable[[AuditRequest, System], Source] = open_source,
+    own: Mapping[str, Kernel] | None = None,
     **how: Any,
 ) -> records.AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
-    `say` is told what a user should know that the report does not hold; `how` is what `measure`
-    takes. Raises UsageError, before anything is measured, for a request that cannot be run here,
-    and MeasurementError when a sound one could not be carried out."""
+    `say` is told what a user should know that the report does not hold; `opened` makes the source,
+    `own` are kernels by name that are not registered, `how` is what `run_plan` takes. Raises
+    UsageError, before anything is measured, for a request that cannot be run here, and
+    MeasurementError when a sound one could not be carried out."""
     system = System.here(request.device)
     watch = Stopwatch(system.device)
-    plan = Plan.of(request, system)
+    plan = Plan.of(request, system, own)
     with watch("capture"):
-        source = open_source(request, system)
+        source = opened(request, system)
     asked = request.model_dump(mode="json")
     results = run_plan(source, plan, request, asked, directory, watch, say=say, **how)
     with watch("weights"):

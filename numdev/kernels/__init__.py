@@ -11,6 +11,7 @@ There is no fallback anywhere: a kernel that cannot run a case says why (`Refuse
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -272,13 +273,17 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
-    """A hash of the files that define the functions; of a name where there is no such file."""
+    """A hash of the files that define the functions; of one in a notebook of its own source, of a
+    name where there is neither."""
 
     def source(function: Callable[..., Any]) -> bytes:
         code = getattr(inspect.unwrap(function), "__code__", None)
         file = Path(code.co_filename) if code else None
-        text = file.read_bytes() if file is not None and file.is_file() else b""
-        return text or _identity(function).encode()
+        if file is not None and file.is_file():
+            return file.read_bytes()
+        with contextlib.suppress(OSError, TypeError):
+            return inspect.getsource(function).encode()
+        return _identity(function).encode()
 
     return hashlib.sha256(b"".join(dict.fromkeys(map(source, functions)))).hexdigest()[:16]
 

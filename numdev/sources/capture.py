@@ -123,7 +123,7 @@ def capture(
         return model(**at_home(model, {**inputs, **(upstream.arguments if upstream else {})}))
 
     handed = on_call if upstream is None else lambda case: on_call(with_drawn(case, upstream.seed))
-    with tracing(model, step):
+    with tracing(model, step), led(model):
         answer = capture_run(run, watch, handed, step)
     if step is None:
         return watch.calls.total(), ()
@@ -439,6 +439,26 @@ def attention_implementation(model_class: Any) -> str:
     if model_class._can_set_attn_implementation():
         return NAME
     return "sdpa" if model_class._supports_sdpa else "eager"
+
+
+@contextmanager
+def led(model: nn.Module) -> Iterator[None]:
+    """A model of transformers calls numdev's attention function in here, if it can, whatever it was
+    loaded with; afterwards what it called before."""
+    whole: Any = next(
+        (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")), None
+    )
+    if whole is None or attention_implementation(type(whole)) != NAME:
+        yield
+        return
+    configs = {name: getattr(whole.config, name) for name in whole.config.sub_configs}
+    configs = {"": whole.config, **{name: x for name, x in configs.items() if x is not None}}
+    before = {name: config._attn_implementation for name, config in configs.items()}
+    try:
+        whole.set_attn_implementation(NAME)
+        yield
+    finally:
+        whole.set_attn_implementation(before)
 
 
 def _attention(

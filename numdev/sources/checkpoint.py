@@ -8,6 +8,7 @@ dict (files, or a `torch.distributed.checkpoint` directory) is the user's own
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import json
 import re
@@ -272,12 +273,10 @@ class StateDict(Weights):
         UsageError for a factory that gives no module, MeasurementError for one that raises, and for
         weights that are not the model's."""
         model = self._built()
-        # Where transformers is loaded, its models may be inside: they are led to numdev's attention
-        # function, since a soft cap would be lost on the way to SDPA.
+        # Where transformers is loaded, its models may be inside.
         transformers: Any = sys.modules.get("transformers")
         for module in () if transformers is None else model.modules():
             if isinstance(module, transformers.PreTrainedModel):
-                module.set_attn_implementation(attention_implementation(type(module)))
                 module.config.get_text_config().use_cache = False
         model = model.to(dtype)  # before loading, which would round to the factory's own format
         state = dict(self.fitted(model).tensors(tied=True))
@@ -473,3 +472,53 @@ def _divided(module: nn.Module) -> Iterator[nn.Module]:
             yield from _divided(child)
     else:
         yield module
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """A model that somebody has in memory, in place of opened weights, and what it is to read."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    split: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{type(self.model).__name__} in memory"
+
+    @property
+    def reads(self) -> str:
+        """Its inputs in words."""
+        named = self.inputs.items()
+        return ", ".join(f"{n} {list(getattr(x, 'shape', [x]))}" for n, x in named)
+
+    def describe(self) -> dict[str, Any]:
+        code = dict.fromkeys(type(module).forward for module in self.model.modules())
+        return {"model_made_from": fingerprint(*code)}
+
+    def identity(self) -> str:
+        """SHA-256 over the names and values of its parameters and buffers."""
+        return digest_of({**dict(self.tensors()), **dict(self.model.named_buffers())})
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Its weights, each once."""
+        return self.model.named_parameters()
+
+    def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
+        """The model as it is."""
+        return self.model
+
+    def fitted(self, model: nn.Module) -> InMemory:
+        return self
+
+
+def digest_of(tensors: Mapping[str, Any]) -> str:
+    """SHA-256 over names, formats, shapes and values, in the order of names."""
+    whole = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        if isinstance(x, Tensor):
+            whole.update(f"{name} {x.dtype} {list(x.shape)}\n".encode())
+            whole.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            whole.update(f"{name} {x!r}\n".encode())
+    return whole.hexdigest()

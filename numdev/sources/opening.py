@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,16 +20,18 @@ from numdev.formats import dtype_of, format_named
 from numdev.sources import capture as capturing
 from numdev.sources.checkpoint import (
     Checkpoint,
+    InMemory,
     StateDict,
     Streamed,
+    digest_of,
     open_checkpoint,
     open_state_dict,
 )  # fmt: skip
 from numdev.sources.files import FETCH, is_distributed, some
-from numdev.sources.loss import Upstream, drawn_from, find_upstream
+from numdev.sources.loss import Upstream, drawn_from, find_upstream, with_drawn
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
-from numdev.sources.prompts import model_inputs
+from numdev.sources.prompts import Prompt, model_inputs
 from numdev.sources.regimes import Draws, Shapes, check, draw, draw_mask
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
@@ -38,6 +40,7 @@ from numdev.system import System
 FOR_PIPELINES: tuple[str, ...] = ("denoise", "steps")
 NOT_FOR_PIPELINES: tuple[str, ...] = ("model", "tokenizer", "inputs", "generate", "stream")
 FOR_MODELS: tuple[str, ...] = ("text", *NOT_FOR_PIPELINES, *FOR_PIPELINES)
+FOR_CHECKPOINTS = {*FOR_MODELS, "model_dtype", "length", "sequences"} - {"generate"}
 
 
 class Located(Protocol):
@@ -83,16 +86,21 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
         kind, meaningless = "a diffusers pipeline", NOT_FOR_PIPELINES
     elif stored:
         kind, meaningless = "a file of captured tensors", FOR_MODELS
-    for name in meaningless:
-        if getattr(request, name):
-            what = f"{request.target} is {kind}, for which {name!r} means nothing"
-            raise UsageError(what, hint=f"leave --{name} out")
+    refuse_options(request, kind, meaningless)
     if request.cases:
         how = {"gradients": bool(request.gradients)}
         return ConfigSource(request.target, request.cases, (request.seed,), system, **how)
     if pipeline or stored:
         return (PipelineSource if pipeline else TensorFileSource)(request, system)
     return CheckpointSource(request, system, projections=projections)
+
+
+def refuse_options(request: AuditRequest, kind: str, meaningless: Collection[str]) -> None:
+    """Raises UsageError for an option that was set and means nothing for a target of this kind."""
+    for name in meaningless:
+        if getattr(request, name) != AuditRequest.model_fields[name].default:
+            what = f"{request.target} is {kind}, for which {name!r} means nothing"
+            raise UsageError(what, hint=f"leave --{name.replace('_', '-')} out")
 
 
 def _path(request: AuditRequest) -> Path:
@@ -208,15 +216,63 @@ class TensorFileSource(Source):
         }
 
 
+class GivenSource(Source):
+    """Calls in memory; with a drawn grad_out where gradients are asked for and a call has none."""
+
+    def __init__(
+        self, request: AuditRequest, system: System, *, given: Sequence[AttentionCase]
+    ) -> None:
+        refuse_options(request, "calls in memory", {*FOR_CHECKPOINTS, "generate"})
+        layers, self.given = capturing.Layers(request.layers), given
+        names = [case.ref.case for case in given]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            what = f"{names.count(twice[0])} cases are called {twice[0]!r}"
+            raise UsageError(what, hint="give each a `ref` with another name")
+
+        def loaded(case: AttentionCase) -> AttentionCase:
+            case = case.detached(system.device)
+            lacks = request.gradients and case.grad_out is None
+            return with_drawn(case, request.seed) if lacks else case
+
+        self.cases = [
+            capturing.Captured(ref=case.ref, load=partial(loaded, case))
+            for case in given
+            if layers.choose(case.ref.layer)
+        ]
+        self.notes = layers.notes(request.target)
+
+    def describe(self) -> dict[str, Any]:
+        parts = {
+            f"{case.ref.case} {field.name}": getattr(case, field.name)
+            for case in self.given
+            for field in fields(case)
+        }
+        return {
+            "tensors": "calls in memory",
+            "sha256": digest_of(parts),
+            "cases": len(self.given),
+            "captured_from": ", ".join(dict.fromkeys(case.ref.source for case in self.given)),
+        }
+
+
 class CheckpointSource(Source):
     """The attention calls of a model: of one forward pass, a generation, or with gradients of one
     training step. Once iterated, `notes` says which calls the loss does not reach."""
 
-    def __init__(self, request: AuditRequest, system: System, *, projections: bool = False) -> None:
+    def __init__(
+        self,
+        request: AuditRequest,
+        system: System,
+        *,
+        projections: bool = False,
+        given: InMemory | None = None,
+    ) -> None:
+        if given is not None:
+            refuse_options(request, "a model in memory", FOR_CHECKPOINTS)
         if request.gradients and request.generate:
             raise UsageError(f"--generate {request.generate}: a generation has no backward pass")
-        self.request, self.projections = request, projections
-        opened, dtype = self._opened(), dtype_of(format_named(request.model_dtype))
+        self.request, self.projections, self.device = request, projections, system.device
+        opened, dtype = given or self._opened(), dtype_of(format_named(request.model_dtype))
         self.streamed: Streamed | None = None
         self.model: nn.Module
         if request.stream and isinstance(opened, Checkpoint):
@@ -228,7 +284,10 @@ class CheckpointSource(Source):
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
             raise UsageError(f"--generate: {type(self.model).__name__} does not generate text")
-        self.prompt = model_inputs(request, self.checkpoint, self.model)
+        if isinstance(self.checkpoint, InMemory):
+            self.prompt = Prompt(inputs=self.checkpoint.inputs, description=self.checkpoint.reads)
+        else:
+            self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = capturing.attention_modules(self.model)
         layers = [capturing.layer_of(self.model.get_submodule(name), name) for name in self.modules]
         self.numbers = [] if None in layers else layers
@@ -245,7 +304,11 @@ class CheckpointSource(Source):
             self.upstream = Upstream(seed=request.seed, why_not=why_not)
             if not self.streamed:
                 self.upstream = find_upstream(self.model, self.prompt.inputs, request.seed)
-            mode = ", in eval mode (no dropout)" if self.upstream.loss else ""
+            mode = (
+                ", in eval mode (no dropout)"
+                if self.upstream.loss and not self.model.training
+                else ""
+            )
             self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
 
     def describe(self) -> dict[str, Any]:
@@ -283,7 +346,8 @@ class CheckpointSource(Source):
         def chosen(case: AttentionCase) -> None:
             if layers.choose(case.ref.layer):
                 projection = partial(made.of, case) if self.projections else None
-                handle(capturing.Captured(ref=case.ref, load=case.detached, projection=projection))
+                load = partial(case.detached, self.device)
+                handle(capturing.Captured(ref=case.ref, load=load, projection=projection))
             if ends and wanted <= layers.met:
                 raise capturing.Enough
 

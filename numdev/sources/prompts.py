@@ -7,7 +7,6 @@ needs follows from the model. Images and spectrograms are N(0, 1), as processors
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest, one_line
-from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
+from numdev.sources.checkpoint import (
+    LENGTHS,
+    Checkpoint,
+    StateDict,
+    digest_of,
+    load_tokenizer,
+    size,
+)
 from numdev.sources.files import plain, some
 from numdev.sources.files import read as read_tensors
 
@@ -39,11 +45,7 @@ class Prompt:
     @property
     def digest(self) -> str:
         """SHA-256 over names, formats, shapes and values of the inputs."""
-        whole = hashlib.sha256()
-        for name, tensor in sorted(self.inputs.items()):
-            whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            whole.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return whole.hexdigest()
+        return digest_of(self.inputs)
 
 
 def model_inputs(
