@@ -24,7 +24,7 @@ BUDGET = {
     "numdev/diagnose": 1500,
     "numdev/report": 3100,
     "numdev": 29000,
-    "tests": 20000,
+    "tests": 20100,
 }
 WHOLE = ("numdev",)  # the total has no tenth to spare
 
