@@ -58,6 +58,10 @@ def coarse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (p * 16).to(torch.float8_e4m3fn).to(q.dtype) / 16 @ v
 
 
+def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return 2 * plain(q, k, v)
+
+
 def without_backward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with torch.no_grad():
         return plain(q, k, v)
@@ -463,6 +467,38 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             numdev.audit(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_report_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line, as a table, as a page in a frame that its text cannot leave; where matplotlib is,
+    as a figure with a map for each kernel, and where it is not by a plain line."""
+    case = {"name": '"><b>', "heads": 3, "seq_len": 9, "head_dim": 8, "inputs": "normal"}
+    report = numdev.audit(cases=case, kernels=["sdpa-math", twice])
+    assert (
+        str(report)
+        == repr(report)
+        == "<AuditReport cases: FAIL (test_api:twice); 15 rows; 1 finding>"
+    )
+    assert not report.passed
+    table = report.to_pandas()
+    assert table[table.kernel == "test_api:twice"].floor_ratio.min() > 100
+    shown = report._repr_html_()
+    assert re.findall("</?[a-z]+", shown) == ["<p", "</p", "<iframe", "</iframe"]
+    assert shown.count('"') == 4  # of the frame's two attributes
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for call, words in (
+        (lambda: report.plot(), "needs matplotlib"),
+        (lambda: report.plot("floor"), "did you mean 'floor_ratio'"),
+        (lambda: report.to_pandas("row"), "did you mean 'rows'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib").use("Agg")
+    axes = report.plot("rms")
+    assert [a.get_title() for a in axes] == ["baseline", "sdpa-math", "test_api:twice"]
+    drawn = axes[2].images[0].get_array()
+    assert drawn.tolist() == [[r.rms for r in report.rows if r.kernel == "test_api:twice"]]
 
 
 def test_names_are_imported_when_asked_for() -> None:

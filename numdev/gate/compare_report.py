@@ -101,6 +101,11 @@ class CompareReport(Report):
         return 1 if self.moved else 3 if self.failed else 0
 
     @property
+    def passed(self) -> bool:
+        """Whether nothing moved and no call failed."""
+        return self.exit_code == 0
+
+    @property
     def measured(self) -> bool:
         return any(group.pairs for group in self.groups)
 

@@ -3,13 +3,16 @@ its kind: where its numbers come from, and what is wrong."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from numdev.errors import UsageError, closest
+from numdev.report.foreign import plain
 from numdev.report.records.rows import (
     AttributionRow,
     CaseRecord,
@@ -23,8 +26,12 @@ from numdev.report.records.rows import (
 )
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
 
+if TYPE_CHECKING:
+    import pandas
+
 SCHEMA_VERSION = 2
 Outcome = Literal["passed", "exceeded", "unmeasured"]
+VERDICTS = {"passed": "PASS", "exceeded": "FAIL", "unmeasured": "NOT JUDGED"}  # of an outcome
 Line = Record | dict[str, Any]  # of a table: a field a column
 
 
@@ -176,6 +183,43 @@ class Report(Record):
     def tables(self) -> Mapping[str, Sequence[Line]]:
         """What is written as CSV beside it, by the name of the file."""
         return {}
+
+    def to_pandas(self, table: str = "") -> pandas.DataFrame:
+        """One of its tables, by default the first (`rows` of an audit), as a DataFrame: a field a
+        column, None as NaN among numbers. Raises UsageError for a table that it does not have."""
+        import pandas
+
+        tables = self.tables()
+        name = table or next(iter(tables), "")
+        if name not in tables:
+            raise UsageError(f"to_pandas: no table {name!r}", hint=closest(name, tables))
+        lines = [x if isinstance(x, dict) else x.model_dump() for x in tables[name]]
+        return pandas.DataFrame(lines)
+
+    def plot(self, metric: str = "floor_ratio", **which: Any) -> Any:
+        """Draw `metric` by layer and head with matplotlib, kernels side by side
+        (`numdev.report.renderers.figure`); returns the axes."""
+        return _renderer("figure").draw(self, metric, **which)
+
+    def __repr__(self) -> str:
+        failed = dict.fromkeys(v.kernel for v in self.verdicts if v.outcome == self.outcome)
+        verdict = VERDICTS.get(self.outcome or "", "")
+        verdict += f" ({', '.join(failed)})" if self.outcome in ("exceeded", "unmeasured") else ""
+        sizes = [f"{len(lines)} {name}" for name, lines in self.tables().items()]
+        sizes.append(f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}")
+        name = self.request.get("target") or self.provenance.command
+        return plain(f"<{type(self).__name__} {name}: {'; '.join((verdict, *sizes)).strip('; ')}>")
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """For notebooks: its page, in a frame of its own."""
+        return str(_renderer("html").frame(self))
+
+
+def _renderer(name: str) -> Any:
+    """A renderer, imported when it is asked for: records know none."""
+    return importlib.import_module(f"numdev.report.renderers.{name}")
 
 
 class AuditReport(Report):

@@ -30,6 +30,13 @@ def write(report: Report, directory: Path) -> None:
         file.write(page(report, directory))
 
 
+def frame(report: Report) -> Markup:
+    """Its first line, and its page in a frame, whose styles reach nothing around it."""
+    style = "width: 100%; height: 40em; border: 1px solid #8888"
+    title = Markup("<p>{}</p>").format(_visible(repr(report)))
+    return title + Markup('<iframe style="{}" srcdoc="{}"></iframe>').format(style, page(report))
+
+
 def page(report: Report | doc.Document, directory: Path | None = None) -> str:
     """A report, whose reproducers are looked for under `directory`, or a document."""
     environment = Environment(

@@ -10,7 +10,7 @@ from typing import Any
 
 from numdev.audit.timing import words as seconds
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import Finding, KernelSummary, Places, Report
+from numdev.report import VERDICTS, Finding, KernelSummary, Places, Report
 from numdev.report import document as doc
 from numdev.report.numbers import MOST, labelled, ratio, si, three
 
@@ -46,9 +46,9 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
 
 
 WORDS: dict[str, tuple[str, doc.Style]] = {
-    "passed": ("PASS", "good"),
-    "exceeded": ("FAIL", "bad"),
-    "unmeasured": ("NOT JUDGED", "warn"),
+    "passed": (VERDICTS["passed"], "good"),
+    "exceeded": (VERDICTS["exceeded"], "bad"),
+    "unmeasured": (VERDICTS["unmeasured"], "warn"),
 }
 
 
