@@ -22,9 +22,9 @@ BUDGET = {
     "numdev/gate": 1950,
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
-    "numdev/report": 3100,
+    "numdev/report": 3200,
     "numdev": 29000,
-    "tests": 20100,
+    "tests": 20000,
 }
 WHOLE = ("numdev",)  # the total has no tenth to spare
 
