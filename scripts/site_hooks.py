@@ -1,8 +1,9 @@
-"""What the site has beyond docs/: the README as its first page, and results that pages link to."""
+"""What the site has beyond docs/: the README as its first page, results that pages link to, and a
+reference of the Python API made from its signatures and docstrings."""
 
 from __future__ import annotations
 
-import re
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,31 @@ RESULTS = "benchmarks/results"
 def on_files(files: Files, config: Any) -> Files:
     """The pages of docs/, README.md, and everything in benchmarks/results."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=inside(readme, "docs/")))
+    files.append(File.generated(config, "index.md", content=readme.replace("(docs/", "(")))
     for path in sorted((ROOT / RESULTS).iterdir()):
         files.append(
             File.generated(config, f"{RESULTS}/{path.name}", content=path.read_text("utf-8"))
         )
+    files.append(File.generated(config, "python.md", content=reference()))
     return files
 
 
+def reference() -> str:
+    """Every public name of numdev with its signature and docstring."""
+    import numdev  # by way of torch, which other pages do not need
+
+    parts = ["# Python reference\n\nWritten from the code; [examples](api.md) are a page of their own.\n"]
+    for name in numdev.__all__:
+        value = getattr(numdev, name)
+        if callable(value):
+            header = inspect.getsource(value).partition('"""')[0].rstrip()
+            about = inspect.getdoc(value)
+            parts.append(f"## numdev.{name}\n\n```python\n{header}\n```\n\n{about}\n")
+    return "\n".join(parts)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with its links to results, and those of results to docs/, as the site has them."""
-    results = page.file.src_uri.startswith(RESULTS)
-    return markdown.replace("(../../docs/", "(../../") if results else inside(markdown, "../")
-
-
-def inside(markdown: str, prefix: str) -> str:
-    """The text with `prefix` off the front of every relative link, and of every `src`."""
-    return re.sub(rf'(\]\(|src="){re.escape(prefix)}', r"\1", markdown)
+    """The page with its links between docs/ and results as the site has them."""
+    if page.file.src_uri.startswith(RESULTS):
+        return markdown.replace("(../../docs/", "(../../")
+    return markdown.replace("(../benchmarks/", "(benchmarks/")

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 from loaded import load
 
+from numdev.report import DeviationRow, read
+from numdev.report.document import Table
+from numdev.report.views import document_of
+
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -32,3 +37,19 @@ def test_readme_commands_exist():
         for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for name in re.findall(r"^numdev ([a-z]+)", block, re.MULTILINE):
                 assert name in cli.commands, f"{page.name}: numdev {name}"
+
+
+def test_the_glossary_has_every_column():
+    """Every field of a row and every column of a table of the stored reports has its anchor."""
+    anchors = set(re.findall(r'<a id="([^"]+)">', (DOCS / "glossary.md").read_text()))
+    titles = {
+        column.title
+        for path in (ROOT / "tests" / "data" / "reports").glob("*.json")
+        for block in document_of(read(path)).blocks
+        if isinstance(block, Table)
+        for column in block.columns
+    }
+    words = {title.lower() for title in titles if not title.isdigit()}
+    slugs = {re.sub(r"\W+", "-", word).strip("-") for word in words} - {""}
+    wanted = slugs | set(DeviationRow.model_fields)
+    assert wanted <= anchors, f"docs/glossary.md lacks {sorted(wanted - anchors)}"
