@@ -29,7 +29,9 @@ def reference() -> str:
     """Every public name of numdev with its signature and docstring."""
     import numdev  # by way of torch, which other pages do not need
 
-    parts = ["# Python reference\n\nWritten from the code; [examples](api.md) are a page of their own.\n"]
+    parts = [
+        "# Python reference\n\nWritten from the code; [examples](api.md) are a page of their own.\n"
+    ]
     for name in numdev.__all__:
         value = getattr(numdev, name)
         if callable(value):
