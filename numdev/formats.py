@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -53,7 +54,7 @@ class Format:
         """u = 2^-precision: the largest relative error of rounding a normal value to nearest."""
         return math.ldexp(1.0, -self.precision)
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """The largest finite value: all significand bits set, less one step without infinity."""
         steps = 1 if self.has_infinity else 2
@@ -64,7 +65,7 @@ class Format:
         """2^emin, the smallest value with full precision."""
         return math.ldexp(1.0, self.emin)
 
-    @property
+    @cached_property
     def smallest_subnormal(self) -> float:
         """2^(emin - precision + 1), the smallest value above zero and the spacing next to it."""
         return math.ldexp(1.0, self.emin - self.precision + 1)

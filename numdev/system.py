@@ -22,6 +22,7 @@ from numdev.errors import UsageError
 OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 RECORDED_PACKAGES = ("numdev", "torch", "transformers", "safetensors", "numpy", *OPTIONAL_PACKAGES)
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
+_HEAD = re.compile(r"^(Name|Version): *(.*\S)", re.MULTILINE)
 _MODULE = r"Kernel Module(?: for \S+)? +(\d[\d.]*)"
 
 
@@ -128,9 +129,12 @@ def visible_gpus() -> list[str]:
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    named = ((d.metadata["Name"], d.version) for d in importlib.metadata.distributions())
+    files = importlib.metadata.distributions()  # whose `metadata` would be parsed as a mail
+    texts = (d.read_text("METADATA") or d.read_text("PKG-INFO") or "" for d in files)
+    heads = [dict(_HEAD.findall(text.partition("\n\n")[0])) for text in texts]
     # A half-removed distribution has no name; of two of one name the first is imported.
-    return dict(sorted((_normalised(n), v) for n, v in reversed([*named]) if n))
+    named = ((head["Name"], head.get("Version", "")) for head in reversed(heads) if "Name" in head)
+    return dict(sorted((_normalised(name), version) for name, version in named))
 
 
 def _normalised(name: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 from numdev.audit.check import Backward, CheckSource, Named
 from numdev.audit.check import check as measured
-from numdev.audit.isolation import threads
 from numdev.audit.script import folder_of, name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
@@ -114,15 +113,12 @@ def check(
         raise UsageError("formats: expected at least one, got none")
     asked = {"target": name, "formats": list(formats), "backward": backward, "seeds": list(seeds),
              "rules": rules.name, "claims": claims and dict(claims)}  # fmt: skip
-    # The calls are tiny, and threads would wait for each other: where a test-suite keeps all cores
-    # busy they make a check ten times slower.
-    with threads(1):
-        system = System.here(device)
-        source = CheckSource(named, seeds, system.device, gradients=backward is not False)
-        report, judgement, passed, scripts, said = measured(
-            kernel, source, formats=formats, rules=rules, backward=backward, system=system,
-            folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
-        )  # fmt: skip
+    system = System.here(device)
+    source = CheckSource(named, seeds, system.device, gradients=backward is not False)
+    report, judgement, passed, scripts, said = measured(
+        kernel, source, formats=formats, rules=rules, backward=backward, system=system,
+        folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
+    )  # fmt: skip
     grouped = kernel.adapted is None or takes("gqa", kernel.adapted)
     left_out = tuple(_left_out(report, grouped=grouped))
     words = _failure(name, report, judgement)

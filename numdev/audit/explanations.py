@@ -190,16 +190,21 @@ def likenesses(
                 best[part] = Likeness(words=words, expected=expected, residual=together)
 
     rest: list[tuple[str, Tried]] = []
+    whole: Likeness | None = None
     for words, way in _ways(formats, bench, system):
-        # Backward costs most, and is not worth it where the way's output is another.
-        step = way(forward=True) if "out" in tensors else None
-        if step is not None and residuals["out"](step["out"]) > IN_ONE:
+        # Backward costs most, and is not worth it where the way's output is another, or so far off
+        # that the way cannot come nearer than the one that explains all tensors already.
+        most = IN_ONE if "out" in tensors else math.inf
+        if whole is not None:
+            most = min(most, whole.residual * math.sqrt(len(names)))
+        step = way(forward=True) if most < math.inf else None
+        if step is not None and residuals["out"](step["out"]) > most:
             rest.append((words, way))
             continue
         hold(words, way, names, *apart)
         if (whole := best.get(tuple(names))) is not None and whole.residual <= fits.ENOUGH:
             break
-    if whole := best.get(tuple(names)):
+    if whole is not None:
         return dict.fromkeys(names, whole)
     if names[1:] in apart and ("out" not in tensors or tuple(names[:1]) in best):
         for words, way in rest:  # gradients of a wrong output inherit its mistake

@@ -239,6 +239,16 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+# Numbers in the largest tensor; with fewer, threads wait for one another: benchmarks/threads.py.
+SMALL = 1 << 20
+
+
+def fitting(numbers: int) -> int:
+    """On how many threads of a CPU PyTorch computes work whose largest tensor has so many numbers:
+    one, or all. By the shape alone, and never by the load, since sums may depend on it."""
+    return 1 if numbers < SMALL else torch.get_num_threads()
+
+
 SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threads)}
 
 

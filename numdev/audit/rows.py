@@ -265,6 +265,7 @@ def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> C
         mask=mask,
         sinks=case.sinks is not None,
         grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
+        threads=None if case.q.is_cuda else torch.get_num_threads(),
         axes=dict(axes or {}),
         **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
     )

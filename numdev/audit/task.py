@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from numdev.audit import rows as of_rows
 from numdev.audit.bench import Bench, Selection
 from numdev.audit.explanations import beyond, examine, explain, likenesses, name, profile
-from numdev.audit.isolation import Failure, Runner, attempt
+from numdev.audit.isolation import Failure, Runner, attempt, fitting, threads
 from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.screening import screened
 from numdev.audit.timing import Stopwatch
@@ -50,13 +51,19 @@ def measured_here(
     """What goes into the journal of a case, measured in this process."""
     with watch("capture"):
         case = located.load()
-    yield (
-        f"case {located.ref.case}",
-        {"case": [of_rows.case_record(case, located.axes)]},
-        case.ref.module,
-    )
-    for task, rows in measure_case(case, tasks, plan, run, watch):
-        yield task.key, rows, f"{task.case.module} {task.kernel}"
+    with _threads(case):
+        yield (
+            f"case {located.ref.case}",
+            {"case": [of_rows.case_record(case, located.axes)]},
+            case.ref.module,
+        )
+        for task, rows in measure_case(case, tasks, plan, run, watch):
+            yield task.key, rows, f"{task.case.module} {task.kernel}"
+
+
+def _threads(case: AttentionCase) -> AbstractContextManager[None]:
+    """PyTorch on as many threads as the call's scores are worth."""
+    return threads(fitting(case.q.shape[:3].numel() * case.kv_len))
 
 
 def measure_case(
@@ -192,7 +199,8 @@ def measure_one(
     """The rows of one task on a case in memory."""
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
-        bench = bench_of(case, task.format, task.heads, **how)
+        with _threads(case):
+            bench = bench_of(case, task.format, task.heads, **how)
+            return measure_task(task, kernel, bench, system, run).rows
     except of_rows.FAILS_ONE_ROW as error:
         return [_unmeasured(task, error)]
-    return measure_task(task, kernel, bench, system, run).rows

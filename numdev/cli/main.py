@@ -66,6 +66,9 @@ for command in COMMANDS:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not measure,
     130 interrupted."""
+    # Read when torch is imported: a thread that waits for another sleeps. One that spins keeps the
+    # other from its core where the machine is busy, and an audit took 50 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if "" in typed:  # an empty path would be the directory one stands in

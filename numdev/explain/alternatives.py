@@ -158,5 +158,6 @@ def _scale_factor(p: Probe, fit: Tensor) -> float | None:
 
     near = refined(0.0)
     if float(error(near).norm()) > float(error(0.0).norm()) / NEAR:
-        near = refined(min(range(-20, 21), key=lambda i: float(error(i * step).norm())) * step)
+        best = min(range(-20, 21), key=lambda i: float(error(i * step).norm()))
+        near = refined(best * step) if best else near
     return math.exp(near)

@@ -77,14 +77,17 @@ class Probe:
 
     def answer(self, case: AttentionCase) -> Reference:
         """The fp64 reference of a variant of the case, at the probe's elements."""
-        parts = [attend(self.part(case, rows)) for rows in self.blocks]
-        names = ("out", "lse", "term_scale", "empty")
-        joined: dict[str, Any] = {n: torch.cat([getattr(x, n) for x in parts], 2) for n in names}
-        return Reference(**joined)
+        return joined([self.part(case, rows) for rows in self.blocks])
+
+    @cached_property
+    def own(self) -> list[AttentionCase]:
+        """The case itself, cut down, run by run."""
+        return [self.part(self.case, rows) for rows in self.blocks]
 
     def scaled(self, factor: float) -> Reference:
         """The same of the case with `factor` times its scale."""
-        return self.answer(dataclasses.replace(self.case, scale=self.case.scale * factor))
+        scale = self.case.scale * factor
+        return joined([dataclasses.replace(case, scale=scale) for case in self.own])
 
     @cached_property
     def exact(self) -> Reference:
@@ -124,6 +127,14 @@ class Probe:
             b, x, least = (float((y / unit).norm()) for y in (before, after, size))
             cuts.append(b / max(x, floor * least, lowest))
         return min(cuts)
+
+
+def joined(runs: list[AttentionCase]) -> Reference:
+    """The fp64 references of runs of query rows, one after the other."""
+    parts = [attend(case) for case in runs]
+    names = ("out", "lse", "term_scale", "empty")
+    tensors: Any = {n: torch.cat([getattr(x, n) for x in parts], 2) for n in names}
+    return Reference(**tensors)
 
 
 Alternative = tuple[str, Callable[[Probe], Reference]]  # a cause, and what would come out

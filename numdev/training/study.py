@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from numdev.audit.interrupt import deferred
+from numdev.audit.isolation import fitting, threads
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Planned, digest, header, recorded
 from numdev.audit.run import Progress, provenance
@@ -52,8 +53,10 @@ def train(
     Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the variant,
     for one that refuses or fails."""
     until = None if stop_after is None else time.monotonic() + stop_after
-    with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
-        system = System.here(request.device)
+    model = request.model
+    numbers = request.batch * model.context * max(model.hidden, model.heads * model.context)
+    with deterministic(wanted=request.deterministic), threads(fitting(numbers)):
+        system = System.here(request.device)  # starts CUDA, when cuBLAS reads its setting
         watch = Stopwatch(system.device, ("training", "metrics", "saving", "other"))
         plan = _planned(request, system)
         device = torch.device(system.device)

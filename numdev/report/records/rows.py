@@ -45,6 +45,7 @@ class CaseRecord(Record):
     sinks: bool
     scale: float
     grad_out: str | None = None  # where the gradient with respect to its output comes from
+    threads: int | None = None  # of PyTorch on a CPU: one for a small call
     axes: dict[str, Any] = Field(default_factory=dict)  # of a grid's cell: its value on every axis
 
 
