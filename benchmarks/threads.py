@@ -2,11 +2,12 @@
 
     python benchmarks/threads.py [--times 7] [--load 1] [--threads 16] [--train]
 
-Calls of three sizes (with gradients, bfloat16, sdpa-flash and `emulated`), measured as `numdev audit`
-measures them; with --train three networks, a few steps of each with all that is recorded. On one
-thread, on all, and by default, in turn, so that what else runs on the machine meets all alike. Shown
-are medians in seconds of wall time, and the default over the better of the two others: at most 1.3.
-`--load` starts so many processes that multiply matrices on one thread each.
+Calls of three sizes (with gradients, bfloat16, sdpa-flash and `emulated`), measured as `numdev
+audit` measures them; with --train three networks, a few steps of each with all that is recorded. On
+one thread, on all, and by default, in turn, so that what else runs on the machine meets all alike.
+Shown are medians in seconds of wall time, and the default over the better of the two others: at
+most 1.3. `--load` starts so many processes that multiply matrices on one thread each. Set
+OMP_WAIT_POLICY=PASSIVE, as the command line does.
 """
 
 from __future__ import annotations

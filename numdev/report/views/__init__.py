@@ -159,4 +159,9 @@ def _origin(report: Report) -> Iterator[doc.Node]:
         f"{', '.join(str(x) for x in read if x)}. torch {packages.get('torch', '?')} on "
         f"{system.get('gpu') or where}. numdev {origin.numdev}."
     )
+    counts = sorted({case.threads for case in getattr(report, "cases", ()) if case.threads})
+    counts = counts or [system.get("threads")] * (not system.get("gpu"))
+    if counts and counts[-1]:
+        few = "1 thread for small calls, " if counts[0] == 1 < counts[-1] else ""
+        line += f" {few}{counts[-1]} thread{'s' * (counts[-1] > 1)}{' for large ones' * bool(few)}."
     yield from doc.notes((line, seconds(report.timings)), doc.TERMINAL)
