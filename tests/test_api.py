@@ -28,11 +28,8 @@ import numdev
 from numdev.audit import check
 from numdev.audit import rows as audit_rows
 from numdev.audit.check import CheckSource, default_cases
-from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
-from numdev.formats import round_to
-from numdev.kernels import Output, find
-from numdev.kernels.reference import attend
+from numdev.kernels import find
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent
@@ -375,16 +372,26 @@ def test_a_sound_kernel_passes_every_feature() -> None:
         assert "cannot run here" in str(invoked("kernels", "--check", "sdpa-cudnn").exception)
 
 
-def test_writing_into_the_inputs_is_wrong() -> None:
-    """A kernel that scales q in place is found out although its answer is right."""
+@pytest.mark.parametrize("backward", [False, True])
+def test_writing_into_the_inputs_is_wrong(backward: bool) -> None:
+    """A kernel that scales k in place is found out although its answer and gradients are right."""
 
-    def careless(case: AttentionCase) -> Output:
-        out = round_to(attend(case).out, case.format).to(case.q.dtype)
-        case.q.mul_(2)
-        return Output(out=out)
+    def careless(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        out = plain(q, k.clone(), v, is_causal)
+        k.data.mul_(2)
+        return out
 
-    error = failing(careless, cases="full", formats="bfloat16", backward=False)
-    assert "it writes into its inputs (q)" in " ".join(str(error).split())
+    error = failing(careless, cases="full", formats="bfloat16", backward=backward)
+    assert "it writes into its inputs (k)" in " ".join(str(error).split())
+
+
+def test_a_second_output_of_another_shape_is_said() -> None:
+    """It is not judged, as a wrong log-sum-exp would be, and a check and an audit's summary say so."""
+    odd = lambda q, k, v: (plain(q, k, v), q[..., :1])  # noqa: E731
+    result = check_attention(odd, cases="full", formats="bfloat16", backward=False)
+    words = "a second output of shape [1, 4, 129, 1], expected [batch, heads, q_len]. It was not"
+    assert words in " ".join(str(result).split())
+    assert any(words in sentence for sentence in result.report.tested)
 
 
 def test_eager_attention_at_huge_scores() -> None:

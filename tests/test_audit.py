@@ -121,8 +121,9 @@ FAILING = {
     "raises": "RuntimeError: illegal memory access",
     "quits": "it ended the program (exit code 0)",
     "wrong_shape": "MeasurementError: it returned shape [2, 2, 11, 8] as out",
+    "mutates": "it writes into its inputs (q, k, v)",
 }
-ODD = ("mutates", "returns_nan", "in_fp32", "strange_options", "plain")
+ODD = ("returns_nan", "in_fp32", "strange_options", "plain")
 
 
 def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from numdev.cases import AttentionCase, strided_as
 from numdev.errors import MeasurementError, NumdevError, Refused, one_line
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.output import as_output
+from numdev.metrics.bits import same
 from numdev.system import switches
 
 
@@ -50,13 +51,15 @@ def attempt(
     kernel: Kernel, case: AttentionCase, options: Mapping[str, Any], *, gradients: bool = False
 ) -> Output | Failure:
     """The kernel's output, with `gradients` that of one training step, or what went wrong. The
-    kernel gets a copy of the inputs, so that writing into them spoils no other kernel's."""
+    kernel gets a copy of the inputs, so that writing into them, a failure, spoils no other's."""
     run = kernel.gradients if gradients else kernel.attend
     try:
         with torch.set_grad_enabled(gradients):
-            output = run(copied(case), **options)
+            output = run(here := copied(case), **options)
         if case.q.is_cuda:
             torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
+        if written := [n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))]:
+            return Failure("failed", f"it writes into its inputs ({', '.join(written)})")
         return output
     except Refused as refusal:
         return Failure("skipped", refusal.message)
@@ -70,10 +73,14 @@ def copied(record: Any, device: str | torch.device | None = None) -> Any:
     """A case or an output with detached tensors of its own, or on a device, laid out alike."""
     moved = {
         name: strided_as(x.detach().to(device or x.device, copy=device is None), x)
-        for name, x in vars(record).items()
-        if isinstance(x, Tensor)
+        for name, x in tensors_of(record).items()
     }
     return dataclasses.replace(record, **moved)
+
+
+def tensors_of(record: Any) -> dict[str, Tensor]:
+    """The fields of a case or an output that are tensors."""
+    return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
 
 
 # --- in a process of its own ----------------------------------------------------------------------

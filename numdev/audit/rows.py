@@ -86,6 +86,8 @@ class Runs:
                 heads = self.likes[tensor].without_its_bias(heads, y.for_format(fmt))
             if task.role == "kernel" and tensor == "out":
                 self.suspect(heads, chosen)
+                for head in heads if output.not_lse else ():
+                    _null(head, ("lse_error",), f"it returned {output.not_lse}")
             self.finish(heads, tensor, rest)
             rows += self.shown(tensor, heads, fmt)
         if output.lse is not None and task.role not in ("precision", "control"):

@@ -285,15 +285,18 @@ def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterato
 
 
 def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """Which kernels return another format than was asked for; in which way each that declared no
-    claim was found to round, if not as `fa2`; what exceeds a format on the way to a result that
-    does not."""
+    """Which kernels return another format than was asked for, or something in the log-sum-exp's
+    place; in which way each that declared no claim was found to round, if not as `fa2`; what
+    exceeds a format on the way to a result that does not."""
     kernels = [r for r in rows if r.role == "kernel"]
     other = [r for r in kernels if r.out_format not in (None, r.format)]
     returned = grouped(other, attrgetter("kernel", "out_format", "format"))
     for (kernel, instead, fmt), own in returned.items():
         tensors = listed(dict.fromkeys(row.tensor for row in own))
         yield f"{kernel} returns {instead} where {fmt} was asked for ({tensors})."
+    other = [r for r in kernels if r.tensor == "out" and "lse_error" in r.nulls]
+    for kernel, own in grouped(other, attrgetter("kernel")).items():
+        yield f"{kernel}: {own[0].nulls['lse_error']}. It was not judged."
     found = [r for r in kernels if (r.claim or "").startswith(FOUND)]
     for kernel, own in grouped(found, attrgetter("kernel")).items():
         yield (

@@ -27,6 +27,7 @@ class Output:
     out: Tensor  # [batch, heads, q_len, v_dim]
     lse: Tensor | None = None
     """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it offers it."""
+    not_lse: str | None = None  # what came in the log-sum-exp's place, in words
     ran: str | None = None
     """Evidence of what really ran, in words, for example the operator the dispatcher chose."""
     did: Any = None  # the same as data, a mapping, for `Kernel.claims`
@@ -65,7 +66,8 @@ def refuse(*reasons: tuple[object, str]) -> None:
 
 def as_output(result: Any, case: AttentionCase) -> Output:
     """What a kernel function returned, an Output, a tensor, or a tuple that begins with the output,
-    as an Output. A tuple's second element is the log-sum-exp if its shape is [batch, heads, q_len].
+    as an Output. A tuple's second element, if a tensor, is the log-sum-exp, or `not_lse` where its
+    shape is not [batch, heads, q_len].
     Raises MeasurementError when that is no output of `case`."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
@@ -73,8 +75,11 @@ def as_output(result: Any, case: AttentionCase) -> Output:
     else:
         out, *others = result if isinstance(result, tuple) and result else (result,)
         second = others[0] if others else None
-        is_lse = isinstance(second, Tensor) and tuple(second.shape) == rows
-        output = Output(out=out, lse=second if is_lse else None)
+        if isinstance(second, Tensor) and tuple(second.shape) != rows:
+            words = f"a second output of shape {list(second.shape)}, expected [batch, heads, q_len]"
+            output = Output(out=out, not_lse=words)
+        else:
+            output = Output(out=out, lse=second if isinstance(second, Tensor) else None)
     shapes = {"lse": rows, "dq": case.q.shape, "dk": case.k.shape, "dv": case.v.shape}
     _check("out", output.out, (*rows, case.v.shape[-1]), case)
     for what, shape in shapes.items():

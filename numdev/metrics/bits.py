@@ -22,8 +22,7 @@ _ODD = (-7046029254386353131, -4658895280553007687)
 
 def checksums(x: Tensor) -> list[str]:
     """The checksum of every head of a tensor [B, H, rows, ...], as 16 hexadecimal digits."""
-    x = x.detach()
-    bits = x.view(_BITS[x.element_size()]).transpose(0, 1).flatten(1)  # [H, elements]
+    bits = _bits(x).transpose(0, 1).flatten(1)  # [H, elements]
     heads, elements = bits.shape
     weights = _weights(elements, x.device)
     step = max(1, AT_ONCE // max(1, elements))
@@ -33,6 +32,15 @@ def checksums(x: Tensor) -> list[str]:
     ]
     sums = (torch.cat(parts) + weights.sum()).tolist() if parts else []
     return [f"{value % (1 << 64):016x}" for value in sums]
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same shape and bits: NaN equals NaN, 0 not -0."""
+    return _bits(x).equal(_bits(y))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().view(_BITS[x.element_size()])
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
