@@ -20,7 +20,7 @@ from numdev.gate.findings import listed, remarks
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
-from numdev.kernels.plain import takes
+from numdev.kernels.plain import never_set, parameters
 from numdev.report import AuditReport, Place
 from numdev.report.foreign import plain
 from numdev.report.numbers import si
@@ -119,8 +119,7 @@ def check(
         kernel, source, formats=formats, rules=rules, backward=backward, system=system,
         folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
     )  # fmt: skip
-    grouped = kernel.adapted is None or takes("gqa", kernel.adapted)
-    left_out = tuple(_left_out(report, grouped=grouped))
+    left_out = tuple(_left_out(report, kernel.adapted))
     words = _failure(name, report, judgement)
     if passed:
         ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
@@ -214,9 +213,9 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
     ]
 
 
-def _left_out(report: AuditReport, *, grouped: bool) -> Iterator[str]:
-    """A sentence for each reason for which calls were skipped; and, for a function that cannot be
-    told of `grouped` heads, where it was given as many kv heads as query heads."""
+def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Iterator[str]:
+    """A sentence for each reason for which calls were skipped; for parameters of a plain `function`
+    that no call set; and, where it cannot be told of grouped heads, for those it was not given."""
     rows = [r for r in report.rows if r.role == "kernel"]
     every = len({(r.case, r.seed, r.format) for r in rows})
     reasons: dict[tuple[bool, str], list[str]] = {}
@@ -233,10 +232,13 @@ def _left_out(report: AuditReport, *, grouped: bool) -> Iterator[str]:
         what = "backward passes" if backward else "calls"
         which = "" if len(cases) == every else f" ({', '.join(dict.fromkeys(cases))})"
         yield f"Skipped: {len(cases)} of {every} {what}{which}: {why.rstrip('.')}."
-    fewer = {case.case for case in report.cases if case.kv_heads < case.heads}
-    ran = dict.fromkeys(r.case for r in rows if r.status == "ok" and r.case in fewer)
-    if ran and not grouped:
+    ran = {r.case for r in rows if r.status == "ok"}
+    cases = [case for case in report.cases if case.case in ran]
+    if function and (unset := never_set(function, cases)):
+        yield f"Not tested, since no call that ran sets it: {', '.join(unset)}."
+    fewer = dict.fromkeys(case.case for case in cases if case.kv_heads < case.heads)
+    if fewer and function and "gqa" not in parameters(function):
         yield (
-            f"Not tested: fewer kv heads than query heads ({', '.join(ran)}). k and v were "
+            f"Not tested: fewer kv heads than query heads ({', '.join(fewer)}). k and v were "
             "repeated, since no parameter is named enable_gqa."
         )

@@ -5,6 +5,7 @@ The faults are those of benchmarks/planted.py, which tests/test_power.py holds t
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import json
 import math
@@ -12,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,12 @@ def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
     rows = [r for r in result.report.rows if r.role == "kernel" and r.status == "ok"]
     assert {r.tensor for r in rows} == {"out", "lse", "dq", "dk", "dv"}
     assert {r.format for r in rows} == {"bfloat16", "float16"}
-    plain = [c for c in default_cases() if not (c.mask or c.window or c.softcap or c.sinks)]
+    plain = [
+        c for c in default_cases() if not (c.mask or c.window or c.softcap or c.sinks or c.scale)
+    ]
     assert {r.case for r in rows} == {c.name for c in plain if not c.causal_offset}
-    lacks = "Not tested, since the function has no parameter for it: mask, window, softcap, sinks."
-    assert result.skipped[0] == lacks
+    lacks = "Not tested, since the function has no parameter for it: mask, scale, "
+    assert result.skipped[0] == f"{lacks}window, softcap, sinks."
     assert "(large-values): V is beyond the largest number of float16" in " ".join(result.skipped)
     assert len(result.skipped) == 3  # and no grouped heads
 
@@ -242,6 +245,33 @@ def test_an_exceptions_words_are_harmless() -> None:
         assert "failed in 1 of 2 calls (float16): RuntimeError: red \\x1b[31m\\u202e." in words
 
 
+WRONG: dict[str, Mapping[str, Any]] = {
+    "scale": {"scale": None},
+    "bias-by-head": {"is_causal": False},  # what is given a mask takes that for all
+    "causal-cross": {"offset": 32},  # bottom-right
+    "window-both": {"window": (16, 99)},
+}
+
+
+def told(q, k, v, is_causal=False, mask=None, scale=None, window=(99, 99), offset: int = 0):  # type: ignore
+    """PyTorch's kernel, with all that is hidden in a mask."""
+    far = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+    hidden = (far < -window[0]) | (far > window[1]) | (is_causal & (far > offset))
+    bias = torch.zeros(hidden.shape, dtype=q.dtype) if mask is None else mask
+    bias = bias.masked_fill(hidden, -math.inf)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+
+
+def test_default_cases_set_what_a_function_can_be_told() -> None:
+    """One that ignores its scale, causality beside a mask or a side of a window fails, and so does
+    one that aligns causality bottom-right."""
+    given: dict[str, Any] = {"formats": "bfloat16", "backward": False}
+    check_attention(told, cases=[*WRONG], **given)
+    for case, wrong in WRONG.items():
+        changed = functools.wraps(told)(lambda *x, wrong=wrong, **how: told(*x, **{**how, **wrong}))
+        assert "omputes a different function" in str(failing(changed, cases=case, **given))
+
+
 def test_heads_that_were_repeated_were_not_tested() -> None:
     """That kv heads were repeated is said; wrong grouping is caught in a function that is told."""
 
@@ -257,7 +287,9 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
     given: dict[str, Any] = {"formats": "float16", "backward": False, "claims": EAGER}
     (left_out,) = check_attention(swapped, cases=["full", "grouped"], **given).skipped
     assert left_out.startswith("Not tested: fewer kv heads than query heads (grouped).")
-    assert check_attention(swapped, cases="full", **given).skipped == ()
+    assert check_attention(swapped, cases="full", **given).skipped == (
+        "Not tested, since no call that ran sets it: is_causal.",
+    )
     error = failing(told, cases="grouped", **given)
     assert "query head h reads kv head h % kv_heads" in " ".join(str(error).split())
     assert "Not tested" not in str(error)
@@ -386,7 +418,7 @@ def test_writing_into_the_inputs_is_wrong(backward: bool) -> None:
 
 
 def test_a_second_output_of_another_shape_is_said() -> None:
-    """It is not judged, as a wrong log-sum-exp would be, and a check and an audit's summary say so."""
+    """It is not judged, as a wrong log-sum-exp would be, and a check and an audit say so."""
     odd = lambda q, k, v: (plain(q, k, v), q[..., :1])  # noqa: E731
     result = check_attention(odd, cases="full", formats="bfloat16", backward=False)
     words = "a second output of shape [1, 4, 129, 1], expected [batch, heads, q_len]. It was not"

@@ -7,6 +7,7 @@ head_dim]. It returns what `as_output` takes; its gradients are those autograd f
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +19,7 @@ from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import UsageError
 from numdev.kernels import Kernel, apart_like_fa2, fingerprint, like_fa2, options_of, summary_of
 from numdev.kernels.output import why_not
+from numdev.report import CaseRecord
 
 NAMES = {
     "causal": ("is_causal", "causal"),
@@ -72,7 +74,13 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
         k, v = case.k, case.v
         if case.group > 1 and not roles["gqa"]:
             k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
-        return function(case.q, k, v, **_arguments(case, roles, required), **options)
+        by_name = _positions_by_name(case, roles)
+        if by_name and case.mask is not None and case.restricts_positions:
+            # PyTorch's operator, for one, takes no mask beside is_causal: the mask then has both.
+            with contextlib.suppress(Exception):
+                return function(case.q, k, v, **_arguments(case, roles, required, True), **options)
+            by_name = False
+        return function(case.q, k, v, **_arguments(case, roles, required, by_name), **options)
 
     return Kernel(
         function=run,
@@ -84,16 +92,31 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     )
 
 
-def takes(role: str, function: Callable[..., Any]) -> bool:
-    """Whether a plain function has a parameter for one of NAMES."""
-    return any(name in NAMES[role] for name in inspect.signature(function).parameters)
+def parameters(function: Callable[..., Any]) -> dict[str, str]:
+    """What a plain function takes of NAMES, with its names for it."""
+    own = inspect.signature(function).parameters
+    every = {role: next((n for n in names if n in own), None) for role, names in NAMES.items()}
+    return {role: name for role, name in every.items() if name}
 
 
-def _masks_positions_itself(case: AttentionCase, roles: Roles) -> bool:
-    """Whether the function can be asked for causality and window by name, without a mask."""
+def never_set(function: Callable[..., Any], cases: Collection[CaseRecord]) -> list[str]:
+    """The parameters of a plain function whose meaning no case calls for."""
+    calls: Mapping[str, Callable[[CaseRecord], bool]] = {
+        "causal": lambda c: c.is_causal and not c.causal_offset,
+        "scale": lambda c: not math.isclose(c.scale, c.head_dim**-0.5),
+        "mask": lambda c: c.mask != "none" or c.causal_offset != 0,
+        "window": lambda c: c.window is not None,
+        "softcap": lambda c: c.softcap is not None,
+        "sinks": lambda c: c.sinks,
+        "gqa": lambda c: c.kv_heads < c.heads,
+    }
+    return [n for role, n in parameters(function).items() if not any(map(calls[role], cases))]
+
+
+def _positions_by_name(case: AttentionCase, roles: Roles) -> bool:
+    """Whether the function can be asked for causality and window by name."""
     return (
-        case.mask is None
-        and case.causal_offset == 0
+        case.causal_offset == 0
         and not (case.is_causal and roles["causal"] is None)
         and not (case.window is not None and roles["window"] is None)
     )
@@ -101,8 +124,8 @@ def _masks_positions_itself(case: AttentionCase, roles: Roles) -> bool:
 
 def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     """What the case needs and the function has no parameter for."""
-    masked = case.mask is not None or case.restricts_positions
-    by_mask = masked and not _masks_positions_itself(case, roles) and not roles["mask"]
+    by_mask = case.restricts_positions and not _positions_by_name(case, roles)
+    by_mask = (by_mask or case.mask is not None) and not roles["mask"]
     causal = case.mask is None and case.window is None and roles["causal"] is None
     needs = {
         "window": by_mask and case.window is not None,
@@ -120,20 +143,21 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     return None
 
 
-def _arguments(case: AttentionCase, roles: Roles, required: Collection[str]) -> dict[str, Any]:
-    """The case's values under the function's names. What the case has no use for is left to the
-    function's default, else OFF; causality is always said: some are causal by default."""
+def _arguments(
+    case: AttentionCase, roles: Roles, required: Collection[str], by_name: bool
+) -> dict[str, Any]:
+    """The case's values under the function's names, causality and window `by_name` or in the mask.
+    What the case has no use for is left to the function's default, else OFF; causality is always
+    said: some are causal by default."""
     values: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "sinks": case.sinks}
-    if _masks_positions_itself(case, roles):
-        values["causal"] = case.is_causal
+    values["causal"] = case.is_causal and by_name
+    if by_name:
         values["window"] = case.window and tuple(-1 if w is None else w for w in case.window)
-    else:
-        values["causal"] = False
-        mask = explicit_mask(case)
-        if mask is not None and mask.dtype == torch.bool and "bias" in (roles["mask"] or ""):
-            zero = torch.zeros(mask.shape, dtype=case.q.dtype, device=mask.device)
-            mask = zero.masked_fill(~mask, -math.inf)  # what is called a bias is added
-        values["mask"] = mask
+    mask = case.mask if by_name else explicit_mask(case)
+    if mask is not None and mask.dtype == torch.bool and "bias" in (roles["mask"] or ""):
+        zero = torch.zeros(mask.shape, dtype=case.q.dtype, device=mask.device)
+        mask = zero.masked_fill(~mask, -math.inf)  # what is called a bias is added
+    values["mask"] = mask
     values["gqa"] = True if case.group > 1 else None
     asked = {role: x for role, x in values.items() if x is not None}
     off = {role: x for role, x in OFF.items() if roles[role] in required}
