@@ -28,6 +28,7 @@ from numdev.explain import attribution as fits
 from numdev.explain.wrong_function import Suspicion, far_off, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
 from numdev.formats import FORMATS, Format, round_to
+from numdev.gate.findings import label
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
@@ -119,7 +120,8 @@ def name(measured: Measured, bench: Bench, again: Runner) -> None:
     wrong = wrong[:1] if wrong[0] == "out" else wrong
     why = "the search for its cause was cut short"
     found: dict[tuple[str, int], Suspicion] = {}
-    if not bench.watch.over("names"):
+    which = [(label(rows[0]), bench.format.name, tensor) for tensor in wrong]
+    if not bench.watch.over("names", *which):
         with bench.watch("names"):
             found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
             why = "no known mistake explains it"

@@ -203,6 +203,9 @@ class Runs:
             "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
             "out_format": out_format.name if out_format else None,
         }
+        dtype, case = getattr(output, tensor).dtype, self.bench.case
+        if task.role == "kernel" and out_format is case.format and dtype != case.q.dtype:
+            shared["came_in"] = format_of(dtype).name
         rows, of = select.drawn_rows(tensor), select.sampled_from(tensor)
         if rows is not None and of is not None:
             shared |= {"sampled": True, "rows_measured": len(rows)}
@@ -236,8 +239,13 @@ def identity(task: Task) -> dict[str, Any]:
 
 def returned(out: Tensor, case: AttentionCase) -> Format:
     """The format an output is in: its dtype's, unless it came in the dtype that stores the case's
-    working format. (What a kernel computes in a wider one it must then return in a wider dtype.)"""
-    return case.format if out.dtype == case.q.dtype else format_of(out.dtype)
+    working format, or in a wider one and holds numbers of the working format alone. (What a kernel
+    computes in a wider one it must then return in a wider dtype.)"""
+    narrow, wide = case.q.dtype, format_of(out.dtype)
+    if out.dtype != narrow and case.working is None and wide.contains(case.format):
+        same = out.to(narrow).to(out.dtype) == out
+        return case.format if bool((same | out.isnan()).all()) else wide
+    return case.format if out.dtype == narrow else wide
 
 
 def formats_of(output: Output, bench: Bench) -> dict[str, Format]:

@@ -289,11 +289,12 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     place; in which way each that declared no claim was found to round, if not as `fa2`; what
     exceeds a format on the way to a result that does not."""
     kernels = [r for r in rows if r.role == "kernel"]
-    other = [r for r in kernels if r.out_format not in (None, r.format)]
-    returned = grouped(other, attrgetter("kernel", "out_format", "format"))
-    for (kernel, instead, fmt), own in returned.items():
+    other = [r for r in kernels if (r.came_in or r.out_format) not in (None, r.format)]
+    returned = grouped(other, attrgetter("kernel", "out_format", "came_in", "format"))
+    for (kernel, instead, wide, fmt), own in returned.items():
         tensors = listed(dict.fromkeys(row.tensor for row in own))
-        yield f"{kernel} returns {instead} where {fmt} was asked for ({tensors})."
+        more = f"; all its numbers are of {fmt}, and judged as that" if wide else ""
+        yield f"{kernel} returns {wide or instead} where {fmt} was asked for ({tensors}){more}."
     other = [r for r in kernels if r.tensor == "out" and "lse_error" in r.nulls]
     for kernel, own in grouped(other, attrgetter("kernel")).items():
         yield f"{kernel}: {own[0].nulls['lse_error']}. It was not judged."

@@ -84,6 +84,7 @@ class DeviationRow(OfKernel, _OfCall):
     reason: str | None = None  # why it was skipped or failed; if `ok`, a limit of the measurement
     ran: str | None = None  # evidence, for example the operator the dispatcher chose
     out_format: str | None = None  # what the kernel returned: of which its floor is
+    came_in: str | None = None  # the format of its dtype, if wider than all its numbers need
 
     sampled: bool = False  # whether only some rows were measured (keys, for dk and dv)
     rows_measured: Count | None = None  # of each head, where they are sampled
