@@ -55,6 +55,11 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
         assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
 
 
+def test_a_number_never_reads_as_its_limit() -> None:
+    """It has one more digit where it would, and no more than three else."""
+    assert [numbers.three(x, 1.05) for x in (1.0504, 1.05, 1.057)] == ["1.0504", "1.05", "1.06"]
+
+
 def everything(name: str) -> AuditReport:
     """A report with `name` wherever a name or message can stand."""
     cast = WeightRow(tensor=name, shape=(2,), stored=name, format=name, elements=2, nonfinite=1,

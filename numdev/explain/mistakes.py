@@ -136,7 +136,7 @@ def _kv_heads(case: AttentionCase) -> Changes:
     every = range(case.heads)
     mappings = {
         "query head h reads kv head h % kv_heads instead of h // group": [h % kv for h in every],
-        "every query head reads kv head 0": [0 for h in every],
+        "kv head 0 is read in place of its own": [0 for h in every],
         "query heads read the next kv head": [(h // group + 1) % kv for h in every],
         "query heads read the previous kv head": [(h // group - 1) % kv for h in every],
         "kv heads are read in reverse order": [kv - 1 - h // group for h in every],

@@ -204,7 +204,7 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
         format=verdict.format,
         limit=verdict.limit,
         bound=bound,
-        number=three(observed) if isinstance(observed, float) else f"{observed}",
+        number=three(observed, verdict.bound) if isinstance(observed, float) else f"{observed}",
         tensor=TENSORS.get(verdict.tensor, verdict.tensor),
         reverse=", or the reverse" if verdict.format in OVERFLOWS else "",
         median=" of its median head" if verdict.median else "",

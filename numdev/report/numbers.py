@@ -23,11 +23,14 @@ def power(number: str) -> str:
     return re.sub(r"(?<=\d)e(?:\+|(-))0*(?=\d)", r"e\1", number)
 
 
-def three(value: float | None) -> str:
-    """Three digits; 9570 and not 9.57e3."""
+def three(value: float | None, beside: float | None = None) -> str:
+    """Three digits, or more where they would be those of a limit `beside`; 9570 and not 9.57e3."""
     if value is None:
         return NONE
-    text = f"{value:.3g}"
+    digits = 3
+    while float(f"{value:.{digits}g}") == beside != value:
+        digits += 1
+    text = f"{value:.{digits}g}"
     return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else power(text)
 
 

@@ -71,7 +71,8 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
         elif k is not None and k.max_abs is not None:
             text = _size(k, eager.get(v.format))
         else:
-            nearest = f"nearest to its limit: {v.rule}, {three(v.observed)} of {three(v.limit)}"
+            number = three(v.observed, v.limit)
+            nearest = f"nearest to its limit: {v.rule}, {number} of {three(v.limit)}"
             text = nearest if v.rule else ""
         link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
         yield doc.Item(
