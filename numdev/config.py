@@ -163,8 +163,8 @@ class Measuring(Placed):
     sampled_rows: Annotated[Positive | None, Option("--rows", "N")] = None
     """Measure N query rows of each head, drawn with the seed and spread over positions, and the 32
     in which a kernel, run whole, looks most suspicious. Exact for these rows in the output and dq.
-    With --backward also N keys, which takes an fp64 forward pass of all queries. Averages get 95 %
-    intervals, maxima are lower bounds. [all]"""
+    With --backward also keys in the same way, which takes an fp64 forward pass of all queries.
+    Averages get 95 % intervals, maxima are lower bounds. [all]"""
     isolate: Annotated[bool, Option()] = False
     """Run kernels in a process of their own, so that a crash or a hang costs one row."""
     reproducers: Annotated[Count, Option(metavar="N")] = 8

@@ -22,7 +22,8 @@ from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import FORMATS, Format
 from numdev.kernels import Output, find
-from numdev.kernels.emulation.kernel import emulated_step, emulation
+from numdev.kernels.emulation import backward
+from numdev.kernels.emulation.kernel import emulated_step, emulation, recipe_of
 from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.sampling import Sample, Strata, membership
@@ -55,9 +56,10 @@ class Selection:
     queries: Tensor | None = None  # the query rows that are measured, where not all are
     keys: Tensor | None = None
     """The keys that dk and dv are measured in, where queries are sampled: some, or all."""
-    strata: Strata | None = None  # of the queries, where some are measured since they stood out
-    of_keys: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """What the keys' references are, by format: they cost a pass of the whole call."""
+    strata: Mapping[str, Strata] = field(default_factory=dict)
+    """By tensor, where some of its rows are measured since they stood out."""
+    wholes: dict[str, Reference] = field(default_factory=dict)
+    """The forward reference of all queries, by format, without its term scale."""
 
     @classmethod
     def of(
@@ -103,8 +105,8 @@ class Selection:
     def sampled_from(self, tensor: str) -> int | Strata | None:
         """Of how many rows those of `tensor` are a sample, or which strata; None where all are."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
-        if self.strata is not None and tensor not in KV_TENSORS:
-            return self.strata
+        if tensor in self.strata:
+            return self.strata[tensor]
         return None if rows is None or len(rows) == length else length
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
@@ -149,11 +151,19 @@ class Selection:
         reference = gradients(restricted) if self.gradients else attend(restricted)
         if self.keys is None or not isinstance(reference, Gradients):
             return reference, reference.lse
-        if (name := case.format.name) not in self.of_keys:
-            self.of_keys[name] = key_gradients(self.with_heads(case), self.keys)
-        of_keys: Any = dict(self.of_keys[name])
-        lse = of_keys.pop("lse")
-        return dataclasses.replace(reference, **of_keys), lse
+        whole = self.whole(case)
+        of_keys: Any = key_gradients(self.with_heads(case), self.keys, whole)
+        return dataclasses.replace(reference, **of_keys), whole.lse
+
+    def whole(self, case: AttentionCase) -> Reference:
+        """The measured heads of a case of this shape in all queries, computed once: of the call as
+        it came, and of one other format at a time."""
+        if (name := case.format.name) not in self.wholes:
+            for other in self.wholes.keys() - {self.case.format.name}:
+                del self.wholes[other]
+            found = attend(self.with_heads(case))
+            self.wholes[name] = dataclasses.replace(found, term_scale=found.out[..., :0])
+        return self.wholes[name]
 
     def baseline(self, case: AttentionCase, *, gradients: bool = False) -> Output | Failure:
         """Plain attention of a case of this shape, or of its sampled rows without dk and dv."""
@@ -198,18 +208,18 @@ class Bench:
             if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
                 wide = selection.baseline(given.rounded_to(FORMATS["float32"]))
                 fp32 = selection.select(wide.out) if isinstance(wide, Output) else None
-        restricted = selection.restricted(case)
-        (by_query, by_key), yardsticks = _arithmetic(restricted), {}
+        by_query, by_key = _arithmetic(selection.with_heads(case))
+        yardsticks = {}
         for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
             plain = getattr(baseline, tensor, None)
-            rows = {"empty": reference.empty, "lse": reference.lse, "arithmetic": by_query}
-            if selection.strata is not None:
-                rows["drawn"] = selection.strata.drawn
+            rows = {"empty": reference.empty, "lse": reference.lse}
             if tensor in KV_TENSORS and isinstance(reference, Gradients):
                 # A key that no query sees has gradients of exactly 0, and is judged by that.
                 rows = {"empty": torch.zeros_like(reference.unseen)}
-                if selection.keys is None:  # of sampled queries dk and dv are not predicted
-                    rows["arithmetic"] = by_key
+            arithmetic = by_key if tensor in KV_TENSORS else by_query
+            rows["arithmetic"] = selection.select(arithmetic, tensor)
+            if isinstance(of := selection.sampled_from(tensor), Strata):
+                rows["drawn"] = of.drawn
             yardsticks[tensor] = Yardstick(
                 reference=getattr(reference, tensor),
                 term_scale=getattr(reference, TERMS[tensor]),
@@ -222,7 +232,7 @@ class Bench:
         return cls(
             selection=selection,
             case=case,
-            restricted=restricted,
+            restricted=selection.restricted(case),
             format=fmt,
             reference=reference,
             lse=lse,
@@ -245,13 +255,18 @@ class Bench:
 
     def predicted(self, claim: Mapping[str, Any], *, forward: bool = False) -> Mapping[str, Tensor]:
         """What the emulation with these options returns for what is measured, by tensor; or of the
-        output alone. In fp32, a fraction of the reference's cost, which agrees in rms to 0.1 %."""
+        output alone. In fp32, a fraction of the reference's cost, which agrees in rms to 0.1 %. Of
+        sampled keys after a forward pass that rounded nowhere."""
         key = f"{forward} {sorted(claim.items())!r}"
         if key not in self.predictions:
             with self.watch("predictions"):
                 if isinstance(self.reference, Gradients) and not forward:
-                    step = emulated_step(self.restricted, claim)
-                    step = {name: x for name, x in step.items() if name in self.by_row}
+                    select, step = self.selection, emulated_step(self.restricted, claim)
+                    if select.keys is not None:
+                        whole = select.whole(self.case)
+                        call, made = select.with_heads(self.case), recipe_of(claim)
+                        keys = backward.of_keys(call, made, select.keys, whole.out, whole.lse)
+                        step |= {"dk": keys[1], "dv": keys[2]}
                 else:
                     step = {"out": emulation(self.restricted, claim)}
             self.predictions[key] = step

@@ -92,7 +92,7 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     where another function is suspected of the output, or something is not finite."""
 
     def is_beyond(heads: Sequence[DeviationRow]) -> bool:
-        predicted = [r for r in heads if r.expected_ratio is not None]
+        predicted = [r for r in heads if r.worst_row is not None]
         if not predicted:
             return False
         middle = median(r.expected_ratio or 0.0 for r in predicted)
@@ -452,10 +452,9 @@ def examine(
             if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
                 continue  # what a key receives comes from query heads that are not measured
             predicted = None
-            if tensor in bench.by_row and made.unexpected(claim, bench.case.format, fmt) is None:
-                predicted = held_to.get(tensor)
-                if predicted is None:
-                    predicted = bench.predicted(made.returning(claim, bench.case, formats))[tensor]
+            if made.unexpected(claim, bench.case.format, fmt) is None:
+                step = bench.predicted(made.returning(claim, bench.case, formats))
+                predicted = held_to.get(tensor, step[tensor])
             worst += worst_rows(
                 bench.case,
                 select.select(getattr(output, tensor), tensor),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,14 +105,14 @@ class Runs:
         measured = functools.partial(measure, x, y, of=select.sampled_from(tensor), bins=bins)
         if self.task.role == "floor":
             return measured()
-        lacking: tuple[str, ...] = ("expected_ratio", "worst_row")
+        # Of sampled keys single rows alone are judged, for no other way of rounding is tried there.
+        lacking = () if tensor in bench.by_row else ("expected_ratio", "baseline_ratio")
         why = unexpected(self.claim, bench.case.format, fmt)
-        if tensor not in bench.by_row:
-            lacking, why = (*lacking, "baseline_ratio"), NOT_PREDICTED
         if why is not None:
             deviation = measured()
             for head in deviation.heads:
-                _null(head, lacking, why)
+                _null(head, ("expected_ratio", "worst_row"), why)
+                _null(head, lacking, NOT_PREDICTED)
             return deviation
         if (like := self.likes.get(tensor)) is None:
             changed = returning(self.claim, bench.case, formats_of(self.runs[0], bench))
@@ -123,6 +123,7 @@ class Runs:
         deviation = measured(expected)
         for head in deviation.heads:
             head["claim"] = whose
+            _null(head, lacking, NOT_PREDICTED)
         if any(head["nonfinite"] for head in deviation.heads):
             over = y.floor_finite & y.seen & ~x.isfinite() & ~expected.isfinite()
             for head, count in zip(deviation.heads, over.sum(dim=(0, 2, 3)).tolist(), strict=True):
@@ -217,7 +218,9 @@ class Runs:
         ]
 
 
-def _null(head: Metrics, names: Iterable[str], why: str) -> None:
+def _null(head: Metrics, names: Sequence[str], why: str) -> None:
+    head.update(dict.fromkeys(names))
+    head["interval"] = {k: v for k, v in head.get("interval", {}).items() if k not in names}
     head["nulls"] = {**head["nulls"], **dict.fromkeys(names, why)}
 
 

@@ -128,13 +128,13 @@ def measure_task(
                     lacking, runs = runs, forward
             if isinstance(runs, Failure):
                 return of_rows.Measured(rows=[of_rows.bare_row(task, runs)])
-            if task.role == "kernel" and (drawn := bench.selection.queries) is not None:
-                bench = screened(bench, runs[0], drawn)
+            if task.role == "kernel" and bench.selection.queries is not None:
+                bench = screened(bench, runs[0])
             claim = kernel.claims(bench.case, runs[0], system)
             measured = of_rows.Runs(task, runs, bench, claim).measured()
             wrong = beyond(measured.rows) if task.role == "kernel" else ()
             far = any(r.tensor in wrong and (r.baseline_ratio or 0) > FAR for r in measured.rows)
-            if wrong and not far and not kernel.declares:
+            if not far and not kernel.declares and not set(wrong).isdisjoint(bench.by_row):
                 formats = of_rows.formats_of(runs[0], bench)
                 if likes := likenesses(runs[0], wrong, formats, bench, system):
                     measured = of_rows.Runs(task, runs, bench, claim, likes).measured()

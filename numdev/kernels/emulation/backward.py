@@ -42,7 +42,7 @@ from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.reference.blocked import nonzero
 from numdev.metrics.finiteness import all_finite
 
-Block = tuple[slice, slice]  # rows and keys
+Block = tuple[slice, Any]  # rows and keys: a range, or int64 indices
 Gradients = tuple[Tensor, Tensor, Tensor]
 CASTS = ("dq_out", "dk_out", "dv_out")
 WIDE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -66,6 +66,19 @@ def gradients(
         if not at_once or all_finite([saved.O, *sums]):
             return r("out", saved.O), saved.L, *cast(r, *sums)
     return gradients(case, made)
+
+
+def of_keys(case: AttentionCase, made: Recipe, keys: Tensor, O: Tensor, L: Tensor) -> Gradients:
+    """dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them where forward
+    rounded nowhere and gave O and L: O(q_len keys). Raises as `gradients` does."""
+    r = rounder(case, dataclasses.replace(made, delta_from="dO*O", delta_sign="own"))
+    assert case.grad_out is not None
+    with torch.no_grad(), plain_arithmetic(case.q.device):
+        q, q_s, k, v = fwd.operands_of(r)
+        O, L = O.to(r.dtype), r("lse", L.to(r.dtype))
+        kept = Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=L, l=torch.ones_like(L))
+        given = dataclasses.replace(kept.with_upstream(case.grad_out), some=keys)
+        return cast(r, *backward(given))
 
 
 def is_at_once(r: Rounder) -> bool:
@@ -115,6 +128,7 @@ class Given(_Operands):
     dO: Tensor
     shift: Tensor  # what is taken from S: L, or m
     l: Tensor | None  # by what exp is divided; None where the shift was L
+    some: Tensor | None = None  # the keys that dK and dV are of, where not of all; dQ is 0 then
 
     def of_group(self, place: int) -> Given:
         """The query heads at one place of their groups: one for every kv head."""
@@ -167,7 +181,8 @@ def backward(given: Given, *, at_once: bool = False) -> Gradients:
     width = -(-q_len // (made.q_splits or 1))
     parts = [slice(first, min(first + width, q_len)) for first in range(0, q_len, width)]
     deltas = dict[int, Tensor]()
-    dQ, dK, dV = (torch.zeros_like(x) for x in (given.q, given.k, given.v))
+    of = slice(None) if given.some is None else given.some
+    dQ, dK, dV = map(torch.zeros_like, (given.q, given.k[:, :, of], given.v[:, :, of]))
     for rows in parts:
         with _apart(r, dK, dV, len(parts) > 1) as (dK_p, dV_p):
             for place in range(group):
@@ -233,11 +248,14 @@ def _add_gradients(given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: 
     split = fwd.split_width(r) if apart else r.case.kv_len
     totals = [torch.zeros_like(q[:, :, of_rows]) for _ in range(0, r.case.kv_len, split)]
     for rows, keys in blocks(given, of_rows):
+        at = keys if given.some is None else slice(None)
         here = slice(rows.start - of_rows.start, rows.stop - of_rows.start)
         P, dP, tanh = again(given, rows, keys)
         dS = of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh)
-        _add_over_rows(r, "dv", dV[:, :, keys], r("p_for_dv", P), dO[:, :, rows])
-        _add_over_rows(r, "dk", dK[:, :, keys], dS, q_k[:, :, rows], scale_k)
+        _add_over_rows(r, "dv", dV[:, :, at], r("p_for_dv", P), dO[:, :, rows])
+        _add_over_rows(r, "dk", dK[:, :, at], dS, q_k[:, :, rows], scale_k)
+        if given.some is not None:
+            continue
         # dS K, one tile of keys after the other, each to the total of its split.
         width = r.tile[1] if r.rounds("dq", "dq_product") else split
         for tile in in_order(r, _cut(keys, width)):
@@ -342,6 +360,9 @@ def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
     high = block_q * max(1, cells // (wide * block_q))
     for first in range(of_rows.start, of_rows.stop, high):
         rows = slice(first, min(first + high, of_rows.stop))
+        if given.some is not None:
+            yield rows, given.some
+            continue
         seen = key_range(case, rows)
         for start in in_order(r, range(seen.start - seen.start % wide, seen.stop, wide)):
             yield rows, slice(start, min(start + wide, case.kv_len))

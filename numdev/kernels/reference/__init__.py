@@ -58,15 +58,15 @@ def gradients(case: AttentionCase) -> Gradients:
     return _fast_or_plain(case, fused.gradients, blocked.gradients)
 
 
-def key_gradients(case: AttentionCase, keys: Tensor) -> dict[str, Tensor]:
+def key_gradients(case: AttentionCase, keys: Tensor, whole: Reference) -> dict[str, Tensor]:
     """The rows `keys` (int64 indices) of dk, dv and what is beside them in `gradients`, but for
-    fp64 rounding; and `lse` of all queries.
+    fp64 rounding. `whole` is `attend(case)`.
 
     A key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta are
     known, which one forward reference of all queries gives, in O(q_len kv_len); the rest is
     O(q_len keys). Raises UsageError for a case without grad_out."""
     upstream(case)
-    return blocked.gradients_of_keys(case, keys.to(case.q.device), attend(case))
+    return blocked.gradients_of_keys(case, keys.to(case.q.device), whole)
 
 
 def _fast_or_plain(

@@ -134,7 +134,7 @@ def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> di
         dv.add_(weigh(P_i.mT, dO_i, P_i.mT))
         dv_terms.add_(weigh(P_i.mT, dO_i.abs(), P_i.mT))
     found = {"dk": dk, "dv": dv, "dk_terms": dk_terms, "dv_terms": dv_terms}
-    return {**found, "unseen": unseen, "lse": whole.lse}
+    return {**found, "unseen": unseen}
 
 
 def _room(q: Tensor, v: Tensor) -> Reference:

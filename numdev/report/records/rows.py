@@ -15,7 +15,7 @@ Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # of things; not one that only JSON can hold
 # Why dk and dv have no expected_ratio, worst_row and baseline_ratio then.
-NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
+NOT_PREDICTED = "averages over single keys are not predicted where query rows are sampled"
 
 
 class Record(BaseModel):
