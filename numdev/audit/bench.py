@@ -156,11 +156,8 @@ class Selection:
         return dataclasses.replace(reference, **of_keys), whole.lse
 
     def whole(self, case: AttentionCase) -> Reference:
-        """The measured heads of a case of this shape in all queries, computed once: of the call as
-        it came, and of one other format at a time."""
+        """The measured heads of a case of this shape in all queries, computed once."""
         if (name := case.format.name) not in self.wholes:
-            for other in self.wholes.keys() - {self.case.format.name}:
-                del self.wholes[other]
             found = attend(self.with_heads(case))
             self.wholes[name] = dataclasses.replace(found, term_scale=found.out[..., :0])
         return self.wholes[name]

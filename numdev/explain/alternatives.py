@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.mistakes import variants
+from numdev.explain.mistakes import variants, without
 from numdev.explain.probe import Alternative, Probe
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference, scores
@@ -41,12 +41,7 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
 
 def _row_sum(p: Probe) -> Tensor:
     """sum_j exp(S_j - max S) [b, h, rows]."""
-    tops = []
-    for rows in p.blocks:
-        part = p.part(p.case, rows)
-        everything = slice(0, part.q_len), slice(0, part.kv_len)
-        X = (part.q.double() @ part.k.double().mT) * part.scale
-        tops.append(scores(part, X, *everything).amax(dim=-1))
+    tops = [all_scores(p.part(p.case, rows)).amax(dim=-1) for rows in p.blocks]
     total: Tensor = (p.exact.lse - torch.cat(tops, dim=2)).exp()
     return total
 
@@ -124,6 +119,30 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
             shown = f"{factor:.{places}f}" if factor >= 0.1 else f"{factor:.3g}"
             again = partial(apply, factor=factor)
             yield (words.format(shown), again), probe.cut(again(probe), judge)
+    if probe.case.mask is None or probe.case.mask.dtype == torch.bool:
+        key = _lost_key(probe)
+        one = dataclasses.replace(probe.case, **without(probe.case, key))
+        again = partial(Probe.answer, case=one)
+        yield (f"key {key} is dropped", again), probe.cut(again(probe))
+
+
+def _lost_key(p: Probe) -> int:
+    """The key without which rows would err most as they do: by w (o_i - V_j), w = P / (1 - P)."""
+    parts = [p.part(p.case, rows) for rows in p.blocks]
+    V, o = parts[0].v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
+    e = torch.where(p.usable, p.out, 0.0) - o
+    P = (torch.cat([all_scores(part) for part in parts], dim=2) - p.exact.lse[..., None]).exp()
+    w = torch.where(p.usable[..., :1], P / (1 - P).clamp_min(1e-6), 0.0)
+    fits = (w * ((e * o).sum(-1, keepdim=True) - e @ V)).sum(dim=(0, 1, 2))
+    apart = o.square().sum(-1, keepdim=True) - 2 * o @ V + V.square().sum(-2, keepdim=True)
+    sizes = (w.square() * apart).sum(dim=(0, 1, 2))
+    return int((fits.clamp_min(0.0).square() / sizes.clamp_min(1e-300)).argmax())
+
+
+def all_scores(part: AttentionCase) -> Tensor:
+    """S [B, H, q_len, kv_len] of as many kv heads, fp64."""
+    X = (part.q.double() @ part.k.double().mT) * part.scale
+    return scores(part, X, slice(0, part.q_len), slice(0, part.kv_len))
 
 
 def _out_factor(p: Probe, fit: Tensor) -> float | None:

@@ -17,6 +17,7 @@ from numdev.cases import AttentionCase
 
 Changes = Iterator[tuple[str, dict[str, Any]]]  # causes, with the fields of the case they change
 
+MOST_SCORES = 1 << 22  # of a call whose soft cap is tried after its mask
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # of keys, in kernels in use
 LOGARITHMS = {
     "lacks log2(e) before an exponential to base 2": math.log(2),
@@ -172,12 +173,16 @@ def _keys(case: AttentionCase) -> Changes:
             k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
             yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
     if n > 1 and (case.mask is None or case.mask.dtype == torch.bool):
-        rest = torch.arange(n, device=case.q.device)[None, None, None] > 0
-        mask = rest if case.mask is None else case.mask & rest
-        yield "the first key is dropped", {"mask": mask}
+        yield "the first key is dropped", without(case, 0)
     for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
         cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
         yield cause, _padded(case, padded - n)
+
+
+def without(case: AttentionCase, key: int) -> dict[str, Any]:
+    """The mask with one key hidden, where there is none or a bool one."""
+    rest = torch.arange(case.kv_len, device=case.q.device)[None, None, None] != key
+    return {"mask": rest if case.mask is None else case.mask & rest}
 
 
 def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
@@ -220,6 +225,15 @@ def _softcap(case: AttentionCase) -> Changes:
     before = case.softcap * abs(case.scale)
     if 0 < before != case.softcap:
         yield "the soft cap is applied before the scale", {"softcap": before}
+    mask, shape = case.mask, (*case.q.shape[:3], case.kv_len)
+    if mask is not None and mask.dtype != torch.bool and before and math.prod(shape) <= MOST_SCORES:
+        # The bias comes with the scores where it is the product of more features.
+        shown = mask > torch.finfo(mask.dtype).min
+        bias = torch.where(shown, mask.double(), 0.0).expand(shape) / case.scale
+        q, k = torch.cat([case.q.double(), bias], dim=-1), case.k.double()
+        k = torch.cat([k, torch.eye(case.kv_len).to(k).expand(*k.shape[:3], -1)], dim=-1)
+        changes = {"q": q, "k": k, "v": case.v.double(), "mask": shown}
+        yield "the soft cap is applied after the additive mask", changes
 
 
 def _sinks(case: AttentionCase) -> Changes:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from numdev.cases import AttentionCase
+from numdev.explain.alternatives import all_scores
 from numdev.explain.mistakes import variants
 from numdev.explain.wrong_function import ALIKE, CUT, Suspicion
 from numdev.formats import format_of
@@ -46,7 +47,7 @@ def suspect_gradients(case: AttentionCase, step: Output, part: str = "") -> dict
             single[n] = Suspicion(cause=f"{n} {_in_words(factor, case.scale)}", cut=by)
     if len(single) == len(far):
         return single
-    found = [(cut(tried), cause) for cause, tried in _mistakes(case, exact)]
+    found = [(cut(tried), cause) for cause, tried in _mistakes(case, exact, given)]
     best = max(found)[0]
     causes = [cause for by, cause in sorted(found, reverse=True) if by >= max(CUT, best / ALIKE)]
     cause = f"in the backward pass, {', or '.join(causes[:3])}{part}"
@@ -71,19 +72,43 @@ def _step(case: AttentionCase) -> Step:
     return {n: getattr(found, n) for n in GRADIENTS}
 
 
-def _mistakes(case: AttentionCase, exact: Step) -> Iterator[tuple[str, Step]]:
+def _mistakes(case: AttentionCase, exact: Step, given: Step) -> Iterator[tuple[str, Step]]:
     """What is tried, with the gradients that would come out."""
     yield "dq and dk are swapped", {**exact, "dq": exact["dk"], "dk": exact["dq"]}
     if case.group > 1:
         first = _step(case.one_of_each_group(0))
         yield "dk and dv are of the first query head of each group", {**first, "dq": exact["dq"]}
-    if case.softcap is None:  # without delta dS = P o (dP - delta) is larger by P o delta
-        delta = (upstream(case).double() * attend(case).out).sum(-1, keepdim=True) * case.scale
-        keys = dataclasses.replace(case, v=case.k, grad_out=delta * case.q)
-        dq, dk = exact["dq"] + delta * attend(keys).out, exact["dk"] + gradients(keys).dv
-        yield "delta is missing", {**exact, "dq": dq, "dk": dk}
+    whole, dO = attend(case), upstream(case).double()
+    if case.softcap is None:  # with another delta dS = P o (dP - delta) is off by P o the rest
+        delta = (dO * whole.out).sum(-1, keepdim=True) * case.scale
+        for words, other in {"missing": delta * 0, "of the next row": delta.roll(-1, 2)}.items():
+            rest = delta - other
+            keys = dataclasses.replace(case, v=case.k, grad_out=rest * case.q)
+            dq, dk = exact["dq"] + rest * attend(keys).out, exact["dk"] + gradients(keys).dv
+            yield f"delta is {words}", {**exact, "dq": dq, "dk": dk}
+    if case.group == 1:
+        row_sum = (whole.lse - all_scores(case).amax(dim=-1)).exp()[..., None]
+        larger = gradients(dataclasses.replace(case, grad_out=dO * row_sum)).dv
+        yield "dv is of P before it is divided by the row sum", {**exact, "dv": larger}
     for cause, variant in variants(case):
         yield cause, {n: _as(x, exact[n]) for n, x in _step(variant).items()}
+    yield _scaled(case, exact, given)
+
+
+def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:
+    """With the scale that fits best, by Gauss-Newton steps from the right one."""
+    at, unit = 0.0, {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
+
+    def step(t: float) -> Step:
+        return _step(dataclasses.replace(case, scale=case.scale * math.exp(t)))
+
+    for _ in range(4):
+        here, near = step(at), step(at + 1e-4)
+        rise = {n: (near[n] - here[n]) / (1e-4 * unit[n]) for n in GRADIENTS}
+        fits = sum(float((rise[n] * (given[n] - here[n])).sum()) / unit[n] for n in GRADIENTS)
+        size = sum(float(x.square().sum()) for x in rise.values())
+        at += min(max(fits / max(size, math.ulp(0.0)), -0.7), 0.7)
+    return f"the scale is {math.exp(at):.4g} times what was asked", step(at)
 
 
 def _as(x: Tensor, like: Tensor) -> Tensor:
