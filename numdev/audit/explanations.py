@@ -40,7 +40,7 @@ from numdev.metrics.finiteness import all_finite
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
-from numdev.metrics.worst_rows import worst_rows
+from numdev.metrics.worst_rows import where, worst_rows
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.system import System
@@ -130,6 +130,20 @@ def name(measured: Measured, bench: Bench, again: Runner) -> None:
             rows[at] = row.model_copy(update={"suspicion": by.cause, "suspicion_cut": by.cut})
         elif row.tensor in wrong and not row.suspicion:
             row.nulls["suspicion"] = why
+
+
+def locate(measured: Measured, bench: Bench) -> None:
+    """Say of each head in which rows it is beyond the default limit of a single row, or not
+    finite, where these are few or of one batch entry."""
+    select = (measured.bench or bench).selection
+    for at, row in enumerate(measured.rows):
+        ratios = measured.along[row.tensor].ratios if row.tensor in measured.along else None
+        if ratios is not None and (row.nonfinite or _excess("worst_row", row.worst_row, row) > 1):
+            limit = next(t for t in default_rules().thresholds if t.metric == "worst_row").at(row)
+            bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (limit.at_most or 0)
+            noun = "key" if row.tensor in KV_TENSORS else "row"
+            words = where(bad, select.row_indices(row.tensor), noun)
+            measured.rows[at] = row.model_copy(update={"errs_in": words})
 
 
 def _named(

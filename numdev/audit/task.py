@@ -15,7 +15,7 @@ from typing import Any
 
 from numdev.audit import rows as of_rows
 from numdev.audit.bench import Bench, Selection
-from numdev.audit.explanations import beyond, examine, explain, likenesses, name, profile
+from numdev.audit.explanations import beyond, examine, explain, likenesses, locate, name, profile
 from numdev.audit.isolation import Failure, Runner, attempt, fitting, threads
 from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.screening import screened
@@ -139,6 +139,7 @@ def measure_task(
                 if likes := likenesses(runs[0], wrong, formats, bench, system):
                     measured = of_rows.Runs(task, runs, bench, claim, likes).measured()
             if task.role == "kernel":
+                locate(measured, bench)
                 options = of_rows.given(task.options, kernel)
                 name(measured, bench, lambda case, **how: run(kernel, case, options, **how))
             if lacking is not None:

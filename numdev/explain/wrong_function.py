@@ -20,6 +20,7 @@ from numdev.explain.alternatives import SOMEWHERE, alternatives, estimated
 from numdev.explain.mistakes import scales
 from numdev.explain.probe import Alternative, Probe, room_for_heads
 from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.worst_rows import in_words
 from numdev.metrics.yardstick import finite
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
@@ -79,21 +80,11 @@ def suspect(
                 cut = cut if coarse.cut(best(coarse)) > SHRINKS else 0.0
             if cut >= CUT:
                 zero = (out[:, head] == 0).all(dim=-1).any(dim=0)
-                rows_of = f"in {in_words(zero)}" if bool(zero.any()) else ""
+                rows_of = f"in {in_words(zero.nonzero()[:, 0])}" if bool(zero.any()) else ""
                 which = "everywhere" if bool(zero.all()) else rows_of
                 suspicions[head] = Suspicion(cause=cause.replace(SOMEWHERE, which), cut=cut)
         return suspicions
     return {}
-
-
-def in_words(these: Tensor) -> str:
-    """`rows 64 to 99`, `every 64th row from 63`, of bools by row, some of them true."""
-    at = these.nonzero().flatten()
-    first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
-    if not steps or steps == [1]:
-        return f"rows {first} to {last}" if steps else f"row {first}"
-    more = f"{len(at)} rows, the first {first}, the last {last}"
-    return more if len(steps) > 1 else f"every {steps[0]}th row from {first}"
 
 
 def _search(probe: Probe) -> list[tuple[Alternative, float]]:

@@ -172,6 +172,8 @@ def _finding(fault: Fault, named: Places) -> Finding:
     judged, place = sum(v.judged for v in verdicts), Place.of(rows[0])
     heads, first = f"{len(rows)} of {judged} heads", "first" if len(verdicts) > 1 else "worst"
     where = f"{', '.join(formats)}; {heads}, {first} at {named(place)}"
+    if rows[0].errs_in and verdict.metric != "suspicion":  # which says so itself
+        where += f", in {rows[0].errs_in}"
     why = rows[0].nulls.get("suspicion", "")
     return Finding(
         rule=verdict.rule,

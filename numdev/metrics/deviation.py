@@ -43,6 +43,8 @@ class Deviation:
     heads: list[Metrics]  # one dict per head
     along: Mapping[str, Column] = field(default_factory=dict)
     """Sums by bin of positions (`row_sums.ALONG`), [bins], where bins were given."""
+    ratios: Tensor | None = None
+    """[B, H, rows]: beside what is predicted for the row; infinite where it is not finite."""
 
 
 def measure(
@@ -59,13 +61,17 @@ def measure(
     it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
     position, of how many, or which strata; then `interval` holds the intervals of some metrics.
     `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and 1."""
-    totals = to_host(row_sums(output, yardstick, expected), bins, of)
+    by_row = row_sums(output, yardstick, expected)
+    totals = to_host(by_row, bins, of)
     with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
         columns = of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)
     heads = _per_head(columns)
     for head, own in zip(heads, bias(*totals.signed), strict=True):
         head.update(own)
-    return Deviation(heads=_finished(heads, totals), along=totals.along)
+    ratios = by_row.largest.get("worst_row")
+    if ratios is not None:
+        ratios = ratios.masked_fill(by_row.sums["nonfinite"] > 0, math.inf)
+    return Deviation(heads=_finished(heads, totals), along=totals.along, ratios=ratios)
 
 
 def measure_plain(

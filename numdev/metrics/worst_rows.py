@@ -21,6 +21,7 @@ from numdev.metrics.row_words import sentence
 from numdev.metrics.yardstick import Yardstick, finite, kept
 from numdev.report import WorstRow
 
+MOST = 0.5  # of a head's rows: of more it is not said which
 TYPICAL = 32  # rows of the head that stand for what is usual there
 OF_KEYS = ("dk", "dv")
 OF_SCORES = ("lse", "tied", "nearly_tied", "first_key", "sink", "entropy", "carriers", "one_sign")
@@ -118,6 +119,28 @@ def worst_rows(
     }
     found = [WorstRow(**fields, **row) for row in table[: len(worst)]]
     return [w.model_copy(update={"sentence": sentence(w, table[len(worst) :])}) for w in found]
+
+
+def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
+    """Of a head's bad rows, bool [B, rows], which they are, if one, in a row or evenly spread, or
+    which batch entry alone has them. `rows`: where these stand in the call, if not all are here."""
+    entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
+    alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
+    at = of.nonzero().flatten() if rows is None else rows[of]
+    if not entries or len(at) > MOST * len(of) or len(at.diff().unique()) > 1:
+        return f"{alone} alone" if alone else None
+    return f"{in_words(at, noun)} of {alone}" if alone else in_words(at, noun)
+
+
+def in_words(at: Tensor, noun: str = "row") -> str:
+    """`rows 64 to 99`, `every 64th row from 63`, of places [n] in order, one at least."""
+    first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
+    if steps in ([], [1]):
+        return f"{noun}s {first} to {last}" if steps else f"{noun} {first}"
+    if len(steps) > 1 or len(at) == 2:
+        return f"{len(at)} {noun}s, the first {first}, the last {last}"
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(steps[0] % 10 * (steps[0] % 100 not in (11, 12, 13)))
+    return f"every {steps[0]}{ending or 'th'} {noun} from {first}"
 
 
 def _worst(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:

@@ -124,6 +124,7 @@ class DeviationRow(OfKernel, _OfCall):
     bits: str | None = None  # checksum (metrics.bits) of all rows, measured or not
     suspicion: str | None = None  # what it seems to compute instead: `the causal mask is ignored`
     suspicion_cut: float | None = None  # how many times smaller that function's residual is
+    errs_in: str | None = None  # which rows are beyond the limit of a single one: `row 63`
     nulls: dict[str, str] = Field(default_factory=dict)  # metric to the reason it is null
 
 
