@@ -192,6 +192,10 @@ def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
         task = task_of(bench, kernel, sample=SAMPLE)
         measured = measure_task(task, kernel, bench, HERE)
         first = examine(task, kernel, measured, bench, HERE)[0]
-        assert (first.row, first.rows, first.head, first.batch) == (row_index, 200, head, 1)
-        assert first.sees == row_index + 1
+        assert (first.row, first.head, first.batch, first.sees) == (
+            row_index,
+            head,
+            1,
+            row_index + 1,
+        )
         assert f"row {row_index} (of 200" in first.sentence

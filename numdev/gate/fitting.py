@@ -112,7 +112,8 @@ def _worst(rows: Rows, threshold: Threshold) -> float | None:
             sizes.append(max((abs(float(value)), *(interval or ()))))
     if threshold.heads is None:
         return max(sizes, default=None)
-    return sorted(sizes, reverse=True)[len(sizes) // 2] if len(sizes) >= threshold.heads else None
+    enough = len(sizes) >= (threshold.of(len(rows)).heads or 0)
+    return sorted(sizes, reverse=True)[len(sizes) // 2] if enough else None
 
 
 def rounded_up(x: float) -> float:

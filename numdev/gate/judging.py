@@ -146,7 +146,7 @@ def _verdict(
 def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
     """One rule on the heads of one tensor of one kernel in one format."""
     first = rows[0]
-    threshold = threshold.at(first)
+    threshold = threshold.at(first).of(len(rows))
     held, lacking = _held(threshold, rows)
     held, unsure = _decided(threshold, held)
     offending = _offending(threshold, held)
