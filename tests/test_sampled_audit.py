@@ -124,8 +124,6 @@ def test_rows_that_could_not_be_screened_say_so(monkeypatch: Any) -> None:
     assert summarise(rows).kernels[0].reasons == (why,)
 
 
-
-
 def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
     """The request has the number, every row says so, the terminal marks maxima as lower bounds, and
     the gate passes; the same request continues, and another number is another request."""
