@@ -148,13 +148,6 @@ class Instead(Strict):
     at_most: Annotated[float, Field(ge=0)]
 
 
-class Few(Strict):
-    """The limit of a median where there are fewer heads than it takes."""
-
-    heads: Annotated[int, Field(ge=2)]
-    at_most: Annotated[float, Field(ge=0)]
-
-
 class Threshold(Limit):
     """A selector, a metric and its limit."""
 
@@ -166,7 +159,7 @@ class Threshold(Limit):
     certain: Certain | None = None
     heads: Annotated[int, Field(ge=2)] | None = None
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
-    few: Few | None = None
+    few: tuple[Annotated[int, Field(ge=2)], float] | None = None  # of fewer: how many, and a limit
     scatter: Annotated[float, Field(ge=0)] = 0
     """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
     may_lack: Literal["nothing", "rows", "numbers"] = "nothing"
@@ -176,8 +169,6 @@ class Threshold(Limit):
     def _consistent(self) -> Threshold:
         if (self.instead or self.scatter) and self.at_most is None:
             raise ValueError("`instead` and `scatter` change at_most, and there is none")
-        if self.few and not (self.at_most is not None and self.few.heads < (self.heads or 0)):
-            raise ValueError("`few` is for fewer `heads`, and changes at_most")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
         if self.certain and not self.metric.startswith("bias"):
@@ -193,8 +184,8 @@ class Threshold(Limit):
         """As it is for so many heads."""
         if self.few is None or heads >= (self.heads or 0):
             return self
-        most = max(self.at_most or 0.0, self.few.at_most)
-        return self.model_copy(update={"heads": self.few.heads, "at_most": most})
+        least, most = self.few
+        return self.model_copy(update={"heads": least, "at_most": max(self.at_most or 0.0, most)})
 
     def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
         """As it is for a row of few numbers. A ratio of root mean squares of n of them has a
