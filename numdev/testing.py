@@ -233,10 +233,10 @@ def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Itera
         which = "" if len(cases) == every else f" ({', '.join(dict.fromkeys(cases))})"
         yield f"Skipped: {len(cases)} of {every} {what}{which}: {why.rstrip('.')}."
     ran = {r.case for r in rows if r.status == "ok"}
-    cases = [case for case in report.cases if case.case in ran]
-    if function and (unset := never_set(function, cases)):
+    called = [case for case in report.cases if case.case in ran]
+    if function and (unset := never_set(function, called)):
         yield f"Not tested, since no call that ran sets it: {', '.join(unset)}."
-    fewer = dict.fromkeys(case.case for case in cases if case.kv_heads < case.heads)
+    fewer = dict.fromkeys(case.case for case in called if case.kv_heads < case.heads)
     if fewer and function and "gqa" not in parameters(function):
         yield (
             f"Not tested: fewer kv heads than query heads ({', '.join(fewer)}). k and v were "

@@ -215,6 +215,7 @@ PAGE = """
     summary pre table thead tbody tr th td figure figcaption svg g line path rect circle text div
     @open @charset @name @content @http-equiv @lang @class @tabindex @role @aria-label @scope @title
     @viewbox @d @x @y @x1 @x2 @y1 @y2 @cx @cy @r @width @height @transform @text-anchor
+    script select option label section a @id @hidden @style @href
 """
 KNOWN = frozenset(PAGE.split())  # elements and attributes of our pages
 
@@ -225,6 +226,9 @@ def text_is_safe(text: str) -> None:
 
 
 def page_is_safe(page: str) -> None:
+    if page.count("<script") != 1:
+        raise Broken("a page has one script, its own")
+
     class Tags(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
             if strange := {tag, *(f"@{name}" for name, _ in attrs)} - KNOWN:

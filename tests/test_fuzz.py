@@ -45,7 +45,7 @@ def test_any_name_at_all(name: str, rule: str, seed: int) -> None:
     for part in (rng.choice(data["summary"]["kernels"]), rng.choice(data["findings"])):
         part["kernel"] = name
     data["findings"][0]["rule"] = rule
-    data["summary"]["map"]["layers"][0] = name
+    data["rows"][0]["module"] = name
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         path.write_bytes(fuzz.sealed(fuzz.json.dumps(data).encode()))

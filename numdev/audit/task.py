@@ -163,7 +163,7 @@ def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output]
     if task.role == "precision":
         return [Output(out=exact.out, **{n: getattr(exact, n) for n in names})]
     if task.role == "floor":
-        floors = {n: y[n].floor for n in names}
+        floors: dict[str, Any] = {n: y[n].floor for n in names}
         return [Output(out=y["out"].floor, ran=exact.by, ran_backward=exact.by, **floors)]
     if task.role == "baseline":
         return bench.baseline if isinstance(bench.baseline, Failure) else [bench.baseline]

@@ -107,7 +107,8 @@ def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:
         rise = {n: (near[n] - here[n]) / (1e-4 * unit[n]) for n in GRADIENTS}
         fits = sum(float((rise[n] * (given[n] - here[n])).sum()) / unit[n] for n in GRADIENTS)
         size = sum(float(x.square().sum()) for x in rise.values())
-        at += min(max(fits / max(size, math.ulp(0.0)), -0.7), 0.7)
+        move = fits / max(size, math.ulp(0.0))
+        at += min(max(move, -0.7), 0.7) if math.isfinite(move) else 0.0
     return f"the scale is {math.exp(at):.4g} times what was asked", step(at)
 
 
