@@ -74,7 +74,8 @@ def _step(case: AttentionCase) -> Step:
 
 def _mistakes(case: AttentionCase, exact: Step, given: Step) -> Iterator[tuple[str, Step]]:
     """What is tried, with the gradients that would come out."""
-    yield "dq and dk are swapped", {**exact, "dq": exact["dk"], "dk": exact["dq"]}
+    if exact["dq"].shape == exact["dk"].shape:
+        yield "dq and dk are swapped", {**exact, "dq": exact["dk"], "dk": exact["dq"]}
     if case.group > 1:
         first = _step(case.one_of_each_group(0))
         yield "dk and dv are of the first query head of each group", {**first, "dq": exact["dq"]}
