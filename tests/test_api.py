@@ -150,7 +150,7 @@ QUICK = {
     "accumulator_rounded": ("full", "out", "rounding model"),
     "lse_in_base_2": ("full", "lse", "returns a log-sum-exp"),
     "dq_without_scale": ("full", "dq", "lacks the scale"),
-    "dv_unnormalised": ("full", "dv", "rounding model"),
+    "dv_unnormalised": ("full", "dv", "dv is of P before it is divided"),
     "delta_missing": ("full", "dq", "delta is missing"),
     "ds_truncated": ("default", "dq", "typical head"),
     "non_deterministic": ("causal", "out", "is not reproducible"),

@@ -87,7 +87,8 @@ class Runs:
             if task.role == "kernel" and tensor == "out":
                 self.suspect(heads, chosen)
                 for head in heads if output.not_lse else ():
-                    _null(head, ("lse_error",), f"it returned {output.not_lse}")
+                    why = f"it returned {output.not_lse}"
+                    head["nulls"] = {**head["nulls"], "lse_error": why}
             self.finish(heads, tensor, rest)
             rows += self.shown(tensor, heads, fmt)
         if output.lse is not None and task.role not in ("precision", "control"):
