@@ -77,7 +77,7 @@ def check(
     from numdev.report.foreign import json_text
     from numdev.report.renderers import terminal
     from numdev.system import System
-    from numdev.testing import CheckFailed, check_attention
+    from numdev.testing import check as run
 
     with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
         kernel = find(target)
@@ -93,10 +93,7 @@ def check(
             "reproducers": output,
             "device": device,
         }
-        try:
-            result = check_attention(kernel, **given)
-        except CheckFailed as failed:
-            result = failed.result
+        result = run(kernel, **given)
     if as_json:
         click.echo(json_text(json.dumps(as_data(result))))
     else:
