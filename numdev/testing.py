@@ -13,7 +13,7 @@ from typing import Any
 
 from numdev.audit.check import Backward, CheckSource, Named
 from numdev.audit.check import check as measured
-from numdev.audit.script import folder_of, name_of
+from numdev.audit.script import name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.gate.findings import listed, remarks
@@ -40,6 +40,7 @@ class CheckResult:
     report: AuditReport = field(repr=False)  # as `numdev audit` makes it
     judgement: Judgement = field(repr=False)  # as `numdev gate` makes it
     skipped: tuple[str, ...] = ()  # what was not tested, a sentence for each reason
+    notes: tuple[str, ...] = ()  # what else is to be known: another format, why there is no script
     reproducer: Path | None = None  # of a failed check: shows the gravest finding by itself
     words: str = field(repr=False)
 
@@ -47,8 +48,17 @@ class CheckResult:
         return self.words
 
     @property
+    def verdict(self) -> str:
+        """`PASS`, `FAIL`, or `NOT JUDGED`, which is no pass."""
+        if self.passed:
+            return "PASS"
+        return "FAIL" if self.judgement.outcome == "exceeded" else "NOT JUDGED"
+
+    @property
     def in_short(self) -> str:
-        """A failed check in one line."""
+        """A check in one line: what passed, or what is wrong first."""
+        if self.passed:
+            return f"{_tested(self.report)}, by the rules {self.judgement.rules}."
         wrong = [f.sentence for f in self.report.findings if f.severity == "exceeded"]
         lacking = [*_unmeasured(self.report, self.judgement), *self.skipped, "nothing ran"]
         return plain(wrong[0] if wrong else f"not measured: {lacking[0]}")
@@ -98,9 +108,9 @@ def check(
         hint = "numdev.audit takes names of kernels"
         raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
     if isinstance(function, Kernel):
-        kernel, name, folder = function, function.name, None
+        kernel, name = function, function.name
     else:
-        name, folder = name_of(function), folder_of(function)
+        name = name_of(function)
         kernel = of_function(name, function)
     if claims is not None:
         find("emulated").with_options(claims)  # refuses what is no option
@@ -117,25 +127,20 @@ def check(
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     report, judgement, passed, scripts, said = measured(
         kernel, source, formats=formats, rules=rules, backward=backward, system=system,
-        folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
+        asked=asked, reproducers=lambda: _directory(reproducers, name),
     )  # fmt: skip
     left_out = tuple(_left_out(report, kernel.adapted))
     words = _failure(name, report, judgement)
     if passed:
-        ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
-        count = len({(r.case, r.seed) for r in ok})
-        tensors, ran = (
-            ", ".join(dict.fromkeys(getattr(r, n) for r in ok)) for n in ("tensor", "format")
-        )
-        cases = f"{count} case{'s' * (count != 1)}"
-        words = [f"{name} passes the rules {rules.name}: {tensors} in {cases}, {ran}."]
-    rest = [*(() if scripts else dict.fromkeys(said)), *remarks(report.rows), *left_out]
-    filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *rest)]
+        words = [f"{name} passes the rules {rules.name}: {_tested(report)}."]
+    told = (*(() if scripts else dict.fromkeys(said)), *remarks(report.rows))
+    every = (*words, *told, *left_out)
+    filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in every]
     shows = [f"It shows by itself with\n  python {script}" for script in scripts]
     text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
     return CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
-        skipped=left_out, reproducer=next(iter(scripts), None), words=text,
+        skipped=left_out, notes=told, reproducer=next(iter(scripts), None), words=text,
     )  # fmt: skip
 
 
@@ -199,6 +204,16 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
     text += [f"And {len(wrong) - LISTED} more."] * (len(wrong) > LISTED)
     predicted = all(f.metric in ("expected_ratio", "worst_row") for f in wrong)
     return text + [CLAIM] * (predicted and report.request.get("claims") is None)
+
+
+def _tested(report: AuditReport) -> str:
+    """`out, dq, dk, dv in 18 cases, bfloat16`."""
+    ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
+    count = len({(r.case, r.seed) for r in ok})
+    tensors, ran = (
+        ", ".join(dict.fromkeys(getattr(r, n) for r in ok)) for n in ("tensor", "format")
+    )
+    return f"{tensors} in {count} case{'s' * (count != 1)}, {ran}"
 
 
 def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BUDGET = {
     "numdev (top)": 2020,
-    "numdev/cli": 900,
+    "numdev/cli": 1000,
     "numdev/sources": 3400,
     "numdev/kernels": 5600,
     "numdev/metrics": 2200,
@@ -23,7 +23,7 @@ BUDGET = {
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
     "numdev/report": 3200,
-    "numdev": 29000,
+    "numdev": 29150,
     "tests": 20000,
 }
 WHOLE = ("numdev",)  # the total has no tenth to spare

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from numdev.cli.main import cli
+from numdev.cli.main import COMMANDS, cli
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 
@@ -35,7 +35,10 @@ def render() -> str:
         "",
         _block("numdev", cli),
     ]
-    for name, command in sorted(cli.commands.items()):
+    context = click.Context(cli)
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
         parts += [f"## numdev {name}", "", _block(f"numdev {name}", command)]
     return "\n".join([*parts, COMPLETION])
 

@@ -19,7 +19,7 @@ from gate_rows import report, row
 from loaded import load
 
 from numdev.audit import rows as audit_rows
-from numdev.cli.main import cli
+from numdev.cli.main import COMMANDS, cli
 from numdev.gate.rules import read_rules
 from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
 from numdev.kernels import find
@@ -42,11 +42,11 @@ def commands_in(script: str) -> list[list[str]]:
 def refused(arguments: list[str]) -> str | None:
     """What the program's own parser has against a command line; None where it takes it."""
     name, *rest = arguments
-    if name not in cli.commands:
+    if name not in COMMANDS:
         return f"no command {name}"
     group = click.Context(cli, **cli.context_settings)  # a command keeps how its help was asked for
     try:
-        with cli.commands[name].make_context(name, rest, parent=group):
+        with cli.get_command(group, name).make_context(name, rest, parent=group):
             return None
     except click.ClickException as error:
         return error.format_message()
@@ -70,7 +70,7 @@ def test_every_command_of_a_workflow_is_accepted() -> None:
     """Each workflow audits, then gates the same directory, and keeps it whatever came of that."""
     for flow in WORKFLOWS:
         lines = [line for step in steps(flow) for line in commands_in(step.get("run", ""))]
-        assert {line[0] for line in lines} == {"kernels", "audit", "gate"}
+        assert {"audit", "gate"} < {line[0] for line in lines}
         for line in lines:
             assert refused(line) is None, line
         audit, gate = (next(line for line in lines if line[0] == n) for n in ("audit", "gate"))

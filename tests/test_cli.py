@@ -19,7 +19,7 @@ from commands import ran
 import numdev
 from numdev import report
 from numdev.audit.journal import JOURNAL
-from numdev.cli.main import cli
+from numdev.cli.main import COMMANDS, cli
 from numdev.cli.session import watching
 
 ROOT = Path(numdev.__file__).parent.parent
@@ -70,6 +70,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     (tmp_path / "wrong.yaml").write_text(TINY.replace("heads", "hedas"))
     (tmp_path / "many.yaml").write_text(MANY)
     (tmp_path / "slow_kernel.py").write_text(SLOW)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "slow_kernel.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -125,6 +127,10 @@ USAGE = [
     ("audit tiny.yaml --layers 0", "tiny.yaml", "leave"),
     ("audit demo --length 0", "--length", "numdev audit --help"),
     ("audit --fast", "--fast", "see `numdev audit --help`"),
+    ("check none.py:attend", "none.py: no such file", ""),
+    ("check other/slow_kernel.py:x", "Python has another module 'slow_kernel'", "rename the file"),
+    ("check slow_kernel.py:atend", "no function 'atend'", "did you mean 'attend'?"),
+    ("check sdpa-flash --claim preset", "--claim: expected NAME=VALUE", ""),
     ("aduit", "aduit", "see `numdev --help`"),
     ("report none", "none: cannot read a report", "give"),
     ("weights demo", "nothing to compare it with", ""),
@@ -154,6 +160,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     ("line", "code", "what"),
     [
         ("audit tiny.yaml --heads 7", 2, "no attention call was selected; "),
+        ("check sdpa-cudnn --device cpu", 3, "sdpa-cudnn cannot run here: needs CUDA"),
         ("audit demo --layers 9 --device cpu", 2, "no attention call in layers 9; there are"),
         # Code that exits while it is imported does not pass for a success.
         ("audit tiny.yaml --kernel exits:attend", 3, "the code of a kernel ended the program"),
@@ -206,6 +213,29 @@ def test_json_is_the_report_and_nothing_else(run: Any) -> None:
     assert "hello" in ran.err
 
 
+def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
+    """A function in a file of a package: PASS, FAIL, or NOT JUDGED where gradients were asked for
+    and there are none; the cause; the same as data; a script that runs from anywhere."""
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "pkg" / "mine.py").write_text(
+        "import torch\n\n@torch.no_grad()\ndef right(q, k, v, scale=0.125):\n"
+        "    return torch.softmax((q @ k.mT * scale).float(), -1).to(v.dtype) @ v\n\n"
+        "def wrong(q, k, v):\n    return right(q, k, v, 0.1)\n"
+    )
+    small = ("--case", "full", "--case", "padding", "--claim", "preset=eager", "-o", "out")
+    judged = {"PASS": (0, "right"), "NOT JUDGED": (3, "right", "--backward"), "FAIL": (1, "wrong")}
+    for verdict, (code, name, *more) in judged.items():
+        found = run("check", f"pkg/mine.py:{name}", *small, *more, "--json")
+        data = json.loads(found.out)
+        assert (found.code, data["verdict"], data["kernel"]) == (code, verdict, f"pkg.mine:{name}")
+        assert "no parameter for it: mask" in data["not_tested"][0]
+    assert data["findings"][0]["cause"].startswith("the scale is 0.800 times")
+    assert run("check", "pkg/mine.py:wrong", *small).out.split()[:2] == ["FAIL", "pkg.mine:wrong"]
+    shown = subprocess.run([sys.executable, data["reproducer"]], capture_output=True)
+    assert shown.returncode == 1, shown.stderr
+
+
 def test_kernels_are_listed_with_reasons(run: Any) -> None:
     """Every built-in kernel: available, or why not; the same as JSON."""
     ran = run("kernels", "--device", "cpu")
@@ -216,7 +246,7 @@ def test_kernels_are_listed_with_reasons(run: Any) -> None:
     assert table["baseline"] is None
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in sorted(cli.commands))])
+@pytest.mark.parametrize("command", [[], *([name] for name in sorted(COMMANDS))])
 def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str]) -> None:
     """The last line is an example; its command exists and accepts its options."""
     ran = run(*command, "--help")
@@ -226,7 +256,7 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
     assert all(len(line) <= 100 for line in ran.out.splitlines())
     name, *arguments = last.removeprefix("Example:  numdev ").split()
     assert not command or name == command[0]
-    cli.commands[name].make_context(name, list(arguments))
+    cli.get_command(Mock(), name).make_context(name, list(arguments))
 
 
 def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path) -> None:
@@ -348,12 +378,12 @@ def without(packages: tuple[str, ...], *arguments: str) -> subprocess.CompletedP
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", [None, *sorted(cli.commands)])
+@pytest.mark.parametrize("command", [None, *sorted(COMMANDS)])
 def test_help_needs_nothing_heavy(command: str | None) -> None:
     """`numdev --help`, and the help of every command with its example."""
     answer = without(HEAVY, *([] if command is None else [command]), "--help")
     assert answer.returncode == 0, answer.stderr
-    assert ("Commands:" if command is None else "Example:") in answer.stdout
+    assert ("Judge:" if command is None else "Example:") in answer.stdout
 
 
 @pytest.fixture(scope="module")

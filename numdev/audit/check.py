@@ -49,13 +49,12 @@ def check(
     rules: Rules,
     backward: Backward,
     system: System,
-    folder: Path | None,
     reproducers: Callable[[], Path],
     asked: Mapping[str, Any],
 ) -> tuple[AuditReport, Judgement, bool, list[Path], list[str]]:
     """Measure `kernel` on the source's cases, judge it, and write a script of the gravest finding;
     returns the report, the judgement, whether it passed, the script, and why there is none.
-    `reproducers` makes the directory for a script, which finds the kernel's module in `folder`.
+    `reproducers` makes the directory for a script.
     With `backward` True a kernel whose gradients could not be measured does not pass. Raises
     UsageError for a format no kernel can run in, MeasurementError for another system's rules."""
     kernel = declining(kernel)
@@ -94,8 +93,10 @@ def check(
     # Of a row that sees no key there is no truth that a script could show an error against.
     serious = [f for f in judged.findings if f.severity != "note" and f.metric != "empty_nonfinite"]
     if wanted := [f for f in serious if f.place is not None][:1]:
-        how: dict[str, Any] = {"count": 1, "seconds": SECONDS, "folder": folder}
-        scripts = reproduce(wanted, source, plan, attempt, reproducers(), said.append, **how)
+        where = reproducers()
+        scripts = reproduce(
+            wanted, source, plan, attempt, where, said.append, count=1, seconds=SECONDS
+        )
     if backward is True and not trained:
         said.append("backward=True asks for gradients, and none could be measured.")
     passed = judgement.outcome == "passed" and (backward is not True or trained)

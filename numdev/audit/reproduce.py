@@ -45,12 +45,10 @@ def reproduce(
     count: int,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     seconds: float = SECONDS,
-    folder: Path | None = None,
 ) -> list[Path]:
     """Write a reproducer for the first `count` findings that have a place, into
-    `directory`/reproducers; returns the scripts. Each is reduced for `seconds`; `folder` is where a
-    script finds the module of a kernel that is a function. What cannot be reproduced or written
-    costs its script and no more; `say` is told."""
+    `directory`/reproducers; returns the scripts. Each is reduced for `seconds`. What cannot be
+    reproduced or written costs its script and no more; `say` is told."""
     scripts: list[Path] = []
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
@@ -72,7 +70,7 @@ def reproduce(
                     whole = Selection.of(located.load(), gradients=plan.gradients).case
                     shown = _shown(finding, whole, plan, run, seconds)
                     about: Any = {"words": finding.sentence, "system": plan.system}
-                    script = write(at, **about, folder=folder, **shown)
+                    script = write(at, **about, **shown)
                 except (NumdevError, RuntimeError, ValueError) as error:
                     say(f"No reproducer for {finding.folder}: {error}")
                 else:

@@ -85,7 +85,6 @@ def write(
     words: str,
     system: System,
     limit: float | None = None,
-    folder: Path | None = None,
 ) -> Path:
     """Write reproduce.py and tensors.safetensors into `directory`; returns the script. `head` is a
     kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`; `observed` its value.
@@ -113,7 +112,7 @@ def write(
     present = {n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None}
     about = f"{kernel.name}{given}, torch {system.packages.get('torch', '?')}, {where}"
     facts: dict[str, Any] = {
-        **{"imports": (), "needs": "", "backend": None},
+        **{"imports": (), "needs": "", "backend": None, "folder": None},
         **call,
         "case": case,
         "tensor": tensor,
@@ -129,7 +128,6 @@ def write(
         "kernel": kernel.name,
         "observed": observed,
         "limit": limit,
-        "folder": None if folder is None else str(folder),
         "runs": RUNS_OF_NOISE,
         "about": f"Measured: {about}.",
     }
@@ -223,6 +221,7 @@ def _function(
         "repeats": seen["args"][1].shape != case.k.shape,
         "imports": (f"from {module} import {name}",),
         "needs": module,
+        "folder": folder_of(module),
     }
 
 
@@ -254,11 +253,10 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(name).rpartition("<locals>.")[2]
 
 
-def folder_of(function: Callable[..., Any]) -> Path | None:
-    """The folder from which its module is imported; None where it comes from no file."""
-    module = getattr(function, "__module__", None) or ""
+def folder_of(module: str) -> str | None:
+    """The folder from which a module is imported; None where it comes from no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return None
     path = Path(file).resolve()
-    return path.parents[module.count(".") + (path.name == "__init__.py")]
+    return str(path.parents[module.count(".") + (path.name == "__init__.py")])

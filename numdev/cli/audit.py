@@ -13,10 +13,7 @@ from numdev.cli.session import FILE, Results, command
 from numdev.config import AuditConfig, SweepConfig, audit_request, sweep_request
 
 
-@command(
-    "Audit the attention of a model, a pipeline, or stored tensors.",
-    "audit demo --format bfloat16 --format float32",
-)
+@command("audit demo --format bfloat16 --format float32")
 @click.argument("target", required=False)
 @options_of(AuditConfig)
 @cluster_options
@@ -53,10 +50,7 @@ def audit(
     results.hand_over(found, directory, scripts)
 
 
-@command(
-    "Measure how deviation depends on length, format, tile or kernel.",
-    "sweep configs/sweep/ci.yaml --dry-run",
-)
+@command("sweep configs/sweep/ci.yaml --dry-run")
 @click.argument("config", type=FILE)
 @options_of(SweepConfig)
 @cluster_options

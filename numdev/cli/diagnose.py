@@ -16,10 +16,7 @@ from numdev.errors import UsageError
 from numdev.yamlfile import Scalar, validated
 
 
-@command(
-    "Find heads whose rounding errors do not cancel, and a cure.",
-    "diagnose demo --preset qiu2025",
-)
+@command("diagnose demo --preset qiu2025")
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET [TARGET]...")
 @click.option(
     "--preset",
@@ -61,9 +58,11 @@ def diagnose(
     results.hand_over(results.study(run, request, directory, say=results.say), directory)
 
 
-def attention_options(preset: str | None, given: Sequence[str]) -> dict[str, Scalar]:
-    """`--preset` and `--attention NAME=VALUE` as options of `emulated`. Raises UsageError for what
-    is no such pair, and for two different values of one name."""
+def attention_options(
+    preset: str | None, given: Sequence[str], flag: str = "--attention"
+) -> dict[str, Scalar]:
+    """A preset and what was given as `flag` NAME=VALUE, as options of `emulated`. Raises UsageError
+    for what is no such pair, and for two different values of one name."""
     options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
     for item in given:
         name, equals, value = map(str.strip, item.partition("="))
@@ -72,7 +71,7 @@ def attention_options(preset: str | None, given: Sequence[str]) -> dict[str, Sca
         except yaml.YAMLError:
             chosen = [value]
         if not equals or isinstance(chosen, list | dict):
-            raise UsageError(f"--attention: expected NAME=VALUE, got {item!r}")
+            raise UsageError(f"{flag}: expected NAME=VALUE, got {item!r}")
         if options.setdefault(name, chosen) != chosen:
-            raise UsageError(f"--attention {item!r}: {name} is {options[name]} already")
+            raise UsageError(f"{flag} {item!r}: {name} is {options[name]} already")
     return {"preset": "fa2", **options}

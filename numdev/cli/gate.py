@@ -25,7 +25,7 @@ GITHUB = (
 )
 
 
-@command("Judge a finished report by thresholds, for CI.", "gate numdev-reports/demo-1234abcd")
+@command("gate numdev-reports/demo-1234abcd")
 @click.argument("path", type=FILE)
 @click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
 @click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")

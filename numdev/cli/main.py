@@ -5,6 +5,7 @@ the only one that prints an error."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,16 +14,31 @@ from typing import Any
 import click
 
 from numdev import __version__
-from numdev.cli.audit import audit, sweep
-from numdev.cli.diagnose import diagnose
-from numdev.cli.gate import gate
-from numdev.cli.kernels import kernels
-from numdev.cli.report import compare, report
-from numdev.cli.train import bounds, train, weights
 from numdev.errors import NumdevError, UsageError
 
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
-COMMANDS = (audit, sweep, train, weights, bounds, diagnose, compare, report, gate, kernels)
+# The commands as `--help` lists them: the module of `numdev.cli` that has one, and what it is for.
+# A module is imported when its command is asked for.
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Judge": {
+        "check": ("check", "Check one kernel on small cases, in seconds."),
+        "audit": ("audit", "Audit the attention of a model, a pipeline, or stored tensors."),
+        "gate": ("gate", "Judge a finished report by thresholds, for CI."),
+        "compare": ("report", "Say what moved from one audit to another beyond noise."),
+    },
+    "Study": {
+        "sweep": ("audit", "Measure how deviation depends on length, format, tile or kernel."),
+        "train": ("train", "Train small networks side by side; measure how far they drift."),
+        "bounds": ("train", "Set flash beside low precision, another seed, and chance."),
+        "weights": ("train", "Compare sets of weights, tensor by tensor."),
+        "diagnose": ("diagnose", "Find heads whose rounding errors do not cancel, and a cure."),
+    },
+    "The rest": {
+        "kernels": ("kernels", "List the kernels: which run here, and why the others cannot."),
+        "report": ("report", "Show a finished report again, or in another form."),
+    },
+}
+COMMANDS = {name: module for section in SECTIONS.values() for name, (module, _) in section.items()}
 
 
 class _ReaderLeft(Exception):
@@ -31,6 +47,23 @@ class _ReaderLeft(Exception):
 
 
 class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"numdev.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands in sections, then the options."""
+        for title, section in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:8}", words) for name, (_, words) in section.items()])
+        click.Command.format_options(self, ctx, formatter)
+
     def invoke(self, ctx: click.Context) -> Any:
         """click and rich make a closed pipe exit code 1, which here would read as "exceeded"."""
         try:
@@ -57,10 +90,6 @@ def cli(context: click.Context, debug: bool) -> None:
     reference on the same inputs, and sets what it finds beside the cost of low precision."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-for command in COMMANDS:
-    cli.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

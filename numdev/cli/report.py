@@ -22,10 +22,7 @@ HELP = (
 )
 
 
-@command(
-    "Show a finished report again, or in another form.",
-    "report numdev-reports/demo-1234abcd --format markdown",
-)
+@command("report numdev-reports/demo-1234abcd --format markdown")
 @click.argument("path", type=FILE)
 @click.option("--format", "form", type=click.Choice(FORMATS), help=HELP)
 @click.option("--output", "-o", type=FILE, help="A file for it.  [default: stdout]")
@@ -74,10 +71,7 @@ def _text(found: Report, form: str, directory: Path) -> str:
     return file.getvalue()
 
 
-@command(
-    "Say what moved from audit A to audit B beyond noise.",
-    "compare reports/torch-2.11 reports/torch-2.13",
-)
+@command("compare reports/torch-2.11 reports/torch-2.13")
 @click.argument("a", type=FILE)
 @click.argument("b", type=FILE)
 @click.option(

@@ -119,11 +119,11 @@ def watching() -> Iterator[Callable[[], None]]:
         yield check
 
 
-def command(summary: str, example: str) -> Callable[[Callable[..., Any]], click.Command]:
+def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
     """A command of `numdev`. With `results` it has the options of those that write a report."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
-        named = click.command(short_help=summary, epilog=f"Example:  numdev {example}")
+        named = click.command(epilog=f"Example:  numdev {example}")
         if "results" not in inspect.signature(function).parameters:
             return named(function)
 

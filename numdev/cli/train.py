@@ -15,10 +15,7 @@ STEPS = "Steps to take, in place of the file's."
 STOP = "Stop then, with everything saved; the same command continues."
 
 
-@command(
-    "Train small networks side by side; measure how far they drift.",
-    "train configs/train/tiny-ci.yaml",
-)
+@command("train configs/train/tiny-ci.yaml")
 @click.argument("config", type=FILE)
 @click.option("--steps", type=click.IntRange(1, 10_000_000), metavar="N", help=STEPS)
 @click.option(
@@ -46,7 +43,7 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
         results.say(f"Stopped, and saved in {directory}; continue with the same command.")
 
 
-@command("Compare sets of weights, tensor by tensor.", "weights run-1/checkpoint run-2/checkpoint")
+@command("weights run-1/checkpoint run-2/checkpoint")
 @click.argument("targets", nargs=-1, required=True, metavar="A B [C]...")
 @device_option
 def weights(targets: tuple[str, ...], device: str | None, results: Results) -> None:
@@ -69,10 +66,7 @@ def weights(targets: tuple[str, ...], device: str | None, results: Results) -> N
         raise MeasurementError(what, hint=f"the rest was compared; see {directory}/report.json")
 
 
-@command(
-    "Set flash beside low precision, another seed, and chance.",
-    "bounds numdev-reports/proxy-1234abcd",
-)
+@command("bounds numdev-reports/proxy-1234abcd")
 @click.argument("run", type=FILE)
 def bounds(run: Path, results: Results) -> None:
     """Set how far flash moves weights beside low precision, another seed, and chance.

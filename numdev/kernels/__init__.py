@@ -16,7 +16,10 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,9 +223,10 @@ def load_all() -> tuple[Kernel, ...]:
 
 
 def find(name: str) -> Kernel:
-    """The kernel `name`, or the function `package.module:function`, as a Kernel. Raises UsageError
-    for an unknown name and for a function that cannot be imported or adapted."""
+    """The kernel `name`, or the function `package.module:function` or `FILE.py:function`, as a
+    Kernel. Raises UsageError for an unknown name, a function that cannot be imported or adapted."""
     if ":" in name:
+        name = importable(name)
         return of_function(name, imported(name, "kernel"))
     kernels = all_kernels()
     if name not in kernels:
@@ -244,9 +248,12 @@ def of_function(name: str, function: Callable[..., Any]) -> Kernel:
 
 
 def imported(path: str, role: str) -> Callable[..., Any]:
-    """The callable `package.module:name`, asked for in a role ("kernel") that messages name.
-    Raises UsageError where it cannot be imported, or is none."""
-    module_name, _, attribute = path.partition(":")
+    """The callable `package.module:name` or `FILE.py:name`, asked for in a role ("kernel") that
+    messages name. The current folder is searched last. Raises UsageError where it cannot be
+    imported, or is none."""
+    module_name, _, attribute = importable(path).partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # an import runs foreign code: anything may come out of it
@@ -258,6 +265,27 @@ def imported(path: str, role: str) -> Callable[..., Any]:
         what = f"{module_name} has no function {attribute!r}"
         raise UsageError(what, hint=closest(attribute, names))
     return function
+
+
+def importable(path: str) -> str:
+    """`FILE.py:name` as `package.module:name`, the folder searched last by Python; anything else as
+    it is. Raises UsageError for no file, and where Python has another module of that name."""
+    file, _, attribute = path.partition(":")
+    if not file.endswith(".py"):
+        return path
+    source = Path(file).resolve()
+    if not source.is_file():
+        raise UsageError(f"{file}: no such file")
+    folder, parts, first = source.parent, [source.stem], source
+    while (folder / "__init__.py").exists():  # a module of a package
+        first, parts, folder = folder / "__init__.py", [folder.name, *parts], folder.parent
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    spec = importlib.util.find_spec(parts[0])
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != first:
+        what = f"{file}: Python has another module {parts[0]!r} ({spec and spec.origin})"
+        raise UsageError(what, hint="rename the file")
+    return f"{'.'.join(parts)}:{attribute}"
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:

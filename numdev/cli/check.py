@@ -1,0 +1,155 @@
+"""`numdev check`: one kernel on small cases, and what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from numdev.cli.diagnose import attention_options
+from numdev.cli.options import DEVICES
+from numdev.cli.session import FILE, command
+from numdev.errors import MeasurementError
+
+if TYPE_CHECKING:
+    from numdev.report.document import Document
+    from numdev.testing import CheckResult
+
+SHOWN = 4  # findings
+CODES = {"PASS": 0, "FAIL": 1, "NOT JUDGED": 3}
+CASE = (
+    "Case to run: a name in configs/check/default.yaml, a regime of inputs (docs/hazards.md), a "
+    "YAML file of cases, or captured tensors. Repeatable.  [default: configs/check/default.yaml]"
+)
+BACKWARD = "Whether dq, dk and dv are checked too.  [default: where autograd can follow]"
+RULES = "YAML file of thresholds.  [default: configs/gate/check.yaml and default.yaml]"
+OUTPUT = "Where the script of a failure goes.  [default: a temporary folder]"
+DEVICE = "Where to run.  [default: auto]"
+CLAIM = (
+    "How the kernel rounds by design, as an option of `emulated`: preset=eager. Repeatable.  "
+    "[default: what it declares, else preset=fa2]"
+)
+
+
+@command("check mine.py:attend --format float16 --no-backward")
+@click.argument("target")
+@click.option("--case", "cases", multiple=True, metavar="NAME|FILE", help=CASE)
+@click.option(
+    "--format", "formats", multiple=True, metavar="NAME",
+    help="Format of the inputs. Repeatable.  [default: bfloat16]",
+)  # fmt: skip
+@click.option("--backward/--no-backward", default=None, help=BACKWARD)
+@click.option("-o", "--output", type=FILE, metavar="DIR", help=OUTPUT)
+@click.option("--claim", "claims", multiple=True, metavar="NAME=VALUE", help=CLAIM)
+@click.option("--thresholds", type=FILE, metavar="FILE", help=RULES)
+@click.option(
+    "--seed", "seeds", multiple=True, type=click.IntRange(min=0), metavar="N",
+    help="Seed of the drawn inputs. Repeatable.  [default: 0]",
+)  # fmt: skip
+@click.option("--device", type=click.Choice(DEVICES), default="auto", help=DEVICE)
+@click.option("--json", "as_json", is_flag=True, help="The verdict and the report as JSON.")
+@click.pass_context
+def check(
+    context: click.Context,
+    target: str,
+    cases: tuple[str, ...],
+    formats: tuple[str, ...],
+    backward: bool | None,
+    output: Path | None,
+    claims: tuple[str, ...],
+    thresholds: Path | None,
+    seeds: tuple[int, ...],
+    device: str,
+    as_json: bool,
+) -> None:
+    """Check one kernel on small cases: is it attention, and as exact as its format allows?
+
+    TARGET is FILE.py:function, package.module:function (the current folder is searched too) or a
+    name of `numdev kernels`. The answer comes first, then what is wrong and where, what was not
+    tested, and a script that shows the failure by itself. Exit code 0: passed. 1: a limit is
+    exceeded. 2: a wrong option, or a function that cannot be imported. 3: nothing could be judged,
+    which is no pass."""
+    from numdev.kernels import find
+    from numdev.report.foreign import json_text
+    from numdev.report.renderers import terminal
+    from numdev.system import System
+    from numdev.testing import check as run
+
+    with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
+        kernel = find(target)
+        if missing := kernel.missing(System.here(device)):
+            raise MeasurementError(f"{kernel.name} cannot run here: {missing}")
+        given: dict[str, Any] = {
+            "cases": cases or None,
+            "formats": formats or "bfloat16",
+            "backward": "auto" if backward is None else backward,
+            "seeds": seeds or 0,
+            "thresholds": thresholds,
+            "claims": attention_options(None, claims, "--claim") if claims else None,
+            "reproducers": output,
+            "device": device,
+        }
+        result = run(kernel, **given)
+    if as_json:
+        click.echo(json_text(json.dumps(as_data(result))))
+    else:
+        terminal.show(shown(result))
+    context.find_root().obj = code = CODES[result.verdict]
+    context.exit(code)
+
+
+def as_data(result: CheckResult) -> dict[str, Any]:
+    """What a program asks for first, then the whole report."""
+    from numdev.report import Place, Places
+
+    name, findings = Places(result.report.rows), []
+    kernels = (r for r in result.report.rows if r.role == "kernel")
+    causes: dict[Any, str | None] = {
+        (r.format, r.tensor, Place.of(r)): r.suspicion for r in kernels
+    }
+    for f in result.report.findings:
+        data = f.model_dump(include={"sentence", "severity", "rule", "metric", "limit"})
+        place = f.place and name(f.place)
+        cause = f.place and causes.get((f.formats[0], f.tensor, f.place))
+        findings.append({**data, "number": f.observed, "place": place, "cause": cause})
+    return {
+        "kernel": result.kernel,
+        "passed": result.passed,
+        "verdict": result.verdict,
+        "findings": findings,
+        "not_tested": result.skipped,
+        "notes": result.notes,
+        "reproducer": result.reproducer and str(result.reproducer),
+        "report": result.report.model_dump(mode="json"),
+    }
+
+
+def shown(result: CheckResult) -> Document:
+    """The verdict; what else is wrong; what was tested and what not; a script that shows it."""
+    from numdev.report.document import Bullets, Document, Item, Paragraph, notes
+    from numdev.report.views import verdicts
+
+    report, lines = result.report, tuple(verdicts(result.report))
+    if result.verdict == "NOT JUDGED":
+        lines = (Item(result.in_short, f"NOT JUDGED  {result.kernel}", "warn"),)
+    led = {v.finding for v in report.verdicts}
+    every = enumerate(report.findings)
+    others = [f.sentence for i, f in every if f.severity == "exceeded" and i not in led]
+    more = [Item(sentence) for sentence in others[:SHOWN]]
+    if len(others) > SHOWN:
+        more.append(Item(f"And {len(others) - SHOWN} more findings."))
+    judged = f"Judged: {result.in_short}" if result.passed else ""
+    script = f"It shows by itself: python {result.reproducer}" if result.reproducer else ""
+    return Document(
+        f"numdev check {result.kernel}",
+        (
+            Bullets(lines, "verdicts"),
+            Bullets(tuple(more), "findings"),
+            *notes((judged, *result.notes, *result.skipped)),
+            Paragraph(script),
+        ),
+    )
