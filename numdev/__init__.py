@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numdev.api import compare as compare
     from numdev.api import measure as measure
     from numdev.kernels import kernel as kernel
+    from numdev.monitor import watch as watch
     from numdev.sources.tensorfile import save_cases as save_cases
     from numdev.sources.tensorfile import varlen_cases as varlen_cases
     from numdev.testing import CheckFailed as CheckFailed
@@ -34,6 +35,7 @@ _HOMES = {
     "measure": "api",
     "save_cases": "sources.tensorfile",
     "varlen_cases": "sources.tensorfile",
+    "watch": "monitor",
 }
 __all__ = tuple(_HOMES)
 

@@ -4,6 +4,7 @@ The faults are those of benchmarks/planted.py, which tests/test_power.py holds t
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import functools
 import importlib
@@ -13,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ import broken_kernels
 import models
 import pytest
 import torch
+import transformers
 from loaded import load
 from on_bench import invoked
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import numdev
 from numdev.audit import check
@@ -558,6 +562,103 @@ def test_a_report_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [a.get_title() for a in axes] == ["baseline", "sdpa-math", "test_api:twice"]
     drawn = axes[2].images[0].get_array()
     assert drawn.tolist() == [[r.rms for r in report.rows if r.kernel == "test_api:twice"]]
+
+
+class Wrong(TorchDispatchMode):
+    """PyTorch's CPU kernel with an output 2 % too large."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "flash_attention_for_cpu" in str(func) and "backward" not in str(func):
+            result[0].mul_(1.02)
+        return result
+
+
+def trained(watched: bool, seen: list[dict[str, Any]], dropout: float) -> list[Tensor]:
+    """Weights, gradients and the generator's state after three steps of a model in bfloat16, one
+    of whose layers drops out of its attention too."""
+    torch.manual_seed(0)
+    layers = [torch.nn.TransformerEncoderLayer(16, 4, 16, rate, batch_first=True)
+              for rate in (0.0, dropout)]  # fmt: skip
+    model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.5)).train()
+    with numdev.watch(model, every=2, tell=seen.append) if watched else contextlib.nullcontext():
+        for _ in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(2, 300, 16)).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= p.grad
+            model.eval()(torch.randn(1, 3, 16))
+            model.train()
+    return [torch.get_rng_state(), *model.parameters(), *(p.grad for p in model.parameters())]
+
+
+def test_watching_changes_no_number() -> None:
+    """Weights, gradients and random numbers are those of a training that nobody watches; of every
+    second step each attention call is measured, in other heads each time."""
+    seen: list[dict[str, Any]] = []
+    plain, watched = (trained(is_on, seen, 0.1) for is_on in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))
+    assert [(n["step"], n["layer"], n["heads"]) for n in seen] == [
+        (0, 0, [0, 1]), (0, 1, [0, 1]), (2, 0, [2, 3]), (2, 1, [2, 3]),
+    ]  # fmt: skip
+    assert [n["kernel"] for n in seen[:2]] == ["sdpa-flash", "sdpa-default"]
+    for n in seen:
+        assert (n["format"], n["nonfinite"], n["finding"]) == ("bfloat16", 0, None)
+        assert n["expected_ratio"] == pytest.approx(1, abs=0.1)
+
+
+def test_watching_finds_a_fault(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a model itself computed is printed where it is wrong, with the place. Attention that
+    cannot be seen is logged; what is asked wrongly is refused; closed, nothing is looked at."""
+    model, x = torch.nn.TransformerEncoderLayer(16, 2, 16, 0.0).train(), torch.randn(40, 2, 16)
+    with numdev.watch(model, every=1) as watch, Wrong():
+        model(x)
+    told = capsys.readouterr().out
+    assert told.startswith("numdev.watch, step 0: sdpa-flash computes a different function: ")
+    assert "1.020 times" in told
+    model(x)
+    assert watch.step == 0
+    unseen = torch.nn.MultiheadAttention(16, 2)  # which multiplies by hand where it returns weights
+    with numdev.watch(unseen):
+        unseen(x, x, x)
+    assert "attention ran but was not seen in MultiheadAttention" in caplog.text
+    assert not capsys.readouterr().out
+    for wrong, words in (({"every": 0}, "every: expected at least 1"), ({}, "compiled model")):
+        if not wrong:
+            model.compile()
+        with pytest.raises(UsageError, match=words):
+            numdev.watch(model, **wrong)
+
+
+def test_the_trainer_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The examples of docs/api.md, in a run of transformers' Trainer."""
+    text = (ROOT / "docs" / "api.md").read_text().partition("## While a model trains")[2]
+    told: list[Any] = []
+    log = types.SimpleNamespace(log=told.append)
+    add = types.SimpleNamespace(add_scalar=lambda *given: told.append(given))
+    monkeypatch.setitem(sys.modules, "wandb", log)  # type: ignore[arg-type]
+    board = types.SimpleNamespace(SummaryWriter=lambda: add)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)  # type: ignore[arg-type]
+    names: dict[str, Any] = {"model": models.llama()}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    ids = torch.arange(16) + 3
+    how: Any = {"max_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no"}
+    callback = names["Numerics"]()
+    transformers.Trainer(
+        names["model"], transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, **how),
+        train_dataset=[{"input_ids": ids, "labels": ids}] * 2, callbacks=[callback],
+    ).train()  # fmt: skip
+    assert callback.watch.step == 0
+    assert [next(iter(x)) for x in told[:2]] == [
+        f"numerics/layer{i}/error_over_floor" for i in (0, 1)
+    ]
+    assert [x[0::2] for x in told[2:]] == [("numerics/layer0", 0), ("numerics/layer1", 0)]
 
 
 def test_names_are_imported_when_asked_for() -> None:

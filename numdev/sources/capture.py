@@ -394,15 +394,20 @@ class _Interceptor(TorchFunctionMode):
         is ours. Where weights are asked for (the default) it multiplies by hand: then the call is
         met in a run without, which computes the same function, and the model gets the answer of its
         own run (with gradients the met call's, for gradients must pass through it)."""
-        original = cast(FunctionType, F.multi_head_attention_forward)
-        namespace = {**original.__globals__, "scaled_dot_product_attention": self._meet}
-        met = FunctionType(original.__code__, namespace, original.__name__, original.__defaults__)
+        original, met = F.multi_head_attention_forward, multi_head_with(self._meet)
         if not kwargs.get("need_weights", True):
             return met(*args, **kwargs)
         # Without weights `is_causal` would stand for the mask; with them the mask is applied.
         out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
         own, weights = original(*args, **kwargs)
         return (own if self.step is None else out), weights
+
+
+def multi_head_with(sdpa: Callable[..., Tensor]) -> Callable[..., Any]:
+    """`multi_head_attention_forward` with another function in SDPA's place."""
+    original = cast(FunctionType, F.multi_head_attention_forward)
+    namespace = {**original.__globals__, "scaled_dot_product_attention": sdpa}
+    return FunctionType(original.__code__, namespace, original.__name__, original.__defaults__)
 
 
 def _window(

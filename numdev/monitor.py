@@ -1,0 +1,223 @@
+"""`watch`: a few heads and rows of a model's attention, measured while it trains.
+
+Every so many training steps the calls of scaled_dot_product_attention (SDPA) that one forward pass
+makes are observed, and never changed: what goes in and comes out, of one sequence and a few heads,
+is copied and held to fp64. No generator of the model is drawn from, nothing enters its graph, and
+what fails here is logged and fails nowhere else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from numdev.audit.bench import part
+from numdev.audit.plan import Plan, Planned, plan_kernels
+from numdev.audit.task import measure_one
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, UsageError, one_line
+from numdev.gate.findings import findings_of
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels.sdpa import OPERATORS, claim_of
+from numdev.sources import capture as capturing
+from numdev.system import System
+
+Numbers = dict[str, Any]
+WORST = ("floor_ratio", "expected_ratio", "baseline_ratio", "max_abs", "rms", "nonfinite")
+LOG = logging.getLogger("numdev")
+
+
+def show(numbers: Numbers) -> None:
+    """Print what was found, if anything was."""
+    if numbers["finding"]:
+        print(f"numdev.watch, step {numbers['step']}: {numbers['finding']}", flush=True)
+
+
+@dataclass(eq=False)
+class watch:
+    """Measure a few heads and rows of a model's attention at every `every`-th training step, the
+    first included, until `close`, or the end of a `with`.
+
+    A step is a forward pass in training mode with gradients. `tell` gets a dict for each measured
+    call: `step`, `module`, `layer`, `kernel` (what PyTorch chose), `format`, `heads`, `finding` (a
+    sentence where a number is beyond a limit of the default rules, else None), and of the measured
+    heads the worst `floor_ratio`, `expected_ratio`, `baseline_ratio`, `max_abs`, `rms` and
+    `nonfinite`, as in a report's rows; None where a number means nothing. By default what is found
+    is printed. `heads`, `rows`: how many of one sequence; the rows that look most suspicious come
+    beside them. `calls`: at most so many at a step; the next ones follow at the next.
+
+    Of a call with dropout the same call without it is measured. Attention that does not go through
+    SDPA is logged as not seen. Raises UsageError for a compiled model, in which no call is seen."""
+
+    model: nn.Module
+    every: int = 500
+    _: KW_ONLY
+    tell: Callable[[Numbers], object] = show
+    heads: int = 2
+    rows: int = 16
+    calls: int = 8
+    step: int = field(default=-1, init=False)  # the training step that runs, or ran last
+    first: int = field(default=0, init=False)  # the first call that is measured at a step
+    logged: set[str] = field(default_factory=set, init=False)
+    observer: _Observer | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        modules = self.model.modules()
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in modules):
+            hint = "use numdev.audit between steps, on the model that was compiled"
+            raise UsageError("watch: attention in a compiled model cannot be seen", hint=hint)
+        for name in ("every", "heads", "rows", "calls"):
+            if (value := getattr(self, name)) < 1:
+                raise UsageError(f"{name}: expected at least 1, got {value}")
+        self.hooks = (
+            self.model.register_forward_pre_hook(self._before),
+            self.model.register_forward_hook(self._after, always_call=True),
+        )
+
+    def __enter__(self) -> watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.step < 0:
+            self.log("no training step of the model was seen")
+
+    def log(self, text: object) -> None:
+        """Say something once."""
+        if str(text) not in self.logged:
+            self.logged.add(str(text))
+            LOG.warning("numdev.watch: %s", text)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        self.step += 1
+        graph = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if self.step % self.every == 0 and not graph:
+            self.observer = _Observer(self)
+
+    def _after(self, module: nn.Module, args: Any, answer: Any) -> None:
+        observer, self.observer = self.observer, None
+        if observer is None:
+            return
+        try:
+            observer.ends.close()
+        except MeasurementError as error:  # attention ran unseen
+            if answer is not None:  # the model itself raised nothing
+                self.log(error)
+        self.first += self.calls
+        self.first *= self.first < observer.met
+        for numbers in observer.numbers:
+            self.tell(numbers)
+
+
+class _Observer(TorchFunctionMode):
+    """Meets the SDPA calls of one forward pass, lets each through as it is, and measures some."""
+
+    def __init__(self, owner: watch) -> None:
+        super().__init__()
+        self.owner, self.numbers, self.met = owner, list[Numbers](), 0
+        self.names = capturing.Watch(owner.model, source=type(owner.model).__name__)
+        self.ends = ExitStack()
+        self.ends.enter_context(self.names.watching())
+        # Hooks that are made while the model's own run do not see it begin.
+        self.names.running.append(capturing.Frame(module=owner.model, arguments=(), named={}))
+        self.names.ran[owner.model] += 1
+        self.ends.enter_context(self)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.multi_head_attention_forward:
+            func = capturing.multi_head_with(self._observed)
+        elif func is F.scaled_dot_product_attention:
+            func = self._observed
+        return func(*args, **(kwargs or {}))
+
+    def _observed(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = F.scaled_dot_product_attention(*args, **kwargs)
+        try:
+            with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+                self._meet(out, *args, **kwargs)
+        except Exception as error:  # training goes on
+            self.owner.log(one_line(error))
+        return out
+
+    def _meet(
+        self,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        """Measure the call, if it is its turn, in what it was given and returned."""
+        ref, owner, number = self.names.next_call(), self.owner, self.met
+        self.met += 1
+        if not owner.first <= number < owner.first + owner.calls:
+            return
+        q, k, v = (x.detach().to(out.dtype) for x in (query, key, value))  # as autocast does
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        how: Any = {"scale": scale, "mask": attn_mask, "is_causal": is_causal}
+        case, system = AttentionCase(ref=ref, q=q, k=k, v=v, **how), System.here(q.device.type)
+        turn = owner.step // owner.every
+        heads = sorted({(turn * owner.heads + i) % case.heads for i in range(owner.heads)})
+        at = turn % len(q)
+        few = part(case, batch=range(at, at + 1)).select_heads(heads)
+        operator, few_out = operator_of(out), out.detach()[at : at + 1, heads]
+        claim = claim_of(operator, case, system)  # which depends on how large the call is
+        kernel = Kernel(
+            name=next((n for n, op in OPERATORS[system.device].items() if op == operator), ""),
+            function=lambda case: Output(out=few_out),
+            claims=lambda case, output, system: claim,
+            backward=None,
+        )
+        kernel = find("sdpa-default") if dropout_p else kernel
+        planned = Planned(role="kernel", kernel=kernel, options={})
+        plan = Plan(
+            system=system,
+            formats=[case.format],
+            kernels=[*plan_kernels(()), planned],
+            sampled_rows=owner.rows,
+            seed=owner.step,
+        )
+        rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
+        rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
+        findings = findings_of(rows, plan.record([ref])).findings
+        values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
+        self.numbers.append(
+            {
+                **{"step": owner.step, "module": ref.module, "layer": ref.layer},
+                **{"kernel": kernel.name, "format": case.format.name, "heads": heads},
+                **{name: max(x, default=None) for name, x in values.items()},
+                "finding": next((f.sentence for f in findings), None),
+            }
+        )
+
+
+def operator_of(out: Tensor) -> str:
+    """The operator of SDPA that made `out`, as the graph of autograd tells."""
+    node: Any = out.grad_fn
+    names = {op.replace("_", ""): op for op in OPERATORS[out.device.type].values()}
+    for _ in range(3):  # a head_dim that was padded is cut to its size again
+        made_by = type(node).__name__.removesuffix("Backward0").lower()
+        if made_by in names:
+            return names[made_by]
+        node = next((n for n, _ in getattr(node, "next_functions", ())), None)
+    return "math"
