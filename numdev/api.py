@@ -59,8 +59,7 @@ def audit(
     say: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> AuditReport:
-    """What `numdev audit` does: every attention call of `target` through every kernel, against
-    fp64.
+    """What `numdev audit` does: every attention call through every kernel, against fp64.
 
     `target`: a model in memory, which reads `inputs` (forward's arguments by name, or tensors in
     its order); attention calls in memory, as `capture` gives them; else a checkpoint directory, a
@@ -81,24 +80,20 @@ def audit(
     nothing could be measured."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
-    chosen = [x if isinstance(x, str | Mapping) else _kernel(x) for x in _several(kernels)]
+    chosen = [
+        x if isinstance(x, str | Mapping | Kernel) else of_function(name_of(x), x)
+        for x in _several(kernels)
+    ]
     own = {x.name: x for x in chosen if isinstance(x, Kernel)}
     if len(own) < sum(isinstance(x, Kernel) for x in chosen):
         raise UsageError(f"kernels: two functions have one name, of {', '.join(own)}")
     flags = {
-        **options,
+        **options, "gradients": backward, "sampled_rows": rows, "device": device, "seed": seed,
         "kernels": [x.name if isinstance(x, Kernel) else x for x in chosen] or None,
         "formats": _several(formats) or None,
         "layers": None if layers is None else tuple(layers),
-        "gradients": backward,
-        "sampled_rows": rows,
-        "device": device,
-        "seed": seed,
-    }
-    if output is None:
-        flags["reproducers"] = 0
-    given: Any = target if cases is None else _several(cases)
-    given = given if given is None or isinstance(given, str | Path | nn.Module) else _several(given)
+    } | ({"reproducers": 0} if output is None else {})  # fmt: skip
+    given: Any = target if cases is None else cases
     name, how = "calls in memory", dict[str, Any]()
     fields: dict[str, Any] | None = None
     if isinstance(given, nn.Module):
@@ -108,21 +103,20 @@ def audit(
         flags["device"] = device or next((p.device.type for p in given.parameters()), None)
     elif given is None or isinstance(given, str | Path):
         name, flags["inputs"] = str(given or "demo"), None if inputs is None else str(inputs)
-    elif given and all(isinstance(x, AttentionCase) for x in given):
-        fields, how["opened"] = {"checkpoint": name}, partial(GivenSource, given=given)
-        flags["device"] = device or given[0].q.device.type
+    elif isinstance((first := [*_several(given), None][0]), AttentionCase):
+        fields, how["opened"] = {"checkpoint": name}, partial(GivenSource, given=_several(given))
+        flags["device"] = device or first.q.device.type
     else:
-        name = "cases"
-        fields = {"cases": [{"name": f"case {i}", **dict(x)} for i, x in enumerate(given)]}
+        name, each = "cases", enumerate(_several(given))
+        fields = {"cases": [{"name": f"case {i}", **x} for i, x in each]}
     request = audit_request(name, flags, fields)
     cluster = cluster_of(workers, scheduler)
     scratch = tempfile.TemporaryDirectory(prefix="numdev-") if output is None else nullcontext("")
     with scratch as folder, sharing(cluster, request.device):
         directory = Path(folder if output is None else output)
         found = run.audit(
-            request, directory, command="numdev.audit", say=say, overwrite=overwrite,
-            own=own, workers=cluster,
-            save_cases=None if save_cases is None else Path(save_cases), **how,
+            request, directory, command="numdev.audit", say=say, overwrite=overwrite, own=own,
+            workers=cluster, save_cases=Path(save_cases) if save_cases else None, **how,
         )  # fmt: skip
         if output is not None:
             reports.write(found, directory)
@@ -138,22 +132,19 @@ def _several(given: Any) -> list[Any]:
     return [given] if alone else list(given)
 
 
-def _kernel(given: Any) -> Kernel:
-    return given if isinstance(given, Kernel) else of_function(name_of(given), given)
-
-
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
     """What a model reads, by the names of its forward's arguments. Raises UsageError for what does
     not fit them."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
-    takes = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in takes if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if not 0 < len(given) <= len(names) or not all(isinstance(x, Tensor) for x in given):
-        what = f"inputs: expected tensors for {', '.join(names)}, got {len(given)} values"
-        raise UsageError(what, hint="give a mapping of forward's arguments")
-    return dict(zip(names, given, strict=False))
+    if inputs is None:
+        raise UsageError("inputs: expected what the model reads, got none")
+    given = (inputs,) if isinstance(inputs, Tensor) else inputs
+    try:
+        return dict(inspect.signature(model.forward).bind(*given).arguments)
+    except TypeError as error:
+        hint = "give tensors in the order of forward's arguments, or a mapping"
+        raise UsageError(f"inputs: {error}", hint=hint) from error
 
 
 def capture(
@@ -184,7 +175,6 @@ def compare(
     `numdev compare` says. Each is a report, its file or its directory; `allow` names the keys in
     which the requests may differ.
 
-    `moves` has what moved, `presences` what is new or gone, `exit_code` what the command returns.
     Raises UsageError for two that do not measure the same, MeasurementError for what cannot be
     read."""
     sides = (Path(x) if isinstance(x, str) else x for x in (old, new))

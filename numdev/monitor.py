@@ -156,17 +156,10 @@ class _Observer(TorchFunctionMode):
         return out
 
     def _meet(
-        self,
-        out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
+        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> None:  # fmt: skip
         """Measure the call, if it is its turn, in what it was given and returned."""
         ref, owner, number = self.names.next_call(), self.owner, self.met
         self.met += 1
@@ -182,33 +175,27 @@ class _Observer(TorchFunctionMode):
         few = part(case, batch=range(at, at + 1)).select_heads(heads)
         operator, few_out = operator_of(out), out.detach()[at : at + 1, heads]
         claim = claim_of(operator, case, system)  # which depends on how large the call is
-        kernel = Kernel(
-            name=next((n for n, op in OPERATORS[system.device].items() if op == operator), ""),
-            function=lambda case: Output(out=few_out),
-            claims=lambda case, output, system: claim,
-            backward=None,
-        )
-        kernel = find("sdpa-default") if dropout_p else kernel
+        kernel = find("sdpa-default")
+        if not dropout_p:
+            name = next(n for n, op in OPERATORS[system.device].items() if op == operator)
+            how = {"claims": lambda case, output, system: claim, "backward": None}
+            kernel = Kernel(name=name, function=lambda case: Output(out=few_out), **how)
         planned = Planned(role="kernel", kernel=kernel, options={})
-        plan = Plan(
-            system=system,
-            formats=[case.format],
-            kernels=[*plan_kernels(()), planned],
-            sampled_rows=owner.rows,
-            seed=owner.step,
+        kernels, how = (
+            [*plan_kernels(()), planned],
+            {"seed": owner.step, "sampled_rows": owner.rows},
         )
+        plan = Plan(system=system, formats=[case.format], kernels=kernels, **how)
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
         findings = findings_of(rows, plan.record([ref])).findings
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
-        self.numbers.append(
-            {
-                **{"step": owner.step, "module": ref.module, "layer": ref.layer},
-                **{"kernel": kernel.name, "format": case.format.name, "heads": heads},
-                **{name: max(x, default=None) for name, x in values.items()},
-                "finding": next((f.sentence for f in findings), None),
-            }
-        )
+        self.numbers.append({
+            "step": owner.step, "module": ref.module, "layer": ref.layer,
+            "kernel": kernel.name, "format": case.format.name, "heads": heads,
+            **{name: max(x, default=None) for name, x in values.items()},
+            "finding": next((f.sentence for f in findings), None),
+        })  # fmt: skip
 
 
 def operator_of(out: Tensor) -> str:
