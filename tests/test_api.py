@@ -518,10 +518,7 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds"):
         numdev.audit(model, ids, kernels=kernels, output=tmp_path, **given)
     for wrong, words in (
-        (
-            dict(target=model, inputs=[ids, "text"]),
-            "expected tensors for input_ids, attention_mask",
-        ),
+        (dict(target=model), "inputs: expected what the model reads"),
         (dict(target=model, inputs=ids, length=8), "in memory, for which 'length' means nothing"),
         (dict(target=model, inputs=ids, lenght=8), "did you mean 'length'"),
         (dict(target=[calls[0], calls[0]]), "2 cases are called 'model.layers.0.self_attn#0'"),
