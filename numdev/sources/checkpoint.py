@@ -490,7 +490,7 @@ class InMemory:
     def reads(self) -> str:
         """Its inputs in words."""
         named = self.inputs.items()
-        return ", ".join(f"{n} {list(getattr(x, 'shape', [x]))}" for n, x in named)
+        return ", ".join(f"{n} {list(x.shape) if isinstance(x, Tensor) else x}" for n, x in named)
 
     def describe(self) -> dict[str, Any]:
         code = dict.fromkeys(type(module).forward for module in self.model.modules())
