@@ -7,6 +7,7 @@ what fails here is logged and fails nowhere else."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -65,7 +66,6 @@ class watch:
     calls: int = 8
     step: int = field(default=-1, init=False)  # the training step that runs, or ran last
     first: int = field(default=0, init=False)  # the first call that is measured at a step
-    logged: set[str] = field(default_factory=set, init=False)
     observer: _Observer | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +76,7 @@ class watch:
         for name in ("every", "heads", "rows", "calls"):
             if (value := getattr(self, name)) < 1:
                 raise UsageError(f"{name}: expected at least 1, got {value}")
+        self.log = functools.cache(functools.partial(LOG.warning, "numdev.watch: %s"))  # each once
         self.hooks = (
             self.model.register_forward_pre_hook(self._before),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -94,12 +95,6 @@ class watch:
         if self.step < 0:
             self.log("no training step of the model was seen")
 
-    def log(self, text: object) -> None:
-        """Say something once."""
-        if str(text) not in self.logged:
-            self.logged.add(str(text))
-            LOG.warning("numdev.watch: %s", text)
-
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
@@ -116,7 +111,7 @@ class watch:
             observer.ends.close()
         except MeasurementError as error:  # attention ran unseen
             if answer is not None:  # the model itself raised nothing
-                self.log(error)
+                self.log(str(error))
         self.first += self.calls
         self.first *= self.first < observer.met
         for numbers in observer.numbers:
@@ -169,9 +164,8 @@ class _Observer(TorchFunctionMode):
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         how: Any = {"scale": scale, "mask": attn_mask, "is_causal": is_causal}
         case, system = AttentionCase(ref=ref, q=q, k=k, v=v, **how), System.here(q.device.type)
-        turn = owner.step // owner.every
-        heads = sorted({(turn * owner.heads + i) % case.heads for i in range(owner.heads)})
-        at = turn % len(q)
+        turn, count = owner.step // owner.every, owner.heads
+        heads, at = sorted({(turn * count + i) % case.heads for i in range(count)}), turn % len(q)
         few = part(case, batch=range(at, at + 1)).select_heads(heads)
         operator, few_out = operator_of(out), out.detach()[at : at + 1, heads]
         claim = claim_of(operator, case, system)  # which depends on how large the call is
