@@ -153,9 +153,8 @@ def test_a_worker_that_died_idle_is_replaced(shared: Isolated, case: AttentionCa
     """That is no fault of the next kernel."""
     ran(shared, "baseline", case, {})
     assert shared.process is not None
-    pid = shared.process.pid
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: gone(pid))
+    shared.process.kill()
+    shared.process.wait()
     assert isinstance(ran(shared, "baseline", case, {}), Output)
 
 

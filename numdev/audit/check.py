@@ -104,7 +104,8 @@ def check(
 
 
 def declining(kernel: Kernel) -> Kernel:
-    """The kernel, with a NotImplementedError taken for a refusal (in backward: there is none)."""
+    """The kernel, with a NotImplementedError taken for a refusal (in backward: there is none), and
+    what PyTorch raises where the chosen SDPA operator takes no such call."""
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -112,8 +113,10 @@ def declining(kernel: Kernel) -> Kernel:
             refuse((case.v.isinf().any(), f"V is beyond the largest number of {case.format.name}"))
             try:
                 return function(case, **options)
-            except NotImplementedError as error:
-                raise Refused(one_line(error)) from error
+            except RuntimeError as error:  # NotImplementedError is one
+                if isinstance(error, NotImplementedError) or "No available kernel" in str(error):
+                    raise Refused(one_line(error)) from error
+                raise
 
         return run
 
