@@ -42,13 +42,13 @@ def request(given: Mapping[str, Any], **changes: Any) -> AuditRequest:
         )
         for layer in range(asked["layers"])
     )
-    sampled = {"sampled_rows": asked["rows"]} if asked["rows"] is not None else {}
+    sampled = {"rows": asked["rows"]} if asked["rows"] is not None else {}
     return AuditRequest(
         target="audit_time",
         cases=cases,
         kernels=tuple(Choice(name=name) for name in asked["kernel"] or ["sdpa-flash"]),
         formats=(asked["format"],),
-        gradients=asked["backward"],
+        backward=asked["backward"],
         device=asked["device"],
         reproducers=0,
         **sampled,

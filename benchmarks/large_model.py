@@ -89,7 +89,7 @@ def main() -> None:
         checkpoint=str(given.directory),
         kernels=tuple(Choice(name=name) for name in given.kernel or BACKENDS),
         formats=("bfloat16",),
-        sampled_rows=given.rows,
+        rows=given.rows,
         device=DEVICE,
         model_dtype="bfloat16",
         reproducers=0,

@@ -443,7 +443,7 @@ def checked(one: Fault, folder: Path) -> AuditReport:
 def audited(one: Fault, folder: Path) -> AuditReport:
     (folder / "cases.yaml").write_text(yaml.safe_dump({"cases": cases_of(one.cases)}))
     module = one.function.__module__.replace("__main__", "names").replace("__mp_main__", "names")
-    flags = {"kernels": (f"{module}:{one.name}",), "gradients": True, "reproducers": 0}
+    flags = {"kernels": (f"{module}:{one.name}",), "backward": True, "reproducers": 0}
     return audit(audit_request(str(folder / "cases.yaml"), flags), folder / "out")
 
 

@@ -42,7 +42,7 @@ def an_audit(length: int, heads: int) -> Callable[[Path], Any]:
     kernels = (Choice(name="sdpa-flash"), Choice(name="emulated"))
     asked = AuditRequest(
         target="threads", cases=(case,), kernels=kernels, formats=("bfloat16",),
-        gradients=True, device="cpu", reproducers=0,
+        backward=True, device="cpu", reproducers=0,
     )  # fmt: skip
     return lambda directory: audit(asked, directory)
 

@@ -88,7 +88,7 @@ def audit(
     if len(own) < sum(isinstance(x, Kernel) for x in chosen):
         raise UsageError(f"kernels: two functions have one name, of {', '.join(own)}")
     flags = {
-        **options, "gradients": backward, "sampled_rows": rows, "device": device, "seed": seed,
+        **options, "backward": backward, "rows": rows, "device": device, "seed": seed,
         "kernels": [x.name if isinstance(x, Kernel) else x for x in chosen] or None,
         "formats": _several(formats) or None,
         "layers": None if layers is None else tuple(layers),

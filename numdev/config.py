@@ -158,9 +158,9 @@ class Reading(Placed):
 class Measuring(Placed):
     """How kernels are run and measured, in an audit and in a sweep."""
 
-    gradients: Annotated[bool, Option("--backward")] = False
+    backward: Annotated[bool, Option()] = False
     """Measure the backward pass too: dq, dk and dv."""
-    sampled_rows: Annotated[Positive | None, Option("--rows", "N")] = None
+    rows: Annotated[Positive | None, Option(metavar="N")] = None
     """Measure N query rows of each head, drawn with the seed and spread over positions, and the 32
     in which a kernel, run whole, looks most suspicious. Exact for these rows in the output and dq.
     With --backward also keys in the same way, which takes an fp64 forward pass of all queries.
@@ -248,7 +248,7 @@ class SweepConfig(Measuring):
     """The axis curves run along: a key with several values, `format`, or a kernel's option."""
     y: Names = ("max_abs", "rms")
     """Metrics to draw."""
-    rows: Literal["head", "cell"] = "head"
+    keep: Literal["head", "cell"] = "head"
     """`head`: the report keeps a row for every head and seed. `cell`: only what they come to."""
     repeats: Annotated[Positive, Option(metavar="N")] = 1
     """Run each kernel N times on the same inputs; from 2 on its noise is measured.  [1]"""
@@ -261,7 +261,7 @@ class SweepRequest(SweepConfig):
 
     def measured(self) -> dict[str, Any]:
         """What decides the numbers, and so whether a finished task can be kept."""
-        return self.model_dump(mode="json", exclude={"title", "x", "y", "rows"})
+        return self.model_dump(mode="json", exclude={"title", "x", "y", "keep"})
 
 
 class DiagnoseRequest(Reading):

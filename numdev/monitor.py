@@ -177,7 +177,7 @@ class _Observer(TorchFunctionMode):
         planned = Planned(role="kernel", kernel=kernel, options={})
         kernels, how = (
             [*plan_kernels(()), planned],
-            {"seed": owner.step, "sampled_rows": owner.rows},
+            {"seed": owner.step, "rows": owner.rows},
         )
         plan = Plan(system=system, formats=[case.format], kernels=kernels, **how)
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)

@@ -42,7 +42,7 @@ cases: [{name: normal, heads: 2, seq_len: [64, 96], head_dim: 32}]
 kernels: [sdpa-flash, sdpa-math]
 formats: [bfloat16, float16]
 seeds: 2
-gradients: true
+backward: true
 repeats: 2
 """
 NEEDED = ("elements", "rms", "mean_abs", "max_abs", "nonfinite", "sequences", "expected_ratio",

@@ -183,7 +183,7 @@ def sound() -> Any:
     report = report_of("audit")
     plan = report["plan"]
     report["request"]["heads"] = plan["heads"] = None
-    plan |= {"gradients": False, "named": True, "repeats": 2}
+    plan |= {"backward": False, "named": True, "repeats": 2}
     plan["kernels"] = [k for k in plan["kernels"] if not k["kernel"].startswith("bad:")]
     report["rows"] = [
         row

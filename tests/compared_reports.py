@@ -15,8 +15,8 @@ SYSTEM: dict[str, Any] = {
 REQUEST: dict[str, Any] = {
     "target": "demo", "checkpoint": "demo", "cases": [], "model": None, "formats": ["bfloat16"],
     "model_dtype": "float32", "seed": 0, "text": [], "inputs": None, "generate": None,
-    "length": 256, "sequences": 8, "layers": None, "heads": None, "gradients": True,
-    "sampled_rows": None, "repeats": 2, "isolate": False,
+    "length": 256, "sequences": 8, "layers": None, "heads": None, "backward": True,
+    "rows": None, "repeats": 2, "isolate": False,
 }  # fmt: skip
 
 

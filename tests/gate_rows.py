@@ -57,7 +57,7 @@ def case(name: str = "c", heads: int = 4, kv_heads: int | None = None, dim: int 
     )  # fmt: skip
 
 
-def planned(rows: Sequence[DeviationRow], **fields: Any) -> PlanRecord:
+def planned(rows: Sequence[DeviationRow], /, **fields: Any) -> PlanRecord:
     """What these rows are all of."""
     kernels = {(r.role, r.kernel, str(r.options)): r for r in rows}
     heads = {r.head for r in rows if r.head is not None and r.tensor not in ("dk", "dv")}
@@ -66,7 +66,7 @@ def planned(rows: Sequence[DeviationRow], **fields: Any) -> PlanRecord:
                          for r in kernels.values()),
         "formats": tuple(dict.fromkeys(r.format for r in rows)),
         "calls": tuple(dict.fromkeys((r.case, r.seed) for r in rows)),
-        "gradients": any(r.tensor in ("dq", "dk", "dv") for r in rows),
+        "backward": any(r.tensor in ("dq", "dk", "dv") for r in rows),
         "heads": tuple(heads) if heads and heads != set(range(max(heads) + 1)) else None,
         "repeats": 2,
         **fields,

@@ -487,7 +487,7 @@ def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     assert numdev.compare(str(tmp_path / "out"), again).exit_code == 0
     with pytest.raises(UsageError, match="no such file"):
         numdev.audit("nowhere")
-    with pytest.raises(UsageError, match="sampled_rows"):
+    with pytest.raises(UsageError, match="rows"):
         numdev.audit(tmp_path / "c.yaml", rows=0)
 
 

@@ -341,7 +341,7 @@ OTHER: dict[str, Any] = {
     "checkpoint": "other", "model": "m:f", "text": ["x.txt"], "inputs": "i.safetensors",
     "cases": [{"name": "c"}], "formats": ["float16"], "model_dtype": "bfloat16", "seed": 7,
     "generate": 3, "length": 77, "sequences": 2, "layers": [1], "heads": [0],
-    "gradients": False, "sampled_rows": 64, "seeds": [1],
+    "backward": False, "rows": 64, "seeds": [1],
 }  # fmt: skip
 
 

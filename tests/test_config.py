@@ -48,9 +48,9 @@ def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
     """`seed` is where the file's seeds are counted from; an option given no time says nothing."""
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump({**one(), "repeats": 2, "seeds": 3, "formats": "float16"}))
-    flags = {"repeats": 4, "sampled_rows": 8, "seed": 5, "kernels": (), "device": None}
+    flags = {"repeats": 4, "rows": 8, "seed": 5, "kernels": (), "device": None}
     found = sweep_request(path, flags)
-    assert (found.repeats, found.sampled_rows, found.seeds) == (4, 8, (5, 6, 7))
+    assert (found.repeats, found.rows, found.seeds) == (4, 8, (5, 6, 7))
     assert (found.formats, found.kernels, found.device) == (("float16",), DEFAULT_KERNELS, "auto")
 
 
@@ -59,7 +59,7 @@ def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
     [
         # A misspelt key, with its place and the nearest one that exists there.
         ({**one(), "kernel": ["baseline"]}, "unknown key 'kernel'; did you mean 'kernels'"),
-        ({**one(), "zzzz": 1}, "unknown key 'zzzz'; known: cases, checkpoint, control, denoise"),
+        ({**one(), "zzzz": 1}, "unknown key 'zzzz'; known: backward, cases, checkpoint, control"),
         (one(hed_dim=8), r"unknown key 'cases\.0\.hed_dim'; did you mean 'head_dim'"),
         (one(inputs={"name": "sink", "options": {}, "option": 1}),
          r"unknown key 'cases\.0\.inputs\.option'; did you mean 'options'"),

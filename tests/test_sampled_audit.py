@@ -124,7 +124,7 @@ def test_rows_that_could_not_be_screened_say_so(monkeypatch: Any) -> None:
     assert summarise(rows).kernels[0].reasons == (why,)
 
 
-def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
+def test_an_audit_of_rows(tmp_path: Path) -> None:
     """The request has the number, every row says so, the terminal marks maxima as lower bounds, and
     the gate passes; the same request continues, and another number is another request."""
     (tmp_path / "a.yaml").write_text(CONFIG)
@@ -137,13 +137,13 @@ def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
     found = read(tmp_path / "out")
     assert isinstance(found, AuditReport)
     assert "50 query rows of each head" in (tmp_path / "out" / "report.html").read_text()
-    assert found.request["sampled_rows"] == 50
+    assert found.request["rows"] == 50
     assert all(row.rows_measured == 50 for row in found.rows if row.status == "ok")
     assert invoked("gate", tmp_path / "out").exit_code == 0
     journal = (tmp_path / "out" / "rows.jsonl").read_bytes()
     assert "finished before" in invoked(*arguments, "--rows", "50").stderr
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == journal
-    assert "sampled_rows was 50, now 51" in str(invoked(*arguments, "--rows", "51").exception)
+    assert "rows was 50, now 51" in str(invoked(*arguments, "--rows", "51").exception)
 
 
 def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -> None:

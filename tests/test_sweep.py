@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> Callable[..., SweepReport]:
     ({"formats": ["bf16", "bf16"]}, "names bf16 twice"),
     ({"kernels": [{"name": "off", "by": []}]}, "by is an empty list"),
     ({"seeds": 0}, "expected 1 to 100,000 seeds"), ({"seeds": [1, 1]}, "names 1 twice"),
-    ({"seeds": [-1]}, "greater than or equal to 0"), ({"rows": "heads"}, "'head' or 'cell'"),
+    ({"seeds": [-1]}, "greater than or equal to 0"), ({"keep": "heads"}, "'head' or 'cell'"),
     ({"cases": [{**SIZES, "seq_len": 8}]}, "a single cell"),
     ({"x": "seqlen"}, "did you mean 'seq_len'"), ({"x": "head_dim"}, "no axis of this grid"),
     ({"y": "max_ab"}, "did you mean 'max_abs'"),
@@ -119,7 +119,7 @@ def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport])
 def test_every_seed_measures_rows_of_its_own(tmp_path: Path) -> None:
     """A sample of rows is drawn with the seed of the case."""
     made = planned(tmp_path)
-    sampled = dataclasses.replace(made.plan, sampled_rows=4)
+    sampled = dataclasses.replace(made.plan, rows=4)
     samples = [sampled.sample(located.ref) for located in made.source]
     assert {sample.seed for sample in samples if sample is not None} == {0, 1}
 

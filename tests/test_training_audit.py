@@ -22,7 +22,7 @@ from numdev.report import AuditReport, DeviationRow, read
 
 KERNELS = Path(__file__).parent / "broken_kernels.py"
 CASES = """
-gradients: true
+backward: true
 cases:
   - {name: one, batch: 2, heads: 4, kv_heads: 2, seq_len: 70, head_dim: 32, causal: true}
 """
@@ -157,10 +157,10 @@ def test_a_finding_comes_with_a_script_that_shows_it(config: Path, monkeypatch: 
 
 
 def test_a_sweep_measures_gradients_too(config: Path) -> None:
-    """`gradients: true` in a sweep's YAML, and `--backward` on the command line."""
+    """`backward: true` in a sweep's YAML, and `--backward` on the command line."""
     text = CASES.replace("seq_len: 70", "seq_len: [33, 65]")
     path = config.parent / "sweep.yaml"
-    for content, flags in ((text, ()), (text.replace("gradients: true", ""), ("--backward",))):
+    for content, flags in ((text, ()), (text.replace("backward: true", ""), ("--backward",))):
         path.write_text("seeds: 1\nkernels: [sdpa-math]\n" + content)
         output = ("-o", config.parent / "s", "--overwrite")
         done = invoked("sweep", path, *output, "--json", *flags)

@@ -108,11 +108,11 @@ def test_heads_that_were_asked_for() -> None:
         judged(told(without(some, head=2, tensor="out", kernel="b"), heads=(3,)))
 
 
-def test_baselines_of_sampled_rows_have_no_gradients_of_keys() -> None:
+def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     """Those of kernels are there."""
     plain = [r.model_copy(update={"role": "baseline"}) if r.kernel == "b" else r for r in rows()]
     less = [r for r in plain if r.kernel != "b" or r.tensor not in ("dk", "dv")]
-    plan = planned(plain, sampled_rows=64)
+    plan = planned(plain, rows=64)
     assert judged(told(less).model_copy(update={"plan": plan})) == 0
     with pytest.raises(MeasurementError, match=r"b .* dk head 0"):
         judged(told(less).model_copy(update={"plan": planned(plain)}))

@@ -65,7 +65,7 @@ def check(
         system=system,
         formats=plan_formats(formats, kernels),
         kernels=kernels,
-        gradients=backward is not False,
+        backward=backward is not False,
         repeats=2,
     )
     watch = Stopwatch(system.device)

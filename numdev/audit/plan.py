@@ -32,7 +32,7 @@ ALWAYS: tuple[tuple[Role, str], ...] = (
     ("baseline", "baseline"),
 )
 
-RECORDED = ("gradients", "heads", "sampled_rows", "repeats", "named")  # of a plan, in the report
+RECORDED = ("backward", "heads", "rows", "repeats", "named")  # of a plan, in the report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class Plan:
     heads: tuple[int, ...] | None = None
     explain: bool = False
     details: bool = False
-    gradients: bool = False
-    sampled_rows: int | None = None
+    backward: bool = False
+    rows: int | None = None
     seed: int = 0
     repeats: int = 1
     named: bool = False  # whether the kernels were asked for by name
@@ -92,8 +92,8 @@ class Plan:
         """The plan of an audit. Raises UsageError for what cannot be run here. `own`: kernels by
         name that are not registered."""
         kernels = plan_kernels(request.kernels, own)
-        kernels += plan_controls(gradients=request.gradients) if request.control else []
-        same = ("heads", "explain", "gradients", "sampled_rows", "seed", "repeats")
+        kernels += plan_controls(gradients=request.backward) if request.control else []
+        same = ("heads", "explain", "backward", "rows", "seed", "repeats")
         return cls(
             system=system,
             formats=plan_formats(request.formats, kernels),
@@ -129,15 +129,16 @@ class Plan:
             options=planned.options,
             format=format_name,
             repeats=self.repeats if planned.role == "kernel" else 1,
+            heads=self.heads,
+            gradients=self.backward,
             sample=self.sample(ref),
-            **{name: getattr(self, name) for name in ("heads", "gradients")},
         )
 
     def sample(self, ref: CaseRef) -> Sample | None:
         """Which rows of a case are measured: each seed of a sweep has its own."""
-        if self.sampled_rows is None:
+        if self.rows is None:
             return None
-        return Sample(count=self.sampled_rows, seed=self.seed if ref.seed is None else ref.seed)
+        return Sample(count=self.rows, seed=self.seed if ref.seed is None else ref.seed)
 
 
 def header(

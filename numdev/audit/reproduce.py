@@ -67,7 +67,7 @@ def reproduce(
                 while at.exists():  # of the same kernel with other options
                     at = at.with_name(f"{at.name}-2")
                 try:
-                    whole = Selection.of(located.load(), gradients=plan.gradients).case
+                    whole = Selection.of(located.load(), gradients=plan.backward).case
                     shown = _shown(finding, whole, plan, run, seconds)
                     about: Any = {"words": finding.sentence, "system": plan.system}
                     script = write(at, **about, **shown)

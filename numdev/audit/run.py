@@ -174,7 +174,7 @@ def run_source(
             with watch("other"):
                 calls.append(located.ref)
                 if writer is not None:
-                    case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
+                    case = Selection.of(located.load(), plan.heads, gradients=plan.backward).case
                     writer.add(case, located.axes)
                     located = as_located(case, located.axes)
                 recorded = journal.visit(f"case {located.ref.case}")

@@ -57,13 +57,13 @@ def plan(request: SweepRequest) -> SweepPlan:
             system=system,
             formats=formats,
             kernels=kernels,
-            gradients=request.gradients,
-            sampled_rows=request.sampled_rows,
+            backward=request.backward,
+            rows=request.rows,
             repeats=request.repeats,
             named="kernels" in request.model_fields_set,
         ),
         source=ConfigSource(
-            request.target, request.cases, request.seeds, system, gradients=request.gradients
+            request.target, request.cases, request.seeds, system, gradients=request.backward
         ),
         baseline=next(p for p in kernels if p.kernel.name == name and p.options in ({}, options)),
         grid=grid,
@@ -102,6 +102,6 @@ def sweep(
         cells=every,
         plan=results.plan,
         cases=results.journal.records("case", CaseRecord),
-        rows=rows if request.rows == "head" else (),
+        rows=rows if request.keep == "head" else (),
         timings=watch.seconds(),
     )

@@ -76,7 +76,7 @@ def measure_case(
     """Each task of a case, which come format by format, with its rows as soon as they are there.
     Kernels under audit run by `run`. Nothing where none of the plan's heads is in the case."""
     sample = plan.sample(case.ref)
-    selection = Selection.of(case, plan.heads, gradients=plan.gradients, sample=sample)
+    selection = Selection.of(case, plan.heads, gradients=plan.backward, sample=sample)
     if not selection.heads:
         return
     exact = None

@@ -153,7 +153,7 @@ def _reading(request: DiagnoseRequest, stage: Stage) -> AuditRequest:
         cases = {"cases": config.cases}
     same = {name: getattr(request, name) for name in Reading.model_fields}
     return AuditRequest(
-        target=stage.name, kernels=(), formats=(request.format,), gradients=True, **cases, **same
+        target=stage.name, kernels=(), formats=(request.format,), backward=True, **cases, **same
     )
 
 

@@ -55,7 +55,7 @@ from numdev.report.numbers import three
 
 MUST = (
     *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
-    *("generate", "length", "sequences", "layers", "heads", "gradients", "sampled_rows"),
+    *("generate", "length", "sequences", "layers", "heads", "backward", "rows"),
 )
 """Keys of a request that must be the same, and that `compare --allow` takes."""
 HASHES = {"checkpoint": "sha256", "text": "prompt_sha256"}
@@ -119,7 +119,7 @@ def _measured(given: Path | Report) -> Measured:
     if isinstance(report, SweepReport) and not report.rows:
         raise UsageError(
             f"{name}: is a sweep that kept cells, and no rows of heads to compare",
-            hint="sweep with `rows: head`",
+            hint="sweep with `keep: head`",
         )
     return report
 

@@ -130,8 +130,8 @@ def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:
     group = case.heads // case.kv_heads
     asked = set(range(case.heads) if plan.heads is None else plan.heads)
     of = {head // group for head in asked if head < case.heads}
-    queries = [h for h in range(case.heads) if h in asked or (plan.gradients and h // group in of)]
-    passes = {"dq": queries, "dk": sorted(of), "dv": sorted(of)} if plan.gradients else {}
+    queries = [h for h in range(case.heads) if h in asked or (plan.backward and h // group in of)]
+    passes = {"dq": queries, "dk": sorted(of), "dv": sorted(of)} if plan.backward else {}
     return {"out": queries, **passes} if queries else {}
 
 
@@ -146,7 +146,7 @@ def _lacking(
     wanted = {} if "out" in bare else {"out": heads.get("out", ())} if "dq" in bare else dict(heads)
     if any(tensor == "lse" for tensor, _ in cells):
         wanted["lse"] = heads.get("out", ())
-    partial = plan.sampled_rows is not None and role in ("baseline", "control")
+    partial = plan.rows is not None and role in ("baseline", "control")
     for tensor, own in wanted.items():
         if partial and tensor in ("dk", "dv") and (tensor, own[0]) not in cells:
             continue  # of sampled queries alone there are none

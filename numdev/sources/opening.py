@@ -88,7 +88,7 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
         kind, meaningless = "a file of captured tensors", FOR_MODELS
     refuse_options(request, kind, meaningless)
     if request.cases:
-        how = {"gradients": bool(request.gradients)}
+        how = {"gradients": bool(request.backward)}
         return ConfigSource(request.target, request.cases, (request.seed,), system, **how)
     if pipeline or stored:
         return (PipelineSource if pipeline else TensorFileSource)(request, system)
@@ -190,7 +190,7 @@ class TensorFileSource(Source):
     """Cases on disk, with a drawn grad_out where gradients are asked for and none is stored."""
 
     def __init__(self, request: AuditRequest, system: System) -> None:
-        seed = request.seed if request.gradients else None
+        seed = request.seed if request.backward else None
         path = Path(request.checkpoint or "")
         self.stored = open_cases(path, device=system.device, upstream=seed)
         layers = capturing.Layers(request.layers)
@@ -231,7 +231,7 @@ class GivenSource(Source):
 
         def loaded(case: AttentionCase) -> AttentionCase:
             case = case.detached(system.device)
-            lacks = request.gradients and case.grad_out is None
+            lacks = request.backward and case.grad_out is None
             return with_drawn(case, request.seed) if lacks else case
 
         self.cases = [
@@ -269,7 +269,7 @@ class CheckpointSource(Source):
     ) -> None:
         if given is not None:
             refuse_options(request, "a model in memory", FOR_CHECKPOINTS)
-        if request.gradients and request.generate:
+        if request.backward and request.generate:
             raise UsageError(f"--generate {request.generate}: a generation has no backward pass")
         self.request, self.projections, self.device = request, projections, system.device
         opened, dtype = given or self._opened(), dtype_of(format_named(request.model_dtype))
@@ -299,7 +299,7 @@ class CheckpointSource(Source):
             whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
             self.notes += (f"{whose} under names that begin with {prefix!r}; it was taken off.",)
         self.upstream = None
-        if request.gradients:
+        if request.backward:
             why_not = "the model's own loss needs the graph of the whole model, which was streamed"
             self.upstream = Upstream(seed=request.seed, why_not=why_not)
             if not self.streamed:

@@ -95,7 +95,7 @@ class PipelineSource:
         if self.others:
             what = f"Audited: the {self.part}. Not audited: the attention of {self.others}."
             self.notes = (what,)
-        if request.gradients:
+        if request.backward:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
     def describe(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class PipelineSource:
             "not_audited": self.others,
             "prompt": self.prompt,
             "prompt_sha256": hashlib.sha256(arguments).hexdigest(),
-            **({"grad_out": drawn_from(self.request.seed)} if self.request.gradients else {}),
+            **({"grad_out": drawn_from(self.request.seed)} if self.request.backward else {}),
         }
 
     def count(self) -> int:
@@ -197,7 +197,7 @@ class PipelineSource:
             if (wanted is None or now in wanted) and layers.choose(case.ref.layer):
                 ref = dataclasses.replace(case.ref, attends=_attends(case, watch.running[-1]))
                 case = dataclasses.replace(case, ref=ref)
-                case = with_drawn(case, seed) if self.request.gradients else case
+                case = with_drawn(case, seed) if self.request.backward else case
                 handle(capturing.Captured(ref=ref, load=case.detached))
 
         def run() -> None:

@@ -96,9 +96,9 @@ class PlanRecord(Record):
     named: bool = False  # whether the kernels were asked for by name
     formats: tuple[str, ...]
     calls: tuple[tuple[str, int | None], ...]  # the case, and the seed of one that was drawn
-    gradients: bool = False  # dq, dk and dv too
+    backward: bool = False  # dq, dk and dv too
     heads: tuple[int, ...] | None = None  # query heads; None: all; with gradients whole groups
-    sampled_rows: int | None = None  # of each head; then baselines and planted faults lack dk, dv
+    rows: int | None = None  # of each head; then baselines and planted faults lack dk, dv
     repeats: int = 1  # how often each kernel ran on the same inputs
 
 
