@@ -145,13 +145,13 @@ class Reading(Placed):
     inputs: Annotated[str | None, Option(metavar="FILE")] = None
     """Safetensors file of further inputs, named as the model's forward names them, for example
     pixel_values. What a model needs and nobody gives is drawn."""
-    length: Annotated[Positive, Option()] = 256
+    length: Annotated[Positive, Option(metavar="N")] = 256
     """Tokens in a sequence.  [256]"""
-    sequences: Annotated[Positive, Option()] = 8
+    sequences: Annotated[Positive, Option(metavar="N")] = 8
     """Independent sequences; a bias needs at least 8.  [8]"""
     layers: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
-    """Only these layers, for example 0,3-5."""
-    seed: Annotated[int, Option()] = 0
+    """Only these layers, for example 0,3-5.  [all]"""
+    seed: Annotated[int, Option(metavar="N")] = 0
     """Seed of all drawn numbers.  [0]"""
 
 
@@ -195,7 +195,7 @@ class AuditConfig(Measuring, Reading):
     """Read the model's weights from disk layer by layer while it runs, in memory for one layer: for
     models that are too large to be loaded whole."""
     heads: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
-    """Only these query heads."""
+    """Only these query heads.  [all]"""
     explain: Annotated[bool, Option()] = False
     """Find out which roundings make each kernel's errors."""
     control: Annotated[bool, Option()] = False

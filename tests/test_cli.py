@@ -213,6 +213,22 @@ def test_json_is_the_report_and_nothing_else(run: Any) -> None:
     assert "hello" in ran.err
 
 
+def test_an_audit_judges_itself(run: Any) -> None:
+    """With the gate's code, page and files; a wrong rule file costs no measurement."""
+    Path("mine.py").write_text("def twice(q, k, v, is_causal=False):\n    return 2 * v\n")
+    wrong = ("--kernel", "mine:twice", "--reproducers", "0")
+    ran = run("audit", "tiny.yaml", "-o", "out", "--gate", "--junit", "files/out.xml")
+    assert (ran.code, ran.out.strip()[:4], ran.err) == (0, "PASS", "Report: out/report.html\n")
+    assert ran.out == run("gate", "out").out
+    assert "<testsuite" in Path("files/out.xml").read_text()
+    ran = run("audit", "tiny.yaml", "-o", "bad", "--github", *wrong)
+    assert (ran.code, "::error title=mine" in ran.out) == (1, True)
+    ran = run("audit", "tiny.yaml", "-o", "bad", "--gate", "--json", *wrong)
+    assert (ran.code, json.loads(ran.out)["kind"]) == (1, "audit")
+    assert run("audit", "tiny.yaml", "-o", "new", "--thresholds", "no.yaml").code == 2
+    assert not Path("new").exists()
+
+
 def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
     """A function in a file of a package: PASS, FAIL, or NOT JUDGED where gradients were asked for
     and there are none; the cause; the same as data; a script that runs from anywhere."""

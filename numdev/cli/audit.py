@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of, seed_option
 from numdev.cli.session import FILE, Results, command
 from numdev.config import AuditConfig, SweepConfig, audit_request, sweep_request
@@ -21,9 +22,11 @@ from numdev.config import AuditConfig, SweepConfig, audit_request, sweep_request
     "--save-cases", type=FILE, metavar="DIR",
     help="Write every attention call, unrounded, to this new directory, which is a TARGET itself.",
 )  # fmt: skip
+@gated
 def audit(
     target: str | None,
     results: Results,
+    verdict: Verdict | None,
     save_cases: Path | None,
     workers: int | None,
     scheduler: str | None,
@@ -47,7 +50,7 @@ def audit(
     with sharing(cluster, request.device):
         found = results.study(run, request, directory, **more)
     scripts = functools.partial(reproducers, request=request, workers=cluster)
-    results.hand_over(found, directory, scripts)
+    results.hand_over(found, directory, scripts, verdict)
 
 
 @command("sweep configs/sweep/ci.yaml --dry-run")
@@ -56,9 +59,11 @@ def audit(
 @cluster_options
 @click.option("--dry-run", is_flag=True, help="Say how many tasks it would measure, and stop.")
 @seed_option
+@gated
 def sweep(
     config: Path,
     results: Results,
+    verdict: Verdict | None,
     dry_run: bool,
     workers: int | None,
     scheduler: str | None,
@@ -87,4 +92,4 @@ def sweep(
     scripts = functools.partial(
         reproducers, request=planned.request, opened=opened, workers=cluster
     )
-    results.hand_over(found, directory, scripts)
+    results.hand_over(found, directory, scripts, verdict)

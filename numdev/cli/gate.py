@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -15,46 +18,131 @@ from numdev.errors import UsageError
 
 if TYPE_CHECKING:
     from numdev.gate.rows import Measured
+    from numdev.gate.rules import Rules
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
 WHERE = f"Where --init writes.  [default: {INIT}]"
+GATE = (
+    "Judge the report as `numdev gate` does, and exit with its code. Implied by the options below."
+)
 GITHUB = (
     "On GitHub Actions: problems as annotations, and the Markdown in the step's summary "
     "($GITHUB_STEP_SUMMARY)."
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The rules, and where the verdict goes beside the terminal."""
+
+    rules: Path | None
+    junit: Path | None
+    summary: Path | None
+    github: bool
+
+    @functools.cached_property
+    def limits(self) -> Rules:
+        """The rules, read."""
+        from numdev.gate.rules import default_rules, read_rules
+
+        return read_rules(self.rules) if self.rules else default_rules()
+
+    def of(self, found: Measured, show: Literal["page", "json", "nothing"]) -> int:
+        """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
+        from numdev.gate import findings as sentences
+        from numdev.gate.judging import judge_report
+        from numdev.report import Places
+        from numdev.report.renderers import ci, markdown, terminal
+        from numdev.report.views.gate import document
+
+        judged = judge_report(found, self.limits)
+        findings, tested = sentences.findings_in(judged, found.rows)
+        click.get_current_context().find_root().obj = judged.exit_code
+        page = document(judged, findings, tested, Places(found.rows))
+        if show == "json":
+            told = [finding.model_dump(mode="json") for finding in findings]
+            verdicts = judged.model_dump(mode="json")
+            click.echo(json.dumps({**verdicts, "exit_code": judged.exit_code, "findings": told}))
+        elif show == "page":
+            # GitHub takes nothing for a command that is printed before it reads a word that nobody
+            # can guess: sentences hold names that come from elsewhere.
+            word = secrets.token_hex(16)
+            if self.github:
+                click.echo(f"::stop-commands::{word}")
+            terminal.show(page)
+            if self.github:
+                click.echo(f"::{word}::")
+        # Afterwards, so that a file that cannot be written hides no verdict.
+        if self.junit:
+            _write(self.junit, ci.junit(judged, findings))
+        words = markdown.page(page, level=3)
+        if self.summary:
+            _write(self.summary, words)
+        if self.github:
+            if step := os.environ.get("GITHUB_STEP_SUMMARY"):  # other steps wrote there before
+                with Path(step).open("a", encoding="utf-8") as stream:
+                    stream.write(words)
+            for line in ci.commands(judged, findings):
+                click.echo(line, err=show != "page")  # GitHub reads both streams
+        return judged.exit_code
+
+
+def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A Verdict, as options."""
+    rules = click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
+    junit = click.option(
+        "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."
+    )
+    summary = click.option("--summary", type=FILE, metavar="FILE", help="Write them as Markdown.")
+    github = click.option("--github", is_flag=True, help=GITHUB)
+
+    @functools.wraps(function)
+    def with_verdict(*args: Any, **given: Any) -> Any:
+        asked = Verdict(**{part.name: given.pop(part.name) for part in fields(Verdict)})
+        return function(*args, verdict=asked, **given)
+
+    return rules(junit(summary(github(with_verdict))))
+
+
+def gated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--gate` for a command that measures: its `verdict` is None where no gate is asked for."""
+
+    @verdict_options
+    @functools.wraps(function)
+    def with_gate(*args: Any, verdict: Verdict, gate: bool, **given: Any) -> Any:
+        asked = gate or any(vars(verdict).values())
+        if asked:
+            _ = verdict.limits  # refuse a wrong file before anything is measured
+        return function(*args, verdict=verdict if asked else None, **given)
+
+    return click.option("--gate", is_flag=True, help=GATE)(with_gate)
+
+
 @command("gate numdev-reports/demo-1234abcd")
 @click.argument("path", type=FILE)
-@click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
 @click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help=WHERE)
 @click.option("--overwrite", is_flag=True, help="Let --init replace a file.")
 @click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
-@click.option("--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML too.")
-@click.option("--summary", type=FILE, metavar="FILE", help="Write them as Markdown too.")
-@click.option("--github", is_flag=True, help=GITHUB)
+@verdict_options
 @click.pass_context
 def gate(
     context: click.Context,
     /,
     path: Path,
-    rules: Path | None,
+    verdict: Verdict,
     init: bool,
     output: Path | None,
     overwrite: bool,
     as_json: bool,
-    junit: Path | None,
-    summary: Path | None,
-    github: bool,
 ) -> None:
     """Judge a finished report by thresholds, for CI. PATH is a report.json or a directory with one.
 
     Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong option or
     threshold file. 3: something could not be measured or judged, which is never a pass."""
     if init:
-        if rules or as_json or junit or summary or github:
+        if as_json or any(vars(verdict).values()):
             raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")
         from numdev.gate.fitting import fitted
 
@@ -66,45 +154,8 @@ def gate(
         return
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init")
-    from numdev.gate import findings as sentences
-    from numdev.gate.judging import judge_report
-    from numdev.gate.rules import default_rules, read_rules
-    from numdev.report import Places
-    from numdev.report.renderers import ci, markdown, terminal
-    from numdev.report.views.gate import document
-
-    chosen = read_rules(rules) if rules else default_rules()
-    found = _read(path)
-    judged = judge_report(found, chosen)
-    findings, tested = sentences.findings_in(judged, found.rows)
-    context.find_root().obj = judged.exit_code
-    page = document(judged, findings, tested, Places(found.rows))
-    if as_json:
-        told = [finding.model_dump(mode="json") for finding in findings]
-        verdicts = judged.model_dump(mode="json")
-        click.echo(json.dumps({**verdicts, "exit_code": judged.exit_code, "findings": told}))
-    else:
-        # GitHub takes nothing for a command that is printed before it reads a word that nobody can
-        # guess: sentences hold names that come from elsewhere.
-        word = secrets.token_hex(16)
-        if github:
-            click.echo(f"::stop-commands::{word}")
-        terminal.show(page)
-        if github:
-            click.echo(f"::{word}::")
-    # Afterwards, so that a file that cannot be written hides no verdict.
-    if junit:
-        _write(junit, ci.junit(judged, findings))
-    words = markdown.page(page, level=3)
-    if summary:
-        _write(summary, words)
-    if github:
-        if step := os.environ.get("GITHUB_STEP_SUMMARY"):  # other steps wrote there before
-            with Path(step).open("a", encoding="utf-8") as stream:
-                stream.write(words)
-        for line in ci.commands(judged, findings):
-            click.echo(line, err=as_json)  # GitHub reads both streams
-    context.exit(judged.exit_code)
+    _ = verdict.limits
+    context.exit(verdict.of(_read(path), "json" if as_json else "page"))
 
 
 def _read(path: Path) -> Measured:

@@ -17,6 +17,34 @@ from numdev.yamlfile import parts_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEVICES = ("auto", "cpu", "cuda")
+GROUPS = {
+    "First": "kernels kernel formats format backward length output",
+    "What the model reads": "text tokenizer inputs sequences seed generate denoise steps",
+    "How it is built": "model model_dtype stream",
+    "What is measured": "layers heads rows repeats control explain save_cases preset attention",
+    "Where and how it runs": "device isolate time_limit workers scheduler dry_run",
+    "Cures": "cures every_checkpoint",
+    "Verdict": "gate rules junit summary github",
+    "Results": "",  # what has no other group
+}
+"""How `--help` orders the options of a command that has many, by the names of their parameters."""
+MANY = 18
+
+
+class Grouped(click.Command):
+    """A command whose options stand in groups, where they are many."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        if len(options) < MANY:
+            super().format_options(ctx, formatter)
+            return
+        records = {p.name: p.get_help_record(ctx) for p in options}
+        for title, names in GROUPS.items():
+            chosen = [records.pop(n) for n in names.split() or [*records] if n in records]
+            if chosen:
+                with formatter.section(title):
+                    formatter.write_dl([record for record in chosen if record])
 
 
 class NumberList(click.ParamType):  # type: ignore[type-arg]

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from numdev.cli.options import Grouped
 from numdev.errors import MeasurementError
 
 if TYPE_CHECKING:
-    from numdev.report import Report
+    from numdev.cli.gate import Verdict
 
 FILE = click.Path(path_type=Path)
 OUTPUT = "Directory for the results.  [default: numdev-reports/NAME-HASH]"
@@ -76,11 +77,15 @@ class Results:
         return directory
 
     def hand_over(
-        self, found: Report, directory: Path, scripts: Callable[..., list[Path]] | None = None
+        self,
+        found: Any,
+        directory: Path,
+        scripts: Callable[..., list[Path]] | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
-        """Write a finished report, and show it as asked; then have the `scripts` of its findings
-        written. Raises MeasurementError, after that, for a report in which nothing was measured:
-        that is no success."""
+        """Write a finished report, and show it or the `verdict` on it as asked; then have the
+        `scripts` of its findings written. Exits with the verdict's code. Raises MeasurementError
+        for a report in which nothing was measured: that is no success."""
         from numdev import report as reports
         from numdev.report.io import text_of
         from numdev.report.renderers import html, terminal
@@ -89,14 +94,18 @@ class Results:
         html.write(found, directory)
         if self.as_json:
             click.echo(text_of(found))
-        elif not self.quiet:
+        elif not self.quiet and not verdict:
             terminal.show(found)
+        code = (
+            verdict.of(found, "nothing" if self.quiet or self.as_json else "page") if verdict else 0
+        )
         if scripts and self.watched(scripts, found, directory=directory, say=self.say):
             html.write(found, directory)  # which shows them
         if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
         if not found.measured:
             raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")
+        click.get_current_context().exit(code)
 
 
 @contextlib.contextmanager
@@ -123,7 +132,7 @@ def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
     """A command of `numdev`. With `results` it has the options of those that write a report."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
-        named = click.command(epilog=f"Example:  numdev {example}")
+        named = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
         if "results" not in inspect.signature(function).parameters:
             return named(function)
 
