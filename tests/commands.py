@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from numdev.cli.main import main
+from numdev.cli.main import COMMANDS, cli, main
+
+GATE = [  # of `audit`, which may not have them yet
+    click.Option(["--gate"], is_flag=True),
+    click.Option(["--github"], is_flag=True),
+    *(click.Option([name]) for name in ("--thresholds", "--junit", "--summary")),
+]
 
 
 def run(*arguments: object) -> int:
@@ -23,6 +31,23 @@ def ran(capsys: Any, *arguments: object) -> tuple[int, str, str]:
     """The exit code of `numdev ARGUMENTS`, and what it printed on stdout and stderr."""
     code = run(*arguments)
     return code, *capsys.readouterr()
+
+
+def refused(arguments: list[str]) -> str | None:
+    """What the program's own parser has against a command line; None where it takes it."""
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return f"no command {name}"
+    group = click.Context(cli, **cli.context_settings)  # a command keeps how its help was asked for
+    command = copy.copy(cli.get_command(group, name))
+    known = {option for p in command.params for option in p.opts}
+    added = [o for o in GATE if name == "audit" and o.opts[0] not in known]
+    command.params = [*command.params, *added]
+    try:
+        with command.make_context(name, rest, parent=group):
+            return None
+    except click.ClickException as error:
+        return error.format_message()
 
 
 def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
-import shlex
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import click
 import pytest
 import yaml
-from commands import run
+from commands import refused, run
 from gate_rows import report, row
 from loaded import load
 
 from numdev.audit import rows as audit_rows
-from numdev.cli.main import COMMANDS, cli
 from numdev.gate.rules import read_rules
 from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
 from numdev.kernels import find
@@ -29,27 +28,35 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "ci.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 WORKFLOWS = [yaml.safe_load(block) for block in BLOCKS if "\njobs:" in block]
-RULES = [block for block in BLOCKS if "thresholds:" in block]
+RULES = [block for block in BLOCKS if "\nthresholds:" in block]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 
 
-def commands_in(script: str) -> list[list[str]]:
-    """The arguments of every `numdev` in a step's script."""
-    lines = script.replace("\\\n", " ").splitlines()
-    words = (shlex.split(line, comments=True) for line in lines)
-    return [line[1:] for line in words if line[:1] == ["numdev"]]
+def commands_in(step: dict[str, Any]) -> list[list[str]]:
+    """The arguments of every `numdev` in a step, whose script bash runs with a stand-in for it."""
+    script = step.get("run", "")
+    if not re.search(r"^numdev ", script, re.MULTILINE):
+        return []
+    stand_in = 'numdev() { printf "%s\\n" "$@" ""; }\n'  # an empty line ends a command
+    shell = ["bash", "-eo", "pipefail", "-c", stand_in + script]
+    env = {"PATH": os.environ["PATH"], **step.get("env", {})}
+    out = subprocess.run(shell, env=env, capture_output=True, text=True, check=True).stdout
+    return [command.split("\n") for command in out.split("\n\n")[:-1]]
 
 
-def refused(arguments: list[str]) -> str | None:
-    """What the program's own parser has against a command line; None where it takes it."""
-    name, *rest = arguments
-    if name not in COMMANDS:
-        return f"no command {name}"
-    group = click.Context(cli, **cli.context_settings)  # a command keeps how its help was asked for
-    try:
-        with cli.get_command(group, name).make_context(name, rest, parent=group):
-            return None
-    except click.ClickException as error:
-        return error.format_message()
+def acted(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of action.yml with these inputs, filled in as GitHub does."""
+    assert given.keys() <= ACTION["inputs"].keys()
+    inputs = {k: v["default"] for k, v in ACTION["inputs"].items()} | given
+
+    def filled(texts: dict[str, str]) -> dict[str, str]:
+        pattern = re.compile(r"\$\{\{ inputs\.(\w+) \}\}")
+        return {k: pattern.sub(lambda m: str(inputs[m[1]]), v) for k, v in texts.items()}
+
+    return [
+        step | {part: filled(step[part]) for part in ("env", "with") if part in step}
+        for step in ACTION["runs"]["steps"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,23 +70,42 @@ def test_a_wrong_command_line_is_seen(wrong: str) -> None:
 
 
 def steps(flow: dict[str, Any]) -> list[dict[str, Any]]:
-    return [step for job in flow["jobs"].values() for step in job["steps"]]
+    """The steps of a workflow, those of our Action in its place."""
+    all_steps = [step for job in flow["jobs"].values() for step in job["steps"]]
+    ours = [s.get("uses", "").startswith("OWNER/numdev@") for s in all_steps]
+    return [s for step, own in zip(all_steps, ours, strict=True)
+            for s in (acted(step["with"]) if own else [step])]  # fmt: skip
 
 
 def test_every_command_of_a_workflow_is_accepted() -> None:
-    """Each workflow audits, then gates the same directory, and keeps it whatever came of that."""
+    """Each workflow audits and judges in one command, and keeps what it wrote, come what may."""
     for flow in WORKFLOWS:
-        lines = [line for step in steps(flow) for line in commands_in(step.get("run", ""))]
-        assert {"audit", "gate"} < {line[0] for line in lines}
+        lines = [line for step in steps(flow) for line in commands_in(step)]
         for line in lines:
             assert refused(line) is None, line
-        audit, gate = (next(line for line in lines if line[0] == n) for n in ("audit", "gate"))
-        directory = audit[audit.index("--output") + 1]
-        assert gate[1] == directory
-        assert gate[gate.index("--junit") + 1].startswith(directory)
+        (audit,) = (line for line in lines if line[0] == "audit")
+        assert "--gate" in audit
         (kept,) = (s for s in steps(flow) if "upload-artifact" in s.get("uses", ""))
         assert kept["if"] == "always()"
-        assert kept["with"]["path"] == directory
+        written = {audit[audit.index(option) + 1] for option in ("--output", "--junit")}
+        assert set(kept["with"]["path"].split()) == written
+
+
+def test_inputs_of_the_action() -> None:
+    """Every input reaches the command as it is, and none is run; its defaults are accepted."""
+    given = {"target": "my model", "kernel": "* b:c", "format": "float16", "backward": "true",
+             "thresholds": "x y.yaml", "options": "--rows 256", "output": "$(touch o)"}  # fmt: skip
+    (line,) = (line for step in acted(given) for line in commands_in(step))
+    assert refused(line) is None
+    assert line[:2] == ["audit", "my model"]
+    out = ["--output", "$(touch o)", "--overwrite", "--gate", "--github", "--junit"]
+    assert line[2:] == [
+        *out, "$(touch o).xml", "--kernel", "*", "--kernel", "b:c", "--format", "float16",
+        "--backward", "--thresholds", "x y.yaml", "--rows", "256",
+    ]  # fmt: skip
+    (line,) = (line for step in acted({}) for line in commands_in(step))
+    assert refused(line) is None
+    assert "--backward" not in line
 
 
 @pytest.mark.parametrize("text", RULES, ids=range(len(RULES)))
@@ -89,7 +115,7 @@ def test_rule_files_are_read(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     rules = read_rules(file)
     own_steps = steps(WORKFLOWS[RULES.index(text)])
-    audited = [w for s in own_steps for line in commands_in(s.get("run", "")) for w in line]
+    audited = [w for s in own_steps for line in commands_in(s) for w in line]
     assert rules.required
     assert set(rules.required) <= set(audited)
 

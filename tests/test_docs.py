@@ -1,9 +1,12 @@
 """The documentation says what is true: the generated pages are fresh, and links lead somewhere."""
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from commands import ran, refused
 from loaded import load
 
 from numdev.report import DeviationRow, read
@@ -12,6 +15,8 @@ from numdev.report.views import document_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+SKILL = DOCS / "skills" / "numdev" / "SKILL.md"
+README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -29,14 +34,39 @@ def test_relative_links_exist(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_readme_commands_exist():
-    """Every `numdev COMMAND` in README and docs is a command of the program."""
-    from numdev.cli.main import COMMANDS
+@pytest.mark.parametrize("page", [*PAGES, SKILL], ids=lambda p: p.name)
+def test_command_lines_are_accepted(page):
+    """Every line of `numdev` in a block without a language, or in the skill, parses."""
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    quoted = re.findall(r"`(numdev \w[^`]*)`", page.read_text()) if page == SKILL else []
+    for line in [line for block in blocks for line in block.splitlines()] + quoted:
+        if re.match(r"numdev [a-z]+ ", line):
+            assert refused(shlex.split(line, comments=True)[1:]) is None, line
 
-    for page in PAGES:
-        for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            for name in re.findall(r"^numdev ([a-z]+)", block, re.MULTILINE):
-                assert name in COMMANDS, f"{page.name}: numdev {name}"
+
+def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
+    """The kernel of docs/guide-kernel.md fails as the pages say, with the keys that they show; the
+    columns of docs/guide-backend.md are those of a report."""
+    guide, agents = ((DOCS / f"{name}.md").read_text() for name in ("guide-kernel", "agents"))
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(from torch.*?)```", guide, re.S)[1])
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = ran(capsys, "check", "mine.py:attend", "--case", "full", "--json")
+    told = json.loads(out)
+    shown = json.loads(re.search(r"```json\n(.*?)```", agents, re.S)[1])
+    assert (code, told["verdict"]) == (1, shown["verdict"])
+    assert [*told] == [*shown, "report"]
+    assert told["findings"][0].keys() == shown["findings"][0].keys()
+    cause = told["findings"][0]["cause"]
+    for page in (README, guide, agents):
+        assert cause in " ".join(page.split()), page
+    keys = set(re.findall(r"^\| `(\w+)", SKILL.read_text(), re.M))
+    assert {"verdict", "findings", "not_tested", "notes", "reproducer"} <= keys
+    stored = read(ROOT / "tests" / "data" / "reports" / "audit.json")
+    tables = [b for b in document_of(stored).blocks if isinstance(b, Table)]
+    columns = {column.title for table in tables for column in table.columns}
+    for column in ("error / floor", "worst head", "error / expected", "error / eager", "max error"):
+        assert column in columns
+        assert f"`{column}`" in (DOCS / "guide-backend.md").read_text()
 
 
 def test_the_glossary_has_every_column():
