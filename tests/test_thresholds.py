@@ -78,12 +78,16 @@ def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("elements", "heads", "limit"), [
     (128, 1, 1.354), (64, 1, 1.5), (1600, 1, 1.1), (10**6, 1, 1.1), (128, 8, 1.157)])  # fmt: skip
 def test_a_limit_knows_how_many_numbers_it_holds(elements: int, heads: int, limit: float) -> None:
-    """4/√n above 1 where that is more than the limit; 1.25/√N of it for a median of N heads."""
+    """4/√n above 1 where that is more than the limit; 1.25/√N of it for a median of N heads. Two
+    rows of dq, which share the errors of their deltas, are 16 numbers."""
     of = {"heads": heads} if heads > 1 else {}
     book = rules(metric="expected_ratio", at_most=1.1, scatter=4, **of)
     for excess, outcome in ((-0.001, "passed"), (0.001, "exceeded")):
         found = dict(expected_ratio=limit + excess, elements=elements)
         assert only(judge([row(head, **found) for head in range(heads)], book)).outcome == outcome
+    of_dq = dict(tensor="dq", elements=elements, rows_measured=2, expected_ratio=1.99)
+    single = rules(metric="expected_ratio", at_most=1.1, scatter=4)
+    assert only(judge([row(**of_dq)], single)).outcome == "passed"
 
 
 @pytest.mark.parametrize(("doses", "why"), [

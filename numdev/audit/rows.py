@@ -196,6 +196,7 @@ class Runs:
         self, tensor: str, heads: Sequence[Metrics], out_format: Format | None = None
     ) -> list[DeviationRow]:
         task, output, select = self.task, self.runs[0], self.bench.selection
+        its = getattr(output, tensor)
         limited = task.format == "float64" and task.role != "precision"
         shared = {
             **identity(task),
@@ -204,10 +205,11 @@ class Runs:
             "reason": self.bench.unscreened or ("reference-limited" if limited else None),
             "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
             "out_format": out_format.name if out_format else None,
+            "rows_measured": its.shape[0] * its.shape[2],
         }
-        dtype, case = getattr(output, tensor).dtype, self.bench.case
-        if task.role == "kernel" and out_format is case.format and dtype != case.q.dtype:
-            shared["came_in"] = format_of(dtype).name
+        case = self.bench.case
+        if task.role == "kernel" and out_format is case.format and its.dtype != case.q.dtype:
+            shared["came_in"] = format_of(its.dtype).name
         rows, of = select.drawn_rows(tensor), select.sampled_from(tensor)
         if rows is not None and of is not None:
             shared |= {"sampled": True, "rows_measured": len(rows)}

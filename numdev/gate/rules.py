@@ -189,10 +189,14 @@ class Threshold(Limit):
 
     def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
         """As it is for a row of few numbers. A ratio of root mean squares of n of them has a
-        standard deviation of 1/√n or less; a median of N, 1.25/√N of that; an interval has luck."""
+        standard deviation of 1/√n or less; a median of N, 1.25/√N of that; an interval has luck.
+        A row of dq or dk shares the error of its delta, and counts as 8 numbers at most."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
-        luck = (1.25 if heads > 1 else 1.0) / math.sqrt(row.elements * heads)
+        n = row.elements
+        if row.tensor in ("dq", "dk") and row.rows_measured:
+            n = min(n, 8 * row.rows_measured)
+        luck = (1.25 if heads > 1 else 1.0) / math.sqrt(n * heads)
         least = math.ceil(1000 * (1 + self.scatter * luck)) / 1000
         return self if least <= (self.at_most or 0) else self.model_copy(update={"at_most": least})
 

@@ -289,7 +289,7 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
 def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
     """What a sample of rows means for the numbers; which kernels could not be measured, in which
     formats and why, each reason once."""
-    if sampled := max((row.rows_measured or 0 for row in rows), default=0):
+    if sampled := max((row.rows_measured or 0 for row in rows if row.sampled), default=0):
         yield (
             f"At most {sampled} query rows of each head, drawn anew for every seed, and a kernel's "
             "most suspicious: maxima are lower bounds, and intervals over seeds have this in them."

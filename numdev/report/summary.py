@@ -103,7 +103,7 @@ def _kernel(table: pd.DataFrame) -> KernelSummary:
         ran=tuple(table["ran"].dropna().unique()),
         mean_abs=_mean(ok),
         max_abs=_or_none(ok["max_abs"].max()),
-        rows_measured=max((row.rows_measured or 0 for row in ok["row"]), default=0) or None,
+        rows_measured=max((r.rows_measured or 0 for r in ok["row"] if r.sampled), default=None),
         suspects=max((row.suspects or 0 for row in ok["row"]), default=0) or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
         # 0 where all runs gave the same bits

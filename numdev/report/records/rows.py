@@ -87,7 +87,7 @@ class DeviationRow(OfKernel, _OfCall):
     came_in: str | None = None  # the format of its dtype, if wider than all its numbers need
 
     sampled: bool = False  # whether only some rows were measured (keys, for dk and dv)
-    rows_measured: Count | None = None  # of each head, where they are sampled
+    rows_measured: Count | None = None  # of each head
     suspects: Count | None = None  # rows that stood out among all, and were measured for that
     interval: dict[str, tuple[float, float]] = Field(default_factory=dict)  # 95 %, by metric
     elements: Count | None = None
