@@ -103,7 +103,7 @@ RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("kernel", align="left"), _name),
     *RATIOS,
     (Column("mean error"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max error"), lambda k: Cell(_max(k))),
+    (Column("max error"), lambda k: Cell("NaN" if k.nonfinite else _max(k))),
 )
 
 
@@ -166,7 +166,7 @@ def maps(report: Any) -> Iterator[doc.Table]:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
             of = groups[labelled(row.kernel, row.options), row.format, row.tensor]
             at = places.layer(row), row.head
-            if at not in of or (row.expected_ratio or row.floor_ratio) > _value(of[at]):
+            if at not in of or _value(row) > _value(of[at]):
                 of[at] = row
     ranked = sorted(groups.items(), key=lambda item: -max(map(_value, item[1].values())))
     for (kernel, fmt, tensor), cells in ranked:
@@ -185,7 +185,7 @@ def maps(report: Any) -> Iterator[doc.Table]:
 
 
 def _value(row: DeviationRow) -> float:
-    return row.expected_ratio or row.floor_ratio or 0.0
+    return math.inf if row.nonfinite else row.expected_ratio or row.floor_ratio or 0.0
 
 
 def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
@@ -197,6 +197,9 @@ def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
     heat = round(100 * min(1.0, max(0.0, math.log(max(value, 1e-9), most))))
     about = f"error / expected {ratio(row.expected_ratio)}, error / floor {ratio(row.floor_ratio)}"
     about += f", max error {si(row.max_abs)}"
+    if row.nonfinite:
+        about = f"{row.nonfinite} elements that are NaN or infinite; of the others {about}"
+        return Cell("NaN", 4, title=about, heat=100, id=name)
     return Cell(short(value), shade(value, LIMITS[metric]), title=about, heat=heat, id=name)
 
 
