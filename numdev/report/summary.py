@@ -184,18 +184,15 @@ def _answer(kernels: Sequence[KernelSummary], findings: Sequence[Finding]) -> It
         yield f"Eager attention returns {plain.nonfinite} elements that are NaN or infinite."
     if kernel is None:
         return
-    if _said(kernel.flash_vs_precision):
+    multiple = kernel.flash_vs_precision
+    if multiple is not None and multiple <= MOST:
         share = kernel.baseline_ratio
         whose = ", mostly eager attention's own error" if share is not None and share < 0.5 else ""
         yield (
-            f"{kernel.kernel} differs from eager attention by {ratio(kernel.flash_vs_precision)}× "
+            f"{kernel.kernel} differs from eager attention by {ratio(multiple)}× "
             f"what rounding q, k, v to {kernel.format} costs{whose}."
         )
     elif plain is None or plain.max_abs is None:
         yield "Eager attention did not run, so nothing stands beside the cost of the format."
     else:
         yield f"Rounding q, k, v to {kernel.format} changes nothing: the format costs nothing here."
-
-
-def _said(multiple: float | None) -> bool:
-    return multiple is not None and multiple <= MOST

@@ -3,9 +3,9 @@ kernels on the head that the answer is about, and the curves over training. Null
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, judged, leading, percent
 from numdev.diagnose.report import DiagnoseReport, Place, Ranked
@@ -33,18 +33,18 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         yield from doc.notes((f"Darker from {limits} on.",), doc.PAGE)
         cures = [row for row in report.cures if row.is_of(first)]
         yield doc.table(
-            ("cure", *(number.title for number in (*SEEN, BROKEN)),
+            ("cure", *_titles(CURE),
              doc.Column("where it fails, or what it takes", align="left", width=200)),
             (
                 (doc.Cell(row.cure, after="not with this" if row.reason else ""),
-                 *_cells(row, (*SEEN, BROKEN)), row.reason or report.costs.get(row.cure, ""))
+                 *_cells(row, CURE), row.reason or report.costs.get(row.cure, ""))
                 for row in cures
             ),
             [row.cure == "none" for row in cures],
             title=f"{first.brief}: the same inputs with one thing changed",
         )  # fmt: skip
         yield doc.table(
-            ("kernel", *(number.title for number in SEEN)),
+            ("kernel", *_titles(SEEN)),
             (
                 (doc.Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
                  *_cells(row, SEEN))
@@ -85,7 +85,7 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
         states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
         yield doc.Cell(f"{len(ranked.conditions)} of {known}", title=states)
 
-    columns = ("head", "of layer", *(number.title for number in HEAD), "meets")
+    columns = ("head", "of layer", *_titles(HEAD), "meets")
     first, count = report.summary.ranking[:SHOWN], len(report.summary.ranking)
     title = f"Heads by {_score(report)}, the first {len(first)} of {count}"
     return doc.table(columns, map(cells, first), title=title)
@@ -111,34 +111,26 @@ def _map(report: DiagnoseReport) -> doc.Table:
     return doc.heat_map(title, heads, cells, only=("terminal", "html"))
 
 
-class Number(NamedTuple):
-    """A column of numbers: its title, the field of a row, and how it is written."""
-
-    title: str
-    field: str
-    write: Callable[[Any], str]
-
-
-BIAS = Number("O bias, ulp", "out_bias", "{:+.3f}".format)
-DELTA = (
-    Number("δ error", "delta_mean", partial(percent, sign=True)),
-    Number("t", "delta_t", si),
-)
-HEAD = (
-    Number("tied rows", "tied", percent),
-    BIAS,
-    *DELTA,
-    Number("dW_Q by δ", "moved", percent),
-)
-SEEN = (
-    *DELTA,
-    Number("dW_Q", "dw_q_error", percent),
-    Number("dQ", "dq_rel", percent),
-    BIAS,
-)
-BROKEN = Number("NaN/inf", "nonfinite", lambda count: str(count or NONE))
+# By the field of a row, what its column is called and how its numbers are written.
+NUMBERS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "tied": ("tied rows", percent),
+    "out_bias": ("O bias, ulp", "{:+.3f}".format),
+    "delta_mean": ("δ error", partial(percent, sign=True)),
+    "delta_t": ("t", si),
+    "moved": ("dW_Q by δ", percent),
+    "dw_q_error": ("dW_Q", percent),
+    "dq_rel": ("dQ", percent),
+    "nonfinite": ("NaN/inf", lambda count: str(count or NONE)),
+}
+HEAD = ("tied", "out_bias", "delta_mean", "delta_t", "moved")
+SEEN = ("delta_mean", "delta_t", "dw_q_error", "dq_rel", "out_bias")
+CURE = (*SEEN, "nonfinite")
 
 
-def _cells(row: Place, numbers: Sequence[Number]) -> list[str]:
-    values = [(n, getattr(row, n.field)) for n in numbers]
-    return [NONE if value is None else n.write(value) for n, value in values]
+def _titles(fields: Sequence[str]) -> list[str]:
+    return [NUMBERS[name][0] for name in fields]
+
+
+def _cells(row: Place, fields: Sequence[str]) -> list[str]:
+    values = ((NUMBERS[name][1], getattr(row, name)) for name in fields)
+    return [NONE if value is None else write(value) for write, value in values]
