@@ -16,10 +16,12 @@ from numdev.report.numbers import MOST, labelled, ratio, si, three
 
 REPRODUCERS = "reproducers"
 LONGEST = 32_000  # characters of a reproducer that the page shows; a longer one is only named
-SEVERITIES: dict[str, tuple[str, doc.Style]] = {
-    "exceeded": ("Exceeded", "bad"),
-    "unmeasured": ("Not measured", "warn"),
-    "note": ("", "soft"),
+STYLES: dict[str, doc.Style] = {  # of an outcome, and of a finding's severity; the gravest first
+    "exceeded": "bad",
+    "unmeasured": "warn",
+    "passed": "good",
+    "untested": "soft",
+    "note": "soft",
 }
 
 
@@ -45,13 +47,6 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
     )
 
 
-WORDS: dict[str, tuple[str, doc.Style]] = {
-    "passed": (VERDICTS["passed"], "good"),
-    "exceeded": (VERDICTS["exceeded"], "bad"),
-    "unmeasured": (VERDICTS["unmeasured"], "warn"),
-}
-
-
 def verdicts(report: Any) -> Iterator[doc.Item]:
     """A line for each kernel in each format: its verdict, and the number or finding that matters
     most."""
@@ -60,9 +55,8 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
     sizes = {(k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"}
     names = [labelled(v.kernel, v.options) for v in report.verdicts]
     width = max(map(len, names), default=0)
-    wide = max((len(WORDS[v.outcome][0]) for v in report.verdicts), default=0)
+    wide = max((len(VERDICTS[v.outcome]) for v in report.verdicts), default=0)
     for name, v in zip(names, report.verdicts, strict=True):
-        word, style = WORDS[v.outcome]
         k = sizes.get((v.kernel, str(v.options), v.format))
         if v.finding is not None:
             text = report.findings[v.finding].sentence.removeprefix(f"{name} ")
@@ -75,9 +69,8 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
             nearest = f"nearest to its limit: {v.rule}, {number} of {three(v.limit)}"
             text = nearest if v.rule else ""
         link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
-        yield doc.Item(
-            text, link=link, lead=f"{word:{wide}}  {name:{width}}  {v.format} ", style=style
-        )
+        lead = f"{VERDICTS[v.outcome]:{wide}}  {name:{width}}  {v.format} "
+        yield doc.Item(text, link=link, lead=lead, style=STYLES[v.outcome])
 
 
 def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
@@ -91,13 +84,8 @@ def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
         text += f" (worst head {ratio(k.floor_ratio_worst)}×, {k.floor_ratio_where})"
     # In other formats what a kernel's arithmetic may err is a bound, no prediction.
     if k.expected_ratio is not None and k.format in BIAS_FORMATS:
-        how = (
-            "as"
-            if 0.9 <= k.expected_ratio <= 1.1
-            else "less than"
-            if k.expected_ratio < 0.9
-            else "more than"
-        )
+        how = "less than" if k.expected_ratio < 0.9 else "as"
+        how = "more than" if k.expected_ratio > 1.1 else how
         text += f"; {how} its rounding model predicts ({ratio(k.expected_ratio)}×)"
     if eager is not None and eager.floor_ratio is not None and eager.floor_ratio <= MOST:
         text += f". Eager attention: {ratio(eager.floor_ratio)}×"
@@ -110,9 +98,9 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
     for number, finding in enumerate(report.findings):
         script = _script(finding, directory)
         if number not in shown or script:
-            name, style = SEVERITIES[finding.severity]
+            name = {"exceeded": "Exceeded", "unmeasured": "Not measured"}.get(finding.severity)
             lead = f"{name} ({finding.rule}):" if name else ""
-            link = _link(report, finding)
+            style, link = STYLES[finding.severity], _link(report, finding)
             yield doc.Item(finding.sentence, lead=lead, style=style, script=script, link=link)
 
 

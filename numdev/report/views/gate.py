@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 from numdev.gate.findings import kernel_verdicts, label
+from numdev.gate.rows import grouped
 from numdev.gate.verdict import Held, Judgement, Power, Verdict
-from numdev.report import Finding, Place, Places
+from numdev.report import VERDICTS, Finding, Place, Places
 from numdev.report import document as doc
 from numdev.report.numbers import three
-from numdev.report.views import WORDS, verdicts
+from numdev.report.views import STYLES, verdicts
 
-# The gravest first.
-OUTCOMES: dict[str, tuple[str, doc.Style]] = {
-    "exceeded": ("exceeded", "bad"),
-    "unmeasured": ("not measured", "warn"),
-    "passed": ("passed", "good"),
-    "untested": ("not judged", "soft"),
-}
+OUTCOMES = {"unmeasured": "not measured", "untested": "not judged"}  # in words, where not their own
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB
 NO_POWER = (
@@ -44,20 +40,22 @@ def document(
     judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str], place: Places
 ) -> doc.Document:
     """`findings` are the exceeded verdicts in sentences; `place` says what a place is called."""
-    word, style = WORDS[judgement.outcome]
     leading = kernel_verdicts(judgement, findings)[:SENTENCES]
     lines = verdicts(SimpleNamespace(verdicts=leading, findings=findings))
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
     problems = [p for p in problems_of(judgement, findings) if p.sentence not in shown]
     room = SENTENCES - len(leading)
-    items = [doc.Item(p.sentence, style=OUTCOMES[p.severity][1]) for p in problems[:room]]
+    items = [doc.Item(p.sentence, style=STYLES[p.severity]) for p in problems[:room]]
     if len(problems) > room:
         items.append(doc.Item(f"and {len(problems) - room} more"))
     declined = [finding.sentence for finding in findings if finding.severity == "note"]
     return doc.Document(
         "numdev gate",
         (
-            doc.Paragraph(f"{word} by the {judgement.rules} rules.", style),
+            doc.Paragraph(
+                f"{VERDICTS[judgement.outcome]} by the {judgement.rules} rules.",
+                STYLES[judgement.outcome],
+            ),
             doc.Bullets(tuple(lines), "verdicts"),
             doc.Bullets(tuple(items)),
             _beyond(judgement.verdicts, place),
@@ -88,11 +86,9 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
         yield Problem("unmeasured", "no kernel", "No kernel under audit was measured.")
     elif not any(v.outcome != "untested" for v in judgement.verdicts):
         yield Problem("unmeasured", "nothing judged", "No rule could be applied to any row.")
-    lacking: dict[tuple[str, str, tuple[str, ...]], list[Verdict]] = {}  # by what is said
-    for v in judgement.verdicts:
-        if v.outcome == "unmeasured":
-            lacking.setdefault((v.rule, v.limit, v.reasons), []).append(v)
-    for (rule, limit, reasons), these in lacking.items():
+    lacking = (v for v in judgement.verdicts if v.outcome == "unmeasured")
+    said = grouped(lacking, lambda v: (v.rule, v.limit, v.reasons))
+    for (rule, limit, reasons), these in said.items():
         who = dict.fromkeys(f" of {v.kernel} ({v.tensor}, {v.format})" for v in these if v.kernel)
         where = f" in {sum(v.unjudged for v in these)} heads{','.join(who)}" if who else ""
         named = f"{rule} ({limit})" if limit else rule
@@ -115,17 +111,13 @@ def _beside(judgement: Judgement) -> Iterator[str]:
 
 def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
     """A line for each rule: where it came nearest to its limit, or went beyond."""
-    by_rule: dict[str, list[Verdict]] = {}
-    for verdict in judgement.verdicts:
-        by_rule.setdefault(verdict.rule, []).append(verdict)
-    gravity = list(OUTCOMES)
-    for rule, these in by_rule.items():
+    gravity = list(STYLES)
+    for rule, these in grouped(judgement.verdicts, attrgetter("rule")).items():
         worst = min(these, key=lambda v: (gravity.index(v.outcome), -_nearness(v)))
         judged, bad = sum(v.judged for v in these), sum(v.offending for v in these)
-        word, style = OUTCOMES[worst.outcome]
         yield (
             rule,
-            doc.Cell(word, style=style),
+            doc.Cell(OUTCOMES.get(worst.outcome, worst.outcome), style=STYLES[worst.outcome]),
             f"{bad}/{judged}" if bad else str(judged or "-"),
             number(worst),
             worst.limit.removeprefix(f"{worst.metric} "),
