@@ -4,12 +4,13 @@ along its rows a kernel errs, and which roundings make its errors."""
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import add, attrgetter
 from statistics import median
 from typing import Any
 
+from numdev.gate.rows import grouped
 from numdev.metrics.of_rows import ULPS
 from numdev.report import (
     AuditReport,
@@ -23,6 +24,7 @@ from numdev.report import (
     Places,
     Point,
     ProfileRow,
+    Role,
     Tick,
     WeightRow,
     WorstRow,
@@ -58,8 +60,8 @@ ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
 
 def blocks(report: AuditReport) -> Iterator[doc.Node]:
     summary = report.summary
-    for name in dict.fromkeys(k.format for k in summary.kernels):
-        yield from _format(name, [k for k in summary.kernels if k.format == name])
+    for name, kernels in grouped(summary.kernels, attrgetter("format")).items():
+        yield from _format(name, kernels)
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
@@ -213,33 +215,43 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
     rows = [
         row
         for row in report.rows
-        if row.tensor == "out"
-        and row.role in ("kernel", "baseline")
-        and row.layer is not None
-        and row.floor_ratio
+        if row.tensor == "out" and row.role in ("kernel", "baseline") and row.floor_ratio
     ]
     layers = sorted({row.layer for row in rows if row.layer is not None})
+    if len(layers) < 3:
+        return
     figures = []
-    for fmt in dict.fromkeys(row.format for row in rows if len(layers) > 2):
-        curves = defaultdict[Any, dict[int, list[float]]](lambda: defaultdict(list))
-        for row in (row for row in rows if row.format == fmt):
-            own = curves[labelled(row.kernel, row.options), row.role]
-            own[row.layer or 0].append(row.floor_ratio or 0.0)
-        drawn = tuple(
-            Curve(label=label, role=role, points=tuple(
-                Point(x=layer, label=f"layer {layer}", mean=median(of[layer]), low=None, high=None)
-                for layer in sorted(of)
-            ))
-            for (label, role), of in curves.items()
-        )  # fmt: skip
+    for fmt, of_format in grouped(rows, attrgetter("format")).items():
+        curves: list[Curve] = []
+        for (label, role), own in grouped(of_format, _kernel).items():
+            its = grouped(own, attrgetter("layer"))
+            ratios = {n: [row.floor_ratio or 0.0 for row in its.get(n, ())] for n in layers}
+            curves += _curve(label, role, {(n, f"layer {n}"): x for n, x in ratios.items()})
         figures.append(Figure(
             title=f"{fmt}: error / floor by layer, median head", metric="floor_ratio",
-            relative=True, y_title="error / floor", y_scale="log", curves=drawn,
+            relative=True, y_title="error / floor", y_scale="log", curves=tuple(curves),
         ))  # fmt: skip
     ticks = tuple(Tick(x=layer, label=str(layer)) for layer in layers)
-    if figures:
-        axis = Axis(name="layer", title="layer", scale="linear", ticks=ticks)
-        yield doc.Figures(tuple(figures), axis, only=doc.PAGE)
+    axis = Axis(name="layer", title="layer", scale="linear", ticks=ticks)
+    yield doc.Figures(tuple(figures), axis, only=doc.PAGE)
+
+
+def _kernel(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
+    return labelled(row.kernel, row.options), row.role
+
+
+def _curve(
+    label: str, role: Role, numbers: Mapping[tuple[float, str], Sequence[float]]
+) -> Iterator[Curve]:
+    """The medians at each place (its x, and what it is called); nothing where all of them are 0,
+    which a logarithmic axis does not have."""
+    points = tuple(
+        Point(x=x, label=name, mean=median(own), low=None, high=None)
+        for (x, name), own in numbers.items()
+        if own and median(own)
+    )
+    if points:
+        yield Curve(label=label, role=role, points=points)
 
 
 # --- what stands below it ------------------------------------------------------------------------
@@ -248,27 +260,20 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
 def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     """For each format, tensor and kind of attention the errors over what is predicted; where
     nothing is, the errors themselves. Medians over calls of the length that most have."""
-    groups, figures = defaultdict(list), defaultdict(list)
-    for row in profiles:
-        groups[row.format, row.attends, row.tensor].append(row)
+    figures = defaultdict(list)
+    groups = grouped(profiles, attrgetter("format", "attends", "tensor"))
     for (name, attends, tensor), rows in groups.items():
         calls = Counter(length for length, _ in {(row.length, row.case) for row in rows})
         length = max(calls, key=lambda n: (calls[n], n))
         rows = [row for row in rows if row.length == length]
         relative = any(row.predicted for row in rows)
         what = "key" if tensor in ("dk", "dv") else "row"
-        kernels = defaultdict(list)
-        for row in rows:
-            kernels[labelled(row.kernel, row.options), row.role].append(_errors(row, relative))
-        curves = []
-        for (label, role), errors in kernels.items():
-            bins = [[x for x in own if x is not None] for own in zip(*errors, strict=True)]
-            points = tuple(
-                Point(x=i, label=f"{what} {start}", mean=median(own), low=None, high=None)
-                for i, (start, own) in enumerate(zip(rows[0].starts, bins, strict=True))
-                if own and median(own)  # a logarithmic axis has no 0
-            )
-            curves += [Curve(label=label, role=role, points=points)] if points else []
+        curves: list[Curve] = []
+        for (label, role), own in grouped(rows, _kernel).items():
+            errors = (_errors(row, relative) for row in own)
+            bins = ([x for x in own if x is not None] for own in zip(*errors, strict=True))
+            names = ((i, f"{what} {start}") for i, start in enumerate(rows[0].starts))
+            curves += _curve(label, role, dict(zip(names, bins, strict=True)))
         figure = Figure(
             title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} ({length} "
             f"{what}s): error {'over what is predicted, ' if relative else ''}by position",
@@ -298,24 +303,17 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         predicted = (f"{label}, predicted", "precision")
         for key, counts in (((label, row.role), row.ulps), (predicted, row.ulps_predicted)):
             if counts:
-                of[key] = [*map(operator.add, counts, of.get(key, [0] * len(counts)))]
+                of[key] = [*map(add, counts, of.get(key, [0] * len(counts)))]
     figures = []
-    for (fmt, tensor), curves in groups.items():
-        drawn = tuple(
-            Curve(
-                label=name,
-                role=role,
-                points=tuple(
-                    Point(x=i, label=ULP_LABELS[i], mean=100 * n / sum(counts), low=None, high=None)
-                    for i, n in enumerate(counts)
-                    if n  # a logarithmic axis has no 0
-                ),
-            )
-            for (name, role), counts in curves.items()
-        )
+    for (fmt, tensor), own in groups.items():
+        curves: list[Curve] = []
+        for (label, role), counts in own.items():
+            shares = ([100 * n / max(1, sum(counts))] for n in counts)
+            names = ((i, name) for i, name in enumerate(ULP_LABELS))
+            curves += _curve(label, role, dict(zip(names, shares, strict=True)))
         title = f"{fmt}, {tensor}: elements by the size of their error"
         figures.append(Figure(title=title, metric="share", y_title="elements, %", y_scale="log",
-                              curves=drawn))  # fmt: skip
+                              curves=tuple(curves)))  # fmt: skip
     ticks = tuple(Tick(x=i, label=label) for i, label in enumerate(ULP_LABELS))
     axis = Axis(name="ulps", title="error, ulp of the term scale", scale="linear", ticks=ticks)
     yield doc.Figures(tuple(figures), axis, only=doc.TEXT)
@@ -385,8 +383,7 @@ def _source(e: Explanation) -> str:
 
 def _weights(rows: Sequence[WeightRow]) -> Iterator[tuple[str, ...]]:
     """The stored tensors together, format by format; means are over elements that it can hold."""
-    for name in dict.fromkeys(row.format for row in rows):
-        these = [row for row in rows if row.format == name]
+    for name, these in grouped(rows, attrgetter("format")).items():
         sized = [row for row in these if row.max_abs is not None]
         worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
         count = sum(row.elements - row.nonfinite for row in sized)
