@@ -74,7 +74,6 @@ def check(
     exceeded. 2: a wrong option, or a function that cannot be imported. 3: nothing could be judged,
     which is no pass."""
     from numdev.kernels import find
-    from numdev.report.foreign import json_text
     from numdev.report.renderers import terminal
     from numdev.system import System
     from numdev.testing import check as run
@@ -95,7 +94,7 @@ def check(
         }
         result = run(kernel, **given)
     if as_json:
-        click.echo(json_text(json.dumps(as_data(result))))
+        click.echo(json.dumps(as_data(result)))
     else:
         terminal.show(shown(result))
     context.find_root().obj = code = CODES[result.verdict]
