@@ -35,11 +35,12 @@ def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-def _as_list(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+def as_list(value: Any) -> Any:
+    """What may be given alone as a list."""
+    return (value,) if isinstance(value, int | str) else value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), AfterValidator(each_once)]
+Names = Annotated[tuple[str, ...], BeforeValidator(as_list), AfterValidator(each_once)]
 M = TypeVar("M", bound=BaseModel)
 
 

@@ -52,7 +52,7 @@ def fitted(report: Measured, name: str) -> str:
         fits = (threshold.metric, threshold.heads is not None) in MARGINS
         entry = _fit(threshold, groups, wider) if fits else threshold
         text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
-    judged = judge_report(report, _parsed(text))
+    judged = judge_report(report, Rules.model_validate(yaml.safe_load(text)))
     if judged.outcome != "passed":
         wrong = (v for v in judged.verdicts if v.outcome == "exceeded")
         why = [f"{v.kernel} breaks the rule {v.rule} in {v.tensor} ({v.format})" for v in wrong]
@@ -123,10 +123,6 @@ def rounded_up(x: float) -> float:
         return nearest
     step = math.floor(math.log10(x)) - 1
     return float(f"{nearest + 10.0**step:.1e}")
-
-
-def _parsed(text: str) -> Rules:
-    return Rules.model_validate(yaml.safe_load(text))
 
 
 def _dumped(data: Any) -> str:

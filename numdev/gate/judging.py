@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -49,7 +49,13 @@ def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
     """A report's rows held to the rules (the default ones). Raises MeasurementError for a report
     from a system that the rules do not hold for, and for one that is not whole."""
     rules = rules or default_rules()
-    _refuse_elsewhere(report.provenance.system, rules)
+    for key, pattern in rules.holds_for.items():
+        value = report.provenance.system.get(key)
+        if value is None or not fnmatchcase(str(value), pattern):
+            raise MeasurementError(
+                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has {value!r}",
+                hint="calibrate rules for that system, or gate a report from this one",
+            )
     with uncollected():
         check_whole(report)
         return judge(report.rows, report.plan, rules)
@@ -74,17 +80,6 @@ def judge(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judgement
         power=power,
         fa_rule=(sum(fa_rule), len(fa_rule)) if fa_rule else None,
     )
-
-
-def _refuse_elsewhere(system: Mapping[str, Any], rules: Rules) -> None:
-    """A key that the report does not have is of no kind at all, whatever the pattern."""
-    for key, pattern in rules.holds_for.items():
-        value = system.get(key)
-        if value is None or not fnmatchcase(str(value), pattern):
-            raise MeasurementError(
-                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has {value!r}",
-                hint="calibrate rules for that system, or gate a report from this one",
-            )
 
 
 def _outcome(

@@ -18,16 +18,12 @@ from numdev.metrics.of_rows import METRICS, Value
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase, Tensor
 from numdev.report.numbers import power
-from numdev.yamlfile import Names, Strict, bundled, read_yaml
+from numdev.yamlfile import Names, Strict, as_list, bundled, read_yaml
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 
 
-def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, int | str) else value
-
-
-Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
+Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(as_list)]
 
 
 def _among(known: tuple[str, ...]) -> AfterValidator:
@@ -60,7 +56,7 @@ def matches(patterns: tuple[str, ...], text: str | None) -> bool:
 class Selector(Strict):
     """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
 
-    role: Annotated[tuple[Judgeable, ...], BeforeValidator(_listed)] = ("kernel",)
+    role: Annotated[tuple[Judgeable, ...], BeforeValidator(as_list)] = ("kernel",)
     kernel: Names = ()
     format: Names = ()
     out_format: Names = ()
