@@ -96,14 +96,12 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
         if not predicted:
             return False
         middle = median(r.expected_ratio or 0.0 for r in predicted)
-        far = _excess("expected_ratio", middle, predicted[0], len(predicted)) > 1
-        for r in predicted:
-            far |= (
-                _excess("expected_ratio", r.expected_ratio, r) > 1
-                or _excess("worst_row", r.worst_row, r) > 1
-            )
-        biased = (r for r in heads if r.tensor == "out" and _excess("bias_size", r.bias_size) > 1)
-        return far or any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
+        sizes = [_excess("expected_ratio", middle, predicted[0], len(predicted))]
+        sizes += [_excess("expected_ratio", r.expected_ratio, r) for r in predicted]
+        sizes += [_excess("worst_row", r.worst_row, r) for r in predicted]
+        certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
+        sizes += [_excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
+        return max(sizes) > 1
 
     if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
         return ()
@@ -396,10 +394,7 @@ def _informed(claim: fits.Claim | None, found: fits.Attribution | None) -> fits.
     if found.best.claim.get("preset") != claim.get("preset", "fa2"):
         return claim
     rest = {k: v for k, v in claim.items() if k not in fits.FORWARD_VARIED}
-    return {
-        **rest,
-        **{k: v for k, v in found.best.claim.items() if k in fits.FORWARD_VARIED},
-    }
+    return rest | {k: v for k, v in found.best.claim.items() if k in fits.FORWARD_VARIED}
 
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
