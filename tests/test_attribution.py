@@ -15,6 +15,7 @@ from recipes import drawn as drawn_case
 from torch import Tensor
 
 from numdev.audit.explanations import explain, whole_groups
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase
 from numdev.explain.attribution import PRESETS, attribute, rounding_sites
 from numdev.explain.words import explanations
@@ -96,7 +97,8 @@ def test_the_scores_roundings_are_one_site() -> None:
 
 def rows_of(kernel: Kernel, case: AttentionCase) -> dict[str, AttributionRow]:
     bench = prepare(case, "bfloat16", gradients=True)
-    rows = explain(task_of(bench, kernel), kernel, bench, HERE)
+    task = task_of(bench, kernel)
+    rows = explain(task, kernel, measure_task(task, kernel, bench, HERE), bench, HERE)
     return {row.tensor: row for row in rows}
 
 

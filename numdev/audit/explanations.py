@@ -22,7 +22,7 @@ from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.bench import part as part_of
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Task
-from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, given, identity, returned
+from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity, returned
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
 from numdev.explain.wrong_function import Suspicion, far_off, suspect
@@ -307,21 +307,15 @@ KEPT_BYTES = 1 << 30  # how much of the emulations is kept; the first are what t
 
 
 def explain(
-    task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
+    task: Task, kernel: Kernel, measured: Measured, bench: Bench, system: System
 ) -> list[AttributionRow]:
-    """Which roundings make the errors of the task's kernel, by tensor it returned; none where it
-    returned nothing. "Unknown" where emulations predict nothing, as in fp32, and on failure."""
-    if kernel.missing(system):
-        return []
-    case, heads, options = bench.case, bench.selection.heads, given(task.options, kernel)
-    rows: list[AttributionRow] = []
+    """Which roundings make the errors of a measured task, by tensor its kernel returned; none where
+    it returned nothing. "Unknown" where emulations predict nothing, as in fp32, and on failure."""
+    output, rows = measured.output, list[AttributionRow]()
+    if output is None:
+        return rows
     try:
-        output = run(kernel, case, options, gradients=task.gradients)
-        if task.gradients and isinstance(output, Failure):
-            output = run(kernel, case, options)
-        if isinstance(output, Failure):
-            return []
-        claim = kernel.claims(case, output, system) if kernel.declares else {"preset": "fa2"}
+        claim = kernel.claims(bench.case, output, system) if kernel.declares else {"preset": "fa2"}
         compared = _Compared(bench, output)
         for tensor in compared.formats:
             found, unknown = compared.attribution(tensor, claim)
@@ -329,7 +323,8 @@ def explain(
             if tensor == "out":
                 claim = _informed(claim, found)
     except FAILS_ONE_ROW as error:
-        rows.append(_row(task, "out", chosen(heads), None, f"it could not be tried ({error})"))
+        heads = chosen(bench.selection.heads)
+        rows.append(_row(task, "out", heads, None, f"it could not be tried ({error})"))
     return rows
 
 
@@ -362,7 +357,8 @@ class _Compared:
         if unknown := made.unpredictable(claim or {"preset": "fa2"}, case.format, fmt):
             return None, unknown
         x = getattr(self.output, tensor)[:, list(self.heads[tensor])]
-        x = x if self.rows is None else x[:, :, self.rows]
+        if self.rows is not None and x.shape[2] != len(self.rows):  # the baseline's are these alone
+            x = x[:, :, self.rows]
         exact, terms = (getattr(self.exact, name) for name in (tensor, TERMS[tensor]))
         emulated = functools.partial(self.emulated, tensor)
         more: dict[str, Any] = {"tensor": tensor, "group": case.group}

@@ -106,7 +106,7 @@ def _rows(kernel: Kernel, task: Task, bench: Bench, plan: Plan, run: Runner) -> 
         with bench.watch("metrics"):
             rows["worst"] = examine(task, kernel, measured, bench, plan.system)
     if plan.explain and task.role in ("baseline", "kernel"):
-        rows["attribution"] = explain(task, kernel, bench, plan.system, own_run)
+        rows["attribution"] = explain(task, kernel, measured, bench, plan.system)
     return rows
 
 
