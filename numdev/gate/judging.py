@@ -35,7 +35,6 @@ from numdev.gate.verdict import Calls, Dose, Held, Judgement, Outcome, Power, Ve
 from numdev.metrics.of_rows import ERRORS, ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.metrics.statistics import holm
 from numdev.report import NOT_PREDICTED, DeviationRow, Place, PlanRecord
-from numdev.report.io import uncollected
 from numdev.report.numbers import three
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
@@ -56,9 +55,8 @@ def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
                 f"the rules {rules.name} hold for {key} {pattern!r}, and this report has {value!r}",
                 hint="calibrate rules for that system, or gate a report from this one",
             )
-    with uncollected():
-        check_whole(report)
-        return judge(report.rows, report.plan, rules)
+    check_whole(report)
+    return judge(report.rows, report.plan, rules)
 
 
 def judge(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judgement:

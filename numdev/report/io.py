@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gc
 import hashlib
 import importlib
 import os
@@ -19,7 +18,8 @@ from pydantic_core import from_json
 import numdev
 from numdev.errors import MeasurementError, UsageError
 from numdev.report.foreign import cell, json_text
-from numdev.report.records.reports import SCHEMA_VERSION, Line, Report
+from numdev.report.records.reports import SCHEMA_VERSION, Report
+from numdev.report.records.rows import Record
 
 KINDS = {
     "audit": "numdev.report.records.reports:AuditReport",
@@ -65,8 +65,7 @@ def read(path: Path) -> Report:
             raise ValueError("digest: it was cut off or changed after numdev wrote it")
         module, _, name = KINDS[head.kind].partition(":")
         model: type[Report] = getattr(importlib.import_module(module), name)
-        with uncollected():
-            return model.model_validate_json(body + b"}", strict=True)
+        return model.model_validate_json(body + b"}", strict=True)
     except ValueError as error:
         problem = str(error)
         if isinstance(error, ValidationError):
@@ -77,17 +76,6 @@ def read(path: Path) -> Report:
             hint=f"numdev {head.provenance.get('numdev', '?')} wrote it, and this is "
             f"{numdev.__version__}: update numdev, or measure again",
         ) from error
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collection, which takes a third of the time of reading and judging."""
-    resume = gc.enable if gc.isenabled() else gc.disable
-    gc.disable()
-    try:
-        yield
-    finally:
-        resume()
 
 
 def text_of(report: Report) -> str:
@@ -129,11 +117,11 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         raise
 
 
-def write_csv(file: IO[str], lines: Sequence[Line]) -> None:
+def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
     """One line a row, one column a field; nothing where there is no row."""
     writer = csv.writer(file)
     for i, line in enumerate(lines):
-        values = line if isinstance(line, dict) else line.model_dump()
+        values = line.model_dump()
         if i == 0:
             writer.writerow(values)
         writer.writerow(map(cell, values.values()))

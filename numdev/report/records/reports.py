@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 Outcome = Literal["passed", "exceeded", "unmeasured"]
 VERDICTS = {"passed": "PASS", "exceeded": "FAIL", "unmeasured": "NOT JUDGED"}  # of an outcome
-Line = Record | dict[str, Any]  # of a table: a field a column
 
 
 class Place(Record):
@@ -180,7 +179,7 @@ class Report(Record):
         """What to say of one that is not `measured`."""
         return "no kernel under audit could be measured"
 
-    def tables(self) -> Mapping[str, Sequence[Line]]:
+    def tables(self) -> Mapping[str, Sequence[Record]]:
         """What is written as CSV beside it, by the name of the file."""
         return {}
 
@@ -193,8 +192,7 @@ class Report(Record):
         name = table or next(iter(tables), "")
         if name not in tables:
             raise UsageError(f"to_pandas: no table {name!r}", hint=closest(name, tables))
-        lines = [x if isinstance(x, dict) else x.model_dump() for x in tables[name]]
-        return pandas.DataFrame(lines)
+        return pandas.DataFrame([record.model_dump() for record in tables[name]])
 
     def plot(self, metric: str = "floor_ratio", **which: Any) -> Any:
         """Draw `metric` by layer and head with matplotlib, kernels side by side
@@ -241,7 +239,7 @@ class AuditReport(Report):
         status = {row.status for row in self.rows if row.role == "kernel"}
         return "ok" in status or not status
 
-    def tables(self) -> Mapping[str, Sequence[Line]]:
+    def tables(self) -> Mapping[str, Sequence[Record]]:
         return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
 
 
@@ -262,5 +260,5 @@ class SweepReport(Report):
         """As in an audit: whether a kernel has a number, or nobody lacks one."""
         return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
 
-    def tables(self) -> Mapping[str, Sequence[Line]]:
+    def tables(self) -> Mapping[str, Sequence[Record]]:
         return {"rows": self.rows, **({"cells": self.cells} if self.cells else {})}
