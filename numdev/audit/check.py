@@ -130,9 +130,6 @@ def declining(kernel: Kernel) -> Kernel:
     return dataclasses.replace(kernel, function=refusing(kernel.function), backward=backward)
 
 
-# --- cases ---------------------------------------------------------------------------------------
-
-
 class CheckSource(ConfigSource):
     """Cases named by a kernel's author (None: configs/check/default.yaml): a name of these or of a
     regime of inputs, a YAML file, captured tensors, a mapping with the keys of a YAML case, a call

@@ -53,9 +53,6 @@ Lines = dict[tuple[str, Place, str], dict[str | None, CellRow]]
 the value of a cell that the axis does not move."""
 
 
-# --- cells ---------------------------------------------------------------------------------------
-
-
 def cells(
     rows: Sequence[DeviationRow],
     metrics: Sequence[str],
@@ -116,9 +113,6 @@ def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFram
 
 def _chosen(options: Mapping[str, Any]) -> str:
     return repr(sorted(options.items()))
-
-
-# --- the grid ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

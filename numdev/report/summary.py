@@ -78,9 +78,6 @@ def summarise(
     )
 
 
-# --- numbers -------------------------------------------------------------------------------------
-
-
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
     """The floor first, then by distance from the truth over the baseline's (which is the same for
     kernels that return another format than the others); what is not finite last."""
@@ -157,9 +154,6 @@ def _biased(ok: pd.DataFrame) -> int | None:
 def _or_none(value: float) -> float | None:
     """A float for JSON, None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
-
-
-# --- words ---------------------------------------------------------------------------------------
 
 
 def _answer(kernels: Sequence[KernelSummary], findings: Sequence[Finding]) -> Iterator[str]:

@@ -160,9 +160,6 @@ def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> flo
     return lowest + 32
 
 
-# --- elements ------------------------------------------------------------------------------------
-
-
 def _wrapped(label: str, width: int) -> list[str]:
     return textwrap.wrap(label, width, max_lines=4, placeholder="…", break_on_hyphens=False)
 

@@ -67,9 +67,6 @@ def document(
     )
 
 
-# --- what is wrong -------------------------------------------------------------------------------
-
-
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
     """All of them, the gravest first; none exactly where the judgement passed. `findings` are its
     own; their notes are no problems."""
@@ -104,9 +101,6 @@ def _beside(judgement: Judgement) -> Iterator[str]:
             yield f"{label(call)}{what} ({call.format}) was skipped: {'; '.join(call.reasons[:3])}"
     if rule := judgement.fa_rule:
         yield f"flash-attention's own 2 x rule passes {rule[0]} of {rule[1]} heads."
-
-
-# --- tables of rules, of rows, and of doses ------------------------------------------------------
 
 
 def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
