@@ -155,7 +155,7 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
         outcome = "exceeded"
     lacking = [*unsure, *lacking]
     named = {"exceeded": [h.row for h in offending], "unmeasured": [row for row, _ in lacking]}
-    verdict = _verdict(
+    return _verdict(
         threshold,
         outcome,
         first,
@@ -165,9 +165,8 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
         places=tuple(map(Place.of, named.get(outcome, ())[:PLACES])),
         unjudged=len(lacking),
         reasons=tuple(dict.fromkeys(why for _, why in lacking)),
+        beyond=tuple(offending),
     )
-    verdict._beyond = tuple(offending)
-    return verdict
 
 
 def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Lacking]]:

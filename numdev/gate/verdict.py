@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, SkipValidation
 
 from numdev.gate.rules import Limit
 from numdev.metrics.of_rows import Value
@@ -54,12 +54,8 @@ class Verdict(Record):
     """Of the first offending rows, the worst one first; of the rows that lack the number."""
     unjudged: int = 0
     reasons: tuple[str, ...] = ()  # why rows were not judged
-    _beyond: tuple[Held, ...] = PrivateAttr(default=())
-
-    @property
-    def beyond(self) -> tuple[Held, ...]:
-        """What offends, the worst first; not known of a verdict that was read from a file."""
-        return self._beyond
+    beyond: Annotated[tuple[Held, ...], SkipValidation] = Field(default=(), exclude=True)
+    """What offends, the worst first; not known of a verdict that was read from a file."""
 
 
 class Calls(Record):
