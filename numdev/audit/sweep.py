@@ -31,14 +31,11 @@ class SweepPlan:
     grid: Grid
 
     @property
-    def cells(self) -> int:
-        return len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
-
-    @property
     def size(self) -> str:
         """How much there is to measure, in words."""
+        cells = len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
         seeds = len(self.request.seeds)
-        return f"{self.cells} cells x {seeds} seeds: {self.cells * seeds} tasks."
+        return f"{cells} cells x {seeds} seeds: {cells * seeds} tasks."
 
 
 def plan(request: SweepRequest) -> SweepPlan:

@@ -194,15 +194,12 @@ class Noise:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.tests = max(1, sum(len(metrics_of(pair)) for pair in pairs))
         self._level = 1 - ALPHA / 2 / self.tests
+        self.z = float(ndtri(self._level))
         self._together: dict[Key, list[Pair]] = {}
         for pair in pairs:
             if pair.inputs == "other":
                 for whole in (pair.call, pair.tensor):
                     self._together.setdefault(whole, []).append(pair)
-
-    @property
-    def z(self) -> float:
-        return float(ndtri(self._level))
 
     def judged(self, pair: Pair) -> list[Change]:
         """Every metric of the pair that both have, and what noise explains of its change."""
