@@ -307,8 +307,8 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     figures = []
     for (fmt, tensor), own in groups.items():
         curves: list[Curve] = []
-        for (label, role), counts in own.items():
-            shares = ([100 * n / max(1, sum(counts))] for n in counts)
+        for (label, role), numbers in own.items():
+            shares = ([100 * n / max(1, sum(numbers))] for n in numbers)
             names = ((i, name) for i, name in enumerate(ULP_LABELS))
             curves += _curve(label, role, dict(zip(names, shares, strict=True)))
         title = f"{fmt}, {tensor}: elements by the size of their error"
