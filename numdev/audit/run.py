@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numdev
 from numdev import report as records
 from numdev.audit.bench import Selection
 from numdev.audit.cluster import Cluster, Workers, at_work
@@ -222,10 +220,4 @@ def reproducers(
 
 def provenance(system: System, described: Mapping[str, Any], command: str) -> records.Provenance:
     """Where the numbers of a report made now, here, come from."""
-    return records.Provenance(
-        numdev=numdev.__version__,
-        command=command,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        system=system.as_dict(),
-        source=dict(described),
-    )
+    return records.Provenance.now(command, system.as_dict(), described)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numdev
 from numdev.errors import UsageError, closest
 from numdev.gate.compare_report import (
     CompareReport,
@@ -52,7 +51,7 @@ from numdev.report import (
     SweepReport,
     read,
 )
-from numdev.report.numbers import labelled, three
+from numdev.report.numbers import three
 
 MUST = (
     *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
@@ -103,12 +102,8 @@ def compare(
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
     result = compared(old, new, apart)
     return CompareReport(
-        provenance=Provenance(
-            numdev=numdev.__version__,
-            command=command,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            system=new.provenance.system,
-            source={"config": last, "run": new.provenance.source},
+        provenance=Provenance.now(
+            command, new.provenance.system, {"config": last, "run": new.provenance.source}
         ),
         request={"a": first, "b": last, "allow": sorted(allow)},
         **result._asdict(),
@@ -122,17 +117,18 @@ def compare(
 
 def _past(report: Measured) -> Past:
     """One line of a history."""
-    system, errors = report.provenance.system, defaultdict[str, list[float]](list)
-    for row in report.rows:
-        if row.role == "kernel" and row.tensor == "out" and row.floor_ratio is not None:
-            errors[f"{labelled(row.kernel, row.options)} {row.format}"].append(row.floor_ratio)
+    system, kernels = report.provenance.system, (r for r in report.rows if r.role == "kernel")
+    outputs = (r for r in kernels if r.tensor == "out" and r.floor_ratio is not None)
+    errors = grouped(outputs, lambda row: f"{label(row)} {row.format}")
     return Past(
         created=report.provenance.created,
         numdev=report.provenance.numdev,
         torch=system.get("packages", {}).get("torch", "not told"),
         on=system.get("gpu") or system.get("cpu") or "not told",
         outcome=report.outcome or "not told",
-        errors={kernel: statistics.median(values) for kernel, values in errors.items()},
+        errors={
+            k: statistics.median(x.floor_ratio or 0.0 for x in its) for k, its in errors.items()
+        },
     )
 
 

@@ -7,10 +7,12 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+import numdev
 from numdev.errors import UsageError, closest
 from numdev.report.foreign import plain
 from numdev.report.records.rows import (
@@ -149,6 +151,13 @@ class Provenance(Record):
     created: str  # UTC, ISO 8601
     system: dict[str, Any]
     source: dict[str, Any]  # the checkpoint's name and hash and the prompt, or the configuration's
+
+    @classmethod
+    def now(cls, command: str, system: Mapping[str, Any], source: Mapping[str, Any]) -> Provenance:
+        """Of a report that this version makes now."""
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        about: Any = {"system": dict(system), "source": dict(source)}
+        return cls(numdev=numdev.__version__, command=command, created=created, **about)
 
 
 class Report(Record):
