@@ -233,9 +233,8 @@ class Rules(Strict):
 def read_rules(path: Path) -> Rules:
     """A gate file; raises UsageError that names the file and the key."""
     rules = read_yaml(path, Rules)
-    return (
-        rules if "name" in rules.model_fields_set else rules.model_copy(update={"name": path.name})
-    )
+    own = rules.model_fields_set
+    return rules if "name" in own else rules.model_copy(update={"name": path.name})
 
 
 @lru_cache(maxsize=1)
