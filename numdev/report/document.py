@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
-from numdev.report import Axis, Curve, Figure
+from numdev.report import Axis, Curve, Figure, Point, Role
 from numdev.report.numbers import ratio, shade, si
 
 Medium = Literal["terminal", "html", "markdown"]
@@ -174,6 +175,18 @@ def cell_id(kernel: str, fmt: str, tensor: str, layer: str, head: int | None) ->
 def floors(value: float | None, title: str = "") -> Cell:
     """A multiple of the floor, shaded by its size."""
     return Cell(ratio(value), shade=shade(value), title=title)
+
+
+def curve(label: str, role: Role, numbers: Mapping[Any, Sequence[float]]) -> Iterator[Curve]:
+    """The medians at each place (its x, and what it is called); nothing where all of them are 0,
+    which a logarithmic axis does not have."""
+    points = tuple(
+        Point(x=x, label=name, mean=median(own), low=None, high=None)
+        for (x, name), own in numbers.items()
+        if own and median(own)
+    )
+    if points:
+        yield Curve(label=label, role=role, points=points)
 
 
 def tables_of(of: Figures) -> Iterator[Table]:

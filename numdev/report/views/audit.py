@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import add, attrgetter
-from statistics import median
 from typing import Any
 
 from numdev.gate.rows import grouped
@@ -22,7 +21,6 @@ from numdev.report import (
     KernelSummary,
     PartSummary,
     Places,
-    Point,
     ProfileRow,
     Role,
     Tick,
@@ -226,7 +224,7 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
         for (label, role), own in grouped(of_format, _kernel).items():
             its = grouped(own, attrgetter("layer"))
             ratios = {n: [row.floor_ratio or 0.0 for row in its.get(n, ())] for n in layers}
-            curves += _curve(label, role, {(n, f"layer {n}"): x for n, x in ratios.items()})
+            curves += doc.curve(label, role, {(n, f"layer {n}"): x for n, x in ratios.items()})
         figures.append(Figure(
             title=f"{fmt}: error / floor by layer, median head", metric="floor_ratio",
             relative=True, y_title="error / floor", y_scale="log", curves=tuple(curves),
@@ -238,20 +236,6 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
 
 def _kernel(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
     return labelled(row.kernel, row.options), row.role
-
-
-def _curve(
-    label: str, role: Role, numbers: Mapping[tuple[float, str], Sequence[float]]
-) -> Iterator[Curve]:
-    """The medians at each place (its x, and what it is called); nothing where all of them are 0,
-    which a logarithmic axis does not have."""
-    points = tuple(
-        Point(x=x, label=name, mean=median(own), low=None, high=None)
-        for (x, name), own in numbers.items()
-        if own and median(own)
-    )
-    if points:
-        yield Curve(label=label, role=role, points=points)
 
 
 # --- what stands below it ------------------------------------------------------------------------
@@ -273,7 +257,7 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
             errors = (_errors(row, relative) for row in own)
             bins = ([x for x in own if x is not None] for own in zip(*errors, strict=True))
             names = ((i, f"{what} {start}") for i, start in enumerate(rows[0].starts))
-            curves += _curve(label, role, dict(zip(names, bins, strict=True)))
+            curves += doc.curve(label, role, dict(zip(names, bins, strict=True)))
         figure = Figure(
             title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} ({length} "
             f"{what}s): error {'over what is predicted, ' if relative else ''}by position",
@@ -310,7 +294,7 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         for (label, role), numbers in own.items():
             shares = ([100 * n / max(1, sum(numbers))] for n in numbers)
             names = ((i, name) for i, name in enumerate(ULP_LABELS))
-            curves += _curve(label, role, dict(zip(names, shares, strict=True)))
+            curves += doc.curve(label, role, dict(zip(names, shares, strict=True)))
         title = f"{fmt}, {tensor}: elements by the size of their error"
         figures.append(Figure(title=title, metric="share", y_title="elements, %", y_scale="log",
                               curves=tuple(curves)))  # fmt: skip

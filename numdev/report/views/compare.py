@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from numdev.gate.compare_report import CompareReport, Group, Past
-from numdev.report import Axis, Curve, Figure, Places, Point, Tick
+from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.numbers import NONE, labelled, ratio, si
@@ -86,23 +86,15 @@ def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
         return
     made = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)
     yield doc.words(("made", "numdev", "torch", "on", "outcome"), made, title="History")
-    kernels = dict.fromkeys(kernel for each in past for kernel in each.errors)
     ticks = tuple(Tick(x=i, label=p.created[:10]) for i, p in enumerate(past))
-    curves = tuple(
-        Curve(
-            label=kernel,
-            role="kernel",
-            points=tuple(
-                Point(x=i, label=p.created[:10], mean=p.errors[kernel], low=None, high=None)
-                for i, p in enumerate(past)
-                if kernel in p.errors
-            ),
-        )
-        for kernel in kernels
-    )
+    curves: list[Curve] = []
+    for kernel in dict.fromkeys(kernel for each in past for kernel in each.errors):
+        errors = ((i, p.created[:10], p.errors.get(kernel)) for i, p in enumerate(past))
+        known = {(i, day): [error] for i, day, error in errors if error is not None}
+        curves += doc.curve(kernel, "kernel", known)
     figure = Figure(
         title="error / floor of the output, median head", metric="floor_ratio", relative=True,
-        y_title="error / floor", y_scale="linear", curves=curves,
+        y_title="error / floor", y_scale="linear", curves=tuple(curves),
     )  # fmt: skip
     axis = Axis(name="made", title="made", scale="category", ticks=ticks)
     yield doc.Figures((figure,), axis)
