@@ -119,16 +119,14 @@ def _past(report: Measured) -> Past:
     """One line of a history."""
     system, kernels = report.provenance.system, (r for r in report.rows if r.role == "kernel")
     outputs = (r for r in kernels if r.tensor == "out" and r.floor_ratio is not None)
-    errors = grouped(outputs, lambda row: f"{label(row)} {row.format}")
+    by_kernel = grouped(outputs, lambda row: f"{label(row)} {row.format}").items()
     return Past(
         created=report.provenance.created,
         numdev=report.provenance.numdev,
         torch=system.get("packages", {}).get("torch", "not told"),
         on=system.get("gpu") or system.get("cpu") or "not told",
         outcome=report.outcome or "not told",
-        errors={
-            k: statistics.median(x.floor_ratio or 0.0 for x in its) for k, its in errors.items()
-        },
+        errors={k: statistics.median(r.floor_ratio or 0.0 for r in its) for k, its in by_kernel},
     )
 
 

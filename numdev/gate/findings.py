@@ -248,8 +248,6 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
     count = call.failed or call.skipped or call.ok
     what = "backward passes" if call.backward else "calls"
     why = "; ".join(call.reasons[:3])
-    if len(call.reasons) > 3:
-        why += f"; and {len(call.reasons) - 3} other reasons"
     return Finding(
         **call.model_dump(include={"kernel", "options", "place"}),
         rule=rule,

@@ -240,14 +240,10 @@ def read_rules(path: Path) -> Rules:
 @lru_cache(maxsize=1)
 def default_rules() -> Rules:
     """configs/gate/default.yaml."""
-    return _bundled("default.yaml")
+    return read_yaml(bundled("gate/default.yaml"), Rules)
 
 
 def default_rules_for_checks() -> Rules:
     """The default rules, after those of configs/gate/check.yaml."""
-    rules, more = default_rules(), _bundled("check.yaml")
+    rules, more = default_rules(), read_yaml(bundled("gate/check.yaml"), Rules)
     return rules.model_copy(update={"thresholds": (*more.thresholds, *rules.thresholds)})
-
-
-def _bundled(name: str) -> Rules:
-    return read_yaml(bundled(f"gate/{name}"), Rules)
