@@ -117,6 +117,15 @@ class AttentionCase:
         """`positions` on the host: one transfer for all tiles."""
         return None if self.positions is None else self.positions.tolist()
 
+    def is_in(self, fmt: Format) -> bool:
+        """Whether rounding to `fmt` would only copy: all it is about is stored so already, and
+        hangs in no graph of autograd's."""
+        dtype, working = _storage(fmt)
+        parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
+        numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
+        stored = all(x.dtype == dtype and not x.requires_grad for x in numbers)
+        return stored and self.working == working
+
     def rounded_to(self, fmt: Format) -> AttentionCase:
         """The same call with q, k, v (and an additive mask, sinks, grad_out) rounded once to `fmt`.
 

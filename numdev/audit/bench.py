@@ -194,7 +194,8 @@ class Bench:
         cls, selection: Selection, fmt: Format, exact: tuple[Reference, Tensor], watch: Stopwatch
     ) -> Bench:
         """The selection in a format. `exact`: `Selection.exact` of the case as it came."""
-        given, case = selection.case, selection.case.rounded_to(fmt)
+        given = selection.case
+        case = given if given.is_in(fmt) else given.rounded_to(fmt)
         unrounded, (reference, lse) = exact[0], exact
         if not fmt.contains(given.format):
             with watch("reference"):
