@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from numdev.report import Axis, Figure, Record, Report
 
@@ -94,14 +94,6 @@ class TrainReport(Report):
     rows: tuple[TrainRow, ...]
     distances: tuple[DistanceRow, ...]
     figures: tuple[Figure, ...] = ()
-
-    @model_validator(mode="after")
-    def _of_listed_variants(self) -> TrainReport:
-        names = {v.name for v in self.variants}
-        used = {row.variant for row in self.rows} | {d.variant for d in self.distances}
-        if unlisted := sorted(used - names):
-            raise ValueError(f"variant of a row: expected one of variants, got {unlisted[0]!r}")
-        return self
 
     def tables(self) -> dict[str, Sequence[Record]]:
         return {"rows": self.rows, "distances": self.distances}
