@@ -24,13 +24,12 @@ AttentionFormat = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
 Step = Annotated[int, Field(ge=0, strict=True)]
-Keys = tuple[Set[str], Set[str]]  # keys that must be given, and those that may be
 MOST_STEPS = 10_000_000
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
 DIFFERENCES = {
     *("kernel", "backward_kernel", "format", "attention_format", "seed", "optimiser"),
 }
-OF_ROLE: dict[str, Keys] = {
+OF_ROLE: dict[str, tuple[Set[str], Set[str]]] = {
     "golden": ({"kernel"}, {"format", "attention_format", "optimiser"}),
     "flash": ({"kernel"}, set()),
     "low_precision": ({"format"}, set()),
@@ -38,16 +37,7 @@ OF_ROLE: dict[str, Keys] = {
     "other_seed": ({"seed"}, set()),
     "variant": (set(), DIFFERENCES),
 }
-"""What a variant in a role may say; in any other nothing."""
-
-
-def _check_keys(what: str, given: Set[str], keys: Keys) -> None:
-    needed, more = keys
-    if not needed <= given <= needed | more:
-        expected = ", ".join(sorted(needed)) or "nothing"
-        optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
-        got = ", ".join(sorted(given)) or "nothing"
-        raise ValueError(f"{what}: expected {expected}{optional}, got {got}")
+"""What a variant in a role must say, and may; in any other nothing."""
 
 
 class ModelConfig(Strict):
@@ -139,7 +129,12 @@ class VariantConfig(Strict):
     @model_validator(mode="after")
     def _in_its_role(self) -> VariantConfig:
         given = {name for name in DIFFERENCES if getattr(self, name) is not None}
-        _check_keys(f"{self.name}, {self.role}", given, OF_ROLE.get(self.role, (set(), set())))
+        needed, more = OF_ROLE.get(self.role, (set(), set()))
+        if not needed <= given <= needed | more:
+            expected = ", ".join(sorted(needed)) or "nothing"
+            optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
+            got = ", ".join(sorted(given)) or "nothing"
+            raise ValueError(f"{self.name}, {self.role}: expected {expected}{optional}, got {got}")
         return self
 
 
