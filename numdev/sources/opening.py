@@ -77,21 +77,17 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
     where the request is for gradients; with `projections`, those of a running model know the layer
     that made their queries. Raises UsageError for an option without meaning for this source."""
     path = _path(request)
-    pipeline = not request.cases and is_pipeline(path)
-    stored = not request.cases and not pipeline and holds_cases(path)
-    kind, meaningless = "no diffusers pipeline", FOR_PIPELINES
     if request.cases:
-        kind, meaningless = "a configuration", ("layers", *FOR_MODELS)
-    elif pipeline:
-        kind, meaningless = "a diffusers pipeline", NOT_FOR_PIPELINES
-    elif stored:
-        kind, meaningless = "a file of captured tensors", FOR_MODELS
-    refuse_options(request, kind, meaningless)
-    if request.cases:
+        refuse_options(request, "a configuration", ("layers", *FOR_MODELS))
         how = {"gradients": bool(request.backward)}
         return ConfigSource(request.target, request.cases, (request.seed,), system, **how)
-    if pipeline or stored:
-        return (PipelineSource if pipeline else TensorFileSource)(request, system)
+    if is_pipeline(path):
+        refuse_options(request, "a diffusers pipeline", NOT_FOR_PIPELINES)
+        return PipelineSource(request, system)
+    if holds_cases(path):
+        refuse_options(request, "a file of captured tensors", FOR_MODELS)
+        return TensorFileSource(request, system)
+    refuse_options(request, "no diffusers pipeline", FOR_PIPELINES)
     return CheckpointSource(request, system, projections=projections)
 
 
@@ -304,11 +300,8 @@ class CheckpointSource(Source):
             self.upstream = Upstream(seed=request.seed, why_not=why_not)
             if not self.streamed:
                 self.upstream = find_upstream(self.model, self.prompt.inputs, request.seed)
-            mode = (
-                ", in eval mode (no dropout)"
-                if self.upstream.loss and not self.model.training
-                else ""
-            )
+            evaluates = self.upstream.loss and not self.model.training
+            mode = ", in eval mode (no dropout)" if evaluates else ""
             self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
 
     def describe(self) -> dict[str, Any]:
@@ -320,7 +313,7 @@ class CheckpointSource(Source):
             "architecture": type(self.model).__name__,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "prompt": self.prompt.description,
-            "prompt_sha256": self.prompt.digest,
+            "prompt_sha256": digest_of(self.prompt.inputs),
             **({"grad_out": self.upstream.describe()} if self.upstream else {}),
         }
 

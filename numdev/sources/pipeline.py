@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -256,10 +257,7 @@ def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
 
 def _class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any:
     """The class of that library, if it is of one of these kinds, and no other thing it has."""
-    import diffusers
-    import transformers
-
-    module: Any = {"diffusers": diffusers, "transformers": transformers}[library]
+    module: Any = importlib.import_module(library)
     with blaming(path, f"find {kind}"):
         cls = getattr(module, kind, None)
     if isinstance(cls, type) and issubclass(cls, tuple(getattr(module, a) for a in allowed)):
