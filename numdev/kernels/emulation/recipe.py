@@ -263,17 +263,15 @@ ABOUT: Mapping[str, str] = {
 """What each preset stands for."""
 
 
-def recipe(
-    preset: str = "fa2", *, sites: Mapping[str, str | None] | None = None, **options: Any
-) -> Recipe:
+def recipe(preset: str = "fa2", **options: Any) -> Recipe:
     """The preset with some of its parts replaced; a value of None leaves the preset's.
 
-    `options` are fields of `Recipe` and sites. With `memory` the tiles follow FlashAttention-1's
-    rule in every preset. Raises UsageError for an unknown preset, option, format or choice, naming
-    the closest, and for parts that contradict one another."""
+    `options` are fields of `Recipe`, and sites by name or together as `sites`. With `memory` the
+    tiles follow FlashAttention-1's rule in every preset. Raises UsageError for an unknown preset,
+    option, format or choice, naming the closest, and for parts that contradict one another."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
-    return changed(PRESETS[preset], sites=sites, **options)
+    return changed(PRESETS[preset], **options)
 
 
 def changed(
