@@ -41,6 +41,8 @@ def attend(case: AttentionCase) -> Reference:
 
     NaN and infinity in the inputs propagate as the arithmetic has it, but a key of probability 0
     has no part in the sum, whatever its V holds. Inputs of any format are widened exactly."""
+    if not case.q.is_cuda:
+        return blocked.attend(case)
     return _fast_or_plain(case, fused.attend, blocked.attend)
 
 
@@ -51,6 +53,8 @@ def gradients(case: AttentionCase) -> Gradients:
     part in each other's gradients, whatever Q, K, V and dO hold there; elsewhere NaN and infinity
     propagate as the arithmetic has it. An empty row adds nothing to any gradient. Raises UsageError
     for a case without grad_out."""
+    if not case.q.is_cuda:
+        return blocked.gradients(case)
     return _fast_or_plain(case, fused.gradients, blocked.gradients)
 
 
@@ -68,9 +72,9 @@ def key_gradients(case: AttentionCase, keys: Tensor, whole: Reference) -> dict[s
 def _fast_or_plain(
     case: AttentionCase, fast: Callable[[AttentionCase], R], plain: Callable[[AttentionCase], R]
 ) -> R:
-    """The fast path's result on CUDA; if that refuses, the plain one's with the reason."""
+    """The fast path's result, or the plain one's with the reason."""
     try:
-        return fast(case) if case.q.is_cuda else plain(case)
+        return fast(case)
     except Refused as refusal:
         return dataclasses.replace(plain(case), by=f"blocked: {refusal.message}")
 
