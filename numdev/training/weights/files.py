@@ -56,7 +56,7 @@ class Weights:
 
 
 def open_weights(target: str) -> Weights:
-    """Open the weights at a path, or the demo's; prefixes that all names have are taken off. Damaged
+    """Open the weights at a path, or the demo's; prefixes common to all names are left out. Damaged
     files are no error here, and there may be no tensor left. Raises UsageError where there are
     none, or not clear which are meant."""
     path = demo_checkpoint() if target == "demo" else Path(target)
