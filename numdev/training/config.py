@@ -50,8 +50,7 @@ class ModelConfig(Strict):
     heads: Positive
     kv_heads: Positive | None = None
     context: Positive  # tokens in a window
-    mlp: Positive | None = None
-    """Its hidden width. None: 8/3 of the width, up to a multiple of 32 (llama), or 4 times it."""
+    mlp: Positive | None = None  # its hidden width
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
@@ -71,7 +70,7 @@ class ModelConfig(Strict):
 
     @property
     def hidden(self) -> int:
-        """The width of the MLP."""
+        """The width of the MLP: as set, else as the models of that kind have it."""
         if self.mlp is not None:
             return self.mlp
         return -(-8 * self.width // 96) * 32 if self.kind == "llama" else 4 * self.width
@@ -83,8 +82,7 @@ class DataConfig(Strict):
     source: Literal["stdlib", "text"]
     files: tuple[str, ...] = ()
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None
-    """Of bpe: how many tokens it may have (2048)."""
+    vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None  # of bpe; 2048
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -104,25 +102,21 @@ class Optimiser(Strict):
     eps: Above = 1e-8
     momentum: Share = 0.0  # of sgd
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up; `cosine` ends at `final` of the highest."""
+    schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up
     warmup: Step = 0  # steps over which the rate grows linearly
-    final: Share = 0.01
+    final: Share = 0.01  # of the highest rate, where `cosine` ends
     clip: Above | None = 1.0  # the largest norm of all gradients together; None: not clipped
 
 
 class VariantConfig(Strict):
-    """One run beside the others. What is None is as in the golden run."""
+    """One run beside the others (docs/training.md). What is None is as in the golden run."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     role: VariantRole = "variant"
     kernel: Named | None = None
-    backward_kernel: Named | None = None
-    """Whose gradients it has: those of this kernel's whole training step, its forward pass
-    included. None: its own kernel's, whatever the golden run has."""
+    backward_kernel: Named | None = None  # None: its own, whatever the golden run has
     format: Format | None = None
-    attention_format: AttentionFormat | None = None
-    """q, k and v are cast to it, and the output back. In the golden run None: the network's."""
+    attention_format: AttentionFormat | None = None  # in the golden run None: the network's
     seed: Positive | None = None  # added to the run's, for another initialisation
     optimiser: Optimiser | None = None  # the keys given here; the others are those of `optimiser`
 
@@ -189,10 +183,8 @@ class TrainConfig(_Run):
     """The keys of a YAML file for `numdev train`."""
 
     seeds: Seeds = (0,)  # A list, or how many, counted from 0
-    record: Literal["log"] | tuple[Step, ...] = "log"
-    """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... First and last
-    are too."""
-    record_every: Positive | None = None  # and all multiples of this
+    record: Literal["log"] | tuple[Step, ...] = "log"  # steps at which everything is measured,
+    record_every: Positive | None = None  # and all multiples of this (`recorded_steps`)
     optimiser: Optimiser = Optimiser()
     variants: tuple[VariantConfig, ...]
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,8 +13,6 @@ delta_o rounds O as it was before its cast at `out`; the two are separate, so th
 made exact alone. With stochastic rounding every step draws anew, so that S, P and dP are not those
 of forward, nor, with delta from dP o P, those delta was made from.
 
-How far `compute="float32"` and blocks at once may be from fp64 is derived in docs/sites.md.
-
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; d of any of
 them the gradient with respect to it, delta = rowsum(dO o O), o elementwise."""
 
