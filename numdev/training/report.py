@@ -36,8 +36,7 @@ class VariantRecord(Record):
     format: str  # `float32`, `bfloat16`, `float16` (autocast over fp32 weights), `pure bfloat16`
     attention_format: str
     ran: str | None = None  # what the kernel said it ran
-    differs: dict[str, Any] = Field(default_factory=dict)
-    """What else differs from the golden run: seed, data order, optimiser, gradients' kernel."""
+    differs: dict[str, Any] = Field(default_factory=dict)  # seed, optimiser, gradients' kernel
 
 
 class TrainRow(Record):
@@ -61,8 +60,7 @@ class DistanceRow(Record):
     seed: int
     variant: str
     step: int
-    of: Literal["weights", "gradient"]
-    """The gradient is that of the first batch, before any update: step 0."""
+    of: Literal["weights", "gradient"]  # that of the first batch, before any update: step 0
     elements: int
     nonfinite: int = 0  # of them, in one of the two: then there is no distance
     max_abs: float | None
