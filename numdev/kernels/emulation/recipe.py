@@ -302,9 +302,8 @@ def _check(name: str, value: Any) -> None:
         if value not in _CHOICES[name]:
             raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
     elif name not in STABILISED:
-        least = -math.inf if name == "seed" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            positive = "" if name == "seed" else "positive "
+        positive = "" if name == "seed" else "positive "
+        if type(value) is not int or (positive and value < 1):
             raise UsageError(f"{name} is {value!r}", hint=f"expected a {positive}whole number")
 
 
@@ -316,6 +315,5 @@ def check_stabilised(options: Mapping[str, Any]) -> None:
             continue
         if options["softmax"] != "stabilised":
             raise UsageError(f"{name} is of the stabilised softmax", hint="softmax: stabilised")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and least <= value < math.inf):
+        if type(value) not in (int, float) or not least <= value < math.inf:
             raise UsageError(f"{name} is {value!r}", hint=f"expected a number from {least} on")
