@@ -5,7 +5,6 @@ holds every variant complete, so that the report shows what ran."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Set
@@ -265,8 +264,7 @@ def recorded_steps(
     """The steps at which rows are made, ascending: 0 and the last always."""
     asked: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
     if record == "log":
-        decades = itertools.takewhile(lambda ten: ten <= steps, (10**n for n in itertools.count()))
-        asked |= {first * ten for ten in decades for first in (1, 2, 3, 5)}
+        asked |= {first * 10**n for n in range(len(str(steps))) for first in (1, 2, 3, 5)}
     else:
         asked |= set(record)
     return tuple(sorted(step for step in asked if step <= steps))
