@@ -168,16 +168,14 @@ def capture(
     return found
 
 
-def compare(
-    old: str | Path | Report, new: str | Path | Report, *, allow: Sequence[str] = ()
-) -> CompareReport:
+def compare(*reports: str | Path | Report, allow: Sequence[str] = ()) -> CompareReport:
     """What moved beyond noise from one audit (or sweep) to another of the same request: what
-    `numdev compare` says. Each is a report, its file or its directory; `allow` names the keys in
-    which the requests may differ.
+    `numdev compare` says, of three or more with their history. Each is a report, its file or its
+    directory; `allow` names the keys in which the requests may differ.
 
     Raises UsageError for two that do not measure the same, MeasurementError for what cannot be
     read."""
-    sides = (Path(x) if isinstance(x, str) else x for x in (old, new))
+    sides = (Path(x) if isinstance(x, str) else x for x in reports)
     return comparing.compare(*sides, allow=allow, command="numdev.compare")
 
 

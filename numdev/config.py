@@ -6,6 +6,7 @@ with an `Option` is on the command line too; the string under it is its help."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,10 +297,7 @@ def audit_request(
     elif path.exists():
         name, fields = path.resolve().name, {"checkpoint": str(path)}
     else:
-        raise UsageError(
-            f"{target}: no such file or directory",
-            hint="give a checkpoint, a file of captured tensors, a YAML file, or `demo`",
-        )
+        name, fields = str(target), {"checkpoint": _cached(str(target))}
     return validated({**fields, **_asked(flags), "target": name}, AuditRequest, str(path))
 
 
@@ -311,6 +309,20 @@ def sweep_request(path: Path, flags: Mapping[str, Any]) -> SweepRequest:
     if first is not None:
         asked["seeds"] = tuple(range(first, first + len(config.seeds)))
     return validated({**_given(config), **asked, "target": path.name}, SweepRequest, str(path))
+
+
+def _cached(name: str) -> str:
+    """Where the local cache of Hugging Face has the model of this name; nothing is downloaded."""
+    hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return snapshot_download(name, local_files_only=True)
+        except (HFValidationError, LocalEntryNotFoundError):
+            hint += f"; a model of Hugging Face must be here: `hf download {name}`"
+    raise UsageError(f"{name}: no such file or directory", hint=hint)
 
 
 def _given(config: Strict) -> dict[str, Any]:

@@ -239,8 +239,8 @@ def test_the_answer_comes_first_and_holds_both_windows(bounds: Found) -> None:
     c = compared(found, "low-precision", "early")
     w1 = compared(found, "low-precision", "early", "w1")
     assert first.startswith(
-        f"Before step 100, where curves begin to merge: flash changes weights {c.ratio:.2f} x "
-        f"[{c.low:.2f} to {c.high:.2f}] as much as low-precision (W1 {w1.ratio:.2f} x), where the "
+        f"Before step 100, where curves begin to merge: flash changes weights {c.ratio:.2f}× "
+        f"[{c.low:.2f} to {c.high:.2f}] as much as low-precision (W1 {w1.ratio:.2f}×), where the "
         "first paper reports 0.2 to 0.5; "
     )
     assert second.startswith("From step 200 on curves have merged: a distance there says how ")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from numdev import report
 from numdev.audit.journal import JOURNAL
 from numdev.cli.main import COMMANDS, cli
 from numdev.cli.session import watching
+from numdev.config import demo_checkpoint
 
 ROOT = Path(numdev.__file__).parent.parent
 TINY = """\
@@ -124,6 +126,7 @@ USAGE = [
     ("audit demo --layers 5-3", "--layers: expected a list as 0,3-5, got '5-3'", ""),
     ("audit demo --heads 3-", "--heads: expected a list", "got '3-'"),
     ("audit demo --heads \u00b2", "--heads: expected a list", "got '\u00b2'"),
+    ("audit org/none", "org/none: no such file", "`hf download org/none`"),
     ("audit tiny.yaml --layers 0", "tiny.yaml", "leave"),
     ("audit demo --length 0", "--length", "numdev audit --help"),
     ("audit --fast", "--fast", "see `numdev audit --help`"),
@@ -213,16 +216,27 @@ def test_json_is_the_report_and_nothing_else(run: Any) -> None:
     assert "hello" in ran.err
 
 
+def test_a_model_that_was_downloaded_is_found_by_its_name(run: Any, monkeypatch: Any) -> None:
+    """In the cache of Hugging Face, as `hf download org/tiny` leaves it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
+    model = Path("cache/models--org--tiny")
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text("1" * 40)
+    shutil.copytree(demo_checkpoint(), model / "snapshots" / ("1" * 40))
+    ran = run("audit", "org/tiny", "--layers", "0", "--kernel", "sdpa-math", "--length", "9")
+    assert (ran.code, "org/tiny, 8 x 9 token ids" in ran.out) == (0, True)
+
+
 def test_an_audit_judges_itself(run: Any) -> None:
     """With the gate's code, page and files; a wrong rule file costs no measurement."""
-    Path("mine.py").write_text("def twice(q, k, v, is_causal=False):\n    return 2 * v\n")
-    wrong = ("--kernel", "mine:twice", "--reproducers", "0")
+    Path("doubled.py").write_text("def twice(q, k, v, is_causal=False):\n    return 2 * v\n")
+    wrong = ("--kernel", "doubled:twice", "--reproducers", "0")
     ran = run("audit", "tiny.yaml", "-o", "out", "--gate", "--junit", "files/out.xml")
     assert (ran.code, ran.out.strip()[:4], ran.err) == (0, "PASS", "Report: out/report.html\n")
     assert ran.out == run("gate", "out").out
     assert "<testsuite" in Path("files/out.xml").read_text()
     ran = run("audit", "tiny.yaml", "-o", "bad", "--github", *wrong)
-    assert (ran.code, "::error title=mine" in ran.out) == (1, True)
+    assert (ran.code, "::error title=doubled" in ran.out) == (1, True)
     ran = run("audit", "tiny.yaml", "-o", "bad", "--gate", "--json", *wrong)
     assert (ran.code, json.loads(ran.out)["kind"]) == (1, "audit")
     assert run("audit", "tiny.yaml", "-o", "new", "--thresholds", "no.yaml").code == 2

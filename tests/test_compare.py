@@ -23,6 +23,8 @@ from numdev.gate.compare import Compared, compare, compared
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
 from numdev.report import Axis, DeviationRow, SweepReport, SweepSummary, Tick
+from numdev.report.document import Figures
+from numdev.report.views import document_of
 
 HEADS = tuple(head(h) for h in range(4))
 
@@ -335,6 +337,26 @@ def written(directory: Path, report: reports.Report) -> Path:
 
 def of(tmp_path: Path, a: reports.Report, b: reports.Report, **options: Any) -> CompareReport:
     return compare(written(tmp_path / "a", a), written(tmp_path / "b", b), **options)
+
+
+def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
+    """By when they were made, whatever the order of the arguments; another request is refused."""
+
+    def night(day: int, ratio: float, **changes: Any) -> reports.AuditReport:
+        made = audit(*(head(h, floor_ratio=ratio, expected_ratio=ratio) for h in range(4)))
+        when = made.provenance.model_copy(update={"created": f"2026-11-0{day}T03:00:00+00:00"})
+        request = {**made.request, **changes}
+        return made.model_copy(update={"provenance": when, "request": request})
+
+    found = compare(night(3, 1.5), night(1, 1.0), night(2, 1.25))
+    assert [past.created[8:10] for past in found.history] == ["01", "02", "03"]
+    assert [[*past.errors.values()] for past in found.history] == [[1.0], [1.25], [1.5]]
+    assert (found.a.created[8:10], found.b.created[8:10], found.exit_code) == ("02", "03", 1)
+    shown = document_of(found).shown_in("html")
+    assert any(isinstance(node, Figures) for node in shown)
+    assert not compare(night(1, 1.0), night(2, 1.0)).history
+    with pytest.raises(UsageError, match="differ in length"):
+        compare(night(1, 1.0, length=77), night(2, 1.0), night(3, 1.0))
 
 
 OTHER: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +17,15 @@ from numdev.audit.explanations import profile
 from numdev.audit.run import audit
 from numdev.audit.task import measure_task
 from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.formats import format_named
 from numdev.kernels import find
+from numdev.metrics.histogram import by_ulps
 from numdev.metrics.sampling import BINS, FEWEST, starts
+from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.document import Bullets, Figures
 from numdev.report.renderers import html, markdown
-from numdev.report.views.audit import positions
+from numdev.report.views.audit import positions, spread
 
 
 def sound(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
@@ -99,6 +103,31 @@ def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> Non
     bad, good = (drawn(made.profiles, f"test_profile:{name}") for name in ("late", "sound"))
     assert bad[-1] > 5
     assert [*bad[:7], *good] == pytest.approx([1.0] * 26, abs=0.1)
+
+
+def test_errors_in_ulps_are_counted_by_size(made: AuditReport) -> None:
+    """Against math.frexp, an element each; the floor has none above half an ulp, a kernel's are all
+    its elements, and the page has their shares."""
+    errors = [0.0, 2.0**-6, 2.0**-5, 0.49, 0.5, 1.0, 63.0, 64.0, 1e9, math.nan, 3.0]
+    one = torch.ones(1, 1, len(errors), 1, dtype=torch.float64)
+    off = torch.tensor(errors, dtype=torch.float64).reshape_as(one)
+    empty = torch.zeros(1, 1, len(errors), dtype=torch.bool)
+    empty[..., -1] = True
+    yardstick = Yardstick(
+        reference=one, term_scale=one, empty=empty, format=format_named("bfloat16")
+    )
+    counts = [0] * 13
+    for error in errors[:-2]:
+        counts[min(max(math.frexp(error)[1] - 1, -6), 6) + 6 if error else 0] += 1
+    assert by_ulps(one + off * 2.0**-7, yardstick) == tuple(counts)
+    (figure,) = (f for node in spread(made.profiles) for f in node.figures)
+    shares = {c.label: {p.label: p.mean for p in c.points} for c in figure.curves}
+    assert all(sum(of.values()) == pytest.approx(100) for of in shares.values())
+    assert {"1", "2"}.isdisjoint(shares["floor"])
+    late, sound = (shares[f"test_profile:{name}"] for name in ("late", "sound"))
+    assert sound == pytest.approx(shares["test_profile:sound, predicted"], abs=0.5)
+    assert late["4"] > 0.1
+    assert "4" not in shares["test_profile:late, predicted"]
 
 
 def test_the_page_draws_them(made: AuditReport) -> None:

@@ -153,7 +153,7 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
 
 
 @pytest.mark.parametrize(("means", "ratio", "said"), [
-    ((1.0, 9.0, 2.0), 0.5, "1 at 0 to 9 at 1 to 2 at 2; over base 0.50 x."),
+    ((1.0, 9.0, 2.0), 0.5, "1 at 0 to 9 at 1 to 2 at 2; over base 0.50×."),
     ((1.0, 3.0, 2.0), 1.3e13, "1 at 0 to 2 at 2."),
 ])  # fmt: skip
 def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) -> None:

@@ -510,6 +510,7 @@ def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow
         shown = {"tensor": tensor, "length": length, "starts": starts(length)}
         shown["counts"] = [int(n) for n in along["counted"]]
         shown["errors"] = _rms(along["relative"], along["counted"])
+        shown |= {"ulps": deviation.ulps, "ulps_predicted": deviation.ulps_predicted}
         if task.role == "kernel" and "predicted" in along:
             least = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
             shown["predicted"] = _rms(least, along["expected_count"])

@@ -34,7 +34,8 @@ def audit(
 ) -> None:
     """Audit the attention of a model, of captured tensors, or of the shapes in a YAML file.
 
-    TARGET is a Hugging Face checkpoint directory, a state dict (.safetensors, its sharded index,
+    TARGET is a Hugging Face checkpoint directory, the name of a model in the local cache of
+    Hugging Face (org/model), a state dict (.safetensors, its sharded index,
     .pt, .pth, .bin, or a torch.distributed.checkpoint directory; with --model), a diffusers
     pipeline's directory, a .safetensors file of captured tensors or a directory of them,
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Without it,

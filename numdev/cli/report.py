@@ -72,18 +72,18 @@ def _text(found: Report, form: str, directory: Path) -> str:
 
 
 @command("compare reports/torch-2.11 reports/torch-2.13")
-@click.argument("a", type=FILE)
-@click.argument("b", type=FILE)
+@click.argument("reports", type=FILE, nargs=-1, required=True)
 @click.option(
     "--allow", multiple=True, metavar="KEY",
     help="Compare although the requests differ in this key, for example seed. Repeatable.",
 )  # fmt: skip
 @click.pass_context
 def compare(
-    context: click.Context, a: Path, b: Path, allow: tuple[str, ...], results: Results
+    context: click.Context, reports: tuple[Path, ...], allow: tuple[str, ...], results: Results
 ) -> None:
     """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel. Or
-    from sweep to sweep, which must have kept the rows of heads.
+    from sweep to sweep, which must have kept the rows of heads. Of three reports or more the last
+    is compared with the one before, by when they were made, and all are shown as a history.
 
     Each is a report.json or a directory with one, of the same request. Needs neither torch nor a
     GPU. Exit code 0: nothing moved. 1: a number moved beyond noise, something else ran, or a row is
@@ -91,7 +91,7 @@ def compare(
     failed, or no row is in both."""
     from numdev.gate.compare import compare as run
 
-    found = run(a, b, allow=allow, command=command_line())
+    found = run(*reports, allow=allow, command=command_line())
     directory = results.claim("compare", found.request)
     context.find_root().obj = found.exit_code
     results.hand_over(found, directory)

@@ -96,16 +96,16 @@ class Results:
             click.echo(text_of(found))
         elif not self.quiet and not verdict:
             terminal.show(found)
-        code = (
-            verdict.of(found, "nothing" if self.quiet or self.as_json else "page") if verdict else 0
-        )
+        if verdict:
+            code = verdict.of(found, "nothing" if self.quiet or self.as_json else "page")
         if scripts and self.watched(scripts, found, directory=directory, say=self.say):
             html.write(found, directory)  # which shows them
         if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
         if not found.measured:
             raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")
-        click.get_current_context().exit(code)
+        if verdict:
+            click.get_current_context().exit(code)
 
 
 @contextlib.contextmanager

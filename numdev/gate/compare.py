@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from numdev.gate.compare_report import (
     Difference,
     Group,
     Move,
+    Past,
     Presence,
 )
 from numdev.gate.findings import label, listed
@@ -51,7 +52,7 @@ from numdev.report import (
     SweepReport,
     read,
 )
-from numdev.report.numbers import three
+from numdev.report.numbers import labelled, three
 
 MUST = (
     *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
@@ -80,20 +81,26 @@ OTHER = (
 
 
 def compare(
-    a: Path | Report, b: Path | Report, *, allow: Collection[str] = (), command: str = ""
+    *reports: Path | Report, allow: Collection[str] = (), command: str = ""
 ) -> CompareReport:
     """Report B beside report A, each of an audit or a sweep: the report, its file or its directory.
+    Of three or more, the last beside the one before, by when they were made, and their history.
 
     Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
     in `allow`; MeasurementError for a report that cannot be understood."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
-    old, new = _measured(a), _measured(b)
-    names = [
-        f"report of {x.provenance.created}" if isinstance(x, Report) else str(x) for x in (a, b)
+    if len(reports) < 2:
+        raise UsageError(f"compare: expected two reports or more, got {len(reports)}")
+    given = [
+        (_measured(x), f"report of {x.provenance.created}" if isinstance(x, Report) else str(x))
+        for x in reports
     ]
-    apart = shared_request(old, new, allow)
+    if len(given) > 2:
+        given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
+    (old, first), (new, last) = given[-2:]
+    apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
     result = compared(old, new, apart)
     return CompareReport(
         provenance=Provenance(
@@ -101,14 +108,31 @@ def compare(
             command=command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             system=new.provenance.system,
-            source={"config": names[1], "run": new.provenance.source},
+            source={"config": last, "run": new.provenance.source},
         ),
-        request={"a": names[0], "b": names[1], "allow": sorted(allow)},
+        request={"a": first, "b": last, "allow": sorted(allow)},
         **result._asdict(),
         a=old.provenance,
         b=new.provenance,
         allowed=tuple(apart),
         changes=_changes(old, new),
+        history=tuple(_past(x) for x, _ in given) if len(given) > 2 else (),
+    )
+
+
+def _past(report: Measured) -> Past:
+    """One line of a history."""
+    system, errors = report.provenance.system, defaultdict[str, list[float]](list)
+    for row in report.rows:
+        if row.role == "kernel" and row.tensor == "out" and row.floor_ratio is not None:
+            errors[f"{labelled(row.kernel, row.options)} {row.format}"].append(row.floor_ratio)
+    return Past(
+        created=report.provenance.created,
+        numdev=report.provenance.numdev,
+        torch=system.get("packages", {}).get("torch", "not told"),
+        on=system.get("gpu") or system.get("cpu") or "not told",
+        outcome=report.outcome or "not told",
+        errors={kernel: statistics.median(values) for kernel, values in errors.items()},
     )
 
 

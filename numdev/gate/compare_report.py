@@ -64,6 +64,17 @@ class Presence(OfKernel):
     place: Place
 
 
+class Past(Record):
+    """A report of the history."""
+
+    created: str
+    numdev: str
+    torch: str
+    on: str  # the GPU, or the CPU
+    outcome: str
+    errors: dict[str, float]  # by kernel and format: median error of the output over the floor
+
+
 class CompareSummary(Record):
     """The first sentences, and how it was judged."""
 
@@ -84,6 +95,7 @@ class CompareReport(Report):
     groups: tuple[Group, ...]
     moves: tuple[Move, ...] = ()  # the farthest beyond noise first
     presences: tuple[Presence, ...] = ()
+    history: tuple[Past, ...] = ()  # of three reports or more: all of them, the oldest first
 
     @property
     def moved(self) -> bool:

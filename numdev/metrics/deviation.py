@@ -25,6 +25,7 @@ from torch import Tensor
 
 from numdev.formats import Format
 from numdev.metrics.bias import UNJUDGED, bias
+from numdev.metrics.histogram import by_ulps
 from numdev.metrics.intervals import intervals, of_sums
 from numdev.metrics.row_sums import Totals, plain_sums, row_sums, to_host
 from numdev.metrics.sampling import Strata
@@ -45,6 +46,8 @@ class Deviation:
     """Sums by bin of positions (`row_sums.ALONG`), [bins], where bins were given."""
     ratios: Tensor | None = None
     """[B, H, rows]: beside what is predicted for the row; infinite where it is not finite."""
+    ulps: tuple[int, ...] = ()  # elements by the size of their error, where bins were given
+    ulps_predicted: tuple[int, ...] | None = None
 
 
 def measure(
@@ -71,7 +74,11 @@ def measure(
     ratios = by_row.largest.get("worst_row")
     if ratios is not None:
         ratios = ratios.masked_fill(by_row.sums["nonfinite"] > 0, math.inf)
-    return Deviation(heads=_finished(heads, totals), along=totals.along, ratios=ratios)
+    spread: dict[str, Any] = {}
+    if bins is not None:
+        spread["ulps"] = by_ulps(output, yardstick)
+        spread["ulps_predicted"] = None if expected is None else by_ulps(expected, yardstick)
+    return Deviation(heads=_finished(heads, totals), along=totals.along, ratios=ratios, **spread)
 
 
 def measure_plain(

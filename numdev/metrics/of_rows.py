@@ -60,3 +60,7 @@ def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     if ends is None or value is None or not row.rms:
         return ends
     return ends[0] * value / row.rms, ends[1] * value / row.rms
+
+
+ULPS = (-5, 6)
+"""A histogram's first bin holds errors below 2^-5 ulp, its last those from 2^6 ulp on."""

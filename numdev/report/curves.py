@@ -257,7 +257,7 @@ def _words_of(place: Place) -> str:
 
 
 def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
-    """`LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31 x [0.30 to 0.32]`
+    """`LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31× [0.30 to 0.32]`
     for each curve of the first metric, the baseline last. The ratio is of the last point; where the
     axis has no order, the ends are the least and the largest mean. A peak twice as high as both
     ends stands between them."""
@@ -278,7 +278,7 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
         for _, _, cell in ends[-1:] if label != baseline else ():
             if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:
                 continue
-            said += f"; over {baseline} {times(cell.ratio)} x"
+            said += f"; over {baseline} {times(cell.ratio)}×"
             if cell.ratio_low is not None:
                 said += f" [{times(cell.ratio_low)} to {times(cell.ratio_high)}]"
         text.append(f"{said}.")

@@ -29,7 +29,14 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.files import SplitTensor, blaming, is_distributed, quiet, read_json
+from numdev.sources.files import (
+    SplitTensor,
+    blaming,
+    is_distributed,
+    name_of,
+    quiet,
+    read_json,
+)
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = (
@@ -69,7 +76,7 @@ class Weights:
         if is_distributed(path):
             nesting, split, own["files"] = storage.open_distributed(path)
             own |= {"split": split, "nesting": nesting, "prefix": storage.common_prefix([*split])}
-        return cls(path=path, name=path.resolve().name, **own)
+        return cls(path=path, name=name_of(path), **own)
 
     @property
     def vocab_size(self) -> int | None:

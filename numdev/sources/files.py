@@ -34,6 +34,13 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")  # where scripts 
 PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 
 
+def name_of(directory: Path) -> str:
+    """Its own, or what Hugging Face calls the model whose cache it is in."""
+    whole = directory.resolve()
+    model = whole.parents[1].name if whole.parent.name == "snapshots" else ""
+    return model.partition("--")[2].replace("--", "/") or whole.name
+
+
 def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path, ...]:
     """The first of these files that is there, whole or sharded with an index."""
     for name in names:

@@ -29,7 +29,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import capture as capturing
 from numdev.sources import files as storage
-from numdev.sources.files import blaming, quiet
+from numdev.sources.files import blaming, name_of, quiet
 from numdev.sources.loss import drawn_from, with_drawn
 from numdev.sources.prompts import read_text
 from numdev.system import System
@@ -105,7 +105,7 @@ class PipelineSource:
         stored = [file for file in sorted(stored) if file.is_file() and file.suffix in kinds]
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
         return {
-            "checkpoint": self.path.resolve().name,
+            "checkpoint": name_of(self.path),
             "sha256": storage.identity((self.path / INDEX, *stored)),
             "pipeline": f"{self.kind} of diffusers {version('diffusers')}",
             "architecture": type(self.denoiser).__name__,
@@ -211,7 +211,7 @@ class PipelineSource:
             finally:
                 del scheduler.step  # that of the class comes forth again
 
-        watch = capturing.Watch(self.denoiser, source=self.path.resolve().name, step=lambda: now)
+        watch = capturing.Watch(self.denoiser, source=name_of(self.path), step=lambda: now)
         capturing.capture_run(run, watch, on_call)
         self.notes += layers.notes(self.request.target)
 

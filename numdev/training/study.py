@@ -248,7 +248,7 @@ def answer(
                 figures.mean([d.rel for d in x if d.step == step and d.rel is not None] or [0.0])
                 for x in (own, chance if chance != own else [])
             )
-            beside = f" ({times(apart / by_chance)} x re-rounding)" if by_chance else ""
+            beside = f" ({times(apart / by_chance)}× re-rounding)" if by_chance else ""
             yield OFF.format(label=label, apart=si(apart), step=step, beside=beside)
     for name in (v.name for v in variants):
         own_rows = [row for row in rows if row.variant == name and row.step > 0]

@@ -199,6 +199,10 @@ class ProfileRow(OfKernel):
     counts: tuple[int, ...]  # rows of each bin that were measured and have a relative error
     errors: tuple[float | None, ...]  # root mean square
     predicted: tuple[float | None, ...] | None = None  # the same of what its roundings predict
+    ulps: tuple[
+        Count, ...
+    ] = ()  # elements that err by less than 1/32 ulp, then by up to twice that
+    ulps_predicted: tuple[Count, ...] | None = None
 
 
 class WeightRow(Record):

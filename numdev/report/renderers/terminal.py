@@ -1,10 +1,13 @@
 """A document in the terminal, with rich, and the progress bar of a study.
 
 Results go to stdout, progress to stderr. Colour carries nothing that the text does not say. Names
-and messages are foreign text: they go through `_text`, never through rich's markup."""
+and messages are foreign text: they go through `_text`, never through rich's markup. In a file or a
+pipe lines are not broken (unless $COLUMNS says so), and progress is a line now and then."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,11 +28,15 @@ STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yel
 SHADES = ("green", "yellow", "dark_orange", "bold red", "bold red")
 NUMBER = 9  # characters that a column of a series takes
 MAP = 5  # characters that a column of a map takes at least
+UNBROKEN = 100_000  # characters of a line where nothing breaks them
+QUIET = 20.0  # seconds between two lines of progress
 
 
 def show(report: Report | doc.Document, console: Console | None = None) -> None:
     """Print what a report or a document has for the terminal."""
     out = console or Console()
+    if not console and not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = UNBROKEN
     for i, node in enumerate(document_of(report).shown_in("terminal")):
         match node:
             case doc.Heading():
@@ -127,9 +134,16 @@ def _text(content: str, style: str = "") -> Text:
 @contextmanager
 def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr, as the callback the studies take."""
-    console = Console(stderr=True)
+    console, said = Console(stderr=True), time.monotonic()
+
+    def line(what: str, done: int, total: int) -> None:
+        nonlocal said
+        if show and time.monotonic() >= said + QUIET:
+            console.print(_text(f"{done} of {total}: {what}"))
+            said = time.monotonic()
+
     if not show or not console.is_terminal:
-        yield lambda what, done, total: None
+        yield line
         return
     columns = (TextColumn("{task.description}", style="dim"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:

@@ -4,11 +4,13 @@ along its rows a kernel errs, and which roundings make its errors."""
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from numdev.metrics.of_rows import ULPS
 from numdev.report import (
     AuditReport,
     Axis,
@@ -50,6 +52,8 @@ POSITIONS = (
     "sequences: of the error over what is predicted, or over the size of its terms where nothing "
     "is. Lines are medians over calls (a model's layers)."
 )
+ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
+              for p in range(ULPS[0], ULPS[1] + 1)))  # fmt: skip
 
 
 def blocks(report: AuditReport) -> Iterator[doc.Node]:
@@ -61,6 +65,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
     yield doc.Choice(tuple(maps(report)))
     yield from by_layer(report)
+    yield from spread(report.profiles)
     if figures := tuple(positions(report.profiles)):
         yield doc.Heading("Error against position", doc.TEXT)
         yield from figures
@@ -103,7 +108,7 @@ RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("kernel", align="left"), _name),
     *RATIOS,
     (Column("mean error"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max error"), lambda k: Cell(_max(k))),
+    (Column("max error"), lambda k: Cell("NaN" if k.nonfinite else _max(k))),
 )
 
 
@@ -166,7 +171,7 @@ def maps(report: Any) -> Iterator[doc.Table]:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
             of = groups[labelled(row.kernel, row.options), row.format, row.tensor]
             at = places.layer(row), row.head
-            if at not in of or (row.expected_ratio or row.floor_ratio) > _value(of[at]):
+            if at not in of or _value(row) > _value(of[at]):
                 of[at] = row
     ranked = sorted(groups.items(), key=lambda item: -max(map(_value, item[1].values())))
     for (kernel, fmt, tensor), cells in ranked:
@@ -185,7 +190,7 @@ def maps(report: Any) -> Iterator[doc.Table]:
 
 
 def _value(row: DeviationRow) -> float:
-    return row.expected_ratio or row.floor_ratio or 0.0
+    return math.inf if row.nonfinite else row.expected_ratio or row.floor_ratio or 0.0
 
 
 def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
@@ -197,6 +202,9 @@ def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
     heat = round(100 * min(1.0, max(0.0, math.log(max(value, 1e-9), most))))
     about = f"error / expected {ratio(row.expected_ratio)}, error / floor {ratio(row.floor_ratio)}"
     about += f", max error {si(row.max_abs)}"
+    if row.nonfinite:
+        about = f"{row.nonfinite} elements that are NaN or infinite; of the others {about}"
+        return Cell("NaN", 4, title=about, heat=100, id=name)
     return Cell(short(value), shade(value, LIMITS[metric]), title=about, heat=heat, id=name)
 
 
@@ -278,6 +286,39 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     for axis, drawn in figures.items():
         yield doc.Figures(tuple(drawn), axis, only=doc.TEXT)
         yield doc.Bullets(tuple(item for each in drawn for item in _peaks(each)), only=doc.TEXT)
+
+
+def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
+    """How many elements err by how many ulps: kernels beside the floor and what is predicted."""
+    groups = defaultdict[Any, dict[Any, list[int]]](dict)
+    for row in profiles:
+        if row.role == "baseline":
+            continue
+        of, label = groups[row.format, row.tensor], labelled(row.kernel, row.options)
+        predicted = (f"{label}, predicted", "precision")
+        for key, counts in (((label, row.role), row.ulps), (predicted, row.ulps_predicted)):
+            if counts:
+                of[key] = [*map(operator.add, counts, of.get(key, [0] * len(counts)))]
+    figures = []
+    for (fmt, tensor), curves in groups.items():
+        drawn = tuple(
+            Curve(
+                label=name,
+                role=role,
+                points=tuple(
+                    Point(x=i, label=ULP_LABELS[i], mean=100 * n / sum(counts), low=None, high=None)
+                    for i, n in enumerate(counts)
+                    if n  # a logarithmic axis has no 0
+                ),
+            )
+            for (name, role), counts in curves.items()
+        )
+        title = f"{fmt}, {tensor}: elements by the size of their error"
+        figures.append(Figure(title=title, metric="share", y_title="elements, %", y_scale="log",
+                              curves=drawn))  # fmt: skip
+    ticks = tuple(Tick(x=i, label=label) for i, label in enumerate(ULP_LABELS))
+    axis = Axis(name="ulps", title="error, ulp of the term scale", scale="linear", ticks=ticks)
+    yield doc.Figures(tuple(figures), axis, only=doc.TEXT)
 
 
 def _peaks(figure: Figure) -> Iterator[Item]:

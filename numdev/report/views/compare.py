@@ -3,10 +3,10 @@ is gone and new; what else differs between the two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from numdev.gate.compare_report import CompareReport, Group
-from numdev.report import Places
+from numdev.gate.compare_report import CompareReport, Group, Past
+from numdev.report import Axis, Curve, Figure, Places, Point, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.numbers import NONE, labelled, ratio, si
@@ -67,6 +67,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         ),
         title="What else is different",
     )
+    yield from _history(report.history)
     yield from doc.notes((LEGEND,))
     yield doc.words(
         ("", "report", "made", "numdev", "command"),
@@ -77,6 +78,34 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         title="The two",
         only=doc.TEXT,
     )
+
+
+def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
+    """Who made each report, and every kernel's error along them."""
+    if not past:
+        return
+    made = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)
+    yield doc.words(("made", "numdev", "torch", "on", "outcome"), made, title="History")
+    kernels = dict.fromkeys(kernel for each in past for kernel in each.errors)
+    ticks = tuple(Tick(x=i, label=p.created[:10]) for i, p in enumerate(past))
+    curves = tuple(
+        Curve(
+            label=kernel,
+            role="kernel",
+            points=tuple(
+                Point(x=i, label=p.created[:10], mean=p.errors[kernel], low=None, high=None)
+                for i, p in enumerate(past)
+                if kernel in p.errors
+            ),
+        )
+        for kernel in kernels
+    )
+    figure = Figure(
+        title="error / floor of the output, median head", metric="floor_ratio", relative=True,
+        y_title="error / floor", y_scale="linear", curves=curves,
+    )  # fmt: skip
+    axis = Axis(name="made", title="made", scale="category", ticks=ticks)
+    yield doc.Figures((figure,), axis)
 
 
 def _moves(

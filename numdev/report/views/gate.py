@@ -57,7 +57,7 @@ def document(
     return doc.Document(
         "numdev gate",
         (
-            doc.Paragraph(f"{word}, by the rules {judgement.rules}.", style),
+            doc.Paragraph(f"{word} by the {judgement.rules} rules.", style),
             doc.Bullets(tuple(lines), "verdicts"),
             doc.Bullets(tuple(items)),
             _beyond(judgement.verdicts, place),

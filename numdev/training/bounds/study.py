@@ -328,13 +328,13 @@ def answer(
 
 
 def _beside(c: Comparison, w1: float | None) -> str:
-    """`0.97 x [0.93 to 1.00] as much as null: re-rounded, no larger (W1 0.95 x)`. An interval that
+    """`0.97× [0.93 to 1.00] as much as null: re-rounded, no larger (W1 0.95×)`. An interval that
     reaches far above a null shows as little that a distance is not larger."""
     ends = "" if c.low is None or c.high is None else f" [{times(c.low)} to {times(c.high)}]"
-    words = f"{times(c.ratio)} x{ends} as much as {c.against}"
+    words = f"{times(c.ratio)}×{ends} as much as {c.against}"
     if c.against_role in NULLS and ((c.ratio or 0.0) if c.low is None else c.low) <= 1:
         words += ", no larger" if c.high is None or c.high <= MERGED else ", not told apart"
-    return f"{words} (W1 {times(w1)} x){PAPER if c.against_role == 'low_precision' else ''}"
+    return f"{words} (W1 {times(w1)}×){PAPER if c.against_role == 'low_precision' else ''}"
 
 
 def _early(mark: Saturation, steps: Sequence[int]) -> str:

@@ -57,7 +57,7 @@ DIFFERS = (
 NO_CAST = "no cast that would have changed anything is coarser than how {p.against} is stored."
 BESIDE = (
     "{median}× what one cast to {p.yardstick} would have changed (median tensor), largest in "
-    "{p.times_tensor} ({largest} x)."
+    "{p.times_tensor} ({largest}×)."
 )
 BAGS = "W1 of {p.of}: {w1}, {share} of the mean difference.{blind}"
 IS_BLIND = (
