@@ -18,7 +18,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import format_of
 from numdev.kernels.reference import attend
-from numdev.kernels.reference.blocked import Reference
+from numdev.kernels.reference.blocked import Reference, scores
 from numdev.metrics.yardstick import finite
 
 LEAST_ELEMENTS = 32  # fewer numbers than this agree with something by chance
@@ -84,6 +84,16 @@ class Probe:
         """The case itself, cut down, run by run."""
         return [self.part(self.case, rows) for rows in self.blocks]
 
+    @cached_property
+    def scores(self) -> list[Tensor]:
+        """Its S, run by run."""
+        return [all_scores(case) for case in self.own]
+
+    @cached_property
+    def tops(self) -> Tensor:
+        """max_j S_j [b, h, rows]."""
+        return torch.cat([S.amax(dim=-1) for S in self.scores], dim=2)
+
     def scaled(self, factor: float) -> Reference:
         """The same of the case with `factor` times its scale."""
         scale = self.case.scale * factor
@@ -135,6 +145,23 @@ def joined(runs: list[AttentionCase]) -> Reference:
     names = ("out", "lse", "term_scale", "empty")
     tensors: Any = {n: torch.cat([getattr(x, n) for x in parts], 2) for n in names}
     return Reference(**tensors)
+
+
+def products(case: AttentionCase) -> Tensor:
+    """X [B, H, q_len, kv_len], fp64."""
+    k = case.k.double().repeat_interleave(case.group, dim=1)
+    return (case.q.double() @ k.mT) * case.scale
+
+
+def all_scores(case: AttentionCase) -> Tensor:
+    """S [B, H, q_len, kv_len], fp64."""
+    return scores(case, products(case), slice(0, case.q_len), slice(0, case.kv_len))
+
+
+def rescored(case: AttentionCase, S: Tensor) -> dict[str, Any]:
+    """What gives the call these scores, -inf where hidden; their slope is that of no cap."""
+    bias = S - products(case)
+    return {"mask": bias, "softcap": None, "window": None, "is_causal": False}
 
 
 Alternative = tuple[str, Callable[[Probe], Reference]]  # a cause, and what would come out

@@ -91,9 +91,12 @@ def _search(probe: Probe) -> list[tuple[Alternative, float]]:
     """The alternatives that explain the probe, the best first, with their cuts."""
     cuts = [(a, probe.cut(a[1](probe))) for a in alternatives(probe)]
     named = sorted((x for x in cuts if x[1] >= CUT), key=lambda x: -x[1])
-    if not named:
-        named = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
     alike = [x for x in named if x[1] >= named[0][1] / ALIKE][:3]
+    if len(alike) != 1:  # nothing known explains it, or several do, and perhaps none is right
+        fits = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
+        least = ALIKE * alike[0][1] if alike else CUT
+        if fits and fits[0][1] >= least:
+            alike = [x for x in fits if x[1] >= fits[0][1] / ALIKE][:3]
     return _any_scale(alike, probe.case)
 
 
