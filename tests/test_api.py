@@ -151,7 +151,7 @@ QUICK = {
     "p_truncated": ("full", "out", "rounding model"),
     "row_sum_rounded": ("tied-maxima", "out", "rounding model"),
     "accumulator_rounded": ("full", "out", "rounding model"),
-    "lse_in_base_2": ("full", "lse", "returns a log-sum-exp"),
+    "lse_in_base_2": ("full", "lse", "lse is log2(e) times what it should be"),
     "dq_without_scale": ("full", "dq", "lacks the scale"),
     "dv_unnormalised": ("full", "dv", "dv is of P before it is divided"),
     "delta_missing": ("full", "dq", "delta is missing"),
