@@ -151,7 +151,7 @@ QUICK = {
     "p_truncated": ("full", "out", "rounding model"),
     "row_sum_rounded": ("tied-maxima", "out", "rounding model"),
     "accumulator_rounded": ("full", "out", "rounding model"),
-    "lse_in_base_2": ("full", "lse", "lse is log2(e) times what it should be"),
+    "lse_in_base_2": ("full", "lse", "the logarithm is to base 2"),
     "dq_without_scale": ("full", "dq", "lacks the scale"),
     "dv_unnormalised": ("full", "dv", "dv is of P before it is divided"),
     "delta_missing": ("full", "dq", "delta is missing"),
@@ -433,7 +433,7 @@ def test_a_first_failing_call_is_always_searched(monkeypatch: pytest.MonkeyPatch
     error = failing(larger, cases=["full", "cross"], formats="bfloat16", backward=False)
     rows = [r for r in error.result.report.rows if r.role == "kernel" and not r.head]
     assert ["1.01" in (r.suspicion or "") for r in rows] == [True, False]
-    assert rows[1].nulls["suspicion"] == "causes are sought in the first 1 such calls"
+    assert rows[1].nulls["suspicion"] == "its cause was sought 1 times in other calls"
 
 
 def test_a_wider_dtype_is_judged_by_its_numbers() -> None:

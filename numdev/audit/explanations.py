@@ -25,7 +25,7 @@ from numdev.audit.plan import Task
 from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, given, identity, returned
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
-from numdev.explain.wrong_function import Suspicion, suspect
+from numdev.explain.wrong_function import SEARCHES, Suspicion, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
 from numdev.formats import FORMATS, Format, round_to
 from numdev.gate.findings import label
@@ -52,7 +52,6 @@ from numdev.yamlfile import Strict, bundled, read_yaml
 Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
 Tried = Callable[..., Step | None]  # `forward`: of the output alone; None: it cannot take the call
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
-SEARCHES = 6  # calls of a kernel in one format whose cause is sought
 SEARCHED = 109  # rows of the part of a call whose gradients are searched: no multiple of a tile
 MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
 
@@ -123,9 +122,11 @@ def name(measured: Measured, bench: Bench, again: Runner) -> None:
     if output is None or not wrong:
         return
     wrong = wrong[:1] if wrong[0] == "out" else wrong
-    why = f"causes are sought in the first {SEARCHES} such calls"
+    why = f"its cause was sought {SEARCHES} times in other calls"
     found: dict[tuple[str, int], Suspicion] = {}
-    if bench.watch.counted(label(rows[0]), bench.format.name, wrong[0]) <= SEARCHES:
+    which = (label(rows[0]), bench.format.name, wrong[0])
+    if bench.watch.searches[which] < SEARCHES:
+        bench.watch.searches[which] += 1
         with bench.watch("names"):
             found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
             why = "no known mistake explains it"

@@ -25,7 +25,8 @@ class Stopwatch:
     def __init__(self, device: str = "cpu", sections: Sequence[str] = SECTIONS) -> None:
         self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
-        self._counts: Counter[tuple[str, ...]] = Counter()
+        self.searches: Counter[tuple[str, ...]] = Counter()
+        """How many were made for a name, by kernel, format and tensor."""
         self._waits = device == "cuda"
         self._last = time.perf_counter()
 
@@ -58,11 +59,6 @@ class Stopwatch:
         """Seconds by section until now, and their sum as `total`."""
         self._lap()
         return {**self._spent, TOTAL: sum(self._spent.values())}
-
-    def counted(self, *what: str) -> int:
-        """How often it was asked for these words, this time among them."""
-        self._counts[what] += 1
-        return self._counts[what]
 
     def _lap(self) -> None:
         """The time since the last border is of the section that is open."""

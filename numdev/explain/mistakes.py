@@ -102,11 +102,16 @@ def _window(case: AttentionCase) -> Changes:
         for side, window in {"left": (None, right), "right": (left, None)}.items():
             yield f"the window is ignored on the {side}", {"window": window}
     if case.q_len * case.kv_len <= MOST_SCORES:
-        low, high = (math.inf if side is None else side for side in (left, right))
+        low = math.inf if left is None else left
+        high = math.inf if right is None or case.is_causal else right
+        seen: list[Tensor] = []
         i, j = (torch.arange(n, device=case.q.device) for n in (case.q_len, case.kv_len))
         for keys, rows in itertools.product(WINDOW_TILES, (1, *WINDOW_TILES)):
             apart = j // keys * keys - i[:, None] // rows * rows - case.causal_offset
             shown = (apart + keys > -low) & (apart < rows + high)
+            if bool(shown.all()) or any(shown.equal(other) for other in seen):
+                continue
+            seen.append(shown)
             cause = f"the window is counted in tiles of {keys} keys and {rows} rows"
             yield cause.replace(" and 1 rows", ""), {"window": None, **hiding(case, shown)}
 
@@ -177,26 +182,17 @@ def _batches(case: AttentionCase) -> Changes:
 
 def _keys(case: AttentionCase) -> Changes:
     """Keys lost at the end, or padding that counts as keys."""
-    n = case.kv_len
+    n, keys = case.kv_len, torch.arange(case.kv_len, device=case.q.device)[None]
     tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
         if 0 < lost < n:
             words = "the last key is" if lost == 1 else f"the last {lost} keys are"
-            mask = case.mask
-            if mask is not None and mask.shape[-1] > 1:
-                mask = mask[..., : n - lost]
-            k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
-            yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
+            yield f"{words} dropped", hiding(case, keys < n - lost)
     if n > 1:
-        yield "the first key is dropped", without(case, 0)
+        yield "the first key is dropped", hiding(case, keys != 0)
     for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
         cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
         yield cause, _padded(case, padded - n)
-
-
-def without(case: AttentionCase, key: int) -> dict[str, Any]:
-    """The mask with one key hidden."""
-    return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
 
 
 def hiding(case: AttentionCase, shown: Tensor) -> dict[str, Any]:

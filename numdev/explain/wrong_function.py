@@ -26,6 +26,7 @@ from numdev.metrics.yardstick import finite
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
 SHRINKS = 1.01  # the least cut in the format of a finding, where a finer one has found its cause
 FLOORS, BASELINES = 10.0, 2.0  # from where on a search is worth it
+SEARCHES = 6  # of an output, or of gradients, of one kernel in one format, before none is made
 ALIKE = 2.0  # alternatives with a residual within this factor of the best one's are not told apart
 
 
@@ -79,8 +80,9 @@ def suspect(
                 coarse = Probe.of(case, first, [head], errors[:, [heads.index(head)]], whole)
                 cut = cut if coarse.cut(best(coarse)) > SHRINKS else 0.0
             if cut >= CUT:
-                zero = (out[:, head] == 0).all(dim=-1).any(dim=0)
-                rows_of = f"in {in_words(zero.nonzero()[:, 0])}" if bool(zero.any()) else ""
+                zero = (out[:, head] == 0).all(dim=-1)
+                wrong = zero & (errors[:, heads.index(head)] > 0) if rows is None else zero
+                rows_of = f"in {in_words(wrong.any(dim=0).nonzero()[:, 0])}" if wrong.any() else ""
                 which = "everywhere" if bool(zero.all()) else rows_of
                 suspicions[head] = Suspicion(cause=cause.replace(SOMEWHERE, which), cut=cut)
         return suspicions

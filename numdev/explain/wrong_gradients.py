@@ -1,7 +1,7 @@
 """A different backward pass, or log-sum-exp: which named mistake explains all that is far off.
 
 The rule is that of `numdev.explain.wrong_function`, of each tensor as a whole. Tried are a factor
-of one tensor alone, mistakes that are backward's own, and those of a forward pass, which backward
+of one gradient alone, mistakes that are backward's own, and those of a forward pass, which backward
 may make alone, or the log-sum-exp."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
+from numdev.explain.alternatives import refined
 from numdev.explain.mistakes import variants
 from numdev.explain.probe import all_scores, rescored
 from numdev.explain.wrong_function import ALIKE, CUT, Suspicion
@@ -52,7 +53,7 @@ def _suspects(
         return min(errors[n] / max(float((given[n] - tried[n]).norm()), least[n]) for n in names)
 
     single = {}
-    for n in far:
+    for n in far if "lse" not in tensors else ():
         factor = float((given[n] * exact[n]).sum() / exact[n].square().sum())
         if (by := cut({n: factor * exact[n]}, [n])) >= CUT:
             single[n] = Suspicion(cause=f"{n} {_in_words(factor, case.scale)}", cut=by)
@@ -101,6 +102,7 @@ def _mistakes(case: AttentionCase, exact: Step, given: Step) -> Iterator[tuple[s
         yield cause, step
     if "lse" in exact:
         tops = all_scores(case).amax(dim=-1)
+        yield "the logarithm is to base 2", {"lse": exact["lse"] / math.log(2)}
         yield "the maximum is not added", {"lse": exact["lse"] - tops}
         yield "the maximum is all there is", {"lse": tops}
         return
@@ -128,16 +130,14 @@ def _mistakes(case: AttentionCase, exact: Step, given: Step) -> Iterator[tuple[s
 
 def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:
     """With the scale that fits best, by Gauss-Newton steps from the right one."""
-    at, unit = 0.0, {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
+    unit = {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
 
     def step(t: float) -> Step:
         return _step(dataclasses.replace(case, scale=case.scale * math.exp(t)))
 
-    for _ in range(4):
-        here, near = step(at), step(at + 1e-4)
-        rise = {n: (near[n] - here[n]) / (1e-4 * unit[n]) for n in GRADIENTS}
-        fits = sum(float((rise[n] * (given[n] - here[n])).sum()) / unit[n] for n in GRADIENTS)
-        size = sum(float(x.square().sum()) for x in rise.values())
-        move = fits / max(size, math.ulp(0.0))
-        at += min(max(move, -0.7), 0.7) if math.isfinite(move) else 0.0
+    def error(t: float) -> Tensor:
+        tried = step(t)
+        return torch.cat([((given[n] - tried[n]) / unit[n]).flatten() for n in GRADIENTS])
+
+    at = refined(error)
     return f"the scale is {math.exp(at):.4g} times what was asked", step(at)
