@@ -50,11 +50,13 @@ STALE = ("the accumulator is", "the row sum is", "accumulator and row sum are")
 
 def _stale(p: Probe, tile: int, what: str) -> Reference:
     """What was summed before the maximum moved is too large by exp(last maximum - that one)."""
-    S, right = p.scores, p.exact
-    ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
-    seen = S.cummax(dim=-1).values[..., ends.clamp(max=S.shape[-1] - 1)]
-    more = torch.where(S.isfinite(), S.amax(dim=-1, keepdim=True) - seen, 0.0)
-    both = attend(dataclasses.replace(p.own, **rescored(p.own, S + more)))
+    if tile not in p.stale:
+        S = p.scores
+        ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
+        seen = S.cummax(dim=-1).values[..., ends.clamp(max=S.shape[-1] - 1)]
+        more = torch.where(S.isfinite(), S.amax(dim=-1, keepdim=True) - seen, 0.0)
+        p.stale[tile] = attend(dataclasses.replace(p.own, **rescored(p.own, S + more)))
+    both, right = p.stale[tile], p.exact
     ratio = (both.lse - right.lse).exp()[..., None]
     outs = (both.out * ratio, right.out / ratio, both.out)
     return p.with_out(dict(zip(STALE, outs, strict=True))[what])
@@ -89,9 +91,7 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
 def _across_heads(p: Probe) -> Reference:
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
     found = attend(dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist()))
-    names = ("out", "lse", "term_scale", "empty")
-    back = {n: getattr(found, n).transpose(1, 2)[p.batch][:, p.heads] for n in names}
-    return Reference(**back)
+    return p.with_out(found.out.transpose(1, 2)[p.batch][:, p.heads])
 
 
 def _reread(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ class Probe:
     out: Tensor  # what the kernel returned, fp64
     unit_roundoff: float  # of the format the kernel returned
     whole: Tensor | None  # the reference of the whole case, if there is one already
+    stale: dict[int, Reference] = field(default_factory=dict)  # by tile: `alternatives`
 
     @classmethod
     def of(
@@ -142,11 +143,6 @@ def rescored(case: AttentionCase, S: Tensor) -> dict[str, Any]:
 
 
 Alternative = tuple[str, Callable[[Probe], Reference]]  # a cause, and what would come out
-
-
-def room_for_heads(case: AttentionCase) -> int:
-    """How many heads a probe of this call may have."""
-    return max(1, min(MAX_HEADS, HEAD_KEYS // case.kv_len))
 
 
 def rows_of(length: int, rows: int, worst: int) -> Tensor:

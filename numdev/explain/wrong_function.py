@@ -18,7 +18,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.explain.alternatives import SOMEWHERE, alternatives, estimated
 from numdev.explain.mistakes import scales
-from numdev.explain.probe import Alternative, Probe, room_for_heads
+from numdev.explain.probe import HEAD_KEYS, MAX_HEADS, Alternative, Probe
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.worst_rows import in_words
 from numdev.metrics.yardstick import finite
@@ -64,7 +64,7 @@ def suspect(
     errors = _row_errors(out[:, list(heads)], exact, rows)
     sizes = dict(zip(heads, errors.sum(dim=(0, 2)).tolist(), strict=True))
     order = sorted(heads, key=lambda h: (h not in far, -sizes[h]))
-    room = room_for_heads(case)
+    room = max(1, min(MAX_HEADS, HEAD_KEYS // case.kv_len))
     worst = [h for h in order if h in far]
     for chosen in dict.fromkeys((tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))):
         at = errors[:, [heads.index(h) for h in chosen]]
