@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.mistakes import hiding, variants
+from numdev.explain.mistakes import variants, without
 from numdev.explain.probe import Alternative, Probe, rescored
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
@@ -143,8 +143,8 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
             shown = f"{factor:.{places}f}" if factor >= 0.1 else f"{factor:.3g}"
             again = partial(apply, factor=factor)
             yield (words.format(shown, factor), again), probe.cut(again(probe), judge)
-    key, keys = _lost_key(probe), torch.arange(probe.case.kv_len, device=o.device)[None]
-    one = dataclasses.replace(probe.case, **hiding(probe.case, keys != key))
+    key = _lost_key(probe)
+    one = dataclasses.replace(probe.case, **without(probe.case, key))
     yield (f"key {key} is dropped", lambda p: p.answer(one)), probe.cut(probe.answer(one))
 
 

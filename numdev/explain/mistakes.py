@@ -106,7 +106,7 @@ def _window(case: AttentionCase) -> Changes:
         high = math.inf if right is None or case.is_causal else right
         seen: list[Tensor] = []
         i, j = (torch.arange(n, device=case.q.device) for n in (case.q_len, case.kv_len))
-        for keys, rows in itertools.product(WINDOW_TILES, (1, *WINDOW_TILES)):
+        for rows, keys in itertools.product((1, *WINDOW_TILES), WINDOW_TILES):
             apart = j // keys * keys - i[:, None] // rows * rows - case.causal_offset
             shown = (apart + keys > -low) & (apart < rows + high)
             if bool(shown.all()) or any(shown.equal(other) for other in seen):
@@ -182,17 +182,26 @@ def _batches(case: AttentionCase) -> Changes:
 
 def _keys(case: AttentionCase) -> Changes:
     """Keys lost at the end, or padding that counts as keys."""
-    n, keys = case.kv_len, torch.arange(case.kv_len, device=case.q.device)[None]
+    n = case.kv_len
     tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
         if 0 < lost < n:
             words = "the last key is" if lost == 1 else f"the last {lost} keys are"
-            yield f"{words} dropped", hiding(case, keys < n - lost)
+            mask = case.mask
+            if mask is not None and mask.shape[-1] > 1:
+                mask = mask[..., : n - lost]
+            k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
+            yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
     if n > 1:
-        yield "the first key is dropped", hiding(case, keys != 0)
+        yield "the first key is dropped", without(case, 0)
     for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
         cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
         yield cause, _padded(case, padded - n)
+
+
+def without(case: AttentionCase, key: int) -> dict[str, Any]:
+    """The mask with one key hidden."""
+    return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
 
 
 def hiding(case: AttentionCase, shown: Tensor) -> dict[str, Any]:
