@@ -361,7 +361,7 @@ fault("sinks_ln2", "sink lacks log2", "sinks", {"sink": lambda s, top: (s * LN2 
 fault("padding_counts", "padded with zeros", "full long", {"inputs": padded, "mask": padded_mask})
 fault("v_shifted", "V is shifted", PLAIN, {"inputs": lambda q, k, v: (q, k, v.roll(1, 2))})
 fault("no_row_sum", "row sum", PLAIN, {"total": lambda x, S, top: torch.ones_like(x)})
-fault("window_tiles", "in tiles of 64|window is ignored", "window window-both", {"tiles": (64, 64)})
+fault("window_tiles", "in tiles (of 64|that cover)", "window window-both", {"tiles": (64, 64)})
 fault("window_key_tiles", "in tiles of 32", "window window-both", {"tiles": (1, 32)})
 fault(
     "window_left_ignored",
@@ -486,7 +486,7 @@ fault(
 )
 fault(
     "backward_window_tiles",
-    "in tiles of 64|window is ignored",
+    "in tiles (of 64|that cover)",
     "window window-both",
     backward={"tiles": (64, 64)},
 )

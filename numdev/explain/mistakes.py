@@ -109,11 +109,13 @@ def _window(case: AttentionCase) -> Changes:
         for rows, keys in itertools.product((1, *WINDOW_TILES), WINDOW_TILES):
             apart = j // keys * keys - i[:, None] // rows * rows - case.causal_offset
             shown = (apart + keys > -low) & (apart < rows + high)
-            if bool(shown.all()) or any(shown.equal(other) for other in seen):
+            if any(shown.equal(other) for other in seen):
                 continue
             seen.append(shown)
-            cause = f"the window is counted in tiles of {keys} keys and {rows} rows"
-            yield cause.replace(" and 1 rows", ""), {"window": None, **hiding(case, shown)}
+            which = f"of {keys} keys and {rows} rows".replace(" and 1 rows", "")
+            which = "that cover the call" if bool(shown.all()) else which
+            cause = f"the window is counted in tiles {which}"
+            yield cause, {"window": None, **hiding(case, shown)}
 
 
 def _shifted(case: AttentionCase, step: int) -> Any:
