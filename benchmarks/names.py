@@ -386,7 +386,7 @@ fault("sinks_zero", r"a sink of 0\.00, not its own", "sinks", {"sink": lambda s,
 fault("sinks_one", "row sum is 0.9", "sinks", {"sink": lambda s, top: 1.0})
 fault(
     "sink_unasked",
-    r"a sink of (0\.00, which was not asked|\S+ not its own)",
+    r"a sink of (0\.00, which was not requested|\S+ not its own)",
     PLAIN,
     {"total": lambda x, S, top: x + (-top).exp()},
 )

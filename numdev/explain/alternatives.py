@@ -126,7 +126,9 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     o, r, lse, sinks = probe.out, probe.exact.out, probe.exact.lse[..., None], probe.case.sinks
     own = 0.0 if sinks is None else (sinks[probe.heads].double()[:, None, None] - lse).exp()
     sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - own))
-    whose = "which was not asked" if sinks is None else "not its own"
+    whose = "which was not requested" if sinks is None else "not its own"
+    if sinks is None and sink > 1.5 and abs(sink - round(sink)) < 0.01 * sink:
+        whose += f", or {round(sink)} keys padded with zeros are counted"
     for factor, none, words, apply in (
         (_scale_factor(probe, fit), 1, "the scale is {0} times what was asked", Probe.scaled),
         (_factor(probe, fit, r, o), 1, "the output is {0} times too large", Probe.multiplied),
