@@ -16,7 +16,7 @@ from gate_rows import SOUND, control, judge, lse, report, row
 from numdev.errors import MeasurementError
 from numdev.gate.findings import _not_run
 from numdev.gate.judging import judge_report
-from numdev.gate.rules import Rules, Threshold, default_rules
+from numdev.gate.rules import Rules, Threshold, default_rules, default_rules_for_checks
 from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
 
@@ -80,6 +80,9 @@ def test_the_typical_head_is_the_median() -> None:
     few = judge([row(), *large[5:]])
     assert verdict(few, "typical head", "dq").reasons == ("heads: 3, and it takes 4",)
     four = [row(h, tensor="dq", expected_ratio=1.26) for h in range(4)]
+    pooled = [*four, *(row(h, tensor="dq", case="other") for h in range(5))]
+    of_check = default_rules_for_checks()  # whose cases are judged each by itself
+    assert judge(pooled).exit_code == 0 < judge(pooled, of_check).exit_code
     assert few.exit_code == judge([row(), *large[4:]]).exit_code == 0 < judge(four).exit_code
 
 

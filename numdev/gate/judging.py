@@ -103,7 +103,8 @@ def verdicts_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Verdict]
             outcome: Outcome = "unmeasured" if threshold.may_lack == "nothing" else "untested"
             yield _verdict(threshold, outcome, reasons=(why,))
         for group in chosen.values():
-            yield _judge(threshold, group, plan)
+            parts = grouped(group, lambda row: row.case).values() if threshold.by_case else (group,)
+            yield from (_judge(threshold, part, plan) for part in parts)
 
 
 def _unmatched(where: Selector, groups: Groups) -> str:

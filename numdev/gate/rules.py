@@ -155,6 +155,7 @@ class Threshold(Limit):
     certain: Certain | None = None
     heads: Annotated[int, Field(ge=2)] | None = None
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
+    by_case: bool = False  # case by case: where calls are not alike, one may hide another
     few: tuple[Annotated[int, Field(ge=2)], float] | None = None  # of fewer: how many, and a limit
     scatter: Annotated[float, Field(ge=0)] = 0
     """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
@@ -244,6 +245,12 @@ def default_rules() -> Rules:
 
 
 def default_rules_for_checks() -> Rules:
-    """The default rules, after those of configs/gate/check.yaml."""
+    """The default rules, after those of configs/gate/check.yaml; what they hold medians over heads
+    to, case by case too, since in the median of all an error hides that half of the cases have."""
     rules, more = default_rules(), read_yaml(bundled("gate/check.yaml"), Rules)
-    return rules.model_copy(update={"thresholds": (*more.thresholds, *rules.thresholds)})
+    each = (
+        t.model_copy(update={"name": f"{t.name} of a case", "by_case": True})
+        for t in rules.thresholds
+        if t.heads
+    )
+    return rules.model_copy(update={"thresholds": (*more.thresholds, *rules.thresholds, *each)})
