@@ -155,7 +155,7 @@ def _row_sums(given: Given, delta: Tensor) -> Tensor:
     if case.sinks is not None:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(given.shift).double()).exp()
-        sums[3] = P if given.l is None else P / blocked.nonzero(given.l).double()
+        sums[3] = P if given.over is None else P / blocked.nonzero(given.over).double()
     given = dataclasses.replace(given, r=rounder(case, given.r.made))
     for rows, keys in bwd.blocks(given):
         P, dP, tanh = bwd.again(given, rows, keys)
