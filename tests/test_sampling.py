@@ -25,8 +25,12 @@ from numdev.metrics.finiteness import _largest, elsewhere
 from numdev.metrics.intervals import RMS, jackknife
 from numdev.metrics.row_sums import GROUPS
 from numdev.metrics.row_sums import _dealt as dealt
-from numdev.metrics.sampling import Sample, Strata, draw
+from numdev.metrics.sampling import Sample, Strata
 from numdev.metrics.yardstick import Yardstick
+
+
+def draw(length: int, count: int, seed: int, label: str) -> torch.Tensor | None:
+    return Sample(count=count, seed=seed).draw(length, label)
 
 
 @pytest.mark.parametrize(("length", "count"), [(10, 3), (4096, 256), (1000, 999), (7, 1), (100, 7)])
@@ -47,8 +51,8 @@ def test_the_same_arguments_draw_the_same_rows_and_others_other_ones() -> None:
     for other in (draw(4096, 64, 4, "queries"), draw(4096, 64, 3, "keys")):
         assert not torch.equal(first, other)
     assert draw(64, 64, 0, "queries") is draw(64, 65, 0, "queries") is None
-    assert Sample(count=64).queries(64) is None
-    assert Sample(count=64).keys(65) is not None
+    assert Sample(count=64).draw(64, "queries") is None
+    assert Sample(count=64).draw(65, "keys") is not None
 
 
 def test_every_position_is_drawn_equally_often() -> None:
