@@ -22,7 +22,7 @@ from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, gradients, key_gradients
 from numdev.metrics.deviation import Metrics, measure, measure_plain
 from numdev.metrics.finiteness import _largest, elsewhere
-from numdev.metrics.intervals import RMS, jackknife
+from numdev.metrics.intervals import RMS, intervals
 from numdev.metrics.row_sums import GROUPS
 from numdev.metrics.row_sums import _dealt as dealt
 from numdev.metrics.sampling import Sample, Strata
@@ -229,8 +229,7 @@ def ends(absolute: Tensor, *, rows_of: int) -> tuple[float, float]:
     count = min(len(absolute), GROUPS)
     sums = {"absolute": absolute, "count": torch.ones_like(absolute)}
     groups = {name: dealt(x[None, None])[:, :count].numpy() for name, x in sums.items()}
-    low, high = jackknife(groups, len(absolute), rows_of)["mean_abs"]
-    return float(low[0]), float(high[0])
+    return intervals(groups, len(absolute), rows_of)[0]["mean_abs"]
 
 
 def test_the_jackknife_by_hand() -> None:
