@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, key_range, visible
-from numdev.diagnose.statistics import norm, rms, weight_gradient
+from numdev.diagnose.statistics import norm, rms
 from numdev.kernels.emulation import backward as bwd
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Given, Kept
@@ -45,7 +45,9 @@ class Truth:
         """dW_Q [H, head_dim, width] of a gradient at q; NaN [H, 1, 1] without a projection."""
         if self.projection is None:
             return torch.full_like(self.size, math.nan)[:, None, None]
-        return weight_gradient(self.projection, dq)
+        pulled = self.projection.pull(dq.double()).double()
+        rows = pulled.flatten(0, 1).permute(1, 2, 0)  # [H, head_dim, B n]
+        return rows @ self.projection.x.double().flatten(0, 1)
 
     @cached_property
     def dw_q(self) -> Tensor:

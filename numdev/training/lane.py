@@ -125,13 +125,12 @@ class Lane:
         own, *behind = zip(kernels, options, strict=True)
         draws = [kernel.draws(given) for kernel, given in zip(kernels, options, strict=True)]
         rerounds = variant.role == "null_rounding"
-        self.noise = None  # what all random numbers of the lane come from
         if rerounds:
             made = seed_of("rounding", seed, variant.name)
-            self.noise = torch.Generator(device).manual_seed(made)
-        elif draws[0]:  # without its name: a repeat of the golden run draws what that one drew
+        else:  # without its name: a repeat of the golden run draws what that one drew
             made = seed_of("draws", seed + variant.seed, options[0].get("seed"))
-            self.noise = torch.Generator(device).manual_seed(made)
+        noise = torch.Generator(device).manual_seed(made)
+        self.noise = noise if rerounds or draws[0] else None  # all random numbers of the lane
         self.attention = Attention(
             kernel=own,
             behind=behind[0] if behind else None,
