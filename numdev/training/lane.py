@@ -156,11 +156,7 @@ class Lane:
             and all(kernel.name in RECORDABLE for kernel in kernels)
             and not (behind and any(draws))
         )
-        self.forget()
-
-    def forget(self) -> None:
-        """Record the step anew, where it is recorded at all."""
-        self.replay = Replay(self.device, self.noise) if self.recordable else None
+        self.replay = Replay(device, self.noise) if self.recordable else None
 
     def step(self, batch: Batch, step: int, steps: int) -> None:
         """Update `step` of `steps`, from this batch. Nothing waits for the device."""
@@ -232,7 +228,7 @@ class Lane:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned; a recorded step is forgotten."""
-        self.forget()
+        self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
         self.optimiser.load_state_dict(state["optimiser"])
         for group in self.optimiser.param_groups:
