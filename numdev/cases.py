@@ -23,6 +23,8 @@ from numdev.formats import Format, dtype_of, format_of, round_to
 
 Window = tuple[int | None, int | None]
 EMPTY_BLOCK = 1024
+FAR = (1 << 30) - 1
+"""A distance that no two positions have, and whose sum with a position is a 32-bit number."""
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
 Places = slice | Tensor  # rows or keys of a case: a range, or int64 indices
@@ -212,6 +214,17 @@ def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
         return torch.float32 if narrow else torch.float64, fmt
 
 
+def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
+    """(low, high): by causality, offset and window the query at position i sees keys i + low to
+    i + high. None where there is no limit; at most FAR, where a limit hides all keys or none."""
+    left, right = case.window or (None, None)
+    ends = [0] * case.is_causal + ([] if right is None else [right])
+    low = None if left is None else case.causal_offset - left
+    high = case.causal_offset + min(ends) if ends else None
+    low, high = (None if x is None else max(-FAR, min(x, FAR)) for x in (low, high))
+    return low, high
+
+
 def key_range(case: AttentionCase, rows: slice) -> slice:
     """The keys that query rows [start, stop) can see at all by causality and window."""
     return keys_from(case, span(case, rows))
@@ -219,14 +232,9 @@ def key_range(case: AttentionCase, rows: slice) -> slice:
 
 def keys_from(case: AttentionCase, positions: slice) -> slice:
     """The keys that queries at positions [start, stop) of the call can see at all."""
-    left, right = case.window or (None, None)
-    first, last = 0, case.kv_len
-    if case.is_causal:
-        last = min(last, positions.stop + case.causal_offset)
-    if right is not None:
-        last = min(last, positions.stop + case.causal_offset + right)
-    if left is not None:
-        first = min(max(first, positions.start + case.causal_offset - left), case.kv_len)
+    low, high = key_limits(case)
+    first = 0 if low is None else min(max(positions.start + low, 0), case.kv_len)
+    last = case.kv_len if high is None else min(positions.stop + high, case.kv_len)
     return slice(first, max(first, last))
 
 
@@ -302,15 +310,12 @@ def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | No
         x if isinstance(x, Tensor) else torch.arange(x.start, x.stop, device=device)
         for x in (rows if case.positions is None else case.positions[rows], keys)
     )
-    i, j = i[:, None] + case.causal_offset, j[None, :]
-    left, right = case.window or (None, None)
+    i, j, (low, high) = i[:, None], j[None, :], key_limits(case)
     shown = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
-    if case.is_causal:
-        shown &= j <= i
-    if left is not None:
-        shown &= j >= i - left
-    if right is not None:
-        shown &= j <= i + right
+    if low is not None:
+        shown &= j >= i + low
+    if high is not None:
+        shown &= j <= i + high
     return shown
 
 

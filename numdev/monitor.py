@@ -175,11 +175,8 @@ class _Observer(TorchFunctionMode):
             how = {"claims": lambda case, output, system: claim, "backward": None}
             kernel = Kernel(name=name, function=lambda case: Output(out=few_out), **how)
         planned = Planned(role="kernel", kernel=kernel, options={})
-        kernels, how = (
-            [*plan_kernels(()), planned],
-            {"seed": owner.step, "rows": owner.rows},
-        )
-        plan = Plan(system=system, formats=[case.format], kernels=kernels, **how)
+        how = {"kernels": [*plan_kernels(()), planned], "seed": owner.step, "rows": owner.rows}
+        plan = Plan(system=system, formats=[case.format], **how)
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
         findings = findings_of(rows, plan.record([ref])).findings

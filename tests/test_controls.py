@@ -28,7 +28,9 @@ def usual(length: int = 200, **parts: Any) -> AttentionCase:
 
 def error(control: str, case: AttentionCase, dose: float) -> torch.Tensor:
     """rms error per head."""
-    return rms(CONTROLS[control].attend(case, dose).out.double() - reference(case).out)
+    return rms(
+        CONTROLS[control].kernel().attend(case, dose=dose).out.double() - reference(case).out
+    )
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -37,11 +39,11 @@ def test_nothing_is_planted_at_dose_0(name: str, feature: str) -> None:
     """Every control without its fault is the sound emulation, bit for bit, in every format."""
     for dtype in DTYPES:
         case = with_grad(make_case(**FEATURES[feature], dtype=dtype))
-        planted, sound = CONTROLS[name].gradients(case, 0), SOUND.gradients(case)
+        planted, sound = CONTROLS[name].kernel().gradients(case, dose=0), SOUND.gradients(case)
         for tensor in ("out", "lse", "dq", "dk", "dv"):
             assert getattr(planted, tensor).dtype == getattr(sound, tensor).dtype
             assert torch.equal(getattr(planted, tensor), getattr(sound, tensor)), tensor
-        assert torch.equal(CONTROLS[name].attend(case, 0).out, sound.out)
+        assert torch.equal(CONTROLS[name].kernel().attend(case, dose=0).out, sound.out)
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -69,7 +71,7 @@ def test_the_row_sum_is_rounded(control: str, dtype: Any, site: str, formats: li
     case = usual(150, dtype=dtype)
     for dose, fmt in enumerate(formats, start=1):
         expected = SOUND.attend(case, **{site: fmt}).out
-        assert torch.equal(CONTROLS[control].attend(case, dose).out, expected)
+        assert torch.equal(CONTROLS[control].kernel().attend(case, dose=dose).out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,9 +79,9 @@ def test_truncation_is_toward_zero(dtype: torch.dtype) -> None:
     """At dose 1 the output is what is cast, toward zero; at dose 2 it is smaller still."""
     case = usual(100, dtype=dtype)
     before = SOUND.attend(case, out="exact", normalised="exact").out
-    after = CONTROLS["truncated"].attend(case, 1).out.double()
+    after = CONTROLS["truncated"].kernel().attend(case, dose=1).out.double()
     assert torch.equal(after, round_to(before, case.format, "toward_zero"))
-    shrunk = CONTROLS["truncated"].attend(case, 2).out.double().abs().mean()
+    shrunk = CONTROLS["truncated"].kernel().attend(case, dose=2).out.double().abs().mean()
     assert dtype == torch.float64 or shrunk < after.abs().mean()
 
 
@@ -87,10 +89,13 @@ def test_truncation_is_toward_zero(dtype: torch.dtype) -> None:
 def test_gradients_are_those_of_the_fault(dose: float) -> None:
     """Those of autograd in fp64 with that delta; dQ that lacks the scale is dQ / scale."""
     case = with_grad(make_case(heads=4, kv_heads=2, q_len=6, kv_len=6, is_causal=True))
-    exact, got = autograd(case, delta=1 - dose), CONTROLS["delta-small"].gradients(case, dose)
+    exact, got = (
+        autograd(case, delta=1 - dose),
+        CONTROLS["delta-small"].kernel().gradients(case, dose=dose),
+    )
     for tensor in ("dq", "dk", "dv"):
         assert torch.allclose(getattr(got, tensor), exact[tensor], rtol=0, atol=1e-13), tensor
-    unscaled = CONTROLS["dq-unscaled"].gradients(case, 1).dq
+    unscaled = CONTROLS["dq-unscaled"].kernel().gradients(case, dose=1).dq
     assert torch.allclose(unscaled * case.scale, autograd(case)["dq"], rtol=1e-12)
 
 
@@ -98,6 +103,6 @@ def test_doses_that_cannot_be_had() -> None:
     """A case with too few keys or bits is refused."""
     case = make_case(dtype=torch.bfloat16, kv_len=5)
     with pytest.raises(Refused, match="it has 5 keys, so 16 cannot be dropped"):
-        CONTROLS["keys-dropped"].attend(case, 16)
+        CONTROLS["keys-dropped"].kernel().attend(case, dose=16)
     with pytest.raises(Refused, match="has only 3 significant bits"):
-        CONTROLS["p-bits"].attend(case.rounded_to(format_named("float8_e5m2")), 2)
+        CONTROLS["p-bits"].kernel().attend(case.rounded_to(format_named("float8_e5m2")), dose=2)

@@ -301,8 +301,8 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(monkeypatch: pytest.M
         r = Rounder(recipe("fa2", block_q=block_q, block_kv=block_kv, splits=splits), case)
         tiles = [t for s in module.splits(r) for t in module.tiles(r, s)]
         x = case.q
-        same = dict.fromkeys(("q", "q_s", "k", "k_s", "v", "dO", "O", "shift"), x)
-        given = backward.Given(r=r, scale_in="scores", l=None, **same)
+        same = dict.fromkeys(["q", "q_s", "k", "k_s", "v", "dO", "O", "L", "m", "l", "shift"], x)
+        given = backward.Given(r=r, scale_in="scores", over=None, **same)
         for blocks in (tiles, list(backward.blocks(given))):
             count = torch.zeros(shown.shape)
             for rows, keys in blocks:

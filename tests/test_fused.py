@@ -14,10 +14,9 @@ from interpreted import on_cuda
 from oracles import FEATURES, heads_behind_rows, make_case, step, to_cuda
 from torch.nn.functional import scaled_dot_product_attention
 
-from numdev.cases import AttentionCase, CaseRef, visible
+from numdev.cases import AttentionCase, CaseRef, key_limits, visible
 from numdev.errors import Refused
 from numdev.kernels import find, reference
-from numdev.kernels.output import key_limits
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference.blocked import Gradients, Reference
 

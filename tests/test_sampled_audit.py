@@ -27,7 +27,7 @@ from numdev.report.summary import summarise
 from numdev.system import System
 
 SAMPLE = Sample(count=40, seed=1)
-DRAWN = SAMPLE.queries(200).tolist()
+DRAWN = SAMPLE.draw(200, "queries").tolist()
 FA2: Any = lambda case, output, system: {"preset": "fa2"}  # noqa: E731
 SHAPE = "batch: 2, heads: 4, kv_heads: 2, seq_len: 200, head_dim: 16, causal: true"
 CONFIG = f"cases: [{{name: one, {SHAPE}}}]"

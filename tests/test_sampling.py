@@ -22,11 +22,15 @@ from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, gradients, key_gradients
 from numdev.metrics.deviation import Metrics, measure, measure_plain
 from numdev.metrics.finiteness import _largest, elsewhere
-from numdev.metrics.intervals import RMS, jackknife
+from numdev.metrics.intervals import RMS, intervals
 from numdev.metrics.row_sums import GROUPS
 from numdev.metrics.row_sums import _dealt as dealt
-from numdev.metrics.sampling import Sample, Strata, draw
+from numdev.metrics.sampling import Sample, Strata
 from numdev.metrics.yardstick import Yardstick
+
+
+def draw(length: int, count: int, seed: int, label: str) -> torch.Tensor | None:
+    return Sample(count=count, seed=seed).draw(length, label)
 
 
 @pytest.mark.parametrize(("length", "count"), [(10, 3), (4096, 256), (1000, 999), (7, 1), (100, 7)])
@@ -47,8 +51,8 @@ def test_the_same_arguments_draw_the_same_rows_and_others_other_ones() -> None:
     for other in (draw(4096, 64, 4, "queries"), draw(4096, 64, 3, "keys")):
         assert not torch.equal(first, other)
     assert draw(64, 64, 0, "queries") is draw(64, 65, 0, "queries") is None
-    assert Sample(count=64).queries(64) is None
-    assert Sample(count=64).keys(65) is not None
+    assert Sample(count=64).draw(64, "queries") is None
+    assert Sample(count=64).draw(65, "keys") is not None
 
 
 def test_every_position_is_drawn_equally_often() -> None:
@@ -225,8 +229,7 @@ def ends(absolute: Tensor, *, rows_of: int) -> tuple[float, float]:
     count = min(len(absolute), GROUPS)
     sums = {"absolute": absolute, "count": torch.ones_like(absolute)}
     groups = {name: dealt(x[None, None])[:, :count].numpy() for name, x in sums.items()}
-    low, high = jackknife(groups, len(absolute), rows_of)["mean_abs"]
-    return float(low[0]), float(high[0])
+    return intervals(groups, len(absolute), rows_of)[0]["mean_abs"]
 
 
 def test_the_jackknife_by_hand() -> None:

@@ -79,8 +79,8 @@ class Selection:
             groups = {h // case.group for h in chosen}
             chosen = {h for h in range(case.heads) if h // case.group in groups}
         measured, queries, keys = tuple(h for h in range(case.heads) if h in chosen), None, None
-        if sample is not None and (rows := sample.queries(case.q_len)) is not None:
-            some = sample.keys(case.kv_len)
+        if sample is not None and (rows := sample.draw(case.q_len, "queries")) is not None:
+            some = sample.draw(case.kv_len, "keys")
             queries = rows.to(case.q.device)
             keys = (torch.arange(case.kv_len) if some is None else some).to(case.q.device)
         return cls(case=case, gradients=gradients, heads=measured, queries=queries, keys=keys)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, key_range, visible
-from numdev.diagnose.statistics import norm, rms, weight_gradient
+from numdev.diagnose.statistics import norm, rms
 from numdev.kernels.emulation import backward as bwd
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Given, Kept
@@ -45,7 +45,9 @@ class Truth:
         """dW_Q [H, head_dim, width] of a gradient at q; NaN [H, 1, 1] without a projection."""
         if self.projection is None:
             return torch.full_like(self.size, math.nan)[:, None, None]
-        return weight_gradient(self.projection, dq)
+        pulled = self.projection.pull(dq.double()).double()
+        rows = pulled.flatten(0, 1).permute(1, 2, 0)  # [H, head_dim, B n]
+        return rows @ self.projection.x.double().flatten(0, 1)
 
     @cached_property
     def dw_q(self) -> Tensor:
@@ -155,7 +157,7 @@ def _row_sums(given: Given, delta: Tensor) -> Tensor:
     if case.sinks is not None:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(given.shift).double()).exp()
-        sums[3] = P if given.l is None else P / blocked.nonzero(given.l).double()
+        sums[3] = P if given.over is None else P / blocked.nonzero(given.over).double()
     given = dataclasses.replace(given, r=rounder(case, given.r.made))
     for rows, keys in bwd.blocks(given):
         P, dP, tanh = bwd.again(given, rows, keys)

@@ -105,13 +105,6 @@ def by_head(columns: Columns) -> list[dict[str, Any]]:
 # largest eigenvalue that sum along the leading direction.
 
 
-def weight_gradient(projection: Projection, dq: Tensor) -> Tensor:
-    """dW_Q [H, head_dim, width] for a gradient at the call's q [B, H, n, head_dim]."""
-    pulled = projection.pull(dq.double()).double()
-    rows = pulled.flatten(0, 1).permute(1, 2, 0)  # [H, head_dim, B n]
-    return rows @ projection.x.double().flatten(0, 1)
-
-
 def spectral(projection: Projection, heads: int) -> Columns:
     """The largest singular value of each head's rows of W_Q, and that over the heads' median; NaN
     for a head whose rows are not finite."""

@@ -176,10 +176,9 @@ def kernel(
         _registry[name] = Kernel(
             name=name,
             function=function,
-            summary=summary_of(function),
             options=options_of(function) if options is None else dict(options),
             made_from=fingerprint(function, *sources),
-            **fields,
+            **{"summary": summary_of(function), **fields},
         )
         return function
 

@@ -37,6 +37,56 @@ class Version(NamedTuple):
     unlimited: int | None = -1  # a window's side without a limit
     with_lse: str = "return_attn_probs"
 
+    def unsupported(self, case: AttentionCase) -> str | None:
+        """Why it cannot run the case, on any GPU."""
+        d, d_v, multiple = case.q.shape[-1], case.v.shape[-1], self.multiple
+        sinks = None if case.sinks is None else case.sinks.dtype
+        own, package = case.kv_len - case.q_len, f"flash-attn {self.number}"
+        elsewhere = case.restricts_positions and case.causal_offset != own
+        negative = any(side is not None and side < 0 for side in case.window or ())
+        reason = why_not(
+            (sinks and self.number != 4, "has no attention sinks"),
+            (sinks != torch.bfloat16 and sinks, "takes sinks in bfloat16 only"),
+            (multiple == 1 and d_v != d, "takes V of the head dimension of Q"),
+            (d % multiple or d_v % multiple, "takes multiples of 8 features"),
+            (case.format.name not in HALVES, "takes float16 and bfloat16"),
+            (case.mask is not None, "takes no mask"),
+            (d > MOST_HEAD_DIM, f"takes head dimensions up to {MOST_HEAD_DIM}"),
+            (elsewhere, f"aligns bottom-right, an offset of {own}, not {case.causal_offset}"),
+            (negative, "takes a side of a window below 0 for one without a limit"),
+        )
+        return reason and f"{package} {reason}"
+
+    def attend(self, case: AttentionCase, **options: Any) -> Output:
+        left, right = (self.unlimited if x is None else x for x in case.window or (None, None))
+        if self.number == 4:
+            options["learnable_sink"] = case.sinks
+        options[self.with_lse] = True
+        out, lse, *_ = importlib.import_module(self.module).flash_attn_func(
+            *(x.transpose(1, 2) for x in (case.q, case.k, case.v)),
+            softmax_scale=case.scale,
+            causal=case.is_causal,
+            window_size=(left, 0 if case.window and case.is_causal else right),
+            softcap=case.softcap or 0.0,
+            **options,
+        )
+        return Output(out=out.transpose(1, 2), lse=lse, ran=f"{self.module}.flash_attn_func")
+
+    def claims(
+        self, case: AttentionCase, output: Output, system: System
+    ) -> Mapping[str, Any] | None:
+        """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum` in their
+        sources), in tiles that are not documented. With a soft cap no emulation stands for it: its
+        tanh is the GPU's approximate one, off by 2^-11, more than rounding P makes of such scores.
+        """
+        if case.softcap is not None:
+            return None
+        if self.number == 2:
+            return flash_attention_2(case, system)
+        if self.number == 4 and (system.capability or (0,))[0] in (10, 11):  # as on Blackwell
+            return {"preset": "fa4"}
+        return like_fa2(case, output, system)
+
 
 VERSIONS = (
     Version(2, "flash-attn", "flash_attn", (8, 0), "FlashAttention-2.", {}, multiple=1),
@@ -46,75 +96,15 @@ VERSIONS = (
         unlimited=None, with_lse="return_lse",
     ),
 )  # fmt: skip
-
-
-def _unsupported(version: Version, case: AttentionCase) -> str | None:
-    """Why a version cannot run the case, on any GPU."""
-    d, d_v, multiple = case.q.shape[-1], case.v.shape[-1], version.multiple
-    sinks = None if case.sinks is None else case.sinks.dtype
-    own, package = case.kv_len - case.q_len, f"flash-attn {version.number}"
-    elsewhere = case.restricts_positions and case.causal_offset != own
-    negative = any(side is not None and side < 0 for side in case.window or ())
-    reason = why_not(
-        (sinks and version.number != 4, "has no attention sinks"),
-        (sinks != torch.bfloat16 and sinks, "takes sinks in bfloat16 only"),
-        (multiple == 1 and d_v != d, "takes V of the head dimension of Q"),
-        (d % multiple or d_v % multiple, "takes multiples of 8 features"),
-        (case.format.name not in HALVES, "takes float16 and bfloat16"),
-        (case.mask is not None, "takes no mask"),
-        (d > MOST_HEAD_DIM, f"takes head dimensions up to {MOST_HEAD_DIM}"),
-        (elsewhere, f"aligns bottom-right, an offset of {own}, not {case.causal_offset}"),
-        (negative, "takes a side of a window below 0 for one without a limit"),
-    )
-    return reason and f"{package} {reason}"
-
-
-def _attend(version: Version, case: AttentionCase, **options: Any) -> Output:
-    left, right = (version.unlimited if x is None else x for x in case.window or (None, None))
-    if version.number == 4:
-        options["learnable_sink"] = case.sinks
-    options[version.with_lse] = True
-    out, lse, *_ = importlib.import_module(version.module).flash_attn_func(
-        *(x.transpose(1, 2) for x in (case.q, case.k, case.v)),
-        softmax_scale=case.scale,
-        causal=case.is_causal,
-        window_size=(left, 0 if case.window and case.is_causal else right),
-        softcap=case.softcap or 0.0,
-        **options,
-    )
-    return Output(out=out.transpose(1, 2), lse=lse, ran=f"{version.module}.flash_attn_func")
-
-
-def _claims(
-    version: Version, case: AttentionCase, output: Output, system: System
-) -> Mapping[str, Any] | None:
-    """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum` in their
-    sources), in tiles that are not documented. With a soft cap no emulation stands for it: its tanh
-    is the GPU's approximate one, off by 2^-11, more than rounding P makes of such scores."""
-    if case.softcap is not None:
-        return None
-    if version.number == 2:
-        return flash_attention_2(case, system)
-    if version.number == 4 and (system.capability or (0,))[0] in (10, 11):  # as on Blackwell
-        return {"preset": "fa4"}
-    return like_fa2(case, output, system)
-
-
-def _register(version: Version) -> None:
-    def attend(case: AttentionCase, **options: Any) -> Output:
-        return _attend(version, case, **options)
-
-    name = f"flash-attn-{version.number}"
-    attend.__doc__, attend.__qualname__ = version.summary, name
-    kernel(
-        name,
-        options={**version.options, "deterministic": False},
-        values={"num_splits": 0},  # 0 lets it choose
-        requires=Requirement(device="cuda", package=version.package, capability=version.capability),
-        supports=lambda case: _unsupported(version, case),
-        claims=lambda case, output, system: _claims(version, case, output, system),
-    )(attend)
-
-
 for _version in VERSIONS:
-    _register(_version)
+    kernel(
+        f"flash-attn-{_version.number}",
+        summary=_version.summary,
+        options={**_version.options, "deterministic": False},
+        values={"num_splits": 0},  # 0 lets it choose
+        requires=Requirement(
+            device="cuda", package=_version.package, capability=_version.capability
+        ),
+        supports=_version.unsupported,
+        claims=_version.claims,
+    )(_version.attend)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, key_limits
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Output, kernel, like_fa2
-from numdev.kernels.output import key_limits, refuse, why_not
+from numdev.kernels.output import refuse, why_not
 from numdev.system import System
 
 VALUES: Mapping[str, tuple[Any, ...]] = {

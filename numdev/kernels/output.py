@@ -42,21 +42,6 @@ def why_not(*reasons: tuple[object, str]) -> str | None:
     return next((words for holds, words in reasons if holds), None)
 
 
-FAR = (1 << 30) - 1
-"""A distance that no two positions have, and whose sum with a position is a 32-bit number."""
-
-
-def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
-    """(low, high): by causality, offset and window the query at position i sees keys i + low to
-    i + high. None where there is no limit; at most FAR, where a limit hides all keys or none."""
-    left, right = case.window or (None, None)
-    ends = [0] * case.is_causal + ([] if right is None else [right])
-    low = None if left is None else case.causal_offset - left
-    high = case.causal_offset + min(ends) if ends else None
-    low, high = (None if x is None else max(-FAR, min(x, FAR)) for x in (low, high))
-    return low, high
-
-
 def refuse(*reasons: tuple[object, str]) -> None:
     """Raises Refused with the words behind the first condition that holds."""
     if words := why_not(*reasons):

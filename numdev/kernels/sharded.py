@@ -331,7 +331,10 @@ def _backward(
     # What has no key anywhere has scores of -inf: any finite L then gives P = 0, and not NaN.
     L = L.masked_fill(torch.isneginf(L), 0.0)
     if inner == "emulated":
-        return _emulated(case, O, L, casts)
+        r = emulation.rounder(case, recipe("fa2", sites=casts))
+        sites = zip(emulation.CASTS, emulation.from_forward(r, O, L), strict=True)
+        dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
+        return dq, dk, dv
     aten, (mask, by_flag), on_cuda = torch.ops.aten, mask_arguments(case), case.q.is_cuda
     tensors, L = (upstream(case), case.q, case.k, case.v), L.float()
     if inner == "sdpa-flash" and not on_cuda:
@@ -353,11 +356,4 @@ def _backward(
         *tensors, O, L.contiguous(), None, None, case.q_len, case.kv_len, 0.0, by_flag, seed,
         seed[0], scale=case.scale,
     )  # fmt: skip
-    return dq, dk, dv
-
-
-def _emulated(case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]) -> Gradients:
-    r = emulation.rounder(case, recipe("fa2", sites=casts))
-    sites = zip(emulation.CASTS, emulation.from_forward(r, O, L), strict=True)
-    dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
     return dq, dk, dv

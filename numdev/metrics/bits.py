@@ -22,7 +22,10 @@ _ODD = (-7046029254386353131, -4658895280553007687)
 def checksums(x: Tensor) -> list[str]:
     """The checksum of every head of a tensor [B, H, rows, ...], as 16 hexadecimal digits."""
     bits = _bits(x).transpose(0, 1).flatten(1)  # [H, elements]
-    weights = _weights(bits.shape[1], x.device)
+    # Odd, and no progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0.
+    w = torch.arange(1, bits.shape[1] + 1, device=x.device) * _ODD[0]
+    w = (w ^ (w >> 29)) * _ODD[1]
+    weights = (w ^ (w >> 32)) | 1
     parts = [(head * weights).sum() for head in bits]  # multiplied as 64-bit integers
     sums = (torch.stack(parts) + weights.sum()).tolist()
     return [f"{value % (1 << 64):016x}" for value in sums]
@@ -35,10 +38,3 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 def _bits(x: Tensor) -> Tensor:
     return x.detach().view(_BITS[x.element_size()])
-
-
-def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd, and no progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0."""
-    w = torch.arange(1, count + 1, device=device) * _ODD[0]
-    w = (w ^ (w >> 29)) * _ODD[1]
-    return (w ^ (w >> 32)) | 1

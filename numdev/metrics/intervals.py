@@ -21,12 +21,14 @@ one of the groups.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-CONFIDENCE = 0.95
+from numdev.metrics.statistics import CONFIDENCE
+
 Interval = tuple[float, float]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Sums = Mapping[str, Numbers]
@@ -75,26 +77,9 @@ def intervals(
     heads, most = groups["count"].shape
     if rows < 2:
         return [{} for _ in range(heads)]
-    filled = {name: x[:, : min(rows, most)] for name, x in groups.items()}
-    ends = jackknife(filled, rows, of, certain)
-    return [
-        {
-            name: (float(low[head]), float(high[head]))
-            for name, (low, high) in ends.items()
-            if np.isfinite(low[head]) and np.isfinite(high[head])
-        }
-        for head in range(heads)
-    ]
-
-
-def jackknife(
-    groups: Sums, rows: int, of: int, certain: Numbers | None = None
-) -> dict[str, tuple[Numbers, Numbers]]:
-    """The ends [H] of each metric's interval, from the sums of groups of rows [H, groups], none of
-    them empty; NaN or infinite where there is none."""
-    count = groups["count"].shape[-1]
+    count = min(rows, most)  # groups that are not empty
     chosen, quantile = _chosen(count)
-    parts = np.array(list(groups.values()))  # [sums, H, groups]
+    parts = np.array([x[:, :count] for x in groups.values()])  # [sums, H, groups]
     with np.errstate(all="ignore"):  # a metric that means nothing has no interval
         together = (parts.reshape(-1, count) @ chosen).reshape(*parts.shape[:2], -1)
         if certain is not None:
@@ -107,8 +92,15 @@ def jackknife(
         variance = (1 - rows / of) * (count - 1) / count * squares.sum(axis=-1)
         width = np.exp(quantile * np.sqrt(variance))
         exact = value == 0  # no row errs at all: then none does without a group either
-        low, high = (np.where(exact, value, x) for x in (value / width, value * width))
-    return dict(zip(values, zip(low, high, strict=True), strict=True))
+        ends = np.stack([np.where(exact, value, x) for x in (value / width, value * width)])
+    return [
+        {
+            n: (low, high)
+            for n, low, high in zip(values, *own, strict=True)
+            if math.isfinite(high - low)
+        }
+        for own in ends.transpose(2, 0, 1).tolist()
+    ]
 
 
 @functools.cache

@@ -45,12 +45,10 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
         raise MeasurementError("runs on the same inputs differ in their shape or dtype")
     heads = runs[0].shape[1]
     step = max(1, ELEMENTS * heads // max(1, runs[0].numel()))
-    parts = zip(*(x.detach().split(step, dim=1) for x in runs), strict=True)
-    return [head for part in parts for head in _compared(part)]
-
-
-def _compared(runs: Sequence[Tensor]) -> list[Noise]:
-    """The noise per head of any runs, by the definition."""
+    if step < heads:
+        parts = zip(*(x.detach().split(step, dim=1) for x in runs), strict=True)
+        return [head for part in parts for head in noise(part)]
+    runs = [x.detach() for x in runs]
     squares = torch.zeros(runs[0].shape[1], dtype=torch.float64, device=runs[0].device)
     counts, moves = torch.zeros_like(squares), torch.zeros_like(squares)
     flickers = torch.zeros_like(runs[0], dtype=torch.bool)

@@ -4,7 +4,7 @@ W1 does not know which value stood where: it is zero under any permutation, and 
 like one cast. So it never stands alone: whatever compares weights shows all of these.
 
 The elements are read in blocks, so that two tensors are compared in little more memory than W1
-takes, and the device is waited for once, and once more for W1."""
+takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numdev.errors import UsageError
 from numdev.metrics.wasserstein import blocks, total, w1
 
 
@@ -28,32 +27,26 @@ class Paired:
 
     elements: int
     nonfinite: int  # NaN or infinite in a, in b or in both, alike or not: left out of what follows
-    max_abs: float | None
-    mean_abs: float | None
-    rel: float | None  # ||a - b|| / ||b||
-    cosine: float | None  # <a, b> / (||a|| ||b||)
-    w1: float | None
-    spread: float | None  # the mean absolute deviation of b from its mean: the scale of W1
-    equal: float | None  # the share of elements that are equal, between 0 and 1
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    rel: float | None = None  # ||a - b|| / ||b||
+    w1: float | None = None
+    equal: float | None = None  # the share of elements that are equal, between 0 and 1
 
 
 def paired(a: Tensor, b: Tensor) -> Paired:
-    """All distances, in fp64, of tensors of any real floating-point dtypes, also two.
-
-    NaN and infinity are counted and left out. UsageError for other dtypes, shapes or devices."""
-    if a.shape != b.shape or a.device != b.device:
-        raise UsageError(
-            f"{list(a.shape)} on {a.device} and {list(b.shape)} on {b.device} cannot be paired"
-        )
-    if not (a.is_floating_point() and b.is_floating_point()):
-        raise UsageError(f"only floating-point tensors are paired, not {a.dtype} and {b.dtype}")
+    """All distances, in fp64, of two tensors of one shape on one device, of any real floating-point
+    dtypes, also two. NaN and infinity are counted and left out."""
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
-    count, apart, squares, aa, bb, ab, equal, largest, spread = (
-        _sums(a, b) if a.numel() else [0.0] * 9
-    )
-    if not count:
-        fields = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
-        return Paired(elements=a.numel(), nonfinite=a.numel(), **dict.fromkeys(fields))
+    found, largest = [], []
+    for x, y, kept in _blocks(a, b):
+        gap = (x - y).abs_()
+        terms = (kept.double(), gap, gap * gap, y * y, ((x == y) & kept).double())
+        found.append(torch.stack([total(term) for term in terms]))
+        largest.append(gap.max())
+    if not found or not (sums := torch.stack(found).sum(dim=0))[0]:
+        return Paired(elements=a.numel(), nonfinite=a.numel())
+    count, apart, squares, of_b, equal = sums.tolist()
     finite = (a, b)
     if count < a.numel():
         kept = torch.cat([kept for _, _, kept in _blocks(a, b)])
@@ -61,36 +54,12 @@ def paired(a: Tensor, b: Tensor) -> Paired:
     return Paired(
         elements=a.numel(),
         nonfinite=a.numel() - int(count),
-        max_abs=_ratio(largest, 1.0),
+        max_abs=_ratio(float(torch.stack(largest).max()), 1.0),
         mean_abs=_ratio(apart, count),
-        rel=_ratio(math.sqrt(squares), math.sqrt(bb)),
-        cosine=_ratio(ab, math.sqrt(aa) * math.sqrt(bb)),
+        rel=_ratio(math.sqrt(squares), math.sqrt(of_b)),
         w1=_ratio(w1(*finite), 1.0),
-        spread=_ratio(spread, count),
         equal=_ratio(equal, count),
     )
-
-
-def _sums(a: Tensor, b: Tensor) -> list[float]:
-    """Over the elements that are finite in both: how many; the sums of |a - b|, (a - b)^2, a^2,
-    b^2, a b and a = b; the largest |a - b|; the sum of |b - mean b|.
-
-    In two passes, as the last needs the mean; waits for the device once, at the end."""
-    found, of_b, largest, spread = [], [], [], []
-    for x, y, kept in _blocks(a, b):
-        gap = (x - y).abs_()
-        equal = (x == y) & kept
-        terms = (kept.double(), gap, gap * gap, x * x, y * y, x * y, equal.double())
-        found.append(torch.stack([total(term) for term in terms]))  # [7]
-        of_b.append(total(y))
-        largest.append(gap.max())
-    sums = torch.stack(found).sum(dim=0)
-    mean = torch.stack(of_b).sum() / sums[0]
-    for _, y, kept in _blocks(a, b):
-        spread.append(total(torch.where(kept, y - mean, 0.0).abs_()))
-    rest = torch.stack([torch.stack(largest).max(), torch.stack(spread).sum()])
-    numbers: list[float] = torch.cat([sums, rest]).tolist()
-    return numbers
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

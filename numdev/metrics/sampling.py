@@ -28,13 +28,19 @@ class Sample:
     count: int
     seed: int = 0
 
-    def queries(self, length: int) -> Tensor | None:
-        """Query rows, as `draw` has them."""
-        return draw(length, self.count, self.seed, "queries")
+    def draw(self, length: int, label: str) -> Tensor | None:
+        """`count` of the positions 0 to length - 1, ascending, int64 [count] on the CPU.
 
-    def keys(self, length: int) -> Tensor | None:
-        """Key rows, for dk and dv."""
-        return draw(length, self.count, self.seed, "keys")
+        Depends on nothing but the arguments; other labels get other positions. None where `count`
+        reaches the length: then all are measured."""
+        if self.count >= length:
+            return None
+        text = f"{self.seed} {label} {length} {self.count}".encode()
+        number = int.from_bytes(hashlib.sha256(text).digest()[:7])
+        generator = torch.Generator().manual_seed(number)
+        ends = torch.arange(self.count + 1) * length // self.count
+        offsets = torch.rand(self.count, generator=generator, dtype=torch.float64) * ends.diff()
+        return ends[:-1] + offsets.long()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,21 +58,6 @@ class Strata:
         rows = torch.cat([drawn, suspects]).unique()
         was_drawn, stands_out = (torch.isin(rows, some) for some in (drawn, suspects))
         return rows, cls(of=length, drawn=was_drawn, suspects=stands_out)
-
-
-def draw(length: int, count: int, seed: int, label: str) -> Tensor | None:
-    """`count` of the positions 0 to length - 1, ascending, int64 [count] on the CPU.
-
-    Depends on nothing but the arguments; other labels get other positions. None where `count`
-    reaches the length: then all are measured."""
-    if count >= length:
-        return None
-    text = f"{seed} {label} {length} {count}".encode()
-    number = int.from_bytes(hashlib.sha256(text).digest()[:7])
-    generator = torch.Generator().manual_seed(number)
-    ends = torch.arange(count + 1) * length // count
-    offsets = torch.rand(count, generator=generator, dtype=torch.float64) * ends.diff()
-    return ends[:-1] + offsets.long()
 
 
 def starts(length: int) -> tuple[int, ...]:

@@ -161,26 +161,22 @@ class Yardstick:
 
         u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor of values
         that fill their binades, and stands in where all are exact (V = 1) and the floor is 0."""
-        floor = self.usable & self.floor_finite
-        size = row_norm(kept(self.reference, floor))
-        sums = {
-            "empty_rows": self.empty.double(),
-            "floor": _distance(self.floor, self.reference, floor),
-            "least": (size * rounding(self.format)).square(),
-            "floor_count": _count(floor),
-        }
-        if self.unrounded is not None:
-            moved = self.usable & finite(self.unrounded)
-            sums["moved"] = _distance(self.reference, self.unrounded, moved)
-            sums["moved_count"] = _count(moved)
+        size = row_norm(kept(self.reference, self.usable & self.floor_finite))
+        sums = dict.fromkeys(("empty_rows", "floor"), self.empty.double())
+        sums["least"] = (size * rounding(self.format)).square()
+
+        def apart(name: str, count: str, a: Tensor, b: Tensor | None) -> None:
+            if b is not None:
+                both = self.usable & finite(a) & finite(b)
+                # In fp64: a and b may be of one narrow dtype.
+                sums[name] = row_norm(kept(a.double() - b, both)).square()
+                sums[count] = both.sum(dim=-1, dtype=torch.float64)
+
+        apart("floor", "floor_count", self.reference, self.floor)
+        apart("moved", "moved_count", self.reference, self.unrounded)
+        apart("plain", "plain_count", self.reference, self.baseline)
         if self.baseline is not None:
-            plain = self.usable & finite(self.baseline)
-            sums["plain"] = _distance(self.baseline, self.reference, plain)
-            sums["plain_count"] = _count(plain)
-            if self.baseline_fp32 is not None:
-                both = plain & finite(self.baseline_fp32)
-                sums["cast_apart"] = _distance(self.baseline, self.baseline_fp32, both)
-                sums["cast_count"] = _count(both)
+            apart("cast_apart", "cast_count", self.baseline, self.baseline_fp32)
         return sums
 
     def fa_allowance(self, usable: Tensor) -> Sums:
@@ -227,12 +223,3 @@ def row_max(x: Tensor) -> Tensor:
     """[B, H, rows, features] to the rows' largest magnitudes."""
     largest: Tensor = torch.linalg.vector_norm(x, math.inf, dim=-1)
     return largest
-
-
-def _distance(a: Tensor, b: Tensor, usable: Tensor) -> Tensor:
-    """[B, H, rows]: the squares of a - b, summed over usable elements."""
-    return row_norm(kept(a.double() - b, usable)).square()  # a and b may be of one narrow dtype
-
-
-def _count(usable: Tensor) -> Tensor:
-    return usable.sum(dim=-1, dtype=torch.float64)

@@ -125,13 +125,12 @@ class Lane:
         own, *behind = zip(kernels, options, strict=True)
         draws = [kernel.draws(given) for kernel, given in zip(kernels, options, strict=True)]
         rerounds = variant.role == "null_rounding"
-        self.noise = None  # what all random numbers of the lane come from
         if rerounds:
             made = seed_of("rounding", seed, variant.name)
-            self.noise = torch.Generator(device).manual_seed(made)
-        elif draws[0]:  # without its name: a repeat of the golden run draws what that one drew
+        else:  # without its name: a repeat of the golden run draws what that one drew
             made = seed_of("draws", seed + variant.seed, options[0].get("seed"))
-            self.noise = torch.Generator(device).manual_seed(made)
+        noise = torch.Generator(device).manual_seed(made)
+        self.noise = noise if rerounds or draws[0] else None  # all random numbers of the lane
         self.attention = Attention(
             kernel=own,
             behind=behind[0] if behind else None,
@@ -157,11 +156,7 @@ class Lane:
             and all(kernel.name in RECORDABLE for kernel in kernels)
             and not (behind and any(draws))
         )
-        self.forget()
-
-    def forget(self) -> None:
-        """Record the step anew, where it is recorded at all."""
-        self.replay = Replay(self.device, self.noise) if self.recordable else None
+        self.replay = Replay(device, self.noise) if self.recordable else None
 
     def step(self, batch: Batch, step: int, steps: int) -> None:
         """Update `step` of `steps`, from this batch. Nothing waits for the device."""
@@ -233,7 +228,7 @@ class Lane:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned; a recorded step is forgotten."""
-        self.forget()
+        self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
         self.optimiser.load_state_dict(state["optimiser"])
         for group in self.optimiser.param_groups:

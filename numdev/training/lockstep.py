@@ -6,7 +6,7 @@ name only when they are complete."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,22 +52,21 @@ class Lockstep:
         """The rows of this step, every variant's: its own, and its distances from the golden run's
         weights. At step 0 from its gradient too, for the first batch, and what its kernel ran."""
         tables: dict[str, list[Any]] = {"row": [], "distance": [], "variant": []}
-        for of in ("weights", "gradient") if self.step == 0 else ("weights",):
-            golden = self._tensors(self.golden, of)
+        read: dict[str, Callable[[Lane], dict[str, torch.Tensor]]] = {"weights": Lane.weights}
+        if self.step == 0:
+            first = self.data.batch(self.seed, 1)
+            read["gradient"] = lambda lane: lane.gradient(first)
+        for of, tensors in read.items():
+            golden = tensors(self.golden)
             for lane in (lane for lane in self.lanes if lane is not self.golden):
                 place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
-                tables["distance"].append(distance(self._tensors(lane, of), golden, of=of, **place))
+                tables["distance"].append(distance(tensors(lane), golden, of=of, **place))
         for lane in self.lanes:
             tables["row"].append(row_of(lane, self.seed, self.step))
             if self.step == 0:
                 ran = {"variant": lane.variant.name, "ran": lane.attention.ran or None}
                 tables["variant"].append(ran)
         return tables
-
-    def _tensors(self, lane: Lane, of: str) -> dict[str, torch.Tensor]:
-        if of == "weights":
-            return lane.weights()
-        return lane.gradient(self.data.batch(self.seed, 1))
 
     def save(self, path: Path, run: str) -> None:
         """Write the state, for the run of this name; atomically. MeasurementError where it

@@ -14,7 +14,6 @@ fp32, as in others' training code. Norms are computed in fp32 either way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,13 +77,6 @@ class Attention(nn.Module):
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         merged: Tensor = out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return merged
-
-    def query_weight(self) -> Tensor:
-        """W_Q by head: [heads, head_dim, width]."""
-        first: Any = next(self.parameters())
-        own = first.chunk(3, dim=0)[0] if hasattr(self, "qkv") else first
-        heads: Tensor = own.unflatten(0, (-1, self.head_dim))
-        return heads
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -170,7 +162,10 @@ class Network(nn.Module):
 
     def query_weights(self) -> Iterator[Tensor]:
         """Layer by layer, the rows of W_Q by head: [heads, head_dim, width]."""
-        return (m.query_weight() for m in self.modules() if isinstance(m, Attention))
+        for part in (m for m in self.modules() if isinstance(m, Attention)):
+            first = next(part.parameters())
+            own = first.chunk(3, dim=0)[0] if hasattr(part, "qkv") else first
+            yield own.unflatten(0, (-1, part.head_dim))
 
 
 @torch.no_grad()

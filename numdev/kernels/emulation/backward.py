@@ -109,8 +109,8 @@ def cast(r: Rounder, *sums: Tensor) -> Gradients:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Operands:
-    """What both passes have."""
+class Kept:
+    """What forward leaves for backward."""
 
     r: Rounder
     q: Tensor
@@ -118,32 +118,6 @@ class _Operands:
     k: Tensor
     v: Tensor
     O: Tensor  # before its cast
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Given(_Operands):
-    """What backward reads."""
-
-    k_s: Tensor  # K as it meets Q again
-    scale_in: str  # where the scale is in backward
-    dO: Tensor
-    shift: Tensor  # what is taken from S: L, or m
-    l: Tensor | None  # by what exp is divided; None where the shift was L
-    some: Tensor | None = None  # the keys that dK and dV are of, where not of all; dQ is 0 then
-
-    def of_group(self, place: int) -> Given:
-        """The query heads at one place of their groups: one for every kv head."""
-        r, heads = copy.copy(self.r), slice(place, None, self.r.case.group)
-        r.case = r.case.one_of_each_group(place)
-        names = ("q", "q_s", "dO", "O", "shift", "l")
-        some = {n: x[:, heads] for n in names if (x := getattr(self, n)) is not None}
-        return dataclasses.replace(self, r=r, **some)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Kept(_Operands):
-    """What forward leaves for backward."""
-
     L: Tensor  # as it is returned
     m: Tensor
     l: Tensor
@@ -151,16 +125,33 @@ class Kept(_Operands):
 
     def with_upstream(self, dO: Tensor) -> Given:
         """What backward reads, once the gradient of the output is there."""
-        r, by_lse = self.r, self.r.made.p_from == "lse"
-        same = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Operands)}
+        r, by_lse, again = self.r, self.r.made.p_from == "lse", self.r.made.scale_again
         shift = r("lse_read", self.L if by_lse else self.m)
-        l = None if by_lse else r("lse_read", self.l)
-        again = r.made.scale_again
-        if again != "same":
-            same["q_s"] = self.q
+        over = None if by_lse else r("lse_read", self.l)
+        own = {**vars(self), "q_s": self.q_s if again == "same" else self.q}
         k_s = r("k_scaled", self.k * (r.case.scale * fwd.LOG2_E)) if again == "k_log2" else self.k
         scale_in, dO = r.made.scale_in if again == "same" else again, dO.to(self.q.dtype)
-        return Given(**same, k_s=k_s, scale_in=scale_in, dO=dO, shift=shift, l=l)
+        return Given(**own, k_s=k_s, scale_in=scale_in, dO=dO, shift=shift, over=over)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Given(Kept):
+    """What backward reads: of forward Q, K, V and O alone."""
+
+    k_s: Tensor  # K as it meets Q again
+    scale_in: str  # where the scale is in backward
+    dO: Tensor
+    shift: Tensor  # what is taken from S: L, or m
+    over: Tensor | None  # by what exp is divided, l; None where the shift was L
+    some: Tensor | None = None  # the keys that dK and dV are of, where not of all; dQ is 0 then
+
+    def of_group(self, place: int) -> Given:
+        """The query heads at one place of their groups: one for every kv head."""
+        r, heads = copy.copy(self.r), slice(place, None, self.r.case.group)
+        r.case = r.case.one_of_each_group(place)
+        names = ("q", "q_s", "dO", "O", "shift", "over")
+        some = {n: x[:, heads] for n in names if (x := getattr(self, n)) is not None}
+        return dataclasses.replace(self, r=r, **some)
 
 
 def kept(r: Rounder, *, at_once: bool = False) -> Kept:
@@ -284,8 +275,8 @@ def again(given: Given, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tenso
     S, tanh = fwd.scores(r, given.q_s, given.k_s, rows, keys, given.scale_in)
     P = r("p_backward", r("s", S).sub_(finite(given.shift[:, :, rows, None])))
     P = r("p_backward", P.exp_())
-    if given.l is not None:
-        P = r("p_backward", P.div_(nonzero(given.l[:, :, rows, None])))
+    if given.over is not None:
+        P = r("p_backward", P.div_(nonzero(given.over[:, :, rows, None])))
     dP = fwd.times(r.case, given.dO[:, :, rows], given.v[:, :, keys].transpose(-1, -2))
     return P, r("dp", dP), tanh
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,33 +55,25 @@ class Control:
         """The fault in words."""
         return self.words.format(dose=dose, percent=100 * dose, fewer=dose - 1)
 
-    def attend(self, case: AttentionCase, dose: float = 0.0) -> Output:
-        """The output with the fault in it, in the case's dtype. Raises Refused where the case
-        cannot have this dose (more keys dropped than there are)."""
-        return self._run(case, dose, find("emulated").attend, ("out",))
-
-    def gradients(self, case: AttentionCase, dose: float = 0.0) -> Output:
-        """The same with the three gradients, for a case with `grad_out`."""
-        return self._run(case, dose, find("emulated").gradients, ("out", *GRADIENTS))
-
     def kernel(self) -> Kernel:
-        """As a kernel with the option `dose`; no registered one."""
+        """As a kernel with the option `dose`; no registered one. Refuses a case that cannot have
+        this dose (more keys dropped than there are)."""
         return Kernel(
             name=PREFIX + self.name,
-            function=self.attend,
+            function=partial(self._run, names=("out",)),
             summary=f"fa2 as emulated, but {self.said(self.doses[0])}",
             options={"dose": 0.0},
             any_format=True,
             any_rows=True,
-            made_from=fingerprint(self.attend),
-            backward=self.gradients,
+            made_from=fingerprint(self._run),
+            backward=partial(self._run, names=("out", *GRADIENTS)),
         )
 
-    def _run(
-        self, case: AttentionCase, dose: float, sound: Callable[..., Output], names: tuple[str, ...]
-    ) -> Output:
+    def _run(self, case: AttentionCase, dose: float, *, names: tuple[str, ...]) -> Output:
+        """These results with the fault in them, in the case's dtype."""
         planted = self.plant(case, dose) if dose else Planted(case)
         uncast = dict.fromkeys(("out", *CASTS), "exact")
+        sound = find("emulated").attend if names == ("out",) else find("emulated").gradients
         result = sound(planted.case, preset="fa2", **{**uncast, **planted.options})
         cast: dict[str, Any] = {
             name: round_to(x, case.format, planted.cast).to(case.q.dtype)

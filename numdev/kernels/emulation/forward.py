@@ -26,12 +26,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from numdev.cases import AttentionCase, additive, key_range, keys_from, rows_within, span, visible
+from numdev.cases import (
+    AttentionCase,
+    additive,
+    key_limits,
+    key_range,
+    keys_from,
+    rows_within,
+    span,
+    visible,
+)  # fmt: skip
 from numdev.errors import Refused
 from numdev.formats import FORMATS, format_of
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
-from numdev.kernels.output import key_limits
 from numdev.kernels.reference.blocked import nonzero
 from numdev.metrics.finiteness import all_finite
 

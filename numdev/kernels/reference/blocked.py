@@ -62,10 +62,7 @@ def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference
     for rows in row_blocks(case):
         keys = key_range(case, rows)
         S = scores(case, _products(case, q, k, rows, keys), rows, keys)
-        found.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
-        P, l, found.lse[:, :, rows] = _exponentials(case, S)
-        O = _output(case, P, l, values[:, :, keys], weigh)
-        found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
+        _attend(found, case, S, rows, values[:, :, keys], weigh)
     return found
 
 
@@ -85,16 +82,13 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
         slope = _slope(case, X)
         S = scores(case, X, rows, keys)
         hidden = S.eq(-math.inf)
-        found.empty[:, :, rows] = empty = hidden.all(dim=-1)
         found.unseen[:, :, keys] &= _per_kv_head(case, hidden).all(dim=2)
-        P, l, found.lse[:, :, rows] = _exponentials(case, S)
-        O = _output(case, P, l, values[:, :, keys], weigh)
-        found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
-
+        P, l = _attend(found, case, S, rows, values[:, :, keys], weigh)
         # In a row of NaN exp(-inf - NaN) is NaN too, and yet what is hidden is hidden.
         P = P.div_(nonzero(l)[..., None]).masked_fill_(hidden, 0.0)
         dO_O = dO[:, :, rows] * found.out[:, :, rows]
-        found.delta[:, :, rows] = delta = dO_O.sum(dim=-1).masked_fill_(empty, 0.0)
+        delta = dO_O.sum(dim=-1).masked_fill_(found.empty[:, :, rows], 0.0)
+        found.delta[:, :, rows] = delta
         Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
         K_j = k[:, :, keys]
         dX, terms = _score_gradient(case, P, dO_i, v[:, :, keys], delta, slope)
@@ -173,8 +167,12 @@ def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor
     return S if shown is None else S.masked_fill_(~shown, -math.inf)
 
 
-def _exponentials(case: AttentionCase, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(S - m), which overwrites S, its row sum, and the log-sum-exp [B, H, rows]."""
+def _attend(
+    found: Reference, case: AttentionCase, S: Tensor, rows: slice, values: Tensor, weigh: Weigh
+) -> tuple[Tensor, Tensor]:
+    """Fill in these rows of what is found; `values` are V and |V| of the keys. Returns exp(S - m),
+    which overwrites S, and its row sum."""
+    found.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
     m = S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
     sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
     if sink is not None:
@@ -185,14 +183,10 @@ def _exponentials(case: AttentionCase, S: Tensor) -> tuple[Tensor, Tensor, Tenso
     l = P.sum(dim=-1)
     if sink is not None:
         l = l + (sink - shift).exp()
-    return P, l, shift + l.log()
-
-
-def _output(case: AttentionCase, P: Tensor, l: Tensor, values: Tensor, weigh: Weigh) -> Tensor:
-    """P @ values / l, [B, H, rows, 2 * v_dim]."""
-    P_i = _per_kv_head(case, P)
-    O = weigh(P_i, values, P_i).view(*P.shape[:3], values.shape[-1])
-    return O / nonzero(l)[..., None]
+    found.lse[:, :, rows], P_i = shift + l.log(), _per_kv_head(case, P)
+    O = weigh(P_i, values, P_i).view(*P.shape[:3], values.shape[-1]) / nonzero(l)[..., None]
+    found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
+    return P, l
 
 
 def _score_gradient(

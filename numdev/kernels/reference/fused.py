@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, key_range
+from numdev.cases import AttentionCase, key_limits, key_range
 from numdev.errors import Refused
-from numdev.kernels.output import key_limits, refuse, upstream, why_not
+from numdev.kernels.output import refuse, upstream, why_not
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.yardstick import widened
 

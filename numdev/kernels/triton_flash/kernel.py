@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase
+from numdev.cases import FAR, AttentionCase, key_limits
 from numdev.errors import UsageError
 from numdev.kernels import Output, Requirement, kernel
 from numdev.kernels.emulation.recipe import STABILISED, check_stabilised
-from numdev.kernels.output import FAR, key_limits, upstream_in, why_not
+from numdev.kernels.output import upstream_in, why_not
 from numdev.system import System
 
 FORMATS = ("working", "float32")
