@@ -23,7 +23,6 @@ from numdev.gate.rows import (
     Groups,
     Measured,
     Rows,
-    by_tensor,
     check_whole,
     grouped,
     measured,
@@ -95,7 +94,7 @@ def _outcome(
 
 def verdicts_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Verdict]:
     """Every rule on everything it selects, in the rules' order."""
-    groups = measured(by_tensor(rows))
+    groups = measured(rows)
     for threshold in rules.thresholds:
         chosen = threshold.where.choose(groups)
         if not chosen:
