@@ -30,7 +30,7 @@ from numdev.kernels import Kernel
 from numdev.metrics.weights import weight_row
 from numdev.report.summary import summarise
 from numdev.sources.opening import Source, open_source
-from numdev.sources.tensorfile import Writer
+from numdev.sources.tensorfile import Add, writing
 from numdev.system import System
 
 # Called with what is being done, how many tasks are behind it, and how many there are.
@@ -124,7 +124,9 @@ def run_plan(
         Journal.open(directory, shared, overwrite=overwrite) as journal,
         Isolated(limit_s) if isolated else contextlib.nullcontext(attempt) as run,
         at_work(workers, plan, shared, limit_s, watch, say) as team,
-        Writer(save_cases, overwrite=overwrite) if save_cases else contextlib.nullcontext() as save,
+        writing(save_cases, overwrite=overwrite)
+        if save_cases
+        else contextlib.nullcontext() as save,
     ):
         before = journal.finished
         calls = run_source(source, plan, journal, run, watch, team, save, progress)
@@ -151,11 +153,11 @@ def run_source(
     run: Runner,
     watch: Stopwatch,
     workers: Workers | None = None,
-    writer: Writer | None = None,
+    save: Add | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> list[CaseRef]:
     """Every case of a source through every kernel, by `run` or on `workers`; what is finished
-    already is not even loaded. `writer` saves cases as they come by. Returns which calls came."""
+    already is not even loaded. `save` keeps cases as they come by. Returns which calls came."""
     calls: list[CaseRef] = []
     visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
 
@@ -171,9 +173,9 @@ def run_source(
         for located in source:
             with watch("other"):
                 calls.append(located.ref)
-                if writer is not None:
+                if save is not None:
                     case = Selection.of(located.load(), plan.heads, gradients=plan.backward).case
-                    writer.add(case, located.axes)
+                    save(case, located.axes)
                     located = as_located(case, located.axes)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
