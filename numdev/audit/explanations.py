@@ -22,7 +22,7 @@ from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.bench import part as part_of
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Task
-from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity, returned
+from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
 from numdev.explain.wrong_function import Suspicion, far_off, suspect
@@ -333,9 +333,8 @@ class _Compared:
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
-        tensors = {t: x for t in made.SITE_OF if (x := getattr(output, t)) is not None}
-        self.formats = {t: returned(x, case) for t, x in tensors.items()}
-        if backward := "dq" in tensors:
+        self.formats = formats_of(output, bench)
+        if backward := "dq" in self.formats:
             heads, kv_heads = whole_groups(select.heads, case.group)
             some = case.select_groups(list(kv_heads))
         else:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from numdev.errors import UsageError, closest
 from numdev.gate.compare_report import (
@@ -100,13 +100,12 @@ def compare(
         given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
     (old, first), (new, last) = given[-2:]
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
-    result = compared(old, new, apart)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
         ),
         request={"a": first, "b": last, "allow": sorted(allow)},
-        **result._asdict(),
+        **compared(old, new, apart),
         a=old.provenance,
         b=new.provenance,
         allowed=tuple(apart),
@@ -205,17 +204,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class Compared(NamedTuple):
-    """What a comparison found."""
-
-    summary: CompareSummary
-    groups: tuple[Group, ...]
-    moves: tuple[Move, ...]
-    presences: tuple[Presence, ...]
-
-
-def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Compared:
-    """The rows of B beside those of A. A row that is there twice counts once."""
+def compared(a: Measured, b: Measured, allowed: Sequence[Difference]) -> dict[str, Any]:
+    """What a report has of the rows of B beside those of A. One that is there twice counts once."""
     old, new = ([r for r in x.rows if r.role != "control"] for x in (a, b))
     names, pairs = Names(old, new), pairs_of(old, new, b.cases)
     noise = Noise(pairs)
@@ -240,7 +230,8 @@ def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Co
         notes=tuple(notes),
         inputs={str(k): v for k, v in inputs.items()},
     )
-    return Compared(summary, tuple(groups), tuple(moves), presences)
+    found: Any = {"groups": tuple(groups), "moves": tuple(moves), "presences": presences}
+    return {"summary": summary, **found}
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
