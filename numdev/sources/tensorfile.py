@@ -96,16 +96,6 @@ class Header(Strict):
     calls: tuple[Call, ...] | None = None  # of tensors `i.*`; without it all have the defaults
 
 
-def _header(path: Path, text: str | None) -> Header:
-    raw = None
-    with contextlib.suppress(ValueError, RecursionError):
-        raw = json.loads(text or "")
-    if not isinstance(raw, dict):
-        hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
-        raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
-    return validated(raw, Header, f"{path}: header")
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoredCase:
     """A case in a file. Plain data until it is loaded, so any worker can."""
@@ -237,7 +227,13 @@ def open_cases(path: Path, *, device: str = "cpu", upstream: int | None = None) 
 
 def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
     with storage.open_safetensors(path) as file:
-        header = _header(path, (file.metadata() or {}).get(KEY))
+        raw = None
+        with contextlib.suppress(ValueError, RecursionError):
+            raw = json.loads((file.metadata() or {}).get(KEY, ""))
+        if not isinstance(raw, dict):
+            hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
+            raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
+        header = validated(raw, Header, f"{path}: header")
         by_call: dict[int, list[str]] = {}
         for name in file.keys():  # noqa: SIM118  # no mapping
             if not (numbered := NUMBERED.fullmatch(name)):
