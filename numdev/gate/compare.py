@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numdev.errors import UsageError, closest
 from numdev.gate.compare_report import (
@@ -100,12 +100,13 @@ def compare(
         given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
     (old, first), (new, last) = given[-2:]
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
+    result = compared(old, new, apart)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
         ),
         request={"a": first, "b": last, "allow": sorted(allow)},
-        **compared(old, new, apart),
+        **result._asdict(),
         a=old.provenance,
         b=new.provenance,
         allowed=tuple(apart),
@@ -204,8 +205,17 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def compared(a: Measured, b: Measured, allowed: Sequence[Difference]) -> dict[str, Any]:
-    """What a report has of the rows of B beside those of A. One that is there twice counts once."""
+class Compared(NamedTuple):
+    """What a comparison found."""
+
+    summary: CompareSummary
+    groups: tuple[Group, ...]
+    moves: tuple[Move, ...]
+    presences: tuple[Presence, ...]
+
+
+def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Compared:
+    """The rows of B beside those of A. A row that is there twice counts once."""
     old, new = ([r for r in x.rows if r.role != "control"] for x in (a, b))
     names, pairs = Names(old, new), pairs_of(old, new, b.cases)
     noise = Noise(pairs)
@@ -230,8 +240,7 @@ def compared(a: Measured, b: Measured, allowed: Sequence[Difference]) -> dict[st
         notes=tuple(notes),
         inputs={str(k): v for k, v in inputs.items()},
     )
-    found: Any = {"groups": tuple(groups), "moves": tuple(moves), "presences": presences}
-    return {"summary": summary, **found}
+    return Compared(summary, tuple(groups), tuple(moves), presences)
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
