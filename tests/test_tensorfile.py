@@ -21,7 +21,7 @@ from numdev import report
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels.reference import attend
-from numdev.sources.tensorfile import Writer, open_cases, write
+from numdev.sources.tensorfile import open_cases, write, writing
 
 TENSORS = ("q", "k", "v", "mask", "sinks", "grad_out")
 
@@ -138,11 +138,11 @@ def test_an_audit_of_saved_cases_gives_the_same_rows(tmp_path: Path, name: str) 
 
 
 def save(directory: Path, *names: str, **options: Any) -> None:
-    with Writer(directory, **options) as writer:
+    with writing(directory, **options) as add:
         for name in names:
             if name == "Ctrl-C":
                 raise KeyboardInterrupt
-            writer.add(case(name))
+            add(case(name), {})
             assert options or not directory.exists()
 
 
@@ -162,12 +162,12 @@ def test_an_existing_place_is_not_written_over(tmp_path: Path) -> None:
     """--overwrite replaces saved cases, and nothing else."""
     save(tmp_path / "saved", "a")
     with pytest.raises(UsageError, match="exists"):
-        Writer(tmp_path / "saved")
+        save(tmp_path / "saved")
     save(tmp_path / "saved", "b", overwrite=True)
     assert [c.ref.case for c in open_cases(tmp_path / "saved").cases] == ["b"]
     (tmp_path / "mine").mkdir()
     with pytest.raises(UsageError, match="exists"):
-        Writer(tmp_path / "mine", overwrite=True)
+        save(tmp_path / "mine", overwrite=True)
 
 
 QKV = {f"0.{n}": drawn(2, 4, 6, 8, seed=i) for i, n in enumerate("qkv")}

@@ -154,11 +154,9 @@ class CheckSource(ConfigSource):
             raise UsageError(f"{count} cases are called {name!r}", hint="name each differently")
 
     def _located(self, named: Named, number: int) -> Sequence[Located]:
+        seed = self._seeds[0] if self._gradients else None
         if isinstance(named, AttentionCase):
-            case = copied(named, self._device)
-            lacks = self._gradients and case.grad_out is None
-            case = with_drawn(case, self._seeds[0]) if lacks else case
-            return [as_located(case)]
+            return [as_located(with_drawn(copied(named, self._device), seed))]
         if isinstance(named, Mapping):
             return self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
         path = Path(named)
@@ -170,7 +168,6 @@ class CheckSource(ConfigSource):
             raise UsageError(
                 f"{path}: holds no captured tensors", hint="see docs/inputs.md, or give a .yaml"
             )
-        seed = self._seeds[0] if self._gradients else None
         return open_cases(path, device=self._device, upstream=seed).cases
 
     def _drawn(self, configs: Sequence[CaseConfig]) -> list[Located]:

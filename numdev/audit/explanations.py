@@ -22,7 +22,7 @@ from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.bench import part as part_of
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Task
-from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity, returned
+from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
 from numdev.explain.wrong_function import SEARCHES, Suspicion, suspect
@@ -322,13 +322,13 @@ def explain(
         claim = kernel.claims(bench.case, output, system) if kernel.declares else {"preset": "fa2"}
         compared = _Compared(bench, output)
         for tensor in compared.formats:
-            found, unknown = compared.attribution(tensor, claim)
-            rows.append(_row(task, tensor, compared.heads[tensor], found, unknown))
+            of = {**identity(task), "tensor": tensor, "heads": compared.heads[tensor]}
+            rows.append(AttributionRow(**of, **compared.attribution(tensor, claim)))
             if tensor == "out":
-                claim = _informed(claim, found)
+                claim = _informed(claim, rows[-1])
     except FAILS_ONE_ROW as error:
-        heads = chosen(bench.selection.heads)
-        rows.append(_row(task, "out", heads, None, f"it could not be tried ({error})"))
+        of = {**identity(task), "heads": chosen(bench.selection.heads)}
+        rows.append(AttributionRow(**of, reason=f"it could not be tried ({error})"))
     return rows
 
 
@@ -337,9 +337,8 @@ class _Compared:
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
-        tensors = {t: x for t in made.SITE_OF if (x := getattr(output, t)) is not None}
-        self.formats = {t: returned(x, case) for t, x in tensors.items()}
-        if backward := "dq" in tensors:
+        self.formats = formats_of(output, bench)
+        if backward := "dq" in self.formats:
             heads, kv_heads = whole_groups(select.heads, case.group)
             some = case.select_groups(list(kv_heads))
         else:
@@ -351,15 +350,14 @@ class _Compared:
         self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
         self.kept: dict[str, dict[str, Tensor]] = {}
 
-    def attribution(
-        self, tensor: str, claim: fits.Claim | None
-    ) -> tuple[fits.Attribution | None, str | None]:
-        """Of one tensor; or why there is none."""
+    def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
+        """What a row says of one tensor: which roundings explain it, or why that is not known."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
-            return None, "query rows are sampled, and a key's gradient is a sum over all of them"
+            why = "query rows are sampled, and a key's gradient is a sum over all of them"
+            return {"reason": why}
         if unknown := made.unpredictable(claim or {"preset": "fa2"}, case.format, fmt):
-            return None, unknown
+            return {"reason": unknown}
         x = getattr(self.output, tensor)[:, list(self.heads[tensor])]
         if self.rows is not None and x.shape[2] != len(self.rows):  # the baseline's are these alone
             x = x[:, :, self.rows]
@@ -368,9 +366,22 @@ class _Compared:
         more: dict[str, Any] = {"tensor": tensor, "group": case.group}
         try:
             size = terms.norm(dim=-1)
-            return fits.attribute(x, exact, size, case.format, claim, emulated, **more), None
+            found = fits.attribute(x, exact, size, case.format, claim, emulated, **more)
         except FAILS_ONE_ROW as error:
-            return None, f"it could not be tried ({error})"
+            return {"reason": f"it could not be tried ({error})"}
+        if found is None:  # there is no error
+            return {}
+        return {
+            "explained_by": None if found.why_not else found.best.preset,
+            "reason": found.why_not,
+            "nearest": found.best.preset,
+            "recipe": dict(found.best.claim),
+            "residual": found.best.residual,
+            "size": found.best.ratio,
+            "next_preset": found.next.preset,
+            "next_residual": found.next.residual,
+            "sites": found.sites,
+        }
 
     def emulated(self, tensor: str, tried: fits.Claim) -> Tensor:
         """One emulation of backward serves all three gradients; the output needs none."""
@@ -387,14 +398,14 @@ class _Compared:
         return step[tensor]
 
 
-def _informed(claim: fits.Claim | None, found: fits.Attribution | None) -> fits.Claim | None:
+def _informed(claim: fits.Claim | None, out: AttributionRow) -> fits.Claim | None:
     """The claim with the tiles that explain the output, where it was right but for those."""
-    if claim is None or found is None or found.why_not:
+    if claim is None or not out.explained_by:
         return claim
-    if found.best.claim.get("preset") != claim.get("preset", "fa2"):
+    if out.recipe.get("preset") != claim.get("preset", "fa2"):
         return claim
     rest = {k: v for k, v in claim.items() if k not in fits.FORWARD_VARIED}
-    return rest | {k: v for k, v in found.best.claim.items() if k in fits.FORWARD_VARIED}
+    return rest | {k: v for k, v in out.recipe.items() if k in fits.FORWARD_VARIED}
 
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
@@ -406,30 +417,6 @@ def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], t
     """About MOST_HEADS query heads, in whole groups, and the kv heads these read."""
     kv = chosen(tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group))
     return tuple(h * group + i for h in kv for i in range(group)), kv
-
-
-def _row(
-    task: Task,
-    tensor: str,
-    heads: tuple[int, ...],
-    found: fits.Attribution | None,
-    unknown: str | None,
-) -> AttributionRow:
-    fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
-    fields |= {"explained_by": None, "reason": unknown}
-    if found is not None:
-        fields |= {
-            "explained_by": None if found.why_not else found.best.preset,
-            "reason": found.why_not,
-            "nearest": found.best.preset,
-            "recipe": dict(found.best.claim),
-            "residual": found.best.residual,
-            "size": found.best.ratio,
-            "next_preset": found.next.preset,
-            "next_residual": found.next.residual,
-            "sites": found.sites,
-        }
-    return AttributionRow(**fields)
 
 
 # --- the rows that err most ----------------------------------------------------------------------

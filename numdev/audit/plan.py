@@ -16,7 +16,7 @@ from typing import Any
 
 import numdev
 from numdev.cases import CaseRef
-from numdev.config import AuditRequest, Choice
+from numdev.config import AuditRequest, Choice, SweepRequest
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.kernels import Kernel, find
@@ -87,18 +87,25 @@ class Plan:
 
     @classmethod
     def of(
-        cls, request: AuditRequest, system: System, own: Mapping[str, Kernel] | None = None
+        cls,
+        request: AuditRequest | SweepRequest,
+        system: System,
+        own: Mapping[str, Kernel] | None = None,
     ) -> Plan:
-        """The plan of an audit. Raises UsageError for what cannot be run here. `own`: kernels by
-        name that are not registered."""
-        kernels = plan_kernels(request.kernels, own)
-        kernels += plan_controls(gradients=request.backward) if request.control else []
-        same = ("heads", "explain", "backward", "rows", "seed", "repeats")
+        """The plan of an audit or a sweep. Raises UsageError for what cannot be run here. `own`:
+        kernels by name that are not registered."""
+        same = ["backward", "rows", "repeats"]
+        if isinstance(request, SweepRequest):
+            kernels = plan_kernels((*request.kernels, request.baseline))
+        else:
+            kernels = plan_kernels(request.kernels, own)
+            kernels += plan_controls(gradients=request.backward) if request.control else []
+            same += ["heads", "explain", "seed"]
         return cls(
             system=system,
             formats=plan_formats(request.formats, kernels),
             kernels=kernels,
-            details=True,
+            details=isinstance(request, AuditRequest),
             named="kernels" in request.model_fields_set,
             **{name: getattr(request, name) for name in same},
         )

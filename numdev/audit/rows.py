@@ -27,13 +27,13 @@ from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere, inputs_f
 from numdev.metrics.noise import noise
 from numdev.metrics.sampling import Strata
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
+from numdev.sources.tensorfile import kind_of
 
 if TYPE_CHECKING:
     from numdev.audit.explanations import Likeness
 
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
-OF_CASE = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -240,7 +240,7 @@ def bare_row(task: Task, failure: Failure, tensor: Literal["out", "dq"] = "out")
 def identity(task: Task) -> dict[str, Any]:
     """The fields of a row that say what the task was."""
     return {
-        **{name: getattr(task.case, name) for name in OF_CASE},
+        **vars(task.case),
         **{name: getattr(task, name) for name in ("role", "kernel", "format")},
         "options": dict(task.options),
     }
@@ -271,9 +271,6 @@ def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
 
 def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> CaseRecord:
     """What a case is, in plain data, for the report."""
-    mask: Literal["none", "bool", "additive"] = "none"
-    if case.mask is not None:
-        mask = "bool" if case.mask.dtype == torch.bool else "additive"
     same = ("heads", "kv_heads", "q_len", "kv_len", "is_causal", "causal_offset", "window")
     return CaseRecord(
         case=case.ref.case,
@@ -281,7 +278,7 @@ def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> C
         head_dim=case.q.shape[3],
         v_dim=case.v.shape[3],
         source_format=case.format.name,
-        mask=mask,
+        mask=kind_of(case.mask),
         sinks=case.sinks is not None,
         grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
         threads=None if case.q.is_cuda else torch.get_num_threads(),

@@ -25,12 +25,12 @@ from numdev.cases import CaseRef
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import UsageError
 from numdev.explain.words import explanations
-from numdev.gate.findings import Judged, findings_of
+from numdev.gate.findings import findings_of
 from numdev.kernels import Kernel
 from numdev.metrics.weights import weight_row
 from numdev.report.summary import summarise
 from numdev.sources.opening import Source, open_source
-from numdev.sources.tensorfile import Writer
+from numdev.sources.tensorfile import Add, writing
 from numdev.system import System
 
 # Called with what is being done, how many tasks are behind it, and how many there are.
@@ -42,24 +42,21 @@ def audit(
     request: AuditRequest,
     directory: Path,
     *,
-    command: str = "",
-    say: Say = lambda text: None,
     opened: Callable[[AuditRequest, System], Source] = open_source,
     own: Mapping[str, Kernel] | None = None,
     **how: Any,
 ) -> records.AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
-    `say` is told what a user should know that the report does not hold; `opened` makes the source,
-    `own` are kernels by name that are not registered, `how` is what `run_plan` takes. Raises
-    UsageError, before anything is measured, for a request that cannot be run here, and
-    MeasurementError when a sound one could not be carried out."""
+    `opened` makes the source, `own` are kernels by name that are not registered, `how` is what
+    `run_plan` takes. Raises UsageError, before anything is measured, for a request that cannot be
+    run here, and MeasurementError when a sound one could not be carried out."""
     system = System.here(request.device)
     watch = Stopwatch(system.device)
     plan = Plan.of(request, system, own)
     with watch("capture"):
         source = opened(request, system)
     asked = request.model_dump(mode="json")
-    results = run_plan(source, plan, request, asked, directory, watch, say=say, **how)
+    results = run_plan(source, plan, request, asked, directory, watch, **how)
     with watch("weights"):
         weights = tuple(
             weight_row(name, tensor, fmt)  # cheap, and so not journalled
@@ -72,12 +69,9 @@ def audit(
     attributions = journal.records("attribution", records.AttributionRow)
     worst = most(journal.records("worst", records.WorstRow))
     return records.AuditReport(
-        provenance=provenance(system, results.described, command),
+        **results.fields,
         request=asked,
-        summary=summarise(results.rows, results.judged.findings, explanations(attributions), worst),
-        **results.judged._asdict(),
-        plan=results.plan,
-        cases=journal.records("case", records.CaseRecord),
+        summary=summarise(results.rows, results.findings, explanations(attributions), worst),
         rows=results.rows,
         weights=weights,
         attributions=attributions,
@@ -90,10 +84,9 @@ class Results(NamedTuple):
     """What came of a source that was measured as planned."""
 
     journal: Journal
-    plan: records.PlanRecord
     rows: tuple[records.DeviationRow, ...]
-    judged: Judged
-    described: Mapping[str, Any]  # the source, in plain data
+    findings: tuple[records.Finding, ...]
+    fields: Mapping[str, Any]  # of a report, whatever its kind
 
 
 def run_plan(
@@ -108,11 +101,13 @@ def run_plan(
     overwrite: bool = False,
     save_cases: Path | None = None,
     progress: Progress = lambda what, done, total: None,
-    say: Say,
+    say: Say = lambda text: None,
+    command: str = "",
 ) -> Results:
     """Measure a source and hold its rows to the rules. A run that was interrupted continues where
     `asked` and all else that decides its numbers is the same. `workers`: who measures; None: this
-    process. `save_cases`: where to write cases, unrounded."""
+    process. `save_cases`: where to write cases, unrounded. `say` is told what a user should know
+    that the report does not hold."""
     told = tuple(source.notes)
     for note in told:
         say(note)
@@ -124,7 +119,9 @@ def run_plan(
         Journal.open(directory, shared, overwrite=overwrite) as journal,
         Isolated(limit_s) if isolated else contextlib.nullcontext(attempt) as run,
         at_work(workers, plan, shared, limit_s, watch, say) as team,
-        Writer(save_cases, overwrite=overwrite) if save_cases else contextlib.nullcontext() as save,
+        writing(save_cases, overwrite=overwrite)
+        if save_cases
+        else contextlib.nullcontext() as save,
     ):
         before = journal.finished
         calls = run_source(source, plan, journal, run, watch, team, save, progress)
@@ -140,8 +137,13 @@ def run_plan(
             raise UsageError(what, hint="check --layers and --heads")
         planned = plan.record(calls)
         judged = findings_of(rows, planned)
-    judged = judged._replace(tested=(*judged.tested, *source.doubts))
-    return Results(journal, planned, rows, judged, described)
+    fields = judged._asdict() | {
+        "tested": (*judged.tested, *source.doubts),
+        "provenance": provenance(plan.system, described, command),
+        "plan": planned,
+        "cases": journal.records("case", records.CaseRecord),
+    }
+    return Results(journal, rows, judged.findings, fields)
 
 
 def run_source(
@@ -151,11 +153,11 @@ def run_source(
     run: Runner,
     watch: Stopwatch,
     workers: Workers | None = None,
-    writer: Writer | None = None,
+    save: Add | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> list[CaseRef]:
     """Every case of a source through every kernel, by `run` or on `workers`; what is finished
-    already is not even loaded. `writer` saves cases as they come by. Returns which calls came."""
+    already is not even loaded. `save` keeps cases as they come by. Returns which calls came."""
     calls: list[CaseRef] = []
     visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
 
@@ -171,9 +173,9 @@ def run_source(
         for located in source:
             with watch("other"):
                 calls.append(located.ref)
-                if writer is not None:
+                if save is not None:
                     case = Selection.of(located.load(), plan.heads, gradients=plan.backward).case
-                    writer.add(case, located.axes)
+                    save(case, located.axes)
                     located = as_located(case, located.axes)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))

@@ -14,7 +14,7 @@ import yaml
 
 from numdev.errors import MeasurementError
 from numdev.gate.judging import judge_report, verdicts_of
-from numdev.gate.rows import Groups, Measured, Rows, by_tensor, grouped, measured
+from numdev.gate.rows import Groups, Measured, Rows, grouped, measured
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
 from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
 
@@ -37,7 +37,7 @@ def fitted(report: Measured, name: str) -> str:
     """The YAML file; `name` is what to call the report in it.
 
     Raises MeasurementError where nothing was measured, or a kernel is wrong outright."""
-    groups = measured(by_tensor([row for row in report.rows if row.role == "kernel"]))
+    groups = measured(row for row in report.rows if row.role == "kernel")
     if not groups:
         raise MeasurementError(
             f"{name}: no kernel under audit was measured, so nothing can be fitted",

@@ -23,7 +23,6 @@ from numdev.gate.rows import (
     Groups,
     Measured,
     Rows,
-    by_tensor,
     check_whole,
     grouped,
     measured,
@@ -95,13 +94,13 @@ def _outcome(
 
 def verdicts_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Verdict]:
     """Every rule on everything it selects, in the rules' order."""
-    groups = measured(by_tensor(rows))
+    groups = measured(rows)
     for threshold in rules.thresholds:
         chosen = threshold.where.choose(groups)
         if not chosen:
             why = NOTHING + _unmatched(threshold.where, groups)
             outcome: Outcome = "unmeasured" if threshold.may_lack == "nothing" else "untested"
-            yield _verdict(threshold, outcome, reasons=(why,))
+            yield Verdict(rule=threshold.name, outcome=outcome, reasons=(why,))
         for group in chosen.values():
             parts = grouped(group, lambda row: row.case).values() if threshold.by_case else (group,)
             yield from (_judge(threshold, part, plan) for part in parts)
@@ -115,26 +114,6 @@ def _unmatched(where: Selector, groups: Groups) -> str:
         if there and not any(matches(patterns, each) for each in there):
             return f"; {name} {', '.join(patterns)} is none of {', '.join(islice(there, 8))}"
     return ""
-
-
-def _verdict(
-    threshold: Threshold,
-    outcome: Outcome,
-    row: DeviationRow | None = None,
-    shown: Held | None = None,
-    **fields: Any,
-) -> Verdict:
-    """`row` is one of those it is about, `shown` stands beside the limit."""
-    if row is not None:
-        about = ("role", "kernel", "options", "format", "tensor")
-        limit = shown.limit if shown else threshold
-        observed = shown.value if shown else None
-        if isinstance(observed, float) and not math.isfinite(observed):
-            observed = str(observed)  # JSON has no infinity
-        fields |= {name: getattr(row, name) for name in about}
-        fields |= {"observed": observed, "metric": limit.metric, "limit": str(limit)}
-        fields |= {"bound": limit.at_most, "median": threshold.heads is not None}
-    return Verdict(rule=threshold.name, outcome=outcome, **fields)
 
 
 def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
@@ -156,11 +135,19 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
         outcome = "exceeded"
     lacking = [*unsure, *lacking]
     named = {"exceeded": [h.row for h in offending], "unmeasured": [row for row, _ in lacking]}
-    return _verdict(
-        threshold,
-        outcome,
-        first,
-        shown,
+    limit, observed = (shown.limit, shown.value) if shown else (threshold, None)
+    if isinstance(observed, float) and not math.isfinite(observed):
+        observed = str(observed)  # JSON has no infinity
+    about = ("role", "kernel", "options", "format", "tensor")
+    return Verdict(
+        rule=threshold.name,
+        outcome=outcome,
+        **{name: getattr(first, name) for name in about},
+        observed=observed,
+        metric=limit.metric,
+        limit=str(limit),
+        bound=limit.at_most,
+        median=threshold.heads is not None,
         judged=len(held),
         offending=len(offending),
         places=tuple(map(Place.of, named.get(outcome, ())[:PLACES])),

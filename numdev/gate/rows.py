@@ -44,18 +44,13 @@ def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     return groups
 
 
-def by_tensor(rows: Iterable[DeviationRow]) -> Groups:
-    """Rows by role, kernel, options, format and tensor."""
-    return grouped(rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor))
-
-
-def measured(groups: Groups) -> Groups:
-    """Of rows by tensor those that there is something to judge in."""
-    chosen = {
-        key: [row for row in rows if row.status == "ok" and something(row)]
-        for key, rows in groups.items()
-    }
-    return {key: rows for key, rows in chosen.items() if rows}
+def measured(rows: Iterable[DeviationRow]) -> Groups:
+    """Rows in which there is something to judge, by role, kernel, options, format and tensor."""
+    every = grouped(rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor))
+    chosen = (
+        [row for row in own if row.status == "ok" and something(row)] for own in every.values()
+    )
+    return {key: own for key, own in zip(every, chosen, strict=True) if own}
 
 
 def something(row: DeviationRow) -> bool:

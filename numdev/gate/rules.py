@@ -53,14 +53,24 @@ def matches(patterns: tuple[str, ...], text: str | None) -> bool:
     return not wanted or any(fnmatchcase(text or "", p) for p in wanted)
 
 
-class Selector(Strict):
-    """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
+class Patterns(Strict):
+    """What one tensor of one kernel in one format must fit: shell patterns, a leading ! excludes. A
+    field that is not given fits all."""
 
-    role: Annotated[tuple[Judgeable, ...], BeforeValidator(as_list)] = ("kernel",)
     kernel: Names = ()
     format: Names = ()
-    out_format: Names = ()
     tensor: Tensors = ()
+
+    def fit(self, row: DeviationRow) -> bool:
+        names = ("kernel", "format", "tensor")
+        return all(matches(getattr(self, name), getattr(row, name)) for name in names)
+
+
+class Selector(Patterns):
+    """Which rows."""
+
+    role: Annotated[tuple[Judgeable, ...], BeforeValidator(as_list)] = ("kernel",)
+    out_format: Names = ()
     case: Names = ()
     module: Names = ()
     phase: Phases = ()
@@ -72,7 +82,7 @@ class Selector(Strict):
         return {key: rows for key, group in groups.items() if (rows := self._of(group))}
 
     def _of(self, rows: list[DeviationRow]) -> list[DeviationRow]:
-        if rows[0].role not in self.role or not _fits(self, rows[0]):
+        if rows[0].role not in self.role or not self.fit(rows[0]):
             return []
         for name in ("out_format", "case", "module", "phase"):
             if patterns := getattr(self, name):
@@ -82,11 +92,6 @@ class Selector(Strict):
             if numbers is not None:
                 rows = [row for row in rows if getattr(row, name) in numbers]
         return rows
-
-
-def _fits(patterns: Selector | Instead, row: DeviationRow) -> bool:
-    names = ("kernel", "format", "tensor")
-    return all(matches(getattr(patterns, name), getattr(row, name)) for name in names)
 
 
 def _known(metric: str) -> str:
@@ -135,12 +140,9 @@ class Certain(Strict):
     sequences: Annotated[int, Field(ge=2)] = BIAS_SEQUENCES
 
 
-class Instead(Strict):
+class Instead(Patterns):
     """Another limit for some kernels, formats or tensors."""
 
-    kernel: Names = ()
-    format: Names = ()
-    tensor: Tensors = ()
     at_most: Annotated[float, Field(ge=0)]
 
 
@@ -174,7 +176,7 @@ class Threshold(Limit):
 
     def at(self, row: DeviationRow) -> Threshold:
         """As it is for rows of this one's kernel, format and tensor."""
-        other = next((each for each in self.instead if _fits(each, row)), None)
+        other = next((each for each in self.instead if each.fit(row)), None)
         return self if other is None else self.model_copy(update={"at_most": other.at_most})
 
     def of(self, heads: int) -> Threshold:

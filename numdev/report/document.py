@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 from typing import Any, Literal
 
+from numdev.gate.rows import grouped
 from numdev.report import Axis, Curve, Figure, Point, Role
 from numdev.report.numbers import ratio, shade, si
 
@@ -118,14 +120,16 @@ class Document:
     title: str
     blocks: tuple[Node, ...] = ()
 
-    def shown_in(self, medium: Medium) -> tuple[Node, ...]:
-        """The nodes of a medium; tables without a row and lists without an item are none."""
+    def shown_in(self, medium: Medium) -> Iterator[Node]:
+        """The nodes of a medium, on a page alone with figures and a choice; tables without a row
+        and lists without an item are none."""
         parts = {Table: "rows", Bullets: "items", Figures: "figures", Choice: "tables"}
-        return tuple(
-            node
-            for node in self.blocks
-            if medium in node.only and getattr(node, parts.get(type(node), "only"))
-        )
+        for node in self.blocks:
+            if medium in node.only and getattr(node, parts.get(type(node), "only")):
+                if medium != "html" and isinstance(node, Figures | Choice):
+                    yield from tables_of(node) if isinstance(node, Figures) else node.tables[:1]
+                else:
+                    yield node
 
 
 def headed(sentence: str) -> Item:
@@ -192,9 +196,6 @@ def curve(label: str, role: Role, numbers: Mapping[Any, Sequence[float]]) -> Ite
 def tables_of(of: Figures) -> Iterator[Table]:
     """Figures as numbers, those of one metric in one table: a row for each curve, a column for each
     tick of the axis."""
-    groups: dict[tuple[str, str], list[Figure]] = {}
-    for figure in of.figures:
-        groups.setdefault((figure.metric, figure.y_title), []).append(figure)
 
     def cell(figure: Figure, curve: Curve, x: float) -> str:
         value = next((p.mean for p in curve.points if p.x in (None, x)), None)
@@ -203,7 +204,7 @@ def tables_of(of: Figures) -> Iterator[Table]:
         return ratio(value) if figure.relative else si(value)
 
     columns = [of.axis.title, *(tick.label for tick in of.axis.ticks)]
-    for (_, what), figures in groups.items():
+    for (_, what), figures in grouped(of.figures, attrgetter("metric", "y_title")).items():
         rows, standard, several = [], [], len(figures) > 1
         for figure in figures:
             where = f"{', '.join(figure.place.values()) or figure.title}: " if several else ""

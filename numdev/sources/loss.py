@@ -86,9 +86,11 @@ def drawn_from(seed: int) -> str:
     return f"drawn from N(0, 1), seed {seed}"
 
 
-def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
-    """The case with dO of N(0, 1) in its own format, drawn from `seed` and its name; a view of
-    [batch, length, heads, dim] where q is one."""
+def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
+    """The case with dO; where it has none of N(0, 1) in its own format, drawn from `seed` and its
+    name, a view of [batch, length, heads, dim] where q is one. As it is where there is no seed."""
+    if seed is None or case.grad_out is not None:
+        return case
     shape = (*case.q.shape[:3], case.v.shape[3])
     drawn = Draws(seed, case.ref.case).normal("grad_out", shape)
     x = round_to(drawn, case.format).to(case.q.device, case.q.dtype)

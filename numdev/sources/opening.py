@@ -216,11 +216,10 @@ class GivenSource(Source):
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             what = f"{names.count(twice[0])} cases are called {twice[0]!r}"
             raise UsageError(what, hint="give each a `ref` with another name")
+        seed = request.seed if request.backward else None
 
         def loaded(case: AttentionCase) -> AttentionCase:
-            case = case.detached(system.device)
-            lacks = request.backward and case.grad_out is None
-            return with_drawn(case, request.seed) if lacks else case
+            return with_drawn(case.detached(system.device), seed)
 
         self.cases = [
             capturing.Captured(ref=case.ref, load=partial(loaded, case))

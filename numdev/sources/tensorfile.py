@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -96,16 +96,6 @@ class Header(Strict):
     calls: tuple[Call, ...] | None = None  # of tensors `i.*`; without it all have the defaults
 
 
-def _header(path: Path, text: str | None) -> Header:
-    raw = None
-    with contextlib.suppress(ValueError, RecursionError):
-        raw = json.loads(text or "")
-    if not isinstance(raw, dict):
-        hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
-        raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
-    return validated(raw, Header, f"{path}: header")
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoredCase:
     """A case in a file. Plain data until it is loaded, so any worker can."""
@@ -164,16 +154,14 @@ class StoredCase:
             )
         except UsageError as error:
             raise self._problem(error.message, "check the tensors, and `layout`") from error
-        if call.mask not in (None, _kind(mask)):
-            what = f"mask: expected {call.mask} by its header, got {_kind(mask)}"
+        if call.mask not in (None, kind_of(mask)):
+            what = f"mask: expected {call.mask} by its header, got {kind_of(mask)}"
             raise self._problem(what, "make them agree")
         if case.restricts_positions and case.q_len != case.kv_len and call.causal_offset is None:
             what = f"{case.q_len} queries, {case.kv_len} keys, a causal mask or window, and no"
             hint = f"{case.kv_len - case.q_len} (bottom-right, as flash-attention does)"
             hint = f"give 0 (top-left, as PyTorch aligns) or {hint}"
             raise self._problem(f"has {what} causal_offset", hint)
-        if self.upstream is None or case.grad_out is not None:
-            return case
         return with_drawn(case, self.upstream)
 
     def _arranged(self, name: str, tensor: Tensor) -> Tensor:
@@ -239,7 +227,13 @@ def open_cases(path: Path, *, device: str = "cpu", upstream: int | None = None) 
 
 def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
     with storage.open_safetensors(path) as file:
-        header = _header(path, (file.metadata() or {}).get(KEY))
+        raw = None
+        with contextlib.suppress(ValueError, RecursionError):
+            raw = json.loads((file.metadata() or {}).get(KEY, ""))
+        if not isinstance(raw, dict):
+            hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
+            raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
+        header = validated(raw, Header, f"{path}: header")
         by_call: dict[int, list[str]] = {}
         for name in file.keys():  # noqa: SIM118  # no mapping
             if not (numbered := NUMBERED.fullmatch(name)):
@@ -278,7 +272,7 @@ def write(
                 x = tensor.detach().permute(order).cpu()
                 tensors[f"{index}.{name}"] = x.clone(memory_format=torch.contiguous_format)
         call = {**vars(case.ref), **{name: getattr(case, name) for name in OF_CASE}}
-        call |= {"mask": _kind(case.mask), "grad_out": case.grad_out_from, "layout": layout}
+        call |= {"mask": kind_of(case.mask), "grad_out": case.grad_out_from, "layout": layout}
         calls.append({**call, "axes": dict(axes[index]) if axes else {}})
     versions = {"numdev": numdev.__version__, "torch": torch.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -305,42 +299,39 @@ def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     write(path, cases)
 
 
-class Writer:
-    """Writes cases one at a time into a directory, which appears, whole, when all are written; left
-    by an exception, or without a case, it leaves nothing. Raises UsageError where the directory
-    exists; with `overwrite` only if it holds no saved cases."""
-
-    def __init__(self, directory: Path, *, overwrite: bool = False) -> None:
-        self.directory, self.names = directory, list[str]()
-        if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
-            raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
-        self.partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-
-    def __enter__(self) -> Writer:
-        try:
-            self.partial.mkdir(parents=True)
-        except OSError as error:
-            raise UsageError(f"{self.directory}: cannot write there ({error.strerror})") from error
-        return self
-
-    def add(self, case: AttentionCase, axes: Mapping[str, Any] | None = None) -> None:
-        """Write one more case; it is not kept."""
-        name = f"{len(self.names):05d}.safetensors"
-        write(self.partial / name, [case], [axes or {}])
-        self.names.append(name)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None and self.names:
-                index = json.dumps({"version": VERSION, "files": self.names}, indent=1)
-                (self.partial / INDEX).write_text(index + "\n", encoding="utf-8")
-                shutil.rmtree(self.directory, ignore_errors=True)
-                self.partial.replace(self.directory)
-        finally:
-            shutil.rmtree(self.partial, ignore_errors=True)
+Add = Callable[[AttentionCase, Mapping[str, Any]], None]
 
 
-def _kind(mask: Tensor | None) -> str:
+@contextlib.contextmanager
+def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
+    """Gives what writes one more case, and its place on a grid, into a directory, which appears,
+    whole, when all are written; left by an exception, or without a case, it leaves nothing. Raises
+    UsageError where the directory exists; with `overwrite` only if it holds no saved cases."""
+    if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
+        raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
+    partial, names = directory.with_name(f".{directory.name}.partial-{os.getpid()}"), list[str]()
+
+    def add(case: AttentionCase, axes: Mapping[str, Any]) -> None:
+        names.append(f"{len(names):05d}.safetensors")
+        write(partial / names[-1], [case], [axes])
+
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot write there ({error.strerror})") from error
+    try:
+        yield add
+        if names:
+            index = json.dumps({"version": VERSION, "files": names}, indent=1)
+            (partial / INDEX).write_text(index + "\n", encoding="utf-8")
+            shutil.rmtree(directory, ignore_errors=True)
+            partial.replace(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def kind_of(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
+    """What a mask is to a kernel, as files and reports say it."""
     return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
 
 

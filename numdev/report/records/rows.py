@@ -142,7 +142,9 @@ class AttributionRow(OfKernel, _OfCall):
 
     tensor: Tensor = "out"
     heads: tuple[int, ...]  # the query heads that were compared
-    explained_by: str | None  # the preset that makes these errors; null: unknown, see `reason`
+    explained_by: str | None = (
+        None  # the preset that makes these errors; null: unknown, see `reason`
+    )
     reason: str | None = None
     nearest: str | None = None
     recipe: dict[str, Any] = Field(default_factory=dict)  # options of `emulated` that fit best

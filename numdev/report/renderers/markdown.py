@@ -50,11 +50,6 @@ def _lines(node: doc.Node, heading: str) -> Iterator[str]:
                 yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
         case doc.Table():
             yield from _table(node, heading)
-        case doc.Choice():
-            yield from _table(node.tables[0], heading)
-        case doc.Figures():
-            for table in doc.tables_of(node):
-                yield from (*_table(table, heading), "")
 
 
 def _table(node: doc.Table, heading: str) -> Iterator[str]:

@@ -58,11 +58,6 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
                     out.print(line.append_text(_text(gap + item.text, style)))
             case doc.Table():
                 _table(node, out)
-            case doc.Choice():
-                _table(node.tables[0], out)
-            case doc.Figures():
-                for table in doc.tables_of(node):
-                    _table(table, out)
 
 
 def _table(node: doc.Table, out: Console) -> None:
