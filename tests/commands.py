@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,6 @@ import click
 import pytest
 
 from numdev.cli.main import COMMANDS, cli, main
-
-GATE = [  # of `audit`, which may not have them yet
-    click.Option(["--gate"], is_flag=True),
-    click.Option(["--github"], is_flag=True),
-    *(click.Option([name]) for name in ("--thresholds", "--junit", "--summary")),
-]
 
 
 def run(*arguments: object) -> int:
@@ -39,10 +32,8 @@ def refused(arguments: list[str]) -> str | None:
     if name not in COMMANDS:
         return f"no command {name}"
     group = click.Context(cli, **cli.context_settings)  # a command keeps how its help was asked for
-    command = copy.copy(cli.get_command(group, name))
-    known = {option for p in command.params for option in p.opts}
-    added = [o for o in GATE if name == "audit" and o.opts[0] not in known]
-    command.params = [*command.params, *added]
+    command = cli.get_command(group, name)
+    assert command is not None
     try:
         with command.make_context(name, rest, parent=group):
             return None

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import numdev
-from numdev.audit import check, explanations
+from numdev.audit import check, explanations, isolation
 from numdev.audit import rows as audit_rows
 from numdev.audit.check import FEATURES, CheckSource, default_cases
 from numdev.errors import MeasurementError, UsageError
@@ -83,17 +83,16 @@ def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def failing(function: Callable[..., Any], **given: Any) -> CheckFailed:
     """What a check raises that must fail, its message fit for pytest in 80 columns."""
     with pytest.raises(CheckFailed) as caught:
-        check_attention(function, **given)
+        check_attention(function, **{"reproducers": None, **given})
     message = str(caught.value)
     for line in message.splitlines():
         assert len(line) + 8 <= 80 or line.startswith("  python "), line
     return caught.value
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
-    """Forward and backward in both formats, whatever is drawn; what it takes no mask for."""
-    result = check_attention(planted.sound, seeds=seed)
+def test_a_sound_kernel_passes_the_default_cases() -> None:
+    """Forward and backward in both formats; and it is said what it takes no mask for."""
+    result = check_attention(planted.sound)
     assert result.judgement.outcome == "passed"
     rows = [r for r in result.report.rows if r.role == "kernel" and r.status == "ok"]
     assert {r.tensor for r in rows} == {"out", "lse", "dq", "dk", "dv"}
@@ -165,7 +164,7 @@ QUICK = {
 def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
     """What it says names the case, the tensor, and what is wrong with it."""
     case, tensor, words = QUICK[fault]
-    given = {"backward": tensor.startswith("d"), "formats": "bfloat16", "reproducers": None}
+    given = {"backward": tensor.startswith("d"), "formats": "bfloat16"}
     error = failing(BY_NAME[fault].function, cases=None if case == "default" else case, **given)
     message = " ".join(str(error).split())
     # By its name alone where another test has registered the same function.
@@ -178,11 +177,12 @@ def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", planted.PLANTED, ids=BY_NAME)
-def test_the_default_cases_catch_every_planted_fault(entry: Any, monkeypatch: Any) -> None:
-    """In a tensor it shows in, in one format. (Its name and its script have their own tests.)"""
+@pytest.mark.parametrize("fault", [name for name in BY_NAME if name not in QUICK])
+def test_the_default_cases_catch_every_other_planted_fault(fault: str, monkeypatch: Any) -> None:
+    """In a tensor it shows in, in one format. (QUICK has those that one of these cases shows.)"""
     monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
     monkeypatch.setattr(check, "reproduce", lambda *given, **more: [])
+    entry = BY_NAME[fault]
     error = failing(entry.function, formats="bfloat16")
     found = {f.tensor for f in error.result.report.findings if f.severity == "exceeded"}
     assert found & {*entry.tensors, *(("dq", "dk") if "out" in entry.tensors else ())}
@@ -377,16 +377,17 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
         check_attention(plain, claims={"presett": "eager"}, **given)
 
 
-def test_threads_and_autograd_are_left_as_they_were() -> None:
+def test_threads_and_autograd_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls run on one thread, a large one on all, as the report says; PyTorch's threads are
     restored, also by a check that fails."""
+    monkeypatch.setattr(isolation, "SMALL", 4 * 128**2)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         larger = lambda q, k, v: 1.25 * plain(q, k, v)  # noqa: E731
         result = numdev.check(larger, cases="decode", formats="float16", backward=False)
         assert (torch.get_num_threads(), result.passed) == (2, False)
-        large = {"name": "large", "heads": 4, "seq_len": 512, "head_dim": 8}
+        large = {"name": "large", "heads": 4, "seq_len": 128, "head_dim": 8}
         how: Any = {"cases": ["decode", large], "formats": "float16", "backward": False}
         assert [x.threads for x in numdev.check(plain, **how).report.cases] == [1, 2]
     finally:

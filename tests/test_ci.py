@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import yaml
@@ -18,10 +15,8 @@ from commands import refused, run
 from gate_rows import report, row
 from loaded import load
 
-from numdev.audit import rows as audit_rows
 from numdev.gate.rules import read_rules
 from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
-from numdev.kernels import find
 from numdev.report import Finding, write
 
 ROOT = Path(__file__).parent.parent
@@ -163,26 +158,3 @@ def test_the_planted_fault_has_to_fail(tmp_path: Path, capsys: Any) -> None:
     assert "no message" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, flash=1.5))
     assert "accused" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.3, faulty=1.5))
     assert "not judged" in own.wrong_with_planted(said(tmp_path, capsys, faulty=1.5))
-
-
-@pytest.fixture(scope="module")
-def rates() -> Any:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("gate_rates")
-
-
-@pytest.mark.parametrize("seed", [0, 2])
-def test_a_trial(rates: ModuleType, seed: int) -> None:
-    """A sound kernel is cleared; one with a fault, be it seen in no single head, is caught."""
-    on = rates.benches(seed)
-    with patch.object(audit_rows, "suspect", return_value={}):
-        found = {
-            name: rates.trial("planted", name, rates.rows_of(find(f"planted:{name}"), on))
-            for name in ("sound", "p_truncated", "ds_truncated")
-        }
-    assert {name: t.outcome for name, t in found.items()} == {
-        "sound": "passed", "p_truncated": "exceeded", "ds_truncated": "exceeded",
-    }  # fmt: skip
-    assert "error" in found["p_truncated"].by
-    assert "typical head" in found["ds_truncated"].by

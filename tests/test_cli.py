@@ -33,7 +33,7 @@ kernels: [sdpa-math]
 """
 MANY = """\
 cases: [{name: many, heads: 2, head_dim: 4,
-  seq_len: [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]}]
+  seq_len: [3, 4, 5, 6, 7, 8, 9, 10]}]
 kernels: ["slow_kernel:attend"]
 """
 # A kernel that takes its time. TEST_SIGNAL="NUMBER DELAY" sends its own process a signal that many
@@ -51,10 +51,10 @@ def attend(q, k, v):
         number, delay = wanted.split()
         wanted = ""
         threading.Timer(float(delay), os.kill, (os.getpid(), int(number))).start()
-    time.sleep(0.03)
+    time.sleep(0.06)
     return (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype) @ v
 """
-LEAST = 14 * 0.03  # seconds a run of many.yaml spends asleep after the kernel's first call
+LEAST = 8 * 0.06  # seconds a run of many.yaml spends asleep after the kernel's first call
 
 
 class Ran(NamedTuple):
@@ -290,13 +290,11 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
 
 
 def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path) -> None:
-    """SIGINT: exit code 130, one line, finished rows stay. SIGKILL at three random moments. The
-    same command finishes each with the rows and the summary of the undisturbed run."""
+    """SIGINT: exit code 130, one line, finished rows stay. SIGKILL at a random moment. The same
+    command finishes each with the rows and the summary of the undisturbed run."""
     assert run("audit", "many.yaml", "-o", "whole", "-q").code == 0
     undisturbed, expected = (tmp_path / "whole" / JOURNAL).read_bytes(), report.read(Path("whole"))
-    chance = random.Random(0)
-    kills = [(signal.SIGINT, 0.2)]
-    kills += [(signal.SIGKILL, chance.uniform(0, LEAST * 0.95)) for _ in range(3)]
+    kills = [(signal.SIGINT, 0.2), (signal.SIGKILL, random.Random(0).uniform(0, LEAST))]
     started = [
         spawn("audit", "many.yaml", "-o", f"out{i}", cwd=tmp_path, kill=kill)
         for i, kill in enumerate(kills)
@@ -397,37 +395,33 @@ HEAVY = ("torch", "transformers", "pandas", "scipy", "dask", "distributed", "tri
 TENSORS = ("torch", "transformers", "dask", "distributed", "triton")
 
 
-def without(packages: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`numdev` where these packages cannot be imported."""
+def without(packages: tuple[str, ...], *lines: list[str]) -> subprocess.CompletedProcess[str]:
+    """One process in which these packages cannot be imported, `numdev` with each of the lines of
+    arguments; it ends at the first that fails."""
     code = (
         "import sys\n"
         f"for name in {packages!r}: sys.modules[name] = None\n"
         "from numdev.cli.main import main\n"
-        f"main({list(arguments)!r})\n"
+        f"for line in {lines!r}:\n"
+        "    try: main(line)\n"
+        "    except SystemExit as stop:\n"
+        "        if stop.code: raise\n"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", [None, *sorted(COMMANDS)])
-def test_help_needs_nothing_heavy(command: str | None) -> None:
+def test_help_needs_nothing_heavy() -> None:
     """`numdev --help`, and the help of every command with its example."""
-    answer = without(HEAVY, *([] if command is None else [command]), "--help")
+    answer = without(HEAVY, ["--help"], *([name, "--help"] for name in COMMANDS))
     assert answer.returncode == 0, answer.stderr
-    assert ("Judge:" if command is None else "Example:") in answer.stdout
+    assert "Judge:" in answer.stdout
+    assert answer.stdout.count("Example:  numdev") == 1 + len(COMMANDS)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of an audit of one layer of the demo."""
-    directory = tmp_path_factory.mktemp("audit") / "report"
-    command = [sys.executable, "-m", "numdev", "audit", "demo", "--layers", "0", "--rows", "16"]
-    subprocess.run([*command, "-q", "-o", str(directory)], check=True)
-    return directory
-
-
-@pytest.mark.parametrize("arguments", [["report"], ["report", "--json"], ["gate"]])
-def test_reports_are_read_without_tensors(finished: Path, arguments: list[str]) -> None:
+def test_reports_are_read_without_tensors(run: Any) -> None:
     """Showing a report and judging it need neither torch nor what comes with it."""
-    answer = without(TENSORS, *arguments, str(finished))
+    assert run("audit", "demo", "--layers", "0", "--rows", "16", "-q", "-o", "out").code == 0
+    answer = without(TENSORS, ["report", "out"], ["report", "out", "--json"], ["gate", "out"])
     assert answer.returncode == 0, answer.stderr
-    assert "sdpa-flash" in answer.stdout
+    assert answer.stdout.index("sdpa-flash") < answer.stdout.index("{")
+    assert "PASS" in answer.stdout.rpartition("}")[2]

@@ -36,12 +36,12 @@ def source_of(seeds: tuple[int, ...] = (0, 1)) -> ConfigSource:
     return ConfigSource("here", configs, seeds, System.here("cpu"))
 
 
-def plan_of(*kernels: str, **changes: Any) -> Plan:
+def plan_of(*kernels: str, formats: Any = ("bfloat16", "float16"), **changes: Any) -> Plan:
     planned = plan_kernels(Choice(name=name) for name in kernels)
     planned += plan_kernels([Choice(name="emulated", options={"preset": "eager"})])[3:]
     planned += plan_controls(gradients=False)[:1]
-    formats = plan_formats(("bfloat16", "float16"), planned)
-    return Plan(system=System.here("cpu"), formats=formats, kernels=planned, **changes)
+    chosen = plan_formats(formats, planned)
+    return Plan(system=System.here("cpu"), formats=chosen, kernels=planned, **changes)
 
 
 def header_of(plan: Plan) -> dict[str, Any]:
@@ -118,17 +118,16 @@ class Live(list[Captured]):
 def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
     """The same rows in the same order, each once; one that raises or dies costs its own."""
     bad = ("broken_kernels:raises", "broken_kernels:segfault")
-    crew = Cluster(workers=2)
-    plan = plan_of("sdpa-math", *bad, details=True)
-    drawn = rows_of(tmp_path / "drawn", source_of(), plan, crew, 10.0)
-    less = plan_of("sdpa-math", bad[0], details=True)
-    alone = rows_of(tmp_path / "alone", source_of(), less)
+    plan = plan_of("sdpa-math", *bad, formats=("bfloat16",), details=True)
+    drawn = rows_of(tmp_path / "drawn", source_of((0,)), plan, Cluster(workers=2), 10.0)
+    less = plan_of("sdpa-math", bad[0], formats=("bfloat16",), details=True)
+    alone = rows_of(tmp_path / "alone", source_of((0,)), less)
     assert [row for row in drawn["row"] if row["kernel"] != bad[1]] == alone["row"]
     assert drawn["case"] == alone["case"]
     (reason,) = {row["reason"] for row in drawn["row"] if row["kernel"] == bad[1]}
     assert "SIGSEGV" in reason
-    plan = plan_of("sdpa-math")
-    live = rows_of(tmp_path / "live", Live(), plan, crew)
+    plan = plan_of("sdpa-math", formats=("bfloat16",))
+    live = rows_of(tmp_path / "live", Live(), plan, Cluster(workers=1))
     assert live == rows_of(tmp_path / "here", Live(), plan)
 
 
@@ -151,10 +150,11 @@ class Deadly(Drawn):
 @pytest.mark.slow
 def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path) -> None:
     """A case that kills once is measured elsewhere; one that always does fails, with why."""
-    plan, fields = plan_of("sdpa-math"), ("config", "seed", "source", "device")
-    alone = rows_of(tmp_path / "alone", source_of(), plan)
+    plan = plan_of("sdpa-math", formats=("bfloat16",))
+    fields = ("config", "seed", "source", "device")
+    alone = rows_of(tmp_path / "alone", source_of((0,)), plan)
     for deaths, case in ((1, 1), (9, 0)):
-        source = source_of()
+        source = source_of((0,))
         given = {name: getattr(source.cases[case], name) for name in fields}
         given |= {"home": os.getpid(), "note": tmp_path / str(deaths), "deaths": deaths}
         source.cases[case] = Deadly(**given)

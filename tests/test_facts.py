@@ -159,6 +159,7 @@ def test_a_worst_row_moves_from_twice_or_four_times_on(tensor: str, least: float
     ("past", "limit"), [([2.0, 2.1, 1.9], 2.6), ([2.0, 2.01, 1.99], 2.4), ([2.0, 2.0, 2.0], 2.4)]
 )
 def test_a_spike_stands_out_by_share_and_by_deviations(past: list[float], limit: float) -> None:
-    """Above 1.2 medians, and above the median by 6 median absolute deviations."""
+    """Above 1.2 medians, and above the median by 6 median absolute deviations, of three or more."""
+    assert not is_spike(9.0, past[:2])
     assert not is_spike(limit - 1e-6, past)
     assert is_spike(limit + 1e-6, past)

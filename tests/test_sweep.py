@@ -226,10 +226,10 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
 
 
 def test_a_killed_sweep_ends_with_the_same_report(tmp_path: Path) -> None:
-    """SIGKILL in the middle, twice."""
-    config(tmp_path, kernels=["sdpa-math", "sdpa-flash"], seeds=8)
+    """SIGKILL in the middle."""
+    config(tmp_path, kernels=["sdpa-math", "sdpa-flash"], seeds=4)
     script = ROOT / "scripts" / "kill_and_resume.py"
-    command = [sys.executable, str(script), str(tmp_path / "sweep.yaml"), "--kills", "2"]
+    command = [sys.executable, str(script), str(tmp_path / "sweep.yaml"), "--kills", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the report is the same" in done.stdout

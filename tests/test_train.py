@@ -29,7 +29,7 @@ from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorde
 from numdev.training.data import load
 from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
-from numdev.training.measure import distance, is_spike, spectral_norms
+from numdev.training.measure import distance, spectral_norms
 from numdev.training.models import build
 from numdev.training.report import TrainReport
 from numdev.training.study import train
@@ -237,16 +237,6 @@ def test_the_largest_score_is_of_what_a_query_sees() -> None:
         case = AttentionCase(ref=CaseRef(case="t"), q=q, k=k, v=k, scale=0.3, is_causal=causal)
         truth = np.abs(np.tril(scores) if causal else scores).max()
         assert float(largest_score(case)) == pytest.approx(truth, rel=1e-5)
-
-
-@pytest.mark.parametrize(("loss", "past", "expected"), [
-    (3.0, [2.0, 2.0, 2.0], True), (1.0, [2.0, 2.0, 2.0], False),
-    (2.4, [2.0, 2.0, 2.0], False),  # 1.2 times the median, and not above
-    (3.0, [2.0, 2.0], False),  # too little past
-    (3.0, [1.0, 2.0, 3.0, 4.0], False),  # within what is usual there
-])  # fmt: skip
-def test_what_a_spike_is(loss: float, past: list[float], expected: bool) -> None:
-    assert is_spike(loss, past) is expected
 
 
 def test_recorded_steps() -> None:

@@ -478,12 +478,3 @@ def test_metadata_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(written))
     with pytest.raises(MeasurementError, match="not the name of a file beside it"):
         read_metadata(path.parent)
-
-
-def test_a_pickle_with_objects_is_damage(tmp_path: Path) -> None:
-    """What torch.save wrote is read without building any object but tensors."""
-    torch.save({"w": torch.ones(2), "x": _Runs(os.mkdir, str(tmp_path / "ran"))}, tmp_path / "m.pt")
-    found = open_weights(str(tmp_path / "m.pt"))
-    assert not found.tensors
-    assert "numdev does not unpickle it" in found.damage[0]
-    assert not (tmp_path / "ran").exists()

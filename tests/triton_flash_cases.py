@@ -137,11 +137,12 @@ class Truth:
 def test_every_case_is_within_its_bound(dtype: torch.dtype) -> None:
     """Output, log-sum-exp and gradients err by less than roundings can add up to; rows without keys
     are 0, whether position or a mask empties them; and a scale 2 % off is beyond the bound of every
-    tensor of the large cases. So is the guarded softmax, in fp16."""
+    tensor of the large cases. So is the guarded softmax in those, in fp16."""
     emptied = set()
     for name, made in cases(dtype):
         truth = Truth(made)
-        for softmax in ("plain", "guarded") if dtype == HALF else ("plain",):
+        is_guarded_too = dtype == HALF and name.startswith("large")
+        for softmax in ("plain", "guarded") if is_guarded_too else ("plain",):
             found = KERNEL.gradients(made, **TILES, softmax=softmax)
             assert max(truth.shares(found, {}).values()) <= 1.0, (name, softmax)
             assert not found.out[truth.exact.empty].any()
