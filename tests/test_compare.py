@@ -456,7 +456,7 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
     (lambda: swept(*seeded((0, 2)), seeds=(0, 2)), "seeds ([0, 1] in A, [0, 2] in B)"),
     (lambda: swept(*seeded(), formats=["float16"]), "formats"),
     (lambda: swept(*seeded(), cases=[{"name": "c", "seq_len": 9}]), "cases.0.seq_len"),
-    (lambda: swept(), "kept cells, and no rows of heads"),
+    (lambda: swept(), "kept one result per cell"),
     (lambda: audit(head()), "kind (sweep in A, audit in B); measure the same"),
 ])  # fmt: skip
 def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: str) -> None:

@@ -201,7 +201,7 @@ def test_another_request_is_refused(run: Any) -> None:
     assert run("a.pt", "b.pt")[0] == run("a.pt", "b.pt")[0] == 0
     code, _, err = run("a.pt", "c.pt")
     assert code == 2
-    assert "holds the report of another numdev weights" in err
+    assert "holds the report of a different numdev weights" in err
     assert run("a.pt", "c.pt", "--overwrite")[0] == 0
 
 

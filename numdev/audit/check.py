@@ -151,7 +151,7 @@ class CheckSource(ConfigSource):
         names = Counter((located.ref.case, located.ref.seed) for located in self.cases)
         (name, _), count = names.most_common(1)[0]
         if count > 1:
-            raise UsageError(f"{count} cases are called {name!r}", hint="name each differently")
+            raise UsageError(f"{count} cases are named {name!r}", hint="name each differently")
 
     def _located(self, named: Named, number: int) -> Sequence[Located]:
         if isinstance(named, AttentionCase):
@@ -191,7 +191,7 @@ def _by_name(name: str) -> Sequence[CaseConfig]:
         return [known[name]]
     if name not in REGIMES:
         raise UsageError(
-            f"no case, no regime of inputs and no file is called {name!r}",
+            f"no case, no regime of inputs and no file is named {name!r}",
             hint=closest(name, [*known, *REGIMES]),
         )
     return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})

@@ -136,8 +136,8 @@ def _measured(given: Path | Report) -> Measured:
         raise UsageError(f"{name}: expected a report of an audit or a sweep, got {report.kind}")
     if isinstance(report, SweepReport) and not report.rows:
         raise UsageError(
-            f"{name}: is a sweep that kept cells, and no rows of heads to compare",
-            hint="sweep with `keep: head`",
+            f"{name}: is a sweep that kept one result per cell; compare needs one per head",
+            hint="run the sweep with `keep: head`",
         )
     return report
 
@@ -399,7 +399,7 @@ def _name(of: Group | Move) -> str:
 
 
 def _tensor(group: Group, moves: Sequence[Move], place: Places) -> str:
-    """`dq (3 of 16 heads, most in layer 2 head 1, from 1.06 to 1.41 x the floor)`."""
+    """`dq (3 of 16 heads, most in layer 2 head 1, from 1.06 to 1.41× the rounding floor)`."""
     about = (_name(group), group.tensor)
     first = next(m for m in moves if m.metric != "ran" and (_name(m), m.tensor) == about)
     most = "most in " if group.moved > 1 else ""
