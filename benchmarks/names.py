@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "capped": {"seq_len": 160, **CAPPED},
     "capped-bias": {"seq_len": 160, "mask": "bias", **CAPPED},
     "window": {"seq_len": 192, "window": 33, "causal": True},
+    "window-both": {"seq_len": 192, "window": 33},
     "sinks": {"seq_len": 160, "sinks": True},
 }
 PLAIN = "full causal grouped"
@@ -80,8 +81,8 @@ def attention(
     softcap: float,
     sinks: Tensor | None,
     wrong: F,
-) -> Tensor:
-    """Attention with hooks."""
+) -> Any:
+    """Attention with hooks; with that of the log-sum-exp, it too."""
     dtype, heads = q.dtype, q.shape[1]
     q, k, v = wrong.get("inputs", lambda *x: x)(q, k, v)
     kv, group = k.shape[1], heads // k.shape[1]
@@ -96,8 +97,12 @@ def attention(
     if wrong.get("causal", lambda asked: asked)(causal):
         hidden = hidden | (j > i + wrong.get("offset", lambda n, m: 0)(n, m))
     left, right = wrong.get("window", lambda x: x)(tuple(window))
+    rows, keys = wrong.get("tiles", (1, 1))  # of which a window sees all or nothing
+    (i0, i1), (j0, j1) = ((x // n * n, x // n * n + n - 1) for x, n in ((i, rows), (j, keys)))
     hidden = (
-        hidden | (j < i - left if left >= 0 else False) | (j > i + right if right >= 0 else False)
+        hidden
+        | (j1 < i0 - left if left >= 0 else False)
+        | (j0 > i1 + right if right >= 0 else False)
     )
     hidden = hidden | wrong.get("hide", lambda n, m, i, j: False)(n, m, i, j)
     mask = wrong.get("mask", lambda x, s: x)(mask, scale) if mask is not None else None
@@ -120,9 +125,11 @@ def attention(
     if sink is not None:
         total = total + wrong.get("sink", lambda s, top: (s - top).exp())(sink, top)
     total = torch.where(total == 0, 1.0, total)
-    P = wrong.get("p", lambda P: P.to(dtype).float())(P)
-    O = (P @ V) / wrong.get("total", lambda x: x)(total)
-    return wrong.get("out", lambda O: O)(O).to(dtype)
+    lse = wrong.get("lse", lambda total, own, top: None)(total, P.sum(-1, keepdim=True), top)
+    P = wrong.get("p", lambda P, S, top: P.to(dtype).float())(P, S, top)
+    O = (P @ V) / wrong.get("total", lambda x, S, top: x)(total, S, top)
+    O = wrong.get("out", lambda O: O)(O).to(dtype)
+    return O if lse is None else (O, lse[..., 0])
 
 
 class _Backward(torch.autograd.Function):
@@ -179,10 +186,10 @@ def fault(
         window_size: Sequence[int] = (-1, -1),
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         used = q.shape[-1] ** -0.5 if scale is None else scale
 
-        def run(wrong: F) -> Callable[..., Tensor]:
+        def run(wrong: F) -> Callable[..., Any]:
             given = (attn_mask, is_causal, used, window_size, softcap, sinks)
             return lambda q, k, v: attention(q, k, v, *given, wrong)
 
@@ -335,13 +342,13 @@ fault(
 )
 fault(
     "rows_64th",
-    r"0 in (every 64th row|row 63)",
+    r"0 in (every 64th row|row 63|2 rows, the first 63)",
     "long",
     {"out": lambda O: put(O, (..., slice(63, None, 64), slice(None)), 0.0)},
 )
 fault(
     "rows_after_64",
-    r"0 in rows? 64",
+    r"0 in (rows? 64|\d+ rows, the first 64)",
     "long",
     {"out": lambda O: put(O, (..., slice(64, None), slice(None)), 0.0)},
 )
@@ -353,7 +360,80 @@ fault("sinks_twice", "counted twice", "sinks", {"sink": lambda s, top: 2 * (s - 
 fault("sinks_ln2", "sink lacks log2", "sinks", {"sink": lambda s, top: (s * LN2 - top).exp()})
 fault("padding_counts", "padded with zeros", "full long", {"inputs": padded, "mask": padded_mask})
 fault("v_shifted", "V is shifted", PLAIN, {"inputs": lambda q, k, v: (q, k, v.roll(1, 2))})
-fault("no_row_sum", "row sum", PLAIN, {"total": lambda x: torch.ones_like(x)})
+fault("no_row_sum", "row sum", PLAIN, {"total": lambda x, S, top: torch.ones_like(x)})
+fault("window_tiles", "in tiles (of 64|that cover)", "window window-both", {"tiles": (64, 64)})
+fault("window_key_tiles", "in tiles of 32", "window window-both", {"tiles": (1, 32)})
+fault(
+    "window_left_ignored",
+    "ignored on the left|window is ignored",
+    "window-both",
+    {"window": lambda w: (-1, w[1])},
+)
+fault(
+    "sinks_of_next_head",
+    "sinks? of the (next|previous)",
+    "sinks",
+    {"sink": lambda s, top: (s.roll(-1, 1) - top).exp()},
+)
+fault("sinks_of_head_0", "head 0's sink", "sinks", {"sink": lambda s, top: (s[:, :1] - top).exp()})
+fault(
+    "sinks_constant",
+    r"a sink of 1\.00, not its own",
+    "sinks",
+    {"sink": lambda s, top: (1.0 - top).exp()},
+)
+fault("sinks_zero", r"a sink of 0\.00, not its own", "sinks", {"sink": lambda s, top: (-top).exp()})
+fault("sinks_one", "row sum is 0.9", "sinks", {"sink": lambda s, top: 1.0})
+fault(
+    "sink_unasked",
+    r"a sink of (0\.00, which was not requested|\S+ not its own)",
+    PLAIN,
+    {"total": lambda x, S, top: x + (-top).exp()},
+)
+fault("epsilon_1e1", r"row sum is 0\.1 ", PLAIN, {"total": lambda x, S, top: x + 0.1})
+fault("epsilon_1e2", r"row sum is 0\.01 ", PLAIN, {"total": lambda x, S, top: x + 0.01})
+fault("epsilon_1e3", r"row sum is 0\.001", PLAIN, {"total": lambda x, S, top: x + 1e-3})
+fault(
+    "v_reshaped",
+    r"v is (read|laid out) as",
+    PLAIN,
+    {
+        "inputs": lambda q, k, v: (
+            *(q, k),
+            v.reshape(v.shape[0], v.shape[2], v.shape[1], -1).transpose(1, 2),
+        )
+    },
+)
+
+
+def stale(S: Tensor, top: Tensor, tile: int = 32) -> Tensor:
+    """How much too large weights are where nothing is rescaled as the running maximum moves."""
+    first = (torch.arange(S.shape[-1]) // tile + 1) * tile - 1
+    seen = S.detach().cummax(-1).values[..., first.clamp(max=S.shape[-1] - 1)]
+    return torch.where(S.isfinite(), (top - seen).exp(), 0.0)
+
+
+fault(
+    "stale_output",
+    "the accumulator is not rescaled",
+    PLAIN,
+    {"p": lambda P, S, top: (P * stale(S, top)).to(torch.bfloat16).float()},
+)
+fault(
+    "stale_sum",
+    "the row sum is not rescaled",
+    PLAIN,
+    {"total": lambda x, S, top: ((S - top).exp() * stale(S, top)).sum(-1, keepdim=True)},
+)
+fault("lse_base_2", "to base 2", PLAIN, {"lse": lambda x, own, top: (top + x.log()) / LN2})
+fault("lse_without_maximum", "maximum", PLAIN, {"lse": lambda x, own, top: x.log()})
+fault("lse_is_maximum", "maximum", PLAIN, {"lse": lambda x, own, top: top})
+fault(
+    "lse_without_sinks",
+    "sinks are ignored",
+    "sinks",
+    {"lse": lambda x, own, top: top + own.log()},
+)
 
 # --- faults of the gradients ---------------------------------------------------------------------
 
@@ -391,6 +471,25 @@ fault("backward_tail", TAIL, "long", backward=tail(64))
 fault(
     "backward_kv_modulo", "% kv_heads", "grouped", backward={"kv_head": lambda h, group, kv: h % kv}
 )
+fault(
+    "backward_without_sinks",
+    "sinks are ignored",
+    "sinks",
+    backward={"sink": lambda s, top: 0.0},
+)
+fault("backward_without_cap", "soft cap is ignored", "capped", backward={"cap": lambda S, c, s: S})
+fault(
+    "backward_without_slope",
+    "slope",
+    "capped",
+    backward={"cap": lambda S, c, s: S + (torch.tanh(S / c) * c - S).detach()},
+)
+fault(
+    "backward_window_tiles",
+    "in tiles (of 64|that cover)",
+    "window window-both",
+    backward={"tiles": (64, 64)},
+)
 
 
 def first_of_group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -417,8 +516,8 @@ of_planted("stale_maximum", "maximum", PLAIN)
 
 # --- losses of precision, which have no name -----------------------------------------------------
 
-fault("p_in_e4m3", None, PLAIN, {"p": lambda P: P.to(torch.float8_e4m3fn).float()})
-fault("p_in_e5m2", None, PLAIN, {"p": lambda P: P.to(torch.float8_e5m2).float()})
+fault("p_in_e4m3", None, PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e4m3fn).float()})
+fault("p_in_e5m2", None, PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e5m2).float()})
 LOSSES = "p_truncated p_in_4_bits row_sum_rounded accumulator_rounded scores_rounded ds_truncated"
 for one in f"{LOSSES} dq_accumulator_rounded".split():
     of_planted(one, None, PLAIN)

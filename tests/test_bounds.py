@@ -317,14 +317,9 @@ def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
 
 
 def test_what_is_no_run_with_distances_is_refused(bounds: Found, tmp_path: Path) -> None:
-    """A report of bounds, and a run of the golden variant alone, or of another."""
+    """A report of bounds, and a run of the golden variant alone."""
     with pytest.raises(MeasurementError, match="no distance between weights"):
         bounds(curves(), ["golden"])
-    run = run_of(curves())
-    other = run.distances[-1].model_copy(update={"variant": "unlisted"})
-    reports.write(run.model_copy(update={"distances": (*run.distances, other)}), tmp_path)
-    with pytest.raises(MeasurementError, match="unlisted"):
-        study.bounds(tmp_path)
     reports.write(bounds(curves()), tmp_path)
     with pytest.raises(UsageError, match="expected the report of a training run"):
         study.bounds(tmp_path)

@@ -89,7 +89,7 @@ def test_a_scheduler_that_evaluates_twice_has_more_steps(tmp_path: Path) -> None
 
 def test_gradients_are_drawn(dit: Path) -> None:
     """A pipeline has no loss: each case carries a drawn dO, and says so."""
-    cases = captured(dit, gradients=True)
+    cases = captured(dit, backward=True)
     assert all(c.grad_out is not None and c.grad_out_from for c in cases)
 
 

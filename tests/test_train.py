@@ -421,7 +421,7 @@ FILES = {"source": "text", "files": ["{data}"]}
     ({"variants": [{**GOLDEN, "seed": 1}]}, "golden: expected kernel (and"),
     ({"checkpoints": {"steps": [1], "variants": ["gold"]}}, "did you mean 'golden'"),
     ({"checkpoints": {"steps": [7]}}, "expected at most step 6, got 7"),
-    ({"data": FILES}, "data: expected UTF-8 text"),
+    ({"data": FILES}, "data: expected text in UTF-8"),
     (with_golden({"name": "x", "kernel": "sdpa-efficient"}), "cannot run here"),
     (with_golden({"name": "x", "kernel": {"name": "emulated", "computed": 1}}), "'compute'"),
     (with_golden({"name": "x", "kernel": "sdpa-flsh"}), "did you mean 'sdpa-flash'"),

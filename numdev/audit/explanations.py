@@ -25,7 +25,7 @@ from numdev.audit.plan import Task
 from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity, returned
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
-from numdev.explain.wrong_function import Suspicion, far_off, suspect
+from numdev.explain.wrong_function import SEARCHES, Suspicion, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
 from numdev.formats import FORMATS, Format, round_to
 from numdev.gate.findings import label
@@ -37,6 +37,7 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.finiteness import all_finite
+from numdev.metrics.of_rows import lse_error
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
@@ -113,13 +114,17 @@ def name(measured: Measured, bench: Bench, again: Runner) -> None:
     """Name what a tensor beyond its limits is of, or say that nothing is known; of gradients where
     the output is right: they inherit its mistake. `again` runs the kernel on another case."""
     rows, output, wrong = measured.rows, measured.output, beyond(measured.rows)
+    of_lse = (r for r in rows if r.tensor == "lse" and not any(r.suspicion for r in rows))
+    if any(_excess("lse_error", lse_error(r), r) > 1 for r in of_lse):
+        wrong += ("lse",)
     if output is None or not wrong:
         return
     wrong = wrong[:1] if wrong[0] == "out" else wrong
-    why = "the search for its cause was cut short"
+    why = f"its cause was sought {SEARCHES} times in other calls"
     found: dict[tuple[str, int], Suspicion] = {}
-    which = [(label(rows[0]), bench.format.name, tensor) for tensor in wrong]
-    if not bench.watch.over("names", *which):
+    which = (label(rows[0]), bench.format.name, wrong[0])
+    if bench.watch.searches[which] < SEARCHES:
+        bench.watch.searches[which] += 1
         with bench.watch("names"):
             found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
             why = "no known mistake explains it"
@@ -159,18 +164,17 @@ def _named(
         of = (select.heads, select.heads, select.queries, output.out)
         causes = suspect(case, found.out, bench.reference, *of)
         return {("out", head): by for head, by in causes.items()}
-    if not (far := [row for row in wrong if far_off(vars(row))]):
-        return {}
-    worst = max(far, key=lambda row: row.floor_ratio or 0.0)
+    worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
     kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
-    of_kv = case.select_groups([kv]).rounded_to(wide)
+    few = sorted({kv, (kv + 1) % case.kv_heads}) if case.group > 1 else [kv]
+    of_kv = case.select_groups(few).rounded_to(wide)
     case = part_of(of_kv, batch=range(2), row=range(SEARCHED), key=range(SEARCHED))
-    step = again(case, gradients=True)
-    if isinstance(step, Failure) or step.dq is None:
+    step = again(case, gradients=any(row.tensor != "lse" for row in wrong))
+    if isinstance(step, Failure):
         return {}
     part = f" (tried on its first {SEARCHED} keys)" if bench.case.kv_len > SEARCHED else ""
     by = suspect_gradients(case, step, part)
-    return {(r.tensor, r.head or 0): by[r.tensor] for r in far if r.tensor in by}
+    return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
 
 
 def likenesses(

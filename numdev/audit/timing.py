@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 # In the order in which they are reported. `other` is what no section was opened for.
 SECTIONS = (
@@ -25,7 +25,8 @@ class Stopwatch:
     def __init__(self, device: str = "cpu", sections: Sequence[str] = SECTIONS) -> None:
         self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
-        self._had: set[Any] = set()
+        self.searches: Counter[tuple[str, ...]] = Counter()
+        """How many were made for a name, by kernel, format and tensor."""
         self._waits = device == "cuda"
         self._last = time.perf_counter()
 
@@ -58,13 +59,6 @@ class Stopwatch:
         """Seconds by section until now, and their sum as `total`."""
         self._lap()
         return {**self._spent, TOTAL: sum(self._spent.values())}
-
-    def over(self, section: str, *what: Any) -> bool:
-        """Whether a section has had more than a quarter of the time so far, and a second; never
-        when one of `what` is asked for the first time."""
-        first, spent = not self._had.issuperset(what), self.seconds()
-        self._had.update(what)
-        return not first and spent[section] > max(1.0, spent[TOTAL] / 4)
 
     def _lap(self) -> None:
         """The time since the last border is of the section that is open."""

@@ -31,7 +31,7 @@ from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Kept
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
-from numdev.kernels.reference.blocked import nonzero
+from numdev.kernels.reference.blocked import nonzero, row_blocks
 from numdev.sources.projection import Projection
 
 NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
@@ -92,7 +92,7 @@ def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
 
     Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it is
     multiplied with V (site `p`)."""
-    blocks = [_ties_of(r, kept, truth, rows) for rows in passes.row_blocks(r.case)]
+    blocks = [_ties_of(r, kept, truth, rows) for rows in row_blocks(r.case, passes.BLOCKS_HELD)]
     tied, near, one_signed, ones, powers = (torch.cat(x, 2) for x in zip(*blocks, strict=True))
     rows = truth.rows
     return {

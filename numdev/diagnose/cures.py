@@ -54,17 +54,14 @@ CURES: Mapping[str, Cure] = {
         "number in all heads and batches; backward has P normalised, as ever",
         {"softmax": "guarded"},
     ),
-    # The row sum adds P as it is multiplied with V, so that the weights sum to 1.
     "l from rounded P": Cure(
         "costs nothing; leaves the error of the product P V as it is", {"l_from": "rounded"}
     ),
     # P V, its sum over tiles and its normalisation; O is still cast.
     "P V in fp32": Cure("an accumulator twice as large", _PV),
-    # The same, and delta reads O from before its cast.
     "O in fp32": Cure(
         "O is stored twice, or in fp32", {**_PV, "out": "float32", "delta_o": "float32"}
     ),
-    # dP = dO V^T is not rounded before delta is taken from it.
     "dP in fp32": Cure(
         "what fused kernels do; where dP is stored it takes twice the room", {"dp": "float32"}
     ),
@@ -74,7 +71,6 @@ CURES: Mapping[str, Cure] = {
         "needs all of a row before any dS: one more pass over the keys",
         {"delta_from": "dP*P", "delta_product": "wide", "exponent": "wide", "row_sum": "wide"},
     ),
-    # Up or down at random, with the exact value as the mean.
     "stochastic rounding": Cure(
         "no bias, but larger errors: up to twice where values lie anywhere, many times where they "
         "lie next to a number of the format, as at ties; l and the S of forward and backward no "

@@ -73,7 +73,7 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
     b, h, n, d = case.q.shape
     seen = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     PK = exact.dq.new_zeros(b, h, n, d)
-    for rows in row_blocks(case):
+    for rows in blocked.row_blocks(case, BLOCKS_HELD):
         keys = key_range(case, rows)
         P, slope, shown = probabilities(case, exact, rows, keys)
         seen[:, :, rows] = shown.sum(dim=-1) > 1
@@ -82,11 +82,6 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
         PK[:, :, rows] = product.view(b, h, -1, d)
     size = rms((dO * exact.out).abs().sum(dim=-1), seen)
     return Truth(case=case, projection=projection, exact=exact, rows=seen, PK=PK, size=size)
-
-
-def row_blocks(case: AttentionCase) -> list[slice]:
-    """Rows that are taken at once."""
-    return blocked._row_blocks(case, BLOCKS_HELD)
 
 
 def probabilities(

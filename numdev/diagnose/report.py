@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from numdev.report import Axis, Figure, Record, Report
 
@@ -144,13 +144,6 @@ class DiagnoseReport(Report):
     costs: dict[str, str] = Field(default_factory=dict)  # by cure: where it fails, what it takes
     kernels: tuple[KernelRow, ...] = ()
     figures: tuple[Figure, ...] = ()  # over training
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> DiagnoseReport:
-        heads = {(h.checkpoint, h.case, h.head) for h in self.heads}
-        if any((r.checkpoint, r.case, r.head) not in heads for r in self.summary.ranking):
-            raise ValueError("a head is ranked, and has no row")
-        return self
 
     @property
     def measured(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from numdev.formats import Format, ulp
 from numdev.sources.projection import Projection
+from numdev.training.measure import spectral_norms
 
 BLOCKS = 16  # of rows in a sequence; of as many sequences each is one block
 FEWEST_BLOCKS = 4
@@ -114,11 +115,7 @@ def weight_gradient(projection: Projection, dq: Tensor) -> Tensor:
 def spectral(projection: Projection, heads: int) -> Columns:
     """The largest singular value of each head's rows of W_Q, and that over the heads' median; NaN
     for a head whose rows are not finite."""
-    weight = projection.weight.detach().double().reshape(heads, -1, projection.weight.shape[-1])
-    finite = weight.isfinite().flatten(1).all(dim=-1)
-    weight = torch.where(finite[:, None, None], weight, 0.0)
-    largest = torch.linalg.eigvalsh(weight @ weight.mT)[..., -1].clamp(min=0.0).sqrt()
-    largest = largest.masked_fill(~finite, math.nan)
+    (largest,) = spectral_norms([projection.weight.unflatten(0, (heads, -1))])
     return {"spectral_norm": largest, "spectral_ratio": largest / largest.nanquantile(0.5)}
 
 

@@ -30,8 +30,9 @@ from numdev.kernels.emulation.recipe import recipe
 from numdev.report import Axis, Curve, Figure, Point, Tick
 from numdev.sources.capture import Captured
 from numdev.sources.files import some
-from numdev.sources.opening import Located, Source, TensorFileSource, open_source
+from numdev.sources.opening import Located, Source, open_source
 from numdev.sources.projection import Projection
+from numdev.sources.tensorfile import StoredCase
 from numdev.system import System
 from numdev.yamlfile import read_yaml
 
@@ -183,9 +184,8 @@ def _projection(located: Located) -> tuple[Projection | None, str]:
 def _check_gradients(source: Source, stage: Stage) -> None:
     """Raises UsageError for captured tensors without upstream gradients: drawn ones have random
     signs, and would show no bias wherever there is one."""
-    cases = source.chosen if isinstance(source, TensorFileSource) else ()
-    lacking = [case.ref.case for case in cases if "grad_out" not in case.tensors]
-    if lacking:
+    stored = [case for case in source.cases if isinstance(case, StoredCase)]
+    if lacking := [case.ref.case for case in stored if "grad_out" not in case.tensors]:
         raise UsageError(
             f"{stage.target}: stores no grad_out for {some(lacking)}",
             hint="save calls with `numdev audit CHECKPOINT --backward --save-cases DIR`",

@@ -7,8 +7,9 @@ the output, estimated from what the kernel returned. `numdev.explain.wrong_funct
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.explain.mistakes import variants, without
-from numdev.explain.probe import Alternative, Probe
+from numdev.explain.probe import Alternative, Probe, rescored
 from numdev.kernels.reference import attend
-from numdev.kernels.reference.blocked import Reference, scores
+from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
 
 WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed
@@ -35,15 +36,30 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
     if bool((probe.out == 0).all(-1).any()):
         yield f"the output is 0 {SOMEWHERE}", lambda p: p.multiplied((p.out != 0).any(-1, True))
     cause = "the output is not divided by the row sum"
-    yield cause, lambda p: p.multiplied(_row_sum(p)[..., None])
+    yield cause, lambda p: p.multiplied(_row_sum(p))
+    for tile, what in itertools.product(STALE_TILES, STALE):
+        if tile < case.kv_len:
+            cause = f"{what} not rescaled when the running maximum moves (tiles of {tile} keys)"
+            yield cause, partial(_stale, tile=tile, what=what)
     yield from _layouts(probe)
 
 
-def _row_sum(p: Probe) -> Tensor:
-    """sum_j exp(S_j - max S) [b, h, rows]."""
-    tops = [all_scores(p.part(p.case, rows)).amax(dim=-1) for rows in p.blocks]
-    total: Tensor = (p.exact.lse - torch.cat(tops, dim=2)).exp()
-    return total
+STALE_TILES = (16, 32, 64, 128)
+STALE = ("the accumulator is", "the row sum is", "accumulator and row sum are")
+
+
+def _stale(p: Probe, tile: int, what: str) -> Reference:
+    """What was summed before the maximum moved is too large by exp(last maximum - that one)."""
+    if tile not in p.stale:
+        S = p.scores
+        ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
+        seen = S.cummax(dim=-1).values[..., ends.clamp(max=S.shape[-1] - 1)]
+        more = torch.where(S.isfinite(), S.amax(dim=-1, keepdim=True) - seen, 0.0)
+        p.stale[tile] = attend(dataclasses.replace(p.own, **rescored(p.own, S + more)))
+    both, right = p.stale[tile], p.exact
+    ratio = (both.lse - right.lse).exp()[..., None]
+    outs = (both.out * ratio, right.out / ratio, both.out)
+    return p.with_out(dict(zip(STALE, outs, strict=True))[what])
 
 
 # --- layouts -------------------------------------------------------------------------------------
@@ -73,12 +89,9 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
 
 
 def _across_heads(p: Probe) -> Reference:
-    rows = [i for block in p.blocks for i in range(block.start, block.stop)]
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
-    found = attend(dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(rows))
-    names = ("out", "lse", "term_scale", "empty")
-    back = {n: getattr(found, n).transpose(1, 2)[p.batch][:, p.heads] for n in names}
-    return Reference(**back)
+    found = attend(dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist()))
+    return p.with_out(found.out.transpose(1, 2)[p.batch][:, p.heads])
 
 
 def _reread(x: Tensor) -> Tensor:
@@ -96,6 +109,7 @@ def _rewritten(p: Probe, case: AttentionCase) -> Reference:
     return p.with_out(p.take(_relaid(whole)))
 
 
+STEP = 0.25 * math.log(2)  # of the scale's logarithm
 NEAR = 20.0  # residuals so many times smaller than at 1 need no search farther away
 
 # --- factors -------------------------------------------------------------------------------------
@@ -109,48 +123,64 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
         return
     index = torch.arange(math.prod(shape), device=probe.out.device).reshape(shape)
     fit, judge = index % 2 == 0, index % 2 == 1
-    least = 2 * probe.case.format.unit_roundoff
-    for factor, words, apply in (
-        (_scale_factor(probe, fit), "the scale is {} times what was asked", Probe.scaled),
-        (_out_factor(probe, fit), "the output is {} times too large", Probe.multiplied),
+    o, r, lse, sinks = probe.out, probe.exact.out, probe.exact.lse[..., None], probe.case.sinks
+    own = 0.0 if sinks is None else (sinks[probe.heads].double()[:, None, None] - lse).exp()
+    sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - own))
+    whose = "which was not requested" if sinks is None else "not its own"
+    if sinks is None and sink > 1.5 and abs(sink - round(sink)) < 0.01 * sink:
+        whose += f", or {round(sink)} keys padded with zeros are counted"
+    for factor, none, words, apply in (
+        (_scale_factor(probe, fit), 1, "the scale is {0} times what was asked", Probe.scaled),
+        (_factor(probe, fit, r, o), 1, "the output is {0} times too large", Probe.multiplied),
+        (
+            _factor(probe, fit, o / _row_sum(probe), r - o),
+            0,
+            "the row sum is {1:.2g} too large",
+            _more,
+        ),
+        (math.log(max(sink, 1e-99)), math.inf, f"it has a sink of {{1:z.2f}}, {whose}", _sink),
     ):
-        if factor is not None and abs(factor - 1) > least:
+        if factor is not None and abs(factor - none) > 2 * probe.case.format.unit_roundoff:
             places = 4 if factor > 10 or abs(factor - 1) < 2e-3 else 3
             shown = f"{factor:.{places}f}" if factor >= 0.1 else f"{factor:.3g}"
             again = partial(apply, factor=factor)
-            yield (words.format(shown), again), probe.cut(again(probe), judge)
-    if probe.case.mask is None or probe.case.mask.dtype == torch.bool:
-        key = _lost_key(probe)
-        one = dataclasses.replace(probe.case, **without(probe.case, key))
-        again = partial(Probe.answer, case=one)
-        yield (f"key {key} is dropped", again), probe.cut(again(probe))
+            yield (words.format(shown, factor), again), probe.cut(again(probe), judge)
+    key = _lost_key(probe)
+    one = dataclasses.replace(probe.case, **without(probe.case, key))
+    yield (f"key {key} is dropped", lambda p: p.answer(one)), probe.cut(probe.answer(one))
+
+
+def _factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
+    """The least-squares factor from x to y; 0 where x is."""
+    where = p.usable & fit[..., None] & finite(x) & finite(y)
+    x, y = (torch.where(where, z, 0.0) for z in (x, y))
+    return float((x * y).sum()) / (float((x * x).sum()) or 1.0)
+
+
+def _row_sum(p: Probe) -> Tensor:
+    """sum_j exp(S_j - max S) [b, h, rows, 1]."""
+    return (p.exact.lse - p.scores.amax(dim=-1)).exp()[..., None]
+
+
+def _more(p: Probe, factor: float) -> Reference:
+    return p.multiplied(1 / (1 + factor / _row_sum(p)))
+
+
+def _sink(p: Probe, factor: float) -> Reference:
+    sinks = p.out.new_full((p.case.heads,), factor)
+    return p.answer(dataclasses.replace(p.case, sinks=sinks))
 
 
 def _lost_key(p: Probe) -> int:
     """The key without which rows would err most as they do: by w (o_i - V_j), w = P / (1 - P)."""
-    parts = [p.part(p.case, rows) for rows in p.blocks]
-    V, o = parts[0].v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
+    V, o = p.own.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
     e = torch.where(p.usable, p.out, 0.0) - o
-    P = (torch.cat([all_scores(part) for part in parts], dim=2) - p.exact.lse[..., None]).exp()
+    P = (p.scores - p.exact.lse[..., None]).exp()
     w = torch.where(p.usable[..., :1], P / (1 - P).clamp_min(1e-6), 0.0)
     fits = (w * ((e * o).sum(-1, keepdim=True) - e @ V)).sum(dim=(0, 1, 2))
     apart = o.square().sum(-1, keepdim=True) - 2 * o @ V + V.square().sum(-2, keepdim=True)
     sizes = (w.square() * apart).sum(dim=(0, 1, 2))
     return int((fits.clamp_min(0.0).square() / sizes.clamp_min(1e-300)).argmax())
-
-
-def all_scores(part: AttentionCase) -> Tensor:
-    """S [B, H, q_len, kv_len] of as many kv heads, fp64."""
-    X = (part.q.double() @ part.k.double().mT) * part.scale
-    return scores(part, X, slice(0, part.q_len), slice(0, part.kv_len))
-
-
-def _out_factor(p: Probe, fit: Tensor) -> float | None:
-    """The least-squares factor between the exact output and the kernel's."""
-    where = p.usable & fit[..., None]
-    r, o = (torch.where(where, x, 0.0) for x in (p.exact.out, p.out))
-    size = float((r * r).sum())
-    return float((r * o).sum()) / size if size > 0 else None
 
 
 def _scale_factor(p: Probe, fit: Tensor) -> float | None:
@@ -160,23 +190,24 @@ def _scale_factor(p: Probe, fit: Tensor) -> float | None:
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None
-    step = 0.25 * math.log(2)
 
     def error(logarithm: float) -> Tensor:
         x = p.scaled(math.exp(logarithm)).out
         return torch.where(where & finite(x), (p.out - x) / p.unit, 0.0)
 
-    def refined(at: float) -> float:
-        for _ in range(4):
-            here = error(at)
-            rise = (error(at + 1e-5) - here) / 1e-5
-            size = float((rise * rise).sum())
-            move = -float((rise * here).sum()) / size if size > 0 else 0.0
-            at += move if abs(move) < step else 0.0
-        return at
-
-    near = refined(0.0)
+    near = refined(error)
     if float(error(near).norm()) > float(error(0.0).norm()) / NEAR:
-        best = min(range(-20, 21), key=lambda i: float(error(i * step).norm()))
-        near = refined(best * step) if best else near
+        best = min(range(-20, 21), key=lambda i: float(error(i * STEP).norm()))
+        near = refined(error, best * STEP) if best else near
     return math.exp(near)
+
+
+def refined(error: Callable[[float], Tensor], at: float = 0.0) -> float:
+    """Where the error is least, by Gauss-Newton steps from `at`."""
+    for _ in range(4):
+        here = error(at)
+        rise = (error(at + 1e-5) - here) / 1e-5
+        size = float((rise * rise).sum())
+        move = -float((rise * here).sum()) / size if size > 0 else 0.0
+        at += move if abs(move) < STEP else 0.0
+    return at

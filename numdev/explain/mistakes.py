@@ -7,17 +7,21 @@ changed case. Mistakes that are no case are in `numdev.explain.alternatives`."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from numdev.cases import AttentionCase
+from numdev.explain.probe import all_scores, rescored
 
 Changes = Iterator[tuple[str, dict[str, Any]]]  # causes, with the fields of the case they change
 
-MOST_SCORES = 1 << 22  # of a call whose soft cap is tried after its mask
+MOST_SCORES = 1 << 22  # of a call of which a mistake takes a mask or a bias of all scores
+WINDOW_TILES = (16, 32, 64, 128)
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # of keys, in kernels in use
 LOGARITHMS = {
     "lacks log2(e) before an exponential to base 2": math.log(2),
@@ -94,6 +98,24 @@ def _window(case: AttentionCase) -> Changes:
             yield f"the window is {words} on the left", {"window": (left + step, right)}
         if right is not None and not (case.is_causal and right >= 0 and step > 0):
             yield f"the window is {words} on the right", {"window": (left, right + step)}
+    if left is not None and right is not None and not case.is_causal:
+        for side, window in {"left": (None, right), "right": (left, None)}.items():
+            yield f"the window is ignored on the {side}", {"window": window}
+    if case.q_len * case.kv_len <= MOST_SCORES:
+        low = math.inf if left is None else left
+        high = math.inf if right is None or case.is_causal else right
+        seen: list[Tensor] = []
+        i, j = (torch.arange(n, device=case.q.device) for n in (case.q_len, case.kv_len))
+        for rows, keys in itertools.product((1, *WINDOW_TILES), WINDOW_TILES):
+            apart = j // keys * keys - i[:, None] // rows * rows - case.causal_offset
+            shown = (apart + keys > -low) & (apart < rows + high)
+            if any(shown.equal(other) for other in seen):
+                continue
+            seen.append(shown)
+            which = f"of {keys} keys and {rows} rows".replace(" and 1 rows", "")
+            which = "that cover the call" if bool(shown.all()) else which
+            cause = f"the window is counted in tiles {which}"
+            yield cause, {"window": None, **hiding(case, shown)}
 
 
 def _shifted(case: AttentionCase, step: int) -> Any:
@@ -172,7 +194,7 @@ def _keys(case: AttentionCase) -> Changes:
                 mask = mask[..., : n - lost]
             k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
             yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
-    if n > 1 and (case.mask is None or case.mask.dtype == torch.bool):
+    if n > 1:
         yield "the first key is dropped", without(case, 0)
     for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
         cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
@@ -180,9 +202,15 @@ def _keys(case: AttentionCase) -> Changes:
 
 
 def without(case: AttentionCase, key: int) -> dict[str, Any]:
-    """The mask with one key hidden, where there is none or a bool one."""
-    rest = torch.arange(case.kv_len, device=case.q.device)[None, None, None] != key
-    return {"mask": rest if case.mask is None else case.mask & rest}
+    """The mask with one key hidden."""
+    return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
+
+
+def hiding(case: AttentionCase, shown: Tensor) -> dict[str, Any]:
+    """The mask with all hidden that is not `shown`, [q_len or 1, kv_len]."""
+    mask = True if case.mask is None else case.mask
+    added = isinstance(mask, Tensor) and mask.dtype != torch.bool
+    return {"mask": torch.where(shown, mask, -math.inf if added else False)}
 
 
 def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
@@ -227,13 +255,9 @@ def _softcap(case: AttentionCase) -> Changes:
         yield "the soft cap is applied before the scale", {"softcap": before}
     mask, shape = case.mask, (*case.q.shape[:3], case.kv_len)
     if mask is not None and mask.dtype != torch.bool and before and math.prod(shape) <= MOST_SCORES:
-        # The bias comes with the scores where it is the product of more features.
-        shown = mask > torch.finfo(mask.dtype).min
-        bias = torch.where(shown, mask.double(), 0.0).expand(shape) / case.scale
-        q, k = torch.cat([case.q.double(), bias], dim=-1), case.k.double()
-        k = torch.cat([k, torch.eye(case.kv_len).to(k).expand(*k.shape[:3], -1)], dim=-1)
-        changes = {"q": q, "k": k, "v": case.v.double(), "mask": shown}
-        yield "the soft cap is applied after the additive mask", changes
+        S = all_scores(dataclasses.replace(case, softcap=None))
+        capped = torch.where(S.isfinite(), (S / case.softcap).tanh() * case.softcap, S)
+        yield "the soft cap is applied after the additive mask", rescored(case, capped)
 
 
 def _sinks(case: AttentionCase) -> Changes:
@@ -242,3 +266,6 @@ def _sinks(case: AttentionCase) -> Changes:
         yield "the attention sinks are counted twice", {"sinks": case.sinks.double() + math.log(2)}
         for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
             yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}
+        for words, by in {"next": -1, "previous": 1}.items():
+            yield f"query heads get the sink of the {words} one", {"sinks": case.sinks.roll(by)}
+        yield "every head gets head 0's sink", {"sinks": case.sinks[:1].expand(case.heads)}

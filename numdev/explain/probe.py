@@ -6,9 +6,10 @@ keys), among them the first rows, the last and the worst."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import format_of
 from numdev.kernels.reference import attend
-from numdev.kernels.reference.blocked import Reference
+from numdev.kernels.reference.blocked import Reference, scores
 from numdev.metrics.yardstick import finite
 
 LEAST_ELEMENTS = 32  # fewer numbers than this agree with something by chance
@@ -34,10 +35,11 @@ class Probe:
     case: AttentionCase  # whole: alternatives are made from it, as a wrong layout mixes heads, rows
     batch: list[int]
     heads: list[int]
-    blocks: list[slice]  # of query rows
+    rows: Tensor  # its query rows, ascending
     out: Tensor  # what the kernel returned, fp64
     unit_roundoff: float  # of the format the kernel returned
     whole: Tensor | None  # the reference of the whole case, if there is one already
+    stale: dict[int, Reference] = field(default_factory=dict)  # by tile: `alternatives`
 
     @classmethod
     def of(
@@ -52,42 +54,41 @@ class Probe:
         batch = errors.sum(dim=(1, 2)).argsort(descending=True)[:MAX_BATCH].sort().values.tolist()
         room = SCORES // (len(batch) * len(heads) * case.kv_len)
         worst = int(errors.sum(dim=(0, 1)).argmax())
-        blocks = blocks_of(case.q_len, max(MIN_ROWS, min(MAX_ROWS, room)), worst)
+        rows = rows_of(case.q_len, max(MIN_ROWS, min(MAX_ROWS, room)), worst).to(out.device)
         unit_roundoff = format_of(out.dtype).unit_roundoff
-        probe = cls(case=case, batch=batch, heads=heads, blocks=blocks, out=out,
+        probe = cls(case=case, batch=batch, heads=heads, rows=rows, out=out,
                     unit_roundoff=unit_roundoff, whole=whole)  # fmt: skip
         return dataclasses.replace(probe, out=probe.take(out).double())
 
     def take(self, x: Tensor) -> Tensor:
         """The probe's elements of a tensor [B, H, q_len, ...]."""
-        x = x[self.batch][:, self.heads]
-        return torch.cat([x[:, :, rows] for rows in self.blocks], dim=2)
+        return x[self.batch][:, self.heads][:, :, self.rows]
 
-    def part(self, case: AttentionCase, rows: slice) -> AttentionCase:
-        """A variant of the case, cut down to the probe's batch entries, heads and these rows."""
-        case = case.select_heads(self.heads)
-        mask = case.mask
-        if mask is not None:
-            mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-            mask = mask[self.batch] if mask.shape[0] > 1 else mask
-            mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
+    def part(self, case: AttentionCase) -> AttentionCase:
+        """A variant of the case, cut down to the probe's batch entries, heads and rows."""
+        case = case.select_heads(self.heads).select_rows(self.rows)
         q, k, v = (x[self.batch] for x in (case.q, case.k, case.v))
-        offset = case.causal_offset + rows.start
-        return dataclasses.replace(case, q=q[:, :, rows], k=k, v=v, mask=mask, causal_offset=offset)
+        mask = case.mask
+        if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
+            mask = mask[self.batch]
+        return dataclasses.replace(case, q=q, k=k, v=v, mask=mask)
 
     def answer(self, case: AttentionCase) -> Reference:
         """The fp64 reference of a variant of the case, at the probe's elements."""
-        return joined([self.part(case, rows) for rows in self.blocks])
+        return attend(self.part(case))
 
     @cached_property
-    def own(self) -> list[AttentionCase]:
-        """The case itself, cut down, run by run."""
-        return [self.part(self.case, rows) for rows in self.blocks]
+    def own(self) -> AttentionCase:
+        """The case itself, cut down."""
+        return self.part(self.case)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        return all_scores(self.own)
 
     def scaled(self, factor: float) -> Reference:
         """The same of the case with `factor` times its scale."""
-        scale = self.case.scale * factor
-        return joined([dataclasses.replace(case, scale=scale) for case in self.own])
+        return attend(dataclasses.replace(self.own, scale=self.case.scale * factor))
 
     @cached_property
     def exact(self) -> Reference:
@@ -129,32 +130,26 @@ class Probe:
         return min(cuts)
 
 
-def joined(runs: list[AttentionCase]) -> Reference:
-    """The fp64 references of runs of query rows, one after the other."""
-    parts = [attend(case) for case in runs]
-    names = ("out", "lse", "term_scale", "empty")
-    tensors: Any = {n: torch.cat([getattr(x, n) for x in parts], 2) for n in names}
-    return Reference(**tensors)
+def all_scores(case: AttentionCase) -> Tensor:
+    """S [B, H, q_len, kv_len], fp64."""
+    X = case.q.double() @ case.k.double().repeat_interleave(case.group, dim=1).mT * case.scale
+    return scores(case, X, slice(0, case.q_len), slice(0, case.kv_len))
+
+
+def rescored(case: AttentionCase, S: Tensor) -> dict[str, Any]:
+    """What gives the call these scores, -inf where hidden; their slope is that of no cap."""
+    bare: Any = {"mask": None, "softcap": None, "window": None, "is_causal": False}
+    return {**bare, "mask": S - all_scores(dataclasses.replace(case, **bare))}
 
 
 Alternative = tuple[str, Callable[[Probe], Reference]]  # a cause, and what would come out
 
 
-def room_for_heads(case: AttentionCase) -> int:
-    """How many heads a probe of this call may have."""
-    return max(1, min(MAX_HEADS, HEAD_KEYS // case.kv_len))
-
-
-def blocks_of(length: int, rows: int, worst: int) -> list[slice]:
+def rows_of(length: int, rows: int, worst: int) -> Tensor:
     """At most `rows` query rows in four runs: first, last, around the worst, in the middle."""
     if length <= rows:
-        return [slice(0, length)]
+        return torch.arange(length)
     size = max(1, rows // 4)
     starts = (0, length - size, worst - size // 2, length // 2)
-    blocks: list[slice] = []
-    for start in sorted(max(0, min(start, length - size)) for start in starts):
-        if blocks and start <= blocks[-1].stop:
-            blocks[-1] = slice(blocks[-1].start, max(blocks[-1].stop, start + size))
-        else:
-            blocks.append(slice(start, start + size))
-    return blocks
+    runs = (range(x, x + size) for x in (max(0, min(start, length - size)) for start in starts))
+    return torch.tensor(sorted({*itertools.chain(*runs)}))

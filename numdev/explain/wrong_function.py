@@ -18,7 +18,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.explain.alternatives import SOMEWHERE, alternatives, estimated
 from numdev.explain.mistakes import scales
-from numdev.explain.probe import Alternative, Probe, room_for_heads
+from numdev.explain.probe import HEAD_KEYS, MAX_HEADS, Alternative, Probe
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.worst_rows import in_words
 from numdev.metrics.yardstick import finite
@@ -26,6 +26,7 @@ from numdev.metrics.yardstick import finite
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
 SHRINKS = 1.01  # the least cut in the format of a finding, where a finer one has found its cause
 FLOORS, BASELINES = 10.0, 2.0  # from where on a search is worth it
+SEARCHES = 6  # of an output, or of gradients, of one kernel in one format, before none is made
 ALIKE = 2.0  # alternatives with a residual within this factor of the best one's are not told apart
 
 
@@ -63,7 +64,7 @@ def suspect(
     errors = _row_errors(out[:, list(heads)], exact, rows)
     sizes = dict(zip(heads, errors.sum(dim=(0, 2)).tolist(), strict=True))
     order = sorted(heads, key=lambda h: (h not in far, -sizes[h]))
-    room = room_for_heads(case)
+    room = max(1, min(MAX_HEADS, HEAD_KEYS // case.kv_len))
     worst = [h for h in order if h in far]
     for chosen in dict.fromkeys((tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))):
         at = errors[:, [heads.index(h) for h in chosen]]
@@ -79,8 +80,9 @@ def suspect(
                 coarse = Probe.of(case, first, [head], errors[:, [heads.index(head)]], whole)
                 cut = cut if coarse.cut(best(coarse)) > SHRINKS else 0.0
             if cut >= CUT:
-                zero = (out[:, head] == 0).all(dim=-1).any(dim=0)
-                rows_of = f"in {in_words(zero.nonzero()[:, 0])}" if bool(zero.any()) else ""
+                zero = (out[:, head] == 0).all(dim=-1)
+                wrong = zero & (errors[:, heads.index(head)] > 0) if rows is None else zero
+                rows_of = f"in {in_words(wrong.any(dim=0).nonzero()[:, 0])}" if wrong.any() else ""
                 which = "everywhere" if bool(zero.all()) else rows_of
                 suspicions[head] = Suspicion(cause=cause.replace(SOMEWHERE, which), cut=cut)
         return suspicions
@@ -91,9 +93,12 @@ def _search(probe: Probe) -> list[tuple[Alternative, float]]:
     """The alternatives that explain the probe, the best first, with their cuts."""
     cuts = [(a, probe.cut(a[1](probe))) for a in alternatives(probe)]
     named = sorted((x for x in cuts if x[1] >= CUT), key=lambda x: -x[1])
-    if not named:
-        named = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
     alike = [x for x in named if x[1] >= named[0][1] / ALIKE][:3]
+    if len(alike) != 1:  # nothing known explains it, or several do, and perhaps none is right
+        fits = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
+        least = ALIKE * alike[0][1] if alike else CUT
+        if fits and fits[0][1] >= least:
+            alike = [x for x in fits if x[1] >= fits[0][1] / ALIKE][:3]
     return _any_scale(alike, probe.case)
 
 

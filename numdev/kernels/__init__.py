@@ -29,15 +29,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
-from numdev.kernels.output import (
-    GRADIENTS,
-    Output,
-    as_output,
-    differentiate,
-    refuse,
-    upstream,
-    why_not,
-)
+from numdev.kernels.output import GRADIENTS, Output, as_output, differentiate, upstream, why_not
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
@@ -156,7 +148,8 @@ class Kernel:
             (case.working and not self.any_format, f"no torch dtype stores {case.format.name}"),
             (part, "it computes whole calls, not some of their rows"),
         ) or self.supports(case)
-        refuse((reason, str(reason)))
+        if reason:
+            raise Refused(reason)
 
 
 _registry: dict[str, Kernel] = {}

@@ -1,6 +1,5 @@
 """PyTorch's FlexAttention as a kernel: compiled, as its users run it, or eager.
 
-`score_mod` has the soft cap and an additive mask, the block mask causality, window and a bool mask.
 Every shape is compiled for itself (seconds each), since a compiler that may generalise gives a case
 another kernel according to the cases before it.
 

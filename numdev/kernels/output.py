@@ -59,8 +59,7 @@ def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
 
 def refuse(*reasons: tuple[object, str]) -> None:
     """Raises Refused with the words behind the first condition that holds."""
-    words = why_not(*reasons)
-    if words:
+    if words := why_not(*reasons):
         raise Refused(words)
 
 

@@ -17,11 +17,8 @@ parallelism), with sigma the logistic function:
 A part that hides every key of a row has L_s = -inf, whatever its O_s, and adds nothing; a row
 without any key has O = 0 and L = -inf. NaN propagates.
 
-Who meets which keys. Keys are divided into shards of one length, the last of which may be shorter.
-`ring`: queries are divided too; rank r begins with its own shard, then meets r - 1, r - 2 and so
-on. `zigzag`: the same for causal calls with the work balanced: rank r of n holds the chunks r and
-2 n - 1 - r of 2 n, and what it need not compute it does not. Any other order: all queries at once
-meet shard after shard. A step that no query can see by position is left out.
+Who meets which keys is the `order` (docs/kernels.md). A step that no query can see by position is
+left out.
 
 Backward is ring attention's: from the merged O as it is returned, and the merged log-sum-exp, so
 with P = exp(S - L) and delta of the whole row, shards' gradients are added up, in the format of the
@@ -47,9 +44,8 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import Format, dtype_of, format_named, format_of, round_to
 from numdev.kernels import Output, find, kernel
 from numdev.kernels.emulation import backward as emulation
-from numdev.kernels.emulation.forward import operands_of
 from numdev.kernels.emulation.recipe import recipe
-from numdev.kernels.emulation.rounding import plain_arithmetic, rounding
+from numdev.kernels.emulation.rounding import rounding
 from numdev.kernels.output import refuse, upstream
 from numdev.kernels.sdpa import claim_of, mask_arguments
 from numdev.system import System
@@ -362,11 +358,6 @@ def _backward(
 
 def _emulated(case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]) -> Gradients:
     r = emulation.rounder(case, recipe("fa2", sites=casts))
-    with torch.no_grad(), plain_arithmetic(case.q.device):
-        q, q_s, k, v = operands_of(r)
-        O, L = (x.to(r.dtype) for x in (O, L))
-        kept = emulation.Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=L, l=torch.ones_like(L))
-        sums = emulation.backward(kept.with_upstream(upstream(case)))
-        sites = zip(emulation.CASTS, emulation.cast(r, *sums), strict=True)
-        dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
+    sites = zip(emulation.CASTS, emulation.from_forward(r, O, L), strict=True)
+    dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
     return dq, dk, dv

@@ -57,11 +57,14 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
 
 def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list[dict[str, Any]]:
     """The most certain bias of each head, among those that are worth it."""
-    features = mean.shape[-1] - 2
+    from scipy.special import stdtr
+
+    features, degrees = mean.shape[-1] - 2, seen.sum(axis=0) - 1
     # By how much each p is multiplied; the reciprocals sum to 1: the error rate of the family.
     corrections = np.array([4.0, 4.0, *[2.0 * features] * features])
-    t = mean / _standard_error(means, counts, seen)
-    p = np.minimum(1.0, _two_sided_p(t, seen.sum(axis=0) - 1) * corrections)
+    t = mean / _standard_error(means, mean, counts, seen)
+    p = np.where(degrees < 1, 1.0, 2 * stdtr(np.maximum(degrees, 1), -np.abs(t)))
+    p = np.minimum(1.0, p * corrections)
     large = np.abs(mean) >= BIAS_ULP
     # The smallest p; among equal ones, as many that are 1, the largest t.
     picks = np.lexsort((-np.abs(t), p, ~large))[:, 0]
@@ -76,22 +79,13 @@ def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list
     ]
 
 
-def _standard_error(means: Numbers, counts: Numbers, seen: Flags) -> Numbers:
+def _standard_error(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> Numbers:
     """Of the mean over sequences, from their spread; 1 where fewer than two were seen.
 
     Outputs lie on a grid of about one ulp, so the mean of k elements moves in steps of 1/k ulp. A
     spread below half a step is not measured but missed, and does not count as smaller: eight
     sequences of one row that all round a feature up are no certainty."""
     n = seen.sum(axis=0)
-    mean = means.sum(axis=0) / np.maximum(n, 1)
     spread = np.sqrt(np.where(seen, (means - mean) ** 2, 0.0).sum(axis=0) / np.maximum(n - 1, 1))
     half_step = 0.5 * n / np.maximum(counts.sum(axis=0), 1)
     return np.where(n < 2, 1.0, np.maximum(spread, half_step) / np.sqrt(np.maximum(n, 1)))
-
-
-def _two_sided_p(t: Numbers, degrees: Numbers) -> Numbers:
-    """Of Student's t; 1 where there are no degrees of freedom."""
-    from scipy.special import stdtr
-
-    p: Numbers = np.where(degrees < 1, 1.0, 2 * stdtr(np.maximum(degrees, 1), -np.abs(t)))
-    return p

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AT_ONCE = 1 << 24  # elements at a time: 128 MiB as 64-bit integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # 2^64 over the golden ratio, and a multiplier of SplitMix64, as signed numbers.
 _ODD = (-7046029254386353131, -4658895280553007687)
@@ -23,14 +22,9 @@ _ODD = (-7046029254386353131, -4658895280553007687)
 def checksums(x: Tensor) -> list[str]:
     """The checksum of every head of a tensor [B, H, rows, ...], as 16 hexadecimal digits."""
     bits = _bits(x).transpose(0, 1).flatten(1)  # [H, elements]
-    heads, elements = bits.shape
-    weights = _weights(elements, x.device)
-    step = max(1, AT_ONCE // max(1, elements))
-    parts = [
-        (bits[at : at + step] * weights).sum(dim=1)  # multiplied as 64-bit integers
-        for at in range(0, heads, step)
-    ]
-    sums = (torch.cat(parts) + weights.sum()).tolist() if parts else []
+    weights = _weights(bits.shape[1], x.device)
+    parts = [(head * weights).sum() for head in bits]  # multiplied as 64-bit integers
+    sums = (torch.stack(parts) + weights.sum()).tolist()
     return [f"{value % (1 << 64):016x}" for value in sums]
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from numdev.formats import Format
-from numdev.metrics.bias import bias
+from numdev.metrics.bias import UNJUDGED, bias
 from numdev.metrics.histogram import by_ulps
 from numdev.metrics.intervals import intervals, of_sums
 from numdev.metrics.row_sums import Totals, plain_sums, row_sums, to_host
@@ -109,10 +109,9 @@ def _common(totals: Totals) -> dict[str, Column]:
 def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
     """What needs the floor's format, the baseline, the precision deviation, or a prediction."""
     sums, largest = totals.sums, totals.largest
-    u = fmt.unit_roundoff
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
-        "lost": np.sqrt(sums["reference"]) <= u * np.sqrt(sums["terms"]),
+        "lost": np.sqrt(sums["reference"]) <= fmt.unit_roundoff * np.sqrt(sums["terms"]),
     }
     if "from_floor" in largest:  # flash-attention's own test, see `row_sums`
         allowed = 2 * largest["plain_from_floor"] + 2 * largest["shifted"]
@@ -151,8 +150,7 @@ def _with_reasons(head: Metrics) -> Metrics:
     if head.get("precision_rms") == 0:
         nulls["flash_vs_precision"] = "rounding the inputs to this format changes nothing"
     if head.get("sequences", 2) < 2:
-        judged = ("bias_t", "bias_p", "bias_size", "bias_of")
-        nulls |= dict.fromkeys(judged, "needs at least two sequences")
+        nulls |= dict.fromkeys(UNJUDGED, "needs at least two sequences")
     for name, x in head.items():
         if x.__class__ is float and not math.isfinite(x):
             nulls.setdefault(name, "0/0" if math.isnan(x) else "the denominator is zero")

@@ -81,9 +81,8 @@ def _largest(case: AttentionCase, tensor: str) -> Tensor:
 
     def by_kv_head(x: Tensor) -> Tensor:
         """[B, H, rows, features] summed over rows and the heads of a group, the largest: [H_kv]."""
-        sums = x.sum(dim=2).unflatten(1, (case.kv_heads, case.group)).sum(dim=2)
-        largest: Tensor = sums.amax(dim=(0, 2))
-        return largest
+        sums = x.sum(dim=2).reshape(len(x), case.kv_heads, case.group, -1).sum(dim=2)
+        return sums.amax(dim=(0, 2))
 
     if tensor == "dv":
         return by_kv_head(dO.abs())

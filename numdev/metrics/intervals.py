@@ -16,8 +16,7 @@ keep a few rows from ruling what is estimated. How often intervals hold: docs/me
 `rel` gets none: under a causal mask the first rows, which see few keys, rule |r|. Nor does a
 maximum, which a sample bounds from below alone; nor what has fewer than two rows, or is 0 without
 one of the groups.
-
-Sums come from `numdev.metrics.row_sums`, dealt to groups; what is here is on the host."""
+"""
 
 from __future__ import annotations
 

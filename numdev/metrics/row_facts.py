@@ -11,7 +11,6 @@ Legend: S scores, P probabilities, m row maximum, L log-sum-exp."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -28,7 +27,7 @@ EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 
 def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
     """The fields of `report.WorstRow` that follow from the scores of rows i [n] of batch entries
     b [n] in a query head, fp64 [n] each. Most mean nothing of a row that sees no key."""
-    part = _part(case, slice(head, head + 1))
+    part = case.select_heads([head])
     own = (b, 0, torch.arange(len(b), device=b.device))
     S = _scores(part, i, slice(0, case.kv_len))[own]  # [n, kv_len]
     shown, m = S.ne(-math.inf), S.amax(dim=-1, keepdim=True)
@@ -63,7 +62,7 @@ def of_keys(case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor) -
     """The fields of keys j [n] of batch entries b [n] in a kv head, over all queries that read it.
     `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
-    S = _scores(_part(case, heads), slice(0, case.q_len), j)
+    S = _scores(case.select_groups([head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
     shown = S.ne(-math.inf)
     P = torch.where(shown, (S - lse[:, heads][b].double()).exp(), 0.0).flatten(1)
@@ -74,23 +73,6 @@ def of_keys(case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor) -
         "carriers": _carriers(P),
     }
     return {**_summed(counts), "max_probability": P.amax(dim=-1), "mass": P.sum(dim=-1)}
-
-
-def _part(case: AttentionCase, heads: slice) -> AttentionCase:
-    """The call of some query heads in a row that read one kv head, as views of its tensors."""
-    kv = slice(heads.start // case.group, heads.start // case.group + 1)
-    mask = case.mask
-    if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
-        mask = mask[..., heads, :, :]
-    return dataclasses.replace(
-        case,
-        q=case.q[:, heads],
-        k=case.k[:, kv],
-        v=case.v[:, kv],
-        mask=mask,
-        sinks=None if case.sinks is None else case.sinks[heads],
-        grad_out=None,
-    )
 
 
 def _scores(case: AttentionCase, rows: Places, keys: Places) -> Tensor:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numdev.errors import UsageError
-
 BINS = 20  # at most
 FEWEST = 4  # a call of fewer rows has no bins: nothing can be seen along it
 
@@ -60,9 +58,7 @@ def draw(length: int, count: int, seed: int, label: str) -> Tensor | None:
     """`count` of the positions 0 to length - 1, ascending, int64 [count] on the CPU.
 
     Depends on nothing but the arguments; other labels get other positions. None where `count`
-    reaches the length: then all are measured. Raises UsageError for a count below 1."""
-    if count < 1:
-        raise UsageError(f"{count} rows cannot be measured", hint="ask for 1 or more")
+    reaches the length: then all are measured."""
     if count >= length:
         return None
     text = f"{seed} {label} {length} {count}".encode()

@@ -7,9 +7,6 @@ dimension the best plan keeps the order: for two equally long samples W1 is mean
 difference are exact or correctly rounded, and sums are taken in float64 over positive terms, so the
 answer is good to about 1e-15.
 
-W1 does not know which value was where: it is zero under any permutation, never exceeds mean
-|a - b|, and shrinks with the size of independent samples, so paired metrics stand beside it.
-
 A 16-bit or 8-bit sample has at most 65,536 different values, however long it is: these are counted.
 Other samples are sorted, by numpy on a CPU, where it is faster than torch. bfloat16, which numpy
 does not know, and 8-bit values are widened to float32 first, which changes no value."""

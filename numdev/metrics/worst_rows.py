@@ -26,7 +26,6 @@ TYPICAL = 32  # rows of the head that stand for what is usual there
 OF_KEYS = ("dk", "dv")
 OF_SCORES = ("lse", "tied", "nearly_tied", "first_key", "sink", "entropy", "carriers", "one_sign")
 COUNTS = ("row", "batch", "nonfinite", "sees", "position", "tied", "nearly_tied", "carriers")
-OF_CALL = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
 
 
 def worst_rows(
@@ -108,7 +107,7 @@ def worst_rows(
         if tensor not in OF_KEYS and not row["sees"]:
             row.update(dict.fromkeys(OF_SCORES))
     fields = {
-        **{name: getattr(case.ref, name) for name in OF_CALL},
+        **vars(case.ref),
         "format": y.format.name,
         "tensor": tensor,
         **(identity or {}),

@@ -345,7 +345,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
             offset, length = _sizes((info.offset, info.length))
             key = str(index.fqn), _sizes(getattr(index, "offset", None) or ())
             places[key] = {"file": name, "offset": offset, "length": length}
-        keys = getattr(metadata, "planner_data", None)
+        keys = getattr(metadata, "planner_data", None) or {}
         for name, stored in metadata.state_dict_metadata.items():
             if type(stored).__name__ == "BytesStorageMetadata":
                 continue
@@ -356,8 +356,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
                 start, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
                 place = places.get((str(name), start)) or places[str(name), ()]
                 pieces.append(Piece(start=start, shape=shape, **place))
-            way = keys.get(name) if isinstance(keys, dict) else None
-            way = tuple(map(str, way)) if isinstance(way, tuple | list) else (str(name),)
+            way = tuple(map(str, keys.get(name) or (name,)))
             own: Any = {"path": way, "dtype": dtype, "shape": _sizes(stored.size)}
             tensor = SplitTensor(directory=directory, name=str(name), pieces=tuple(pieces), **own)
             tensors.append(tensor)

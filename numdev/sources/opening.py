@@ -18,15 +18,7 @@ from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import capture as capturing
-from numdev.sources.checkpoint import (
-    Checkpoint,
-    InMemory,
-    StateDict,
-    Streamed,
-    digest_of,
-    open_checkpoint,
-    open_state_dict,
-)  # fmt: skip
+from numdev.sources import checkpoint as stored
 from numdev.sources.files import FETCH, is_distributed, some
 from numdev.sources.loss import Upstream, drawn_from, find_upstream, with_drawn
 from numdev.sources.pipeline import PipelineSource, is_pipeline
@@ -77,21 +69,17 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
     where the request is for gradients; with `projections`, those of a running model know the layer
     that made their queries. Raises UsageError for an option without meaning for this source."""
     path = _path(request)
-    pipeline = not request.cases and is_pipeline(path)
-    stored = not request.cases and not pipeline and holds_cases(path)
-    kind, meaningless = "no diffusers pipeline", FOR_PIPELINES
     if request.cases:
-        kind, meaningless = "a configuration", ("layers", *FOR_MODELS)
-    elif pipeline:
-        kind, meaningless = "a diffusers pipeline", NOT_FOR_PIPELINES
-    elif stored:
-        kind, meaningless = "a file of captured tensors", FOR_MODELS
-    refuse_options(request, kind, meaningless)
-    if request.cases:
+        refuse_options(request, "a configuration", ("layers", *FOR_MODELS))
         how = {"gradients": bool(request.backward)}
         return ConfigSource(request.target, request.cases, (request.seed,), system, **how)
-    if pipeline or stored:
-        return (PipelineSource if pipeline else TensorFileSource)(request, system)
+    if is_pipeline(path):
+        refuse_options(request, "a diffusers pipeline", NOT_FOR_PIPELINES)
+        return PipelineSource(request, system)
+    if holds_cases(path):
+        refuse_options(request, "a file of captured tensors", FOR_MODELS)
+        return TensorFileSource(request, system)
+    refuse_options(request, "no diffusers pipeline", FOR_PIPELINES)
     return CheckpointSource(request, system, projections=projections)
 
 
@@ -194,13 +182,13 @@ class TensorFileSource(Source):
         path = Path(request.checkpoint or "")
         self.stored = open_cases(path, device=system.device, upstream=seed)
         layers = capturing.Layers(request.layers)
-        self.chosen = [case for case in self.stored.cases if layers.choose(case.ref.layer)]
-        self.cases, self.origin = self.chosen, ""
-        if many := sum(case.many_heads for case in self.chosen):
-            what = f"In {many} of {len(self.chosen)} calls the heads exceed the length in number"
+        self.cases = chosen = [c for c in self.stored.cases if layers.choose(c.ref.layer)]
+        self.origin = ""
+        if many := sum(case.many_heads for case in chosen):
+            what = f"In {many} of {len(chosen)} calls the heads exceed the length in number"
             self.doubts = (f"{what}: is `layout` right?",)
         if seed is not None:
-            self.origin = "; ".join(dict.fromkeys(case.upstream_from for case in self.chosen))
+            self.origin = "; ".join(dict.fromkeys(case.upstream_from for case in chosen))
             self.notes = (f"Upstream gradients: {self.origin}.",)
         self.notes += layers.notes(request.target)
 
@@ -249,7 +237,7 @@ class GivenSource(Source):
         }
         return {
             "tensors": "calls in memory",
-            "sha256": digest_of(parts),
+            "sha256": stored.digest_of(parts),
             "cases": len(self.given),
             "captured_from": ", ".join(dict.fromkeys(case.ref.source for case in self.given)),
         }
@@ -265,7 +253,7 @@ class CheckpointSource(Source):
         system: System,
         *,
         projections: bool = False,
-        given: InMemory | None = None,
+        given: stored.InMemory | None = None,
     ) -> None:
         if given is not None:
             refuse_options(request, "a model in memory", FOR_CHECKPOINTS)
@@ -273,10 +261,12 @@ class CheckpointSource(Source):
             raise UsageError(f"--generate {request.generate}: a generation has no backward pass")
         self.request, self.projections, self.device = request, projections, system.device
         opened, dtype = given or self._opened(), dtype_of(format_named(request.model_dtype))
-        self.streamed: Streamed | None = None
+        self.streamed: stored.Streamed | None = None
         self.model: nn.Module
-        if request.stream and isinstance(opened, Checkpoint):
-            self.streamed = Streamed(opened.deferred_model(dtype=dtype), device=system.device)
+        if request.stream and isinstance(opened, stored.Checkpoint):
+            self.streamed = stored.Streamed(
+                opened.deferred_model(dtype=dtype), device=system.device
+            )
             self.model = self.streamed.model  # to be run within `Streamed.running`
             self.notes = ("The model's weights are streamed from disk, layer by layer.",)
         else:
@@ -284,7 +274,7 @@ class CheckpointSource(Source):
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
             raise UsageError(f"--generate: {type(self.model).__name__} does not generate text")
-        if isinstance(self.checkpoint, InMemory):
+        if isinstance(self.checkpoint, stored.InMemory):
             self.prompt = Prompt(inputs=self.checkpoint.inputs, description=self.checkpoint.reads)
         else:
             self.prompt = model_inputs(request, self.checkpoint, self.model)
@@ -304,11 +294,8 @@ class CheckpointSource(Source):
             self.upstream = Upstream(seed=request.seed, why_not=why_not)
             if not self.streamed:
                 self.upstream = find_upstream(self.model, self.prompt.inputs, request.seed)
-            mode = (
-                ", in eval mode (no dropout)"
-                if self.upstream.loss and not self.model.training
-                else ""
-            )
+            evaluates = self.upstream.loss and not self.model.training
+            mode = ", in eval mode (no dropout)" if evaluates else ""
             self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
 
     def describe(self) -> dict[str, Any]:
@@ -320,7 +307,7 @@ class CheckpointSource(Source):
             "architecture": type(self.model).__name__,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "prompt": self.prompt.description,
-            "prompt_sha256": self.prompt.digest,
+            "prompt_sha256": stored.digest_of(self.prompt.inputs),
             **({"grad_out": self.upstream.describe()} if self.upstream else {}),
         }
 
@@ -375,7 +362,7 @@ class CheckpointSource(Source):
             if not asked or not layer or int(layer[1]) in asked:
                 yield name, tensor
 
-    def _opened(self) -> Checkpoint | StateDict:
+    def _opened(self) -> stored.Checkpoint | stored.StateDict:
         """The request's weights, not loaded. A directory says itself which model it is; a file or a
         bare distributed checkpoint needs a factory."""
         path, request = _path(self.request), self.request
@@ -385,11 +372,11 @@ class CheckpointSource(Source):
             raise MeasurementError(what, hint=f"{FETCH}, or take one whose save has ended")
         bare = distributed and not (path / "config.json").is_file()
         if path.is_file() or bare or (request.model and distributed):
-            opened = open_state_dict(path, request.model)
+            opened = stored.open_state_dict(path, request.model)
             if request.stream:
                 raise UsageError("--stream excludes --model: a factory builds the whole model")
             return opened
         if request.model:
             what = f"{request.checkpoint}: says itself which model it is, so --model has no place"
             raise UsageError(what, hint="or give the weight file instead of the directory")
-        return open_checkpoint(path)
+        return stored.open_checkpoint(path)

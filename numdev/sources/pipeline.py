@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import cycle, islice
@@ -76,7 +76,8 @@ class PipelineSource:
         self.part = next((name for name in DENOISERS if name in self.parts), "")
         if not self.part:
             raise UsageError(f"{self.path / INDEX}: names no part {' or '.join(DENOISERS)}")
-        with _quiet():
+        self.chatter = importlib.import_module("diffusers.utils.logging")
+        with quiet(self.chatter):
             cls = _class(self.path / INDEX, "diffusers", self.kind, ("DiffusionPipeline",))
             takes = inspect.signature(cls.__init__).parameters
             dtype = dtype_of(format_named(request.model_dtype))
@@ -205,7 +206,7 @@ class PipelineSource:
             generator = torch.Generator().manual_seed(seed)
             given = {"num_inference_steps": self.steps, "generator": generator, **self.arguments}
             try:
-                with _quiet(), torch.no_grad():
+                with quiet(self.chatter), torch.no_grad():
                     self.pipeline(**given)
             finally:
                 del scheduler.step  # that of the class comes forth again
@@ -256,19 +257,10 @@ def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
 
 def _class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any:
     """The class of that library, if it is of one of these kinds, and no other thing it has."""
-    import diffusers
-    import transformers
-
-    module: Any = {"diffusers": diffusers, "transformers": transformers}[library]
+    module: Any = importlib.import_module(library)
     with blaming(path, f"find {kind}"):
         cls = getattr(module, kind, None)
     if isinstance(cls, type) and issubclass(cls, tuple(getattr(module, a) for a in allowed)):
         return cls
     what = f"{path}: {library} {module.__version__} has no {kind} that a pipeline is made of"
     raise MeasurementError(what, hint=f"a newer {library} may")
-
-
-def _quiet() -> AbstractContextManager[None]:
-    import diffusers.utils.logging
-
-    return quiet(diffusers.utils.logging)

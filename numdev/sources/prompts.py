@@ -21,14 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest, one_line
-from numdev.sources.checkpoint import (
-    LENGTHS,
-    Checkpoint,
-    StateDict,
-    digest_of,
-    load_tokenizer,
-    size,
-)
+from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
 from numdev.sources.files import plain, some
 from numdev.sources.files import read as read_tensors
 
@@ -41,11 +34,6 @@ class Prompt:
     # attention_mask alike (1: a token, 0: padding) where sequences differ in length.
     inputs: Mapping[str, Tensor]
     description: str  # In words, for example `8 x 256 tokens of prompt.txt`
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over names, formats, shapes and values of the inputs."""
-        return digest_of(self.inputs)
 
 
 def model_inputs(

@@ -17,6 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,7 +39,6 @@ INDEX = "cases.json"  # In a directory of files: which ones belong to it
 AXES, MASK_AXES = "bhsd", "bhqk"  # How a case has its axes; a layout is another order of these
 REQUIRED, OPTIONAL = ("q", "k", "v"), ("mask", "sinks", "grad_out")
 NUMBERED = re.compile(rf"(\d{{1,9}})\.({'|'.join((*REQUIRED, *OPTIONAL))})", re.ASCII)
-OF_REF = ("case", "module", "layer", "call", "seed", "source", "phase", "step", "attends")
 OF_CASE = ("scale", "is_causal", "causal_offset", "window", "softcap")
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
@@ -120,7 +120,7 @@ class StoredCase:
 
     @property
     def ref(self) -> CaseRef:
-        call, fields = self.call, {name: getattr(self.call, name) for name in OF_REF}
+        call, fields = self.call, {f.name: getattr(self.call, f.name) for f in fields_of(CaseRef)}
         named = f"{call.module}#{call.call}" if call.module else f"{self.path.stem}#{self.index}"
         fields["case"] = call.case or named
         fields["module"] = call.module or fields["case"]
@@ -277,8 +277,7 @@ def write(
                     layout[name] = "".join(_axes(name, tensor.ndim)[axis] for axis in order)
                 x = tensor.detach().permute(order).cpu()
                 tensors[f"{index}.{name}"] = x.clone(memory_format=torch.contiguous_format)
-        call = {name: getattr(case.ref, name) for name in OF_REF}
-        call |= {name: getattr(case, name) for name in OF_CASE}
+        call = {**vars(case.ref), **{name: getattr(case, name) for name in OF_CASE}}
         call |= {"mask": _kind(case.mask), "grad_out": case.grad_out_from, "layout": layout}
         calls.append({**call, "axes": dict(axes[index]) if axes else {}})
     versions = {"numdev": numdev.__version__, "torch": torch.__version__}

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numdev.errors import MeasurementError
+from numdev.sources.files import naming
 from numdev.training.config import ModelConfig, folder_of
 from numdev.training.data import BOS_ID, EOS_ID, Tokens
 from numdev.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Network
@@ -52,11 +51,8 @@ def write(
         data.tokenizer.save_pretrained(path)
     _transformers_config(model, data).save_pretrained(path)
     weights = path / "model.safetensors"
-    try:
+    with naming(weights, "cannot be written", "is there room, and may you write there?"):
         save_file(_as_transformers(network, model.kind), weights, metadata={"format": "pt"})
-    except SafetensorError as error:
-        hint = "is there room, and may you write there?"
-        raise MeasurementError(f"{weights}: {error}", hint=hint) from error
     weights.chmod(0o644)  # safetensors lets its owner alone read it
     described = json.dumps(about, indent=2, allow_nan=False) + "\n"
     (path / "training.json").write_text(described, encoding="utf-8")

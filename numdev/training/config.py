@@ -5,7 +5,6 @@ holds every variant complete, so that the report shows what ran."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Set
@@ -24,13 +23,12 @@ AttentionFormat = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
 Step = Annotated[int, Field(ge=0, strict=True)]
-Keys = tuple[Set[str], Set[str]]  # keys that must be given, and those that may be
 MOST_STEPS = 10_000_000
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
 DIFFERENCES = {
     *("kernel", "backward_kernel", "format", "attention_format", "seed", "optimiser"),
 }
-OF_ROLE: dict[str, Keys] = {
+OF_ROLE: dict[str, tuple[Set[str], Set[str]]] = {
     "golden": ({"kernel"}, {"format", "attention_format", "optimiser"}),
     "flash": ({"kernel"}, set()),
     "low_precision": ({"format"}, set()),
@@ -38,16 +36,7 @@ OF_ROLE: dict[str, Keys] = {
     "other_seed": ({"seed"}, set()),
     "variant": (set(), DIFFERENCES),
 }
-"""What a variant in a role may say; in any other nothing."""
-
-
-def _check_keys(what: str, given: Set[str], keys: Keys) -> None:
-    needed, more = keys
-    if not needed <= given <= needed | more:
-        expected = ", ".join(sorted(needed)) or "nothing"
-        optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
-        got = ", ".join(sorted(given)) or "nothing"
-        raise ValueError(f"{what}: expected {expected}{optional}, got {got}")
+"""What a variant in a role must say, and may; in any other nothing."""
 
 
 class ModelConfig(Strict):
@@ -60,8 +49,7 @@ class ModelConfig(Strict):
     heads: Positive
     kv_heads: Positive | None = None
     context: Positive  # tokens in a window
-    mlp: Positive | None = None
-    """Its hidden width. None: 8/3 of the width, up to a multiple of 32 (llama), or 4 times it."""
+    mlp: Positive | None = None  # its hidden width
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
@@ -81,7 +69,7 @@ class ModelConfig(Strict):
 
     @property
     def hidden(self) -> int:
-        """The width of the MLP."""
+        """The width of the MLP: as set, else as the models of that kind have it."""
         if self.mlp is not None:
             return self.mlp
         return -(-8 * self.width // 96) * 32 if self.kind == "llama" else 4 * self.width
@@ -93,8 +81,7 @@ class DataConfig(Strict):
     source: Literal["stdlib", "text"]
     files: tuple[str, ...] = ()
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None
-    """Of bpe: how many tokens it may have (2048)."""
+    vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None  # of bpe; 2048
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -114,32 +101,33 @@ class Optimiser(Strict):
     eps: Above = 1e-8
     momentum: Share = 0.0  # of sgd
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up; `cosine` ends at `final` of the highest."""
+    schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up
     warmup: Step = 0  # steps over which the rate grows linearly
-    final: Share = 0.01
+    final: Share = 0.01  # of the highest rate, where `cosine` ends
     clip: Above | None = 1.0  # the largest norm of all gradients together; None: not clipped
 
 
 class VariantConfig(Strict):
-    """One run beside the others. What is None is as in the golden run."""
+    """One run beside the others (docs/training.md). What is None is as in the golden run."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     role: VariantRole = "variant"
     kernel: Named | None = None
-    backward_kernel: Named | None = None
-    """Whose gradients it has: those of this kernel's whole training step, its forward pass
-    included. None: its own kernel's, whatever the golden run has."""
+    backward_kernel: Named | None = None  # None: its own, whatever the golden run has
     format: Format | None = None
-    attention_format: AttentionFormat | None = None
-    """q, k and v are cast to it, and the output back. In the golden run None: the network's."""
+    attention_format: AttentionFormat | None = None  # in the golden run None: the network's
     seed: Positive | None = None  # added to the run's, for another initialisation
     optimiser: Optimiser | None = None  # the keys given here; the others are those of `optimiser`
 
     @model_validator(mode="after")
     def _in_its_role(self) -> VariantConfig:
         given = {name for name in DIFFERENCES if getattr(self, name) is not None}
-        _check_keys(f"{self.name}, {self.role}", given, OF_ROLE.get(self.role, (set(), set())))
+        needed, more = OF_ROLE.get(self.role, (set(), set()))
+        if not needed <= given <= needed | more:
+            expected = ", ".join(sorted(needed)) or "nothing"
+            optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
+            got = ", ".join(sorted(given)) or "nothing"
+            raise ValueError(f"{self.name}, {self.role}: expected {expected}{optional}, got {got}")
         return self
 
 
@@ -194,10 +182,8 @@ class TrainConfig(_Run):
     """The keys of a YAML file for `numdev train`."""
 
     seeds: Seeds = (0,)  # A list, or how many, counted from 0
-    record: Literal["log"] | tuple[Step, ...] = "log"
-    """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... First and last
-    are too."""
-    record_every: Positive | None = None  # and all multiples of this
+    record: Literal["log"] | tuple[Step, ...] = "log"  # steps at which everything is measured,
+    record_every: Positive | None = None  # and all multiples of this (`recorded_steps`)
     optimiser: Optimiser = Optimiser()
     variants: tuple[VariantConfig, ...]
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -278,8 +264,7 @@ def recorded_steps(
     """The steps at which rows are made, ascending: 0 and the last always."""
     asked: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
     if record == "log":
-        decades = itertools.takewhile(lambda ten: ten <= steps, (10**n for n in itertools.count()))
-        asked |= {first * ten for ten in decades for first in (1, 2, 3, 5)}
+        asked |= {first * 10**n for n in range(len(str(steps))) for first in (1, 2, 3, 5)}
     else:
         asked |= set(record)
     return tuple(sorted(step for step in asked if step <= steps))

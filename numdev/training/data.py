@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError, UsageError
+from numdev.sources.prompts import read_text
 from numdev.training.config import DataConfig, ModelConfig
 
 # Third-party code, tests, programs bundled with Python, and tables written by other programs.
@@ -63,7 +64,7 @@ class Tokens:
 def load(config: DataConfig, model: ModelConfig, count: int, device: torch.device) -> Tokens:
     """The data of a configuration, in batches of `count`. Raises UsageError for a file that cannot
     be read, and for data shorter than a window."""
-    texts = stdlib() if config.source == "stdlib" else list(map(_text, config.files))
+    texts = stdlib() if config.source == "stdlib" else [read_text(Path(f)) for f in config.files]
     if config.tokenizer == "bpe":
         tokenizer, loaded = _trained(texts, config.vocabulary or 2048, model.context)
         # verbose=False: texts longer than the context are meant here, no slip worth a warning.
@@ -103,13 +104,6 @@ def stdlib() -> list[str]:
         except UnicodeDecodeError:
             continue
     return [text for text in texts if text.strip()]
-
-
-def _text(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")  # every line ending becomes \n
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{name}: expected UTF-8 text ({error})") from error
 
 
 def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:

@@ -3,8 +3,8 @@ a logarithmic axis and are left out."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from numdev.metrics.statistics import Mean
@@ -32,9 +32,7 @@ def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
 
 def mean(values: Sequence[float]) -> float:
     """The geometric mean; the plain one where there are zeros."""
-    if all(x > 0 for x in values):
-        return math.exp(math.fsum(map(math.log, values)) / len(values))
-    return math.fsum(values) / len(values)
+    return (geometric_mean if min(values) > 0 else fmean)(values)
 
 
 def of_run(

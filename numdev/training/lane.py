@@ -98,7 +98,6 @@ def make_optimiser(config: Optimiser, parameters: list[nn.Parameter]) -> torch.o
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     device = parameters[0].device
     cuda = device.type == "cuda"
     # On the device, where a recorded step finds it.

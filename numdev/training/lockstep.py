@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from numdev.errors import MeasurementError
+from numdev.sources.files import naming
 from numdev.training.config import TrainRequest
 from numdev.training.data import Tokens
 from numdev.training.lane import Lane
@@ -74,14 +74,13 @@ class Lockstep:
         cannot."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = partly(path)
-        try:
-            torch.save({"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}, written)
-            os.replace(written, path)
-        except (OSError, RuntimeError) as error:  # RuntimeError is torch's for a full disk
-            written.unlink(missing_ok=True)
-            raise MeasurementError(
-                f"{path}: the state cannot be saved", hint="is there room, and may you write there?"
-            ) from error
+        state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
+        with naming(path, "the state cannot be saved", "is there room, and may you write there?"):
+            try:
+                torch.save(state, written)
+                written.replace(path)
+            finally:
+                written.unlink(missing_ok=True)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state of this run and seed."""

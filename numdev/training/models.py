@@ -139,7 +139,6 @@ class Network(nn.Module):
 
     def __init__(self, config: ModelConfig, vocabulary: int, attend: Attend = sdpa) -> None:
         super().__init__()
-        assert config.context is not None
         self.tokens = nn.Embedding(vocabulary, config.width)
         if config.kind == "gpt2":
             self.positions = nn.Embedding(config.context, config.width)

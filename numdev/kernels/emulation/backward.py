@@ -6,15 +6,12 @@ kernels do in backward what they did in forward. The site `s` may round the resu
 backward pass that is coarser than its forward. Where autograd kept P (`p_from: m_and_l`) it is
 exp(S - m) / l of the m and l that forward left, which is the same number.
 
-P is normalised from the start, so no step but a sum over tiles depends on their size: blocks of as
-many whole tiles as memory allows are computed at once, and only sums that are rounded between tiles
-go tile by tile: rows ascending, keys by `kv_order`. In `plain` a sum over rows is one product.
+Blocks of as many whole tiles as memory allows are computed at once, since P is normalised, and only
+sums that are rounded between tiles go tile by tile. In `plain` a sum over rows is one product.
 
 delta_o rounds O as it was before its cast at `out`; the two are separate, so that either can be
 made exact alone. With stochastic rounding every step draws anew, so that S, P and dP are not those
 of forward, nor, with delta from dP o P, those delta was made from.
-
-How far `compute="float32"` and blocks at once may be from fp64 is derived in docs/sites.md.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; d of any of
 them the gradient with respect to it, delta = rowsum(dO o O), o elementwise."""
@@ -39,6 +36,7 @@ from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.forward import finite, in_order
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
+from numdev.kernels.output import upstream
 from numdev.kernels.reference.blocked import nonzero
 from numdev.metrics.finiteness import all_finite
 
@@ -61,8 +59,7 @@ def gradients(
     at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
     with torch.no_grad(), plain_arithmetic(case.q.device):
         saved = kept(r, at_once=at_once)
-        assert case.grad_out is not None
-        sums = backward(saved.with_upstream(case.grad_out), at_once=at_once)
+        sums = backward(saved.with_upstream(upstream(case)), at_once=at_once)
         if not at_once or all_finite([saved.O, *sums]):
             return r("out", saved.O), saved.L, *cast(r, *sums)
     return gradients(case, made)
@@ -72,12 +69,16 @@ def of_keys(case: AttentionCase, made: Recipe, keys: Tensor, O: Tensor, L: Tenso
     """dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them where forward
     rounded nowhere and gave O and L: O(q_len keys). Raises as `gradients` does."""
     r = rounder(case, dataclasses.replace(made, delta_from="dO*O", delta_sign="own"))
-    assert case.grad_out is not None
-    with torch.no_grad(), plain_arithmetic(case.q.device):
+    return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
+
+
+def from_forward(r: Rounder, O: Tensor, L: Tensor, keys: Tensor | None = None) -> Gradients:
+    """dQ, dK and dV for an O and L that come from elsewhere; with `keys` as in `of_keys`."""
+    with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
-        O, L = O.to(r.dtype), r("lse", L.to(r.dtype))
+        O, L = O.to(r.dtype), L.to(r.dtype)
         kept = Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=L, l=torch.ones_like(L))
-        given = dataclasses.replace(kept.with_upstream(case.grad_out), some=keys)
+        given = dataclasses.replace(kept.with_upstream(upstream(r.case)), some=keys)
         return cast(r, *backward(given))
 
 

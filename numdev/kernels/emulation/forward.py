@@ -9,12 +9,10 @@ What is modelled, what a tile changes, and how far fp32 may be from fp64 is in d
 real kernels, rows take part in a tile as whole blocks of block_q, those of the whole call where a
 case holds some of its rows, and a tile that no row of a block can see by its position is skipped.
 
-Many tiles at once. Predictions and training take an `fa2` recipe in fp32 that rounds nothing
-between tiles (`is_at_once`) in a few large steps; some twenty small ones a tile are what it costs
-on a GPU. P is rounded relative to the maximum met when its tile came, as it is tile by tile. The
-sum over tiles, scaled to the last maximum by P exp(m_tile - m_last), has no rounding to model.
-Splits of the keys are one more axis. A tile that a row cannot see is not skipped there; 0 times
-infinity is not 0, so where anything comes out that is not finite, the tiles decide, one by one.
+Predictions and training take an `fa2` recipe in fp32 that rounds nothing between tiles many tiles
+at once (`is_at_once`): some twenty small steps a tile are what it costs on a GPU. P is rounded
+relative to the maximum met when its tile came. Where anything comes out that is not finite, the
+tiles decide, one by one: 0 times infinity is not 0, and no tile is skipped at once.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp, a rescales."""
 

@@ -4,8 +4,7 @@
 docs/sites.md), computed by `forward` and `backward` beside it.
 
 It is also what a kernel's errors should be: a kernel's claim is a set of these options, and the
-emulation's distance from the reference is then the kernel's, head by head and on any inputs. It is
-computed with many tiles at once where the recipe allows it, which differs by fp32 rounding.
+emulation's distance from the reference is then the kernel's, head by head and on any inputs.
 
 An emulation leaves out what a kernel's fp32 arithmetic errs. So it predicts no single error where
 that is not small beside the rounding to the working format, or where the output keeps more bits

@@ -116,60 +116,37 @@ TILINGS: Mapping[str, tuple[str, Callable[[int, int], tuple[int, int | None]]]] 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides the numbers of an emulation. Build one with `recipe`."""
+    """Everything that decides the numbers of an emulation. Build one with `recipe`. What choices
+    compute, and whose they are: docs/sites.md."""
 
     preset: str
     sites: Mapping[str, str]  # every site and its value
-    algorithm: Literal["fa2", "fa1", "plain"] = "fa2"
-    """`fa2` normalises at the end. `fa1` takes each tile's own maximum, and its output is
-    normalised after every tile. `plain` normalises P before it meets V; it has a single tile."""
+    algorithm: Literal["fa2", "fa1", "plain"] = "fa2"  # O / l at the end, tile by tile, or P / l
     tiling: str = "fa2"
     block_q: int | None = None  # None, here and below: as the tiling says
     block_kv: int | None = None
     memory: int = 4096
     """M of the tiling `fa1`, in elements. With 4096 (16 keys a tile at head_dim 64) the tenfold max
     error of P1, which does not say what it used, appears at length 4096."""
-    loop_order: Literal["q", "kv"] = "q"
-    """The outer loop. With `kv` O is stored after every tile (site `state`)."""
-    kv_order: Literal["ascending", "descending"] = "ascending"
-    """In which a row meets its tiles. FlashAttention-2's CUDA code begins with the last one."""
-    splits: int | None = None
-    """Into how many parts of whole tiles the keys are divided, as decoding kernels do: each has an
-    O and L of its own, and they are merged by their L. None: one."""
-    q_splits: int | None = None
-    """Backward: into how many parts the queries are divided, as ring attention does: each has a dK
-    and dV of its own (`dk_partial`, `dv_partial`), and these are summed. None: one."""
-    l_from: Literal["unrounded", "rounded"] = "unrounded"
-    """Whether l sums P as exp gave it, or as it is multiplied with V."""
-    max_lag: int | None = None
-    """The running maximum moves only when it has grown by more than this, in log2, so that P may be
-    up to 2^max_lag. None: whenever it has grown."""
-    scale_in: Literal["scores", "q", "q_log2"] = "scores"
-    """Whether the scores are multiplied by the scale, or Q before (with exp2 by scale log2 e)."""
-    scale_again: Literal["same", "scores", "k_log2"] = "same"
-    """The same in backward, or the scores, or K by scale log2 e, from which dQ is then made too."""
-    exponential: Literal["exact", "fexp_u20", "cubic", "fa4"] = "exact"
-    """exp(S − m) in forward; exact in backward. `fexp_u20` is PyTorch's CPU kernel's with AVX2 and
-    AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5. `cubic` is FlashAttention-4's
-    polynomial, off by up to 8.8e-5; `fa4` has it where that kernel does, in an eighth of P."""
+    loop_order: Literal["q", "kv"] = "q"  # the outer loop
+    kv_order: Literal["ascending", "descending"] = "ascending"  # in which a row meets its tiles
+    splits: int | None = None  # parts of whole tiles, merged by their L; None: one
+    q_splits: int | None = None  # backward: parts with a dK and dV of their own; None: one
+    l_from: Literal["unrounded", "rounded"] = "unrounded"  # the P that l sums, before or after `p`
+    max_lag: int | None = (
+        None  # growth, in log2, at which m does not move yet; None: it always does
+    )
+    scale_in: Literal["scores", "q", "q_log2"] = "scores"  # what is multiplied by the scale
+    scale_again: Literal["same", "scores", "k_log2"] = "same"  # and in backward
+    exponential: Literal["exact", "fexp_u20", "cubic", "fa4"] = "exact"  # exact in backward
     softmax: Literal["plain", "stabilised", "guarded"] = "plain"
-    """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
-    of one that is met more than once (`forward.stabilised_shift`). `guarded` multiplies
-    P with a number of the row's own (`forward.guarded_weights`)."""
     beta: float | None = None  # of the stabilised softmax, as the next; None with the plain one
     tie_tolerance: float | None = None
-    p_from: Literal["lse", "m_and_l"] = "lse"
-    """Backward: whether P is exp(S − L), or exp(S − m) / l as in autograd and `fa1`."""
-    delta_from: Literal["dO*O", "dP*P"] = "dO*O"
-    """Backward: whether δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) as autograd's softmax has it."""
-    delta_sign: Literal["own", "random"] = "own"
-    """Backward: with `random` the error of δ, against rowsum(dP ∘ P) of the same P and dP, has a
-    sign drawn for each row: as large as ever, and without bias. A sham, to hold cures against."""
-    ds_scale: Literal["before", "after"] = "after"
-    """Backward: whether dS has the scale before it is rounded, or its products, tile by tile."""
-    group_sum: Literal["separate", "running"] = "separate"
-    """Backward: whether each query head of a group has its own dK and dV, which are summed at the
-    end, or the running sums go on from one query head to the next."""
+    p_from: Literal["lse", "m_and_l"] = "lse"  # backward: P is exp(S − L), or exp(S − m) / l
+    delta_from: Literal["dO*O", "dP*P"] = "dO*O"  # backward: what δ is a row's sum of
+    delta_sign: Literal["own", "random"] = "own"  # backward: of the error of δ; `random` is a sham
+    ds_scale: Literal["before", "after"] = "after"  # backward: whether dS has it, or its products
+    group_sum: Literal["separate", "running"] = "separate"  # backward: over heads of one kv head
     rounding: RoundingMode = "nearest"
     seed: int = 0  # of what is drawn, which is stochastic rounding and random signs
     compute: Literal["float64", "float32"] = "float64"
@@ -263,17 +240,15 @@ ABOUT: Mapping[str, str] = {
 """What each preset stands for."""
 
 
-def recipe(
-    preset: str = "fa2", *, sites: Mapping[str, str | None] | None = None, **options: Any
-) -> Recipe:
+def recipe(preset: str = "fa2", **options: Any) -> Recipe:
     """The preset with some of its parts replaced; a value of None leaves the preset's.
 
-    `options` are fields of `Recipe` and sites. With `memory` the tiles follow FlashAttention-1's
-    rule in every preset. Raises UsageError for an unknown preset, option, format or choice, naming
-    the closest, and for parts that contradict one another."""
+    `options` are fields of `Recipe`, and sites by name or together as `sites`. With `memory` the
+    tiles follow FlashAttention-1's rule in every preset. Raises UsageError for an unknown preset,
+    option, format or choice, naming the closest, and for parts that contradict one another."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
-    return changed(PRESETS[preset], sites=sites, **options)
+    return changed(PRESETS[preset], **options)
 
 
 def changed(
@@ -327,9 +302,8 @@ def _check(name: str, value: Any) -> None:
         if value not in _CHOICES[name]:
             raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
     elif name not in STABILISED:
-        least = -math.inf if name == "seed" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            positive = "" if name == "seed" else "positive "
+        positive = "" if name == "seed" else "positive "
+        if type(value) is not int or (positive and value < 1):
             raise UsageError(f"{name} is {value!r}", hint=f"expected a {positive}whole number")
 
 
@@ -341,6 +315,5 @@ def check_stabilised(options: Mapping[str, Any]) -> None:
             continue
         if options["softmax"] != "stabilised":
             raise UsageError(f"{name} is of the stabilised softmax", hint="softmax: stabilised")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and least <= value < math.inf):
+        if type(value) not in (int, float) or not least <= value < math.inf:
             raise UsageError(f"{name} is {value!r}", hint=f"expected a number from {least} on")

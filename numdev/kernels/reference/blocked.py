@@ -59,7 +59,7 @@ def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference
     found = _room(q, v)
     # V and |V| side by side: output and term scale come from one product.
     values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(v)
-    for rows in _row_blocks(case):
+    for rows in row_blocks(case):
         keys = key_range(case, rows)
         S = scores(case, _products(case, q, k, rows, keys), rows, keys)
         found.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
@@ -79,7 +79,7 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
         dv_terms=dv_terms, delta=q.new_empty(q.shape[:3]), unseen=unseen,
     )  # fmt: skip
     values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(q, k, v, dO)
-    for rows in _row_blocks(case, BACKWARD_BLOCKS):
+    for rows in row_blocks(case, BACKWARD_BLOCKS):
         keys = key_range(case, rows)
         X = _products(case, q, k, rows, keys)
         slope = _slope(case, X)
@@ -120,7 +120,7 @@ def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> di
     dk, dk_terms, dv, dv_terms = (torch.zeros_like(x) for x in (k, k, v, v))
     unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
     weigh = _weigher(q, k, v, dO)
-    for rows in _row_blocks(case, BACKWARD_BLOCKS, len(keys)):
+    for rows in row_blocks(case, BACKWARD_BLOCKS, len(keys)):
         X = _products(case, q, k, rows, slice(0, len(keys)))
         slope = _slope(case, X)
         S = scores(case, X, rows, keys)
@@ -144,7 +144,7 @@ def _room(q: Tensor, v: Tensor) -> Reference:
     return Reference(out=out, lse=q.new_empty(shape), term_scale=term_scale, empty=empty)
 
 
-def _row_blocks(case: AttentionCase, share: int = 1, keys: int | None = None) -> list[slice]:
+def row_blocks(case: AttentionCase, share: int = 1, keys: int | None = None) -> list[slice]:
     """Query rows of so many keys, all unless given, of which a block takes its share of memory."""
     budget = BLOCK_BYTES[case.q.device.type] // share
     per_row = 8 * case.q.shape[0] * case.heads * (keys or case.kv_len)

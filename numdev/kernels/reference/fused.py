@@ -32,6 +32,7 @@ from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
 from numdev.kernels.output import key_limits, refuse, upstream, why_not
 from numdev.kernels.reference.blocked import Gradients, Reference
+from numdev.metrics.yardstick import widened
 
 LARGEST = 2.0**44
 """No score may reach this. Sums of so large terms are off by about 1, since fp64 has 2^53; and P
@@ -451,13 +452,9 @@ def _unfit(case: AttentionCase) -> str | None:
 
 def _out_of_range(case: AttentionCase) -> str | None:
     """Why the numbers in the inputs do not suit it."""
-
-    def wide(x: Tensor) -> Tensor:  # torch does not compute in formats of 8 bits
-        return x.detach().float() if x.element_size() == 1 else x.detach()
-
-    largest = [wide(x).abs().amax().double() for x in _factors(case)]
+    largest = [widened(x).abs().amax().double() for x in _factors(case)]
     if case.mask is not None and _is_additive(case):  # -inf hides; NaN and +inf spoil
-        largest.append(wide(case.mask).clamp_min(0.0).amax().double())
+        largest.append(widened(case.mask).clamp_min(0.0).amax().double())
     q, k, *others = torch.stack(largest).tolist()
     if not all(map(math.isfinite, (q, k, *others))):
         return "an input is not finite"

@@ -68,7 +68,7 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
         else:
             number = three(v.observed, v.limit)
             nearest = f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
-            text = nearest if v.rule else ""
+            text = nearest if v.rule else "no limit on the size of its errors applies here"
         link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
         lead = f"{VERDICTS[v.outcome]:{wide}}  {name:{width}}  {v.format} "
         yield doc.Item(text, link=link, lead=lead, style=STYLES[v.outcome])

@@ -108,7 +108,7 @@ RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("kernel", align="left"), _name),
     *RATIOS,
     (Column("mean error"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max error"), lambda k: Cell("NaN" if k.nonfinite else _max(k))),
+    (Column("max error"), lambda k: Cell(_max(k))),
 )
 
 
@@ -117,7 +117,7 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
     shown = [k for k in kernels if k.ok and k.role != "precision"]
     yield doc.table(
         [column for column, _ in RANKING],
-        ([cell(k) for _, cell in RANKING] for k in shown),
+        map(_numbers, shown),
         [k.role != "kernel" for k in shown],
         title=f"{name}: error of the output, the closest to fp64 first",
     )
@@ -125,6 +125,13 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
     phases = [(k, p.phase or "", p) for k in shown for p in k.phases if len(k.phases) > 1]
     yield _parts(f"{name}: prefill beside decode", phases)
     yield doc.Bullets(tuple(_remarks(name, kernels)))
+
+
+def _numbers(k: KernelSummary) -> list[Cell]:
+    """A kernel's line: one that returns NaN is not described by its other elements."""
+    if k.nonfinite:
+        return [_name(k), *[Cell("NaN", style="bad")] * (len(RANKING) - 1)]
+    return [cell(k) for _, cell in RANKING]
 
 
 def _parts(title: str, parts: Sequence[tuple[KernelSummary, str, PartSummary]]) -> doc.Table:

@@ -8,7 +8,7 @@ reports."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -56,8 +56,9 @@ class Weights:
 
 
 def open_weights(target: str) -> Weights:
-    """Open the weights at a path, or the demo's. Damaged files are no error here, and there may be
-    no tensor left. Raises UsageError where there are none, or not clear which are meant."""
+    """Open the weights at a path, or the demo's; prefixes common to all names are left out. Damaged
+    files are no error here, and there may be no tensor left. Raises UsageError where there are
+    none, or not clear which are meant."""
     path = demo_checkpoint() if target == "demo" else Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
@@ -71,7 +72,11 @@ def open_weights(target: str) -> Weights:
                 _add(weights, file)
     except MeasurementError as error:
         weights.damage.append(error.message)
-    return _without_prefix(weights)
+    names = [*weights.tensors, *weights.tied]
+    n = len(storage.common_prefix(names)) if names else 0
+    weights.tensors = {name[n:]: x for name, x in weights.tensors.items()}
+    weights.tied = {name[n:]: other[n:] for name, other in weights.tied.items()}
+    return weights
 
 
 def _files(path: Path) -> list[Path]:
@@ -126,14 +131,3 @@ def _listed(file: Path) -> Iterator[tuple[str, Stored, object]]:
         for name in handle.offset_keys():
             shape = tuple(handle.get_slice(name).get_shape())
             yield name, Stored(shape=shape, read=partial(read_on, file, name)), None
-
-
-def _without_prefix(weights: Weights) -> Weights:
-    """The same under names without the prefixes that all have."""
-    names = [*weights.tensors, *weights.tied]
-    n = len(storage.common_prefix(names)) if names else 0
-    return replace(
-        weights,
-        tensors={name[n:]: x for name, x in weights.tensors.items()},
-        tied={name[n:]: other[n:] for name, other in weights.tied.items()},
-    )

@@ -16,6 +16,7 @@ from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_of
 from numdev.metrics.paired import paired
 from numdev.metrics.weights import WEIGHTS_AT_ONCE, weight_row
+from numdev.metrics.yardstick import widened
 from numdev.sources.files import is_plain
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
@@ -48,7 +49,7 @@ def cast_costs(x: Tensor) -> dict[str, float]:
     elements that the format holds, and how many these are."""
     sums: dict[str, float] = {}
     for name in CASTS:
-        row = weight_row("", _readable(x), FORMATS[name])
+        row = weight_row("", widened(x), FORMATS[name])
         held = sums[f"{name}_elements"] = row.elements - row.nonfinite
         sums[f"{name}_change"] = (row.mean_abs or 0.0) * held
     return sums
@@ -58,7 +59,7 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
     """Two tensors of one shape on one device, neither `unfit`; `casts` are those of `against`.
     Elements that are NaN or infinite in either are counted, and left out of all sums."""
     elements = against.numel()
-    a, b = _readable(of).reshape(-1), _readable(against).reshape(-1)
+    a, b = widened(of).reshape(-1), widened(against).reshape(-1)
     lost = [elements - int(x.isfinite().sum()) for x in (a, b)]
     if any(lost):
         both = a.isfinite() & b.isfinite()
@@ -118,11 +119,6 @@ def numbers(sums: Sums) -> dict[str, Any]:
             nulls[name] = none if not n else BEYOND if by else zero
     counts = ("elements", "nonfinite_of", "nonfinite_against")
     return {**{name: sums[name] for name in counts}, **values, "nulls": nulls}
-
-
-def _readable(x: Tensor) -> Tensor:
-    """In a format torch computes with: its 8-bit ones it only stores."""
-    return x.float() if x.dtype.itemsize == 1 else x
 
 
 def _norm(x: Tensor) -> float:

@@ -7,7 +7,7 @@ over the elements that are finite in both."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -99,8 +99,7 @@ class WeightsReport(Report):
 
     kind: Literal["weights"] = "weights"
     summary: WeightsSummary
-    sources: Annotated[tuple[SourceRecord, ...], Field(min_length=1)]
-    """The first is the one that all others are compared with."""
+    sources: tuple[SourceRecord, ...]  # the first is the one that all others are compared with
     rows: tuple[TensorRow, ...]
     groups: tuple[GroupRow, ...]
     remarks: tuple[Remark, ...] = ()
