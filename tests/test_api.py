@@ -153,8 +153,8 @@ QUICK = {
     "accumulator_rounded": ("full", "out", "rounding model"),
     "lse_in_base_2": ("full", "lse", "the logarithm is to base 2"),
     "dq_without_scale": ("full", "dq", "lacks the scale"),
-    "dv_unnormalised": ("full", "dv", "dv is of P before it is divided"),
-    "delta_missing": ("full", "dq", "delta is missing"),
+    "dv_unnormalised": ("full", "dv", "dv is computed from P before its division"),
+    "delta_missing": ("full", "dq", "dO·O, is left out"),
     "ds_truncated": ("default", "dq", "typical head"),
     "non_deterministic": ("causal", "out", "is not reproducible"),
 }
@@ -338,7 +338,7 @@ def test_cases_by_every_kind_of_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("cases", "words"), [
     (["causel"], "did you mean 'causal'"), ([{"seqlen": 3}], "did you mean 'seq_len'"),
-    (["full", "full"], "2 cases are named 'full'"), ([], "no case to check"),
+    (["full", "full"], "2 cases are named 'full'"), ([], "cases: expected at least one"),
     ([Path("nowhere")], "no captured tensors"),
 ])  # fmt: skip
 def test_wrong_cases_are_named(cases: Any, words: str) -> None:

@@ -141,7 +141,7 @@ def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
     rows = rows_of(found, "returns_nan")
     assert [(row.nonfinite, row.rms) for row in rows] == [(2 * 12 * 8, None)] * 2
     finding = next(f for f in found.findings if f.rule == "finiteness")
-    assert finding.sentence.startswith(f"{own('returns_nan')} returns 384 elements of the")
+    assert finding.sentence.startswith(f"{own('returns_nan')} (bfloat16) returns 384 elements")
     wide, narrow = rows_of(found, "in_fp32"), rows_of(found, "plain")
     assert {row.out_format for row in wide} == {"float32"}
     assert all(row.floor_ratio > 0.5 for row in wide)

@@ -136,7 +136,7 @@ USAGE = [
     ("check sdpa-flash --claim preset", "--claim: expected NAME=VALUE", ""),
     ("aduit", "aduit", "see `numdev --help`"),
     ("report none", "none: cannot read a report", "give"),
-    ("weights demo", "nothing to compare it with", ""),
+    ("weights demo", "expected two sets or more", ""),
     ("bounds", "Missing argument 'RUN'", "numdev bounds --help"),
     ("diagnose", "Missing argument", "numdev diagnose --help"),
     ("diagnose nowhere", "nowhere: no such file or directory", ""),

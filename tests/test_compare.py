@@ -309,7 +309,7 @@ def test_a_planted_change_is_found_in_its_head(audited: dict[str, Path], out: Pa
     found = reports.read(out)
     assert {(m.kernel, m.tensor, m.place.head) for m in found.moves} == {(own().name, "out", 2)}
     assert f"{own().name}[off=1.03] (bfloat16)" in found.summary.answer[0]
-    assert "small head 2, no other function, now the output is 1.030" in found.summary.answer[1]
+    assert "small head 2, no mistake named, now the output is 1.030" in found.summary.answer[1]
     grown = next(m for m in found.moves if m.metric in ("expected_ratio", "floor_ratio"))
     assert grown.change > 2
     (change,) = found.changes

@@ -184,7 +184,7 @@ def test_errors_are_one_line(run: Any) -> None:
     torch.save({"x": torch.ones(2)}, "others.pt")
     Path("broken.pt").write_bytes(b"nothing")
     for names, code, words in (
-        ("a.pt", 2, "nothing to compare it with"),
+        ("a.pt", 2, "expected two sets or more"),
         ("a.pt nowhere.pt", 2, "no such file or directory"),
         ("a.pt b.pt b.pt", 2, "given twice"),
         ("a.pt broken.pt", 3, "broken.pt: is damaged or holds Python objects"),

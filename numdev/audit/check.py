@@ -147,7 +147,7 @@ class CheckSource(ConfigSource):
         for number, each in enumerate(named or ()):
             self.cases += self._located(each, number)
         if not self.cases:
-            raise UsageError("there is no case to check", hint="leave `cases` out for the default")
+            raise UsageError("cases: expected at least one, got none", hint="leave it out for all")
         names = Counter((located.ref.case, located.ref.seed) for located in self.cases)
         (name, _), count = names.most_common(1)[0]
         if count > 1:

@@ -172,7 +172,7 @@ class Workers:
             raise MeasurementError(GONE, hint=KEPT) from error
         except Exception as error:
             raise MeasurementError(
-                f"a worker could not do its work: {one_line(error)}",
+                f"a worker failed: {one_line(error)}",
                 hint="is the same numdev installed there?",
             ) from error
         if isinstance(answer, NumdevError):

@@ -65,7 +65,7 @@ PROMPT = ("text", "length", "sequences")
 UNITS = {
     "floor_ratio": "× the rounding floor",
     "expected_ratio": "× what its rounding model predicts",
-    "worst_row": "× what is predicted for its worst row",
+    "worst_row": "× the error predicted for its worst row",
     "rms": " (rms)",
 }
 THRESHOLD = (
@@ -253,7 +253,7 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
         words = f"elements that are not finite: {counts[0]}, now {counts[1]}"
         yield _move(pair, "nonfinite", words, a=a.nonfinite, b=b.nonfinite)
     if (a.suspicion is None) != (b.suspicion is None):
-        words = f"{a.suspicion or 'no other function'}, now {b.suspicion or 'no other function'}"
+        words = f"{a.suspicion or 'no mistake named'}, now {b.suspicion or 'no mistake named'}"
         yield _move(pair, "suspicion", words)
     worst = max(judged, key=lambda change: change.excess, default=None)
     if worst is not None and worst.excess > 1:
