@@ -260,7 +260,7 @@ fault(
 )
 fault(
     "causal_always",
-    r"causal, which was not|aligned top-left",
+    r"causal mask is applied|aligned top-left",
     "full long",
     {"causal": lambda x: True},
 )
@@ -327,9 +327,19 @@ fault(
     PLAIN,
     {"kv_head": lambda h, group, kv: (h // group + 1) % kv},
 )
-fault("v_misread", r"v is (read|laid out) as", PLAIN, {"inputs": lambda q, k, v: (q, k, reread(v))})
-fault("q_misread", r"q is (read|laid out) as", PLAIN, {"inputs": lambda q, k, v: (reread(q), k, v)})
-fault("out_misread", "output is laid out", PLAIN, {"out": reread})
+fault(
+    "v_misread",
+    r"v is (read|wrongly stored) as",
+    PLAIN,
+    {"inputs": lambda q, k, v: (q, k, reread(v))},
+)
+fault(
+    "q_misread",
+    r"q is (read|wrongly stored) as",
+    PLAIN,
+    {"inputs": lambda q, k, v: (reread(q), k, v)},
+)
+fault("out_misread", "output is stored as", PLAIN, {"out": reread})
 for size in (64, 80, 96, 128, 192):
     fault(f"tail_{size}", TAIL, "long", tail(size))
 fault("first_key", "first key", "full", {"hide": lambda n, m, i, j: (j == 0) & (m > 1)})
@@ -395,7 +405,7 @@ fault("epsilon_1e2", r"row sum is 0\.01 ", PLAIN, {"total": lambda x, S, top: x 
 fault("epsilon_1e3", r"row sum is 0\.001", PLAIN, {"total": lambda x, S, top: x + 1e-3})
 fault(
     "v_reshaped",
-    r"v is (read|laid out) as",
+    r"v is (read|wrongly stored) as",
     PLAIN,
     {
         "inputs": lambda q, k, v: (
@@ -509,8 +519,8 @@ def of_planted(name: str, says: str | None, cases: str) -> None:
     FAULTS[name] = Fault(name=name, says=says, cases=cases, own=False, function=kernel)
 
 
-of_planted("delta_missing", "delta is missing", PLAIN)
-of_planted("delta_of_the_next_row", "delta is of the next row", PLAIN)
+of_planted("delta_missing", "dO·O, is left out", PLAIN)
+of_planted("delta_of_the_next_row", "is the next row's", PLAIN)
 of_planted("dv_unnormalised", "row sum", PLAIN)
 of_planted("stale_maximum", "maximum", PLAIN)
 

@@ -253,7 +253,7 @@ PLANTED = (
         says="causal mask is ignored",
         shape=CAUSAL,
     ),
-    Planted(name="causal unasked", wrong=exactly(is_causal=True), says="causal, which was not"),
+    Planted(name="causal unasked", wrong=exactly(is_causal=True), says="causal mask is applied"),
     Planted(
         name="bottom-right", wrong=exactly(causal_offset=60), says="bottom-right", shape=UNEVEN
     ),
@@ -264,8 +264,8 @@ PLANTED = (
         shape=SHAPES["bottom-right"],
     ),
     Planted(name="layout", wrong=swapped_layout, says="heads' axis"),
-    Planted(name="output layout", wrong=output_layout, says="the output is laid out"),
-    Planted(name="layout in memory", wrong=all_layouts, says="and the output have"),
+    Planted(name="output layout", wrong=output_layout, says="the output is stored as"),
+    Planted(name="layout in memory", wrong=all_layouts, says="and the output are stored"),
     Planted(
         name="kv head rolled",
         wrong=changed(lambda c: {"k": c.k.roll(1, 1), "v": c.v.roll(1, 1)}),
@@ -348,7 +348,7 @@ PLANTED = (
     Planted(
         name="V laid out wrongly",
         wrong=changed(lambda c: {"v": c.v.transpose(1, 2).reshape(c.v.shape)}),
-        says="v is laid out as [batch, length",
+        says="v is wrongly stored as [batch, length",
     ),
     Planted(
         name="rows of 0",

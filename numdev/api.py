@@ -85,8 +85,9 @@ def audit(
         for x in _several(kernels)
     ]
     own = {x.name: x for x in chosen if isinstance(x, Kernel)}
-    if len(own) < sum(isinstance(x, Kernel) for x in chosen):
-        raise UsageError(f"kernels: two functions have one name, of {', '.join(own)}")
+    names = [x.name for x in chosen if isinstance(x, Kernel)]
+    if twice := next((n for n in own if names.count(n) > 1), None):
+        raise UsageError(f"kernels: two functions are named {twice!r}", hint="rename one")
     flags = {
         **options, "backward": backward, "rows": rows, "device": device, "seed": seed,
         "kernels": [x.name if isinstance(x, Kernel) else x for x in chosen] or None,
@@ -138,7 +139,7 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
     if isinstance(inputs, Mapping):
         return dict(inputs)
     if inputs is None:
-        raise UsageError("inputs: expected what the model reads, got none")
+        raise UsageError("inputs: expected the model's inputs (token ids or tensors), got none")
     given = (inputs,) if isinstance(inputs, Tensor) else inputs
     try:
         return dict(inspect.signature(model.forward).bind(*given).arguments)

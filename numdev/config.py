@@ -321,7 +321,7 @@ def _cached(name: str) -> str:
         try:
             return snapshot_download(name, local_files_only=True)
         except (HFValidationError, LocalEntryNotFoundError):
-            hint += f"; a model of Hugging Face must be here: `hf download {name}`"
+            hint += f"; a Hugging Face model must be downloaded first: `hf download {name}`"
     raise UsageError(f"{name}: no such file or directory", hint=hint)
 
 

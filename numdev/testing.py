@@ -136,7 +136,7 @@ def check(
     told = (*(() if scripts else dict.fromkeys(said)), *remarks(report.rows))
     every = (*words, *told, *left_out)
     filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in every]
-    shows = [f"It shows by itself with\n  python {script}" for script in scripts]
+    shows = [f"To reproduce:\n  python {script}" for script in scripts]
     text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
     return CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
@@ -194,13 +194,12 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
     rules = listed(dict.fromkeys(f"`{f.rule}`" for f in wrong))
     text = [f"{kernel} fails {rules} (rules {judgement.rules})"]
     for finding in wrong[:LISTED]:
-        sentence = finding.sentence.removeprefix(f"{kernel} ")  # the title names it
         at = (finding.formats[0], finding.tensor, finding.place)
         rms = {str(r.role): r.rms for r in report.rows if (r.format, r.tensor, Place.of(r)) == at}
         sizes = [(role, rms.get(role)) for role in ("kernel", "floor", "baseline")]
         errors = ", ".join(f"{role} {si(size)}" for role, size in sizes if size is not None)
         beside = "" if "nonfinite" in (finding.metric or "") else f" rms error: {errors or 'none'}."
-        text.append(f"{sentence[:1].upper()}{sentence[1:]}{beside}")
+        text.append(f"{finding.sentence}{beside}")
     text += [f"And {len(wrong) - LISTED} more."] * (len(wrong) > LISTED)
     predicted = all(f.metric in ("expected_ratio", "worst_row") for f in wrong)
     return text + [CLAIM] * (predicted and report.request.get("claims") is None)

@@ -152,8 +152,8 @@ QUICK = {
     "accumulator_rounded": ("full", "out", "rounding model"),
     "lse_in_base_2": ("full", "lse", "the logarithm is to base 2"),
     "dq_without_scale": ("full", "dq", "lacks the scale"),
-    "dv_unnormalised": ("full", "dv", "dv is of P before it is divided"),
-    "delta_missing": ("full", "dq", "delta is missing"),
+    "dv_unnormalised": ("full", "dv", "dv is computed from P before its division"),
+    "delta_missing": ("full", "dq", "dO·O, is left out"),
     "ds_truncated": ("default", "dq", "typical head"),
     "non_deterministic": ("causal", "out", "is not reproducible"),
 }
@@ -244,7 +244,7 @@ def test_an_exceptions_words_are_harmless() -> None:
     for text in (str(error), error.result.in_short):
         words = " ".join(text.split())
         assert words.isprintable()
-        assert "failed in 1 of 2 calls (float16): RuntimeError: red \\x1b[31m\\u202e." in words
+        assert "(float16) failed in 1 of 2 calls: RuntimeError: red \\x1b[31m\\u202e." in words
 
 
 WRONG: dict[str, Mapping[str, Any]] = {
@@ -338,7 +338,7 @@ def test_cases_by_every_kind_of_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("cases", "words"), [
     (["causel"], "did you mean 'causal'"), ([{"seqlen": 3}], "did you mean 'seq_len'"),
-    (["full", "full"], "2 cases are called 'full'"), ([], "no case to check"),
+    (["full", "full"], "2 cases are named 'full'"), ([], "cases: expected at least one"),
     ([Path("nowhere")], "no captured tensors"),
 ])  # fmt: skip
 def test_wrong_cases_are_named(cases: Any, words: str) -> None:
@@ -353,7 +353,7 @@ def test_another_format_than_asked_for_is_said() -> None:
         return torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
 
     words = str(check_attention(wide, cases="full", formats="bfloat16", backward=False))
-    assert "wide returns float64 where bfloat16 was asked for (out)." in words
+    assert "wide returns float64 where bfloat16 was requested (out)." in words
     with pytest.raises(UsageError, match="function: expected a function, got 'sdpa-math'"):
         check_attention("sdpa-math")  # type: ignore[arg-type]
 
@@ -365,7 +365,7 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
     given: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}
     first = failing(plain, thresholds=strict, **given)
     again = failing(plain, thresholds=tmp_path / "tight.yaml", **given)
-    assert "Breaks the rule tight" in " ".join(str(first).split())
+    assert "breaks the rule `tight`" in " ".join(str(first).split())
     verdicts, others = (
         [v.model_dump(exclude={"file", "line"}) for v in each.result.judgement.verdicts]
         for each in (first, again)
@@ -422,7 +422,7 @@ def test_a_second_output_of_another_shape_is_said() -> None:
     """It is not judged, as a wrong log-sum-exp would be, and a check and an audit say so."""
     odd = lambda q, k, v: (plain(q, k, v), q[..., :1])  # noqa: E731
     result = check_attention(odd, cases="full", formats="bfloat16", backward=False)
-    words = "a second output of shape [1, 4, 129, 1], expected [batch, heads, q_len]. It was not"
+    words = "a second output of shape [1, 4, 129, 1], expected [batch, heads, q_len]; its log-sum"
     assert words in " ".join(str(result).split())
     assert any(words in sentence for sentence in result.report.tested)
 
@@ -441,7 +441,7 @@ def test_a_wider_dtype_is_judged_by_its_numbers() -> None:
     """float32 that was rounded to bfloat16 before is held to bfloat16's floor, and said."""
     wide = lambda q, k, v: plain(q, k, v).float()  # noqa: E731
     result = check_attention(wide, cases="full", formats="bfloat16", claims=EAGER)
-    words = "returns float32 where bfloat16 was asked for (out); all its numbers are of bfloat16"
+    words = "returns float32 where bfloat16 was requested (out); all its values are repr"
     assert words in " ".join(str(result).split())
 
 
@@ -517,11 +517,11 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds"):
         numdev.audit(model, ids, kernels=kernels, output=tmp_path, **given)
     for wrong, words in (
-        (dict(target=model), "inputs: expected what the model reads"),
-        (dict(target=model, inputs=ids, length=8), "in memory, for which 'length' means nothing"),
+        (dict(target=model), "inputs: expected the model's inputs"),
+        (dict(target=model, inputs=ids, length=8), "in memory, to which 'length' does not apply"),
         (dict(target=model, inputs=ids, lenght=8), "did you mean 'length'"),
-        (dict(target=[calls[0], calls[0]]), "2 cases are called 'model.layers.0.self_attn#0'"),
-        (dict(target=calls, kernels=[plain, plain]), "two functions have one name"),
+        (dict(target=[calls[0], calls[0]]), "2 cases are named 'model.layers.0.self_attn#0'"),
+        (dict(target=calls, kernels=[plain, plain]), "two functions are named '"),
         (dict(target="demo", cases=calls), "a target or cases"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -615,7 +615,9 @@ def test_watching_finds_a_fault(
     with numdev.watch(model, every=1) as watch, Wrong():
         model(x)
     told = capsys.readouterr().out
-    assert told.startswith("numdev.watch, step 0: sdpa-flash computes a different function: ")
+    assert told.startswith(
+        "numdev.watch, step 0: sdpa-flash (float32) does not compute the requested attention: "
+    )
     assert "1.020 times" in told
     model(x)
     assert watch.step == 0

@@ -243,7 +243,7 @@ def test_a_tensor_that_holds_no_real_numbers_is_named(tmp_path: Path) -> None:
         (x.to(torch.complex64), "complex64"), (x.to(torch.int8), "int8"),
     ):  # fmt: skip
         path = torch_saved(tmp_path / "w.pt", {**state(), name: bad})
-        fails(partial(built, path), MeasurementError, f"{name}: expected an array of reals", kind)
+        fails(partial(built, path), MeasurementError, f"{name}: expected real numbers", kind)
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "z.pt", "w", 8) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))

@@ -79,7 +79,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers exclude a scheduler; without Dask the extra is named; an address must be one."""
     assert cluster_of(None, None) is None
-    with pytest.raises(UsageError, match="expected one of them"):
+    with pytest.raises(UsageError, match="exclude each other"):
         cluster_of(1, "tcp://a:1")
     plan, nowhere = plan_of("sdpa-math"), Cluster(scheduler="nowhere at all")
     with pytest.raises(UsageError, match="no Dask scheduler answers there"):
@@ -177,5 +177,5 @@ def test_a_worker_that_differs_refuses(part: str) -> None:
     known["environment"][part] = {"torch": "0.1"} if part == "packages" else "0.0.1"
     answer = cluster.work(json.dumps(known), b"not even read")
     assert isinstance(answer, UsageError)
-    assert f"environment: expected {part}" in answer.message
-    assert "a report never mixes two" in str(answer)
+    assert f"a worker's environment differs: {part}" in answer.message
+    assert "install the same on all workers" in str(answer)

@@ -309,7 +309,7 @@ def test_a_planted_change_is_found_in_its_head(audited: dict[str, Path], out: Pa
     found = reports.read(out)
     assert {(m.kernel, m.tensor, m.place.head) for m in found.moves} == {(own().name, "out", 2)}
     assert f"{own().name}[off=1.03] (bfloat16)" in found.summary.answer[0]
-    assert "small head 2, no other function, now the output is 1.030" in found.summary.answer[1]
+    assert "small head 2, no mistake named, now the output is 1.030" in found.summary.answer[1]
     grown = next(m for m in found.moves if m.metric in ("expected_ratio", "floor_ratio"))
     assert grown.change > 2
     (change,) = found.changes
@@ -456,7 +456,7 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
     (lambda: swept(*seeded((0, 2)), seeds=(0, 2)), "seeds ([0, 1] in A, [0, 2] in B)"),
     (lambda: swept(*seeded(), formats=["float16"]), "formats"),
     (lambda: swept(*seeded(), cases=[{"name": "c", "seq_len": 9}]), "cases.0.seq_len"),
-    (lambda: swept(), "kept cells, and no rows of heads"),
+    (lambda: swept(), "kept one result per cell"),
     (lambda: audit(head()), "kind (sweep in A, audit in B); measure the same"),
 ])  # fmt: skip
 def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: str) -> None:

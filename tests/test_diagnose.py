@@ -122,7 +122,7 @@ def test_a_configuration_draws_its_cases(tmp_path: Path) -> None:
     (None, ("pvv=bfloat16",), "has no option 'pvv'; did you mean 'pv'?"),
     (None, ("pv=bfloat1",), "bfloat1"), (None, ("pv",), "expected NAME=VALUE, got 'pv'"),
     (None, ("pv=[1]",), "expected NAME=VALUE, got 'pv=[1]'"),
-    ("fa2", ("preset=eager",), "preset is fa2 already"),
+    ("fa2", ("preset=eager",), "preset is given twice (fa2 and eager)"),
 ])  # fmt: skip
 def test_an_attention_that_is_none(tmp_path: Path, preset: Any, given: Any, says: str) -> None:
     """Refused before anything is opened, with the closest that there is."""
@@ -202,7 +202,7 @@ def test_what_is_no_series(tmp_path: Path) -> None:
     empty.mkdir()
     (empty / "text.txt").write_text("words")
     for targets, says in (
-        ([tmp_path / "both"], r"2 checkpoints are of step 5.*name one series"),
+        ([tmp_path / "both"], r"2 checkpoints are from step 5.*name one series"),
         ([tmp_path / "nothing"], "no such file or directory"),
         ([empty], r"holds no checkpoint.*a training keeps them with `checkpoints:`"),
         ([empty / "text.txt"], r"text\.txt"),

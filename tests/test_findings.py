@@ -21,8 +21,8 @@ def test_what_would_have_been_caught() -> None:
     findings, tested = findings_of(rows)
     assert findings == ()
     assert tested[1] == (
-        "Of faults planted here, these rules catch: scale (bfloat16) from 0.03; tail (bfloat16) at "
-        "no dose up to 64."
+        "Of the faults planted in this run, these rules catch: scale (bfloat16) from dose 0.03 on; "
+        "tail (bfloat16) at no dose up to 64."
     )
 
 
@@ -45,17 +45,21 @@ def test_gradients_inherit_a_wrong_output() -> None:
     """They are no findings beside it, but are where the output is right."""
     wrong = row(suspicion="the scale is 1", suspicion_cut=50.0, expected_ratio=9.0)
     (finding,) = found(wrong, row(tensor="dq", expected_ratio=9.0))
-    assert finding.sentence.endswith("Its gradients inherit that.")
+    assert finding.sentence.endswith("Its gradients are wrong for the same reason.")
     assert [f.tensor for f in found(row(), row(tensor="dq", expected_ratio=9.0))] == ["dq"]
 
 
 @pytest.mark.parametrize(
     ("metric", "at_most", "words"),
     [
-        ("baseline_ratio", 2, "has 3× the error of eager attention in the output (limit 2×;"),
-        ("expected_ratio", 0.5, "has 1× the error in the output that its rounding model predicts"),
+        ("baseline_ratio", 2, "errs 3× as much as eager attention in the output (limit 2×;"),
+        ("expected_ratio", 0.5, "errs too much: the rms error of the output is 1× what its"),
         ("worst_row", 1.1, "has a row of the output with 1.2× the error predicted for it (limit"),
-        ("mean_abs", 3e-5, "breaks the rule mine in the output: 9e-5, mean_abs ≤ 3e-5"),
+        (
+            "mean_abs",
+            3e-5,
+            "breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5",
+        ),
     ],
 )
 def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words: str) -> None:
@@ -63,4 +67,4 @@ def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words:
     limit = {"name": "mine", "metric": metric, "at_most": at_most}
     sized = row(baseline_ratio=3.0, expected_ratio=1.0, worst_row=1.2, mean_abs=9e-5)
     ((finding,), _) = findings_of([sized], Rules.model_validate({"thresholds": [limit]}))
-    assert finding.sentence.startswith(f"mine {words}")
+    assert finding.sentence.startswith(f"mine (bfloat16) {words}")

@@ -61,7 +61,7 @@ def test_instead_takes_the_first_that_fits() -> None:
     ):  # fmt: skip
         assert judge([row(rms=float(limit), **where)], wide).exit_code == 0
         assert judge([row(rms=limit + 0.01, **where)], wide).exit_code == 1
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="need at_most"):
         rules(metric="suspicion", absent=True, instead=others)
 
 
@@ -78,7 +78,7 @@ def test_the_typical_head_is_the_median() -> None:
     assert found.median
     assert found.places[0].head == 7
     few = judge([row(), *large[5:]])
-    assert verdict(few, "typical head", "dq").reasons == ("heads: 3, and it takes 4",)
+    assert verdict(few, "typical head", "dq").reasons == ("needs 4 heads, has 3",)
     four = [row(h, tensor="dq", expected_ratio=1.26) for h in range(4)]
     pooled = [*four, *(row(h, tensor="dq", case="other") for h in range(5))]
     of_check = default_rules_for_checks()  # whose cases are judged each by itself
@@ -109,7 +109,7 @@ def test_bias_takes_certainty_and_size() -> None:
     judged = judge([row(h, sequences=7, bias_p=0.0, bias_size=1.0) for h in range(2)])
     found = verdict(judged, "bias")
     assert (found.outcome, found.unjudged) == ("untested", 2)
-    assert found.reasons == ("independent sequences: 7, and it takes 8",)
+    assert found.reasons == ("needs 8 independent sequences, has 7",)
     assert judged.exit_code == 0
 
 
@@ -224,9 +224,12 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
     assert judge(rows, finite).exit_code == 0
     required = judge(rows, finite.model_copy(update={"required": ("mine",)}))
     assert required.exit_code == 3
-    assert required.calls[0].reasons == ("no element of it could be judged",)
+    assert required.calls[0].reasons == ("no element of this tensor could be judged",)
     (finding,) = _not_run(required.calls)
-    assert "has nothing to judge in 1 of 1 calls (bfloat16): no element of it" in finding.sentence
+    assert (
+        "mine (bfloat16) is required, but has nothing to judge in 1 of 1 calls: no el"
+        in finding.sentence
+    )
 
 
 def test_an_estimate_without_an_interval_is_not_judged() -> None:

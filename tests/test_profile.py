@@ -131,11 +131,11 @@ def test_errors_in_ulps_are_counted_by_size(made: AuditReport) -> None:
 
 
 def test_the_page_draws_them(made: AuditReport) -> None:
-    """One figure: the error over what is predicted, of the kernels for which something is; pointing
+    """One figure: error / expected, of the kernels for which something is; pointing
     at a dot tells its row. Nothing is drawn at 0."""
     assert "| first query row of the bin | 0 |" in markdown.page(made)
     page = html.page(made)
-    assert page.count("(64 rows): error over what is predicted, by position</figcaption>") == 1
+    assert page.count("(64 rows): error / expected by position</figcaption>") == 1
     first = next(row.starts[-1] for row in made.profiles)
     worst = drawn(made.profiles, "test_profile:late")[-1]
     assert f"<title>test_profile:late at row {first}: {worst:.3g}</title>" in page
@@ -144,6 +144,6 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     (peak,) = (item for n in positions(made.profiles) if isinstance(n, Bullets) for item in n.items)
     points = re.findall(r"late at row (\d+): ([\d.]+)", page)
     onset = next(at for at, x in points if float(x) >= 2)
-    most = f"first at row {onset}, and most at row {first}: {worst:.2f}×."
+    most = f"row {onset}; most at row {first}: {worst:.2f}×."
     assert peak.lead.startswith("test_profile:late (bfloat16")
-    assert peak.text == f"errs 2× what is predicted {most}"
+    assert peak.text == f"first above 2× the predicted error at {most}"

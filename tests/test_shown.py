@@ -156,7 +156,7 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     assert "A: 1.5e-3" in cells(nodes, "Every tensor", 1)
     assert cells(nodes, "What moved") == (
         "kernel: k | : dq bfloat16 | where: layer 3 head 5 | what: from 1 to 2 | "
-        "noise explains: ×1.25"
+        "noise explains: 1.25×"
     )
 
 
@@ -201,7 +201,7 @@ def test_each_column_of_a_gate_has_its_own_number() -> None:
         "limit: expected_ratio ≤ 1.1 | rule: error"
     )
     assert cells([rule]) == (
-        "rule: error | outcome: exceeded | heads: 1/2 | worst: 1.31 | "
+        "rule: error | outcome: FAIL | heads: 1/2 | worst: 1.31 | "
         "limit: ≤ 1.1 | in: mine out bfloat16"
     )
     assert cells([doses]) == (

@@ -117,8 +117,8 @@ def test_a_verdict_has_the_numbers_that_matter() -> None:
     """How far from the floor and where most, what was expected, eager attention beside it."""
     rows = [baseline(), row(0, expected_ratio=1.0), row(1, floor_ratio=1.7, expected_ratio=1.02)]
     assert said(precision(), *rows).startswith(
-        "PASS  sdpa-flash  bfloat16 rms error 1.60× the rounding floor (worst head 1.70×, layer 0 "
-        "head 1); as its rounding model predicts (1.01×). Eager attention: 3.00×."
+        "PASS  sdpa-flash  bfloat16 rms error 1.60× the least possible (worst head 1.70×, layer 0 "
+        "head 1); as its rounding model predicts (1.01×). For comparison, eager attention: 3.00×."
     )
     for ratio, words in ((0.5, "less than"), (1.2, "more than")):
         assert f"; {words} its rounding model predicts" in said(row(expected_ratio=ratio))
@@ -144,7 +144,7 @@ def test_a_kernel_with_a_finding_is_not_set_beside_the_format(of: Any, kernel: s
     finding = Finding(**fields, severity="exceeded", count=1, judged=1)
     rows = [precision(), baseline(), *(row(kernel=name) for name in ("sdpa-flash", "mine"))]
     (text,) = summarise(rows, [finding]).answer
-    assert text.startswith(f"bfloat16: {kernel} differs from eager attention by 2.00× what")
+    assert text.startswith(f"bfloat16: {kernel} and eager attention differ by 2.00× the")
 
 
 @pytest.mark.parametrize("name", ["floor_ratio", "flash_vs_precision"])
@@ -164,18 +164,18 @@ def test_planted_faults_are_no_kernels() -> None:
 def test_in_fp64_nobody_is_closer() -> None:
     """The reference is no more exact than the kernel there, and no ratio is quoted."""
     text = said(*(made(format="float64") for made in (precision, baseline, row)))
-    assert "max error 0.02; in float64 the reference is no more exact." in text
+    assert "max difference 0.02 from the reference, which is float64 too." in text
     assert "floor" not in text
 
 
 @pytest.mark.parametrize(("others", "changes", "words"), [
-    ((precision(), baseline()), {"baseline_ratio": 0.4}, "costs, mostly eager attention's own"),
-    ((precision(), baseline()), {"baseline_ratio": 0.6}, "q, k, v to bfloat16 costs."),
+    ((precision(), baseline()), {"baseline_ratio": 0.4}, "causes, mostly eager attention's own"),
+    ((precision(), baseline()), {"baseline_ratio": 0.6}, "q, k, v to bfloat16 alone causes."),
     ((precision(rms=0.0, mean_abs=0.0), baseline()), {"flash_vs_precision": None},
      "Rounding q, k, v to bfloat16 changes nothing: the format costs nothing here."),
     ((precision(), row(None, kernel="baseline", role="baseline", status="failed", reason="no")),
      {"flash_vs_precision": None},
-     "Eager attention did not run, so nothing stands beside the cost of the format."),
+     "Eager attention did not run: no difference to compare with the cost of the format."),
     ((precision(), baseline(floor_ratio=None)), {"floor_ratio": None, "max_abs": 0.25},
      "max error 0.25; the exact result needs no rounding."),
 ], ids=["eager's", "own", "no cost", "no eager", "no floor"])  # fmt: skip

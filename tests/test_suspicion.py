@@ -73,7 +73,7 @@ def test_one_wrong_head_is_the_only_one_accused() -> None:
     every = list(range(case.heads))
     found = suspect(case, out, attend(case), every, every)
     assert list(found) == [2]
-    assert found[2].cause == "the scale is 2.000 times what was asked"
+    assert found[2].cause == "the scale is 2.000 times the requested one"
     assert found[2].cut >= CUT
 
 
@@ -117,9 +117,10 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize(("function", "tensor", "cause"), [
-    (_scaled, "out", "the scale is 1.0010 times what was asked"),
+    (_scaled, "out", "the scale is 1.0010 times the requested one"),
     (planted_kernels.dq_without_scale, "dq", "dq lacks the scale"),
-    (planted_kernels.delta_missing, "dk", "in the backward pass, delta is missing"),
+    (planted_kernels.delta_missing, "dk",
+     "in the backward pass, delta, the row sum of dO·O, is left out"),
     (planted_kernels.sound, "out", None),
 ])  # fmt: skip
 def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) -> None:
@@ -149,6 +150,6 @@ def test_an_error_without_a_name_is_said_to_have_none() -> None:
     """Noise is no known mistake, in 16 bits or in float32. After so many searches none is made."""
     bench = prepare(rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0), "bfloat16")
     kernel = of_function("mine", lambda q, k, v: planted_kernels.sound(q, k, v)[0] + q.cos())
-    for why in [*["no known mistake"] * (SEARCHES // 2), "its cause was sought 6 times"]:
+    for why in [*["none of the mistakes"] * (SEARCHES // 2), "its cause was sought 6 times"]:
         row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
         assert row.nulls["suspicion"].startswith(why)

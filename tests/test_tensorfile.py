@@ -194,7 +194,7 @@ SHORT = QKV | {"0.q": drawn(2, 4, 2, 8)}
     (QKV, {"calls": [{"window": [2**70, 0]}]}, ("call 0", "window (1180", "beyond 2^60")),
     (QKV, {"calls": [{"causal_offset": -(2**63)}]}, ("causal_offset -922", "beyond 2^60")),
     (SHORT, {"calls": [{"is_causal": True}]}, ("causal_offset", "0 (top-left", "4 (bottom")),
-    (TWICE, {"calls": [{"module": "m"}] * 2}, ("2 calls are called 'm#0'",)),
+    (TWICE, {"calls": [{"module": "m"}] * 2}, ("2 calls are named 'm#0'",)),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, tensors: Any, header: Any, words: Any) -> None:
     """Before anything is measured, in one line, with the file, the call and what to do."""

@@ -33,15 +33,15 @@ def only(judgement: Judgement) -> Verdict:
         ("metric: rms, at_most: -1", "at_most"),
         ("metric: rms, absent: true", "suspicion"),
         ("metric: rms, at_most: 1, where: {kernl: x}", "0.where.kernl'; did you mean 'kernel'"),
-        ("metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2", "two thresholds are call"),
+        ("metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2", "two thresholds are named"),
         ("metric: rms / rel, at_most: 1", "no metric 'rms / rel'"),
         ("metric: rms, at_most: 1, line: 3", "unknown key"),
         ("metric: rms, at_most: 1, where: {tensor: dQ}, may_lack: rows", "there is no 'dQ'"),
         ("metric: rms, at_most: 1, where: {tensor: [out, '!d']}", "there is no 'd'"),
         ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
         ("metric: expected_ratio, at_most: 0.5, certain: {p: 1}", "certain.p"),
-        ("metric: expected_ratio, at_most: 0.5, certain: {}", "`certain` is for a bias"),
-        ("metric: suspicion, absent: true, scatter: 4", "`scatter` change at_most"),
+        ("metric: expected_ratio, at_most: 0.5, certain: {}", "expected a metric of bias"),
+        ("metric: suspicion, absent: true, scatter: 4", "`scatter` need at_most"),
         ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "there is no 'o'"),
         ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' stands"),
     ],
@@ -92,7 +92,7 @@ def test_a_limit_knows_how_many_numbers_it_holds(elements: int, heads: int, limi
 
 @pytest.mark.parametrize(("doses", "why"), [
     ({0.001: 1.0, 0.01: 9.0}, ()),
-    ({0.001: 1.0, 0.01: 1.0, 0.03: 9.0}, ("caught: scale (bfloat16) from 0.03",)),
+    ({0.001: 1.0, 0.01: 1.0, 0.03: 9.0}, ("caught: scale (bfloat16) from dose 0.03 on",)),
     ({0.01: 1.0}, ("caught: scale (bfloat16) at no dose up to 0.01",)),
     ({}, ("no such planted fault in this report: audit with --control",)),
 ])  # fmt: skip

@@ -405,7 +405,7 @@ FILES = {"source": "text", "files": ["{data}"]}
     ({"data": {**FILES, "tokenizer": "bpe", "vocabulary": 257}}, "or equal to 258"),
     ({"data": {**FILES, "vocabulary": 300}}, "vocabulary: expected with"),
     ({"variants": [{"name": "a"}]}, "one with the role golden, got 0"),
-    (with_golden({"name": "a b"}, {"name": "a-b"}), "names of their own, got 2 x 'a-b'"),
+    (with_golden({"name": "a b"}, {"name": "a-b"}), "expected distinct names, got 'a-b' 2 times"),
     (with_golden({"name": "x", "role": "flash"}), "x, flash: expected kernel, got nothing"),
     (with_golden({**OTHERS[0], "seed": 1}), "null_repeat: expected nothing, got seed"),
     ({"variants": [{**GOLDEN, "seed": 1}]}, "golden: expected kernel (and"),

@@ -184,7 +184,7 @@ def test_errors_are_one_line(run: Any) -> None:
     torch.save({"x": torch.ones(2)}, "others.pt")
     Path("broken.pt").write_bytes(b"nothing")
     for names, code, words in (
-        ("a.pt", 2, "nothing to compare it with"),
+        ("a.pt", 2, "expected two sets or more"),
         ("a.pt nowhere.pt", 2, "no such file or directory"),
         ("a.pt b.pt b.pt", 2, "given twice"),
         ("a.pt broken.pt", 3, "broken.pt: is damaged or holds Python objects"),
@@ -201,7 +201,7 @@ def test_another_request_is_refused(run: Any) -> None:
     assert run("a.pt", "b.pt")[0] == run("a.pt", "b.pt")[0] == 0
     code, _, err = run("a.pt", "c.pt")
     assert code == 2
-    assert "holds the report of another numdev weights" in err
+    assert "holds the report of a different numdev weights" in err
     assert run("a.pt", "c.pt", "--overwrite")[0] == 0
 
 

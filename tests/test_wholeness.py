@@ -71,7 +71,7 @@ def test_what_was_planned_and_is_not_there_is_no_pass(place: dict[str, Any], sai
 def test_what_goes_by_another_name_is_not_there(change: dict[str, Any]) -> None:
     """A rule that leaves the other name out would judge nothing."""
     found = [r.model_copy(update=change) if r.kernel == "b" else r for r in rows()]
-    with pytest.raises(MeasurementError, match="is not whole: b "):
+    with pytest.raises(MeasurementError, match="inconsistent report: b "):
         judged(told(found))
 
 
@@ -119,10 +119,10 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    *(({name: None}, "no size") for name in ("elements", "rms", "mean_abs", "max_abs")),
-    ({"elements": 0}, "has no size"), ({"elements": 999}, "than the floor"),
+    *(({name: None}, "no error values") for name in ("elements", "rms", "mean_abs", "max_abs")),
+    ({"elements": 0}, "has no error values"), ({"elements": 999}, "than the floor"),
     ({"sequences": 1}, "than the floor"), ({"sequences": None}, "than the floor"),
-    ({"layer": 1}, "of another call than the floor"), ({"rms": 1e-9}, "a mean error above"),
+    ({"layer": 1}, "from another call than the floor"), ({"rms": 1e-9}, "a mean error above"),
     ({"max_abs": 1e-9}, "an rms above the largest"),
     ({"interval": {"rms": (1.0, 2.0)}}, "an interval of rms without its value"),
 ])  # fmt: skip

@@ -147,11 +147,11 @@ class CheckSource(ConfigSource):
         for number, each in enumerate(named or ()):
             self.cases += self._located(each, number)
         if not self.cases:
-            raise UsageError("there is no case to check", hint="leave `cases` out for the default")
+            raise UsageError("cases: expected at least one, got none", hint="leave it out for all")
         names = Counter((located.ref.case, located.ref.seed) for located in self.cases)
         (name, _), count = names.most_common(1)[0]
         if count > 1:
-            raise UsageError(f"{count} cases are called {name!r}", hint="name each differently")
+            raise UsageError(f"{count} cases are named {name!r}", hint="name each differently")
 
     def _located(self, named: Named, number: int) -> Sequence[Located]:
         seed = self._seeds[0] if self._gradients else None
@@ -188,7 +188,7 @@ def _by_name(name: str) -> Sequence[CaseConfig]:
         return [known[name]]
     if name not in REGIMES:
         raise UsageError(
-            f"no case, no regime of inputs and no file is called {name!r}",
+            f"no case, no regime of inputs and no file is named {name!r}",
             hint=closest(name, [*known, *REGIMES]),
         )
     return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})

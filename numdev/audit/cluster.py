@@ -65,7 +65,7 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
     if workers is None and scheduler is None:
         return None
     if workers is not None and scheduler is not None:
-        raise UsageError("--workers and --scheduler: expected one of them", hint="give one")
+        raise UsageError("--workers and --scheduler exclude each other", hint="give one of them")
     if importlib.util.find_spec("distributed") is None:
         what = f"{'--scheduler' if workers is None else '--workers'} needs Dask"
         raise UsageError(f"{what}, which is not installed", hint='pip install "numdev[dask]"')
@@ -172,7 +172,7 @@ class Workers:
             raise MeasurementError(GONE, hint=KEPT) from error
         except Exception as error:
             raise MeasurementError(
-                f"a worker could not do its work: {one_line(error)}",
+                f"a worker failed: {one_line(error)}",
                 hint="is the same numdev installed there?",
             ) from error
         if isinstance(answer, NumdevError):
@@ -268,7 +268,7 @@ def leave() -> None:
     _isolated().close()
 
 
-SAME = "give all workers the same, and start them anew"
+SAME = "install the same on all workers and restart them"
 
 
 def _check(expected: Mapping[str, Any]) -> None:
@@ -281,8 +281,7 @@ def _check(expected: Mapping[str, Any]) -> None:
     if here != there:
         where, wanted, got = first_difference(there, here)
         raise UsageError(
-            f"environment: expected {where} {wanted!r}, got {got!r}",
-            hint=f"a report never mixes two; {SAME}",
+            f"a worker's environment differs: {where}: expected {wanted!r}, got {got!r}", hint=SAME
         )
 
 
@@ -291,5 +290,5 @@ def _planned(task: Task, known: Mapping[str, str]) -> Planned:
     fault = name.removeprefix(PREFIX)
     kernel = CONTROLS[fault].kernel() if task.role == "control" else find(name)
     if kernel.made_from != known.get(name):
-        raise UsageError(f"kernel {name}: has another source here", hint=SAME)
+        raise UsageError(f"kernel {name}: a worker has a different source", hint=SAME)
     return Planned(role=task.role, kernel=kernel, options=task.options)

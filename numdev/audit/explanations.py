@@ -127,7 +127,7 @@ def name(measured: Measured, bench: Bench, again: Runner) -> None:
         bench.watch.searches[which] += 1
         with bench.watch("names"):
             found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
-            why = "no known mistake explains it"
+            why = "none of the mistakes that numdev knows explains the error"
     for at, row in enumerate(rows):
         if by := found.get((row.tensor, row.head or 0)):
             rows[at] = row.model_copy(update={"suspicion": by.cause, "suspicion_cut": by.cut})

@@ -209,7 +209,7 @@ def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Forma
         try:
             dtype = dtype_of(fmt)
         except UsageError:
-            why = None if any_format else "no tensor is stored in it; `emulated` takes any such"
+            why = None if any_format else "PyTorch has no dtype for it; only `emulated` runs in it"
         else:
             why = "no kernel takes plain 8-bit q, k and v" if dtype.itemsize < 2 else None
             fmt = format_of(dtype)

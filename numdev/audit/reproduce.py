@@ -176,7 +176,7 @@ def reduce(
     where the finding does not show in `case` itself."""
     if not any(still_shows(case) for _ in range(TRIES)):
         raise MeasurementError(
-            f"the finding does not show again in case {case.ref.case!r}, {TRIES} times asked"
+            f"the finding could not be reproduced in case {case.ref.case!r} ({TRIES} attempts)"
         )
     best, deadline = case, time.monotonic() + budget_s
 

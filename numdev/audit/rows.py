@@ -72,7 +72,7 @@ class Runs:
         for tensor in tensors if trained else ("out",):
             x, y = getattr(output, tensor), bench.yardsticks[tensor]
             if x is None:
-                raise MeasurementError(f"it returned no {tensor}")
+                raise MeasurementError(f"the kernel returned no {tensor}")
             if task.role == "precision":
                 assert y.unrounded is not None
                 of = select.sampled_from(tensor)
@@ -88,7 +88,7 @@ class Runs:
             if task.role == "kernel" and tensor == "out":
                 self.suspect(heads, chosen)
                 for head in heads if output.not_lse else ():
-                    why = f"it returned {output.not_lse}"
+                    why = f"the kernel returned {output.not_lse}"
                     head["nulls"] = {**head["nulls"], "lse_error": why}
             self.finish(heads, tensor, rest)
             rows += self.shown(tensor, heads, fmt)

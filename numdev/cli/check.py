@@ -141,8 +141,8 @@ def shown(result: CheckResult) -> Document:
     more = [Item(sentence) for sentence in others[:SHOWN]]
     if len(others) > SHOWN:
         more.append(Item(f"And {len(others) - SHOWN} more findings."))
-    judged = f"Judged: {result.in_short}" if result.passed else ""
-    script = f"It shows by itself: python {result.reproducer}" if result.reproducer else ""
+    judged = f"Checked: {result.in_short}" if result.passed else ""
+    script = f"To reproduce: python {result.reproducer}" if result.reproducer else ""
     return Document(
         f"numdev check {result.kernel}",
         (

@@ -73,5 +73,5 @@ def attention_options(
         if not equals or isinstance(chosen, list | dict):
             raise UsageError(f"{flag}: expected NAME=VALUE, got {item!r}")
         if options.setdefault(name, chosen) != chosen:
-            raise UsageError(f"{flag} {item!r}: {name} is {options[name]} already")
+            raise UsageError(f"{flag}: {name} is given twice ({options[name]} and {chosen})")
     return {"preset": "fa2", **options}

@@ -144,12 +144,12 @@ def gate(
     threshold file. 3: something could not be measured or judged, which is never a pass."""
     if init:
         if as_json or any(vars(verdict).values()):
-            raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")
+            raise UsageError("--init only writes rules", hint="give it only -o and --overwrite")
         from numdev.gate.fitting import fitted
 
         file = output or INIT
         if file.exists() and not overwrite:
-            raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another")
+            raise UsageError(f"{file}: already exists", hint="give --overwrite, or another -o")
         _write(file, fitted(_read(path), str(path)))
         click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")
         return

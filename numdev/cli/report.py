@@ -35,7 +35,7 @@ def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> 
     if as_json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} exclude each other", hint="give one of them")
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise UsageError(f"{output}: cannot be written", hint="give a file in a directory there is")
+        raise UsageError(f"{output}: cannot be written", hint="give a file in an existing folder")
     found = reports.read(path)
     chosen = "json" if as_json else form or "terminal"
     if output is None and chosen == "terminal":

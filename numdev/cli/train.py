@@ -56,7 +56,7 @@ def weights(targets: tuple[str, ...], device: str | None, results: Results) -> N
     from numdev.training.weights.study import weights as run
 
     if len(targets) < 2:
-        raise UsageError("one set of weights, and nothing to compare it with")
+        raise UsageError("weights: expected two sets or more to compare, got one")
     directory = results.directory(Path(targets[0]).stem or "weights", [list(targets), device])
     found = results.study(run, targets, directory, device=device or "auto")
     results.hand_over(found, directory)

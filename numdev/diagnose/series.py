@@ -52,7 +52,7 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     if None not in steps.values():
         if times > 1:
             raise UsageError(
-                f"{targets[0]}: {times} checkpoints are of step {step}",
+                f"{targets[0]}: {times} checkpoints are from step {step}",
                 hint="name one series, such as run/checkpoints/bf16-seed0-*",
             )
         found.sort(key=lambda path: steps[path] or 0)

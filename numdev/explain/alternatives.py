@@ -73,18 +73,18 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
         return
     if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
         yield "the heads' axis is taken for the sequence's", _across_heads
-    memory = "[batch, length, heads, dim] in memory"
+    memory = "[batch, length, heads, dim]"
     for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
-        for how, order in {"read as": _reread, "laid out as": _relaid}.items():
+        for how, order in {"read as if": _reread, "wrongly": _relaid}.items():
             named = [n for n in "qkv" if n in words.replace(",", "").split()]
             changed: Any = {n: order(getattr(case, n)) for n in named}
             one = dataclasses.replace(case, **changed)
-            yield f"{words} {how} {memory}", partial(Probe.answer, case=one)
+            yield f"{words} {how} stored as {memory}", partial(Probe.answer, case=one)
             if cheap and len(named) == 3 and order is _reread:
-                cause = f"q, k, v and the output have {memory}"
+                cause = f"q, k, v and the output are stored as {memory}"
                 yield cause, partial(_rewritten, case=one)
     if case.heads > 1 and case.q_len > 1 and (cheap or probe.whole is not None):
-        cause = "the output is laid out as [batch, length, heads, dim]"
+        cause = f"the output is stored as {memory}"
         yield cause, partial(_rewritten, case=case)
 
 
@@ -130,8 +130,8 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     if sinks is None and sink > 1.5 and abs(sink - round(sink)) < 0.01 * sink:
         whose += f", or {round(sink)} keys padded with zeros are counted"
     for factor, none, words, apply in (
-        (_scale_factor(probe, fit), 1, "the scale is {0} times what was asked", Probe.scaled),
-        (_factor(probe, fit, r, o), 1, "the output is {0} times too large", Probe.multiplied),
+        (_scale_factor(probe, fit), 1, "the scale is {0} times the requested one", Probe.scaled),
+        (_factor(probe, fit, r, o), 1, "the output is {0} times the exact one", Probe.multiplied),
         (
             _factor(probe, fit, o / _row_sum(probe), r - o),
             0,

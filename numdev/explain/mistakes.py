@@ -25,7 +25,7 @@ WINDOW_TILES = (16, 32, 64, 128)
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # of keys, in kernels in use
 LOGARITHMS = {
     "lacks log2(e) before an exponential to base 2": math.log(2),
-    "has log2(e) in it before an exponential to base e": 1 / math.log(2),
+    "is multiplied by log2(e), although the exponential has base e": 1 / math.log(2),
 }
 
 
@@ -45,7 +45,7 @@ def scales(case: AttentionCase) -> Changes:
     d, asked = case.q.shape[-1], case.scale
     known = {
         "the scores are not scaled": 1.0,
-        "the scale is 1/sqrt(head_dim) instead of what was asked": d**-0.5,
+        "the scale is 1/sqrt(head_dim) instead of the requested one": d**-0.5,
         "the scale is applied twice": asked * asked,
         "the scale is 1/head_dim": 1 / d,
         "the scale is 1/sqrt of V's head_dim": case.v.shape[-1] ** -0.5,
@@ -82,7 +82,7 @@ def _positions(case: AttentionCase) -> Changes:
             cause = "the causal mask is upside down: queries see what follows them"
             yield cause, {"is_causal": False, "window": (0, None)}
     elif case.q_len > 1:
-        cause = "it is causal, which was not asked"
+        cause = "a causal mask is applied that was not requested"
         yield cause, {"is_causal": True}
         if right != case.causal_offset:
             yield f"{cause} (aligned bottom-right)", {"is_causal": True, "causal_offset": right}
@@ -159,7 +159,7 @@ def _kv_heads(case: AttentionCase) -> Changes:
     every = range(case.heads)
     mappings = {
         "query head h reads kv head h % kv_heads instead of h // group": [h % kv for h in every],
-        "kv head 0 is read in place of its own": [0 for h in every],
+        "query heads read kv head 0 instead of their own": [0 for h in every],
         "query heads read the next kv head": [(h // group + 1) % kv for h in every],
         "query heads read the previous kv head": [(h // group - 1) % kv for h in every],
         "kv heads are read in reverse order": [kv - 1 - h // group for h in every],

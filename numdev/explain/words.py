@@ -76,20 +76,20 @@ def _name(row: AttributionRow) -> str:
         said.append(f"{tensor} summed in the working format")
         if tensor != "dq":
             said += [f"{recipe['block_q']} rows a tile"] if recipe.get("block_q") else []
-            said += ["on through a group"] if recipe.get("group_sum") == "running" else []
+            said += ["accumulated across a group"] if recipe.get("group_sum") == "running" else []
     elif recipe.get(f"{tensor}_partial") == "exact":
-        said.append(f"{tensor} of a group summed before its cast")
+        said.append(f"{tensor} summed over the group before rounding")
     if tensor in ("dq", "dk") and "delta_from" in recipe:
-        said.append("delta from dP ∘ P")
+        said.append("delta computed as rowsum(dP ∘ P)")
     elif tensor in ("dq", "dk") and recipe.get("delta_o") == "exact":
-        said.append("delta from O before its cast")
+        said.append("delta computed from the unrounded O")
     if recipe.get("block_kv"):
-        order = ", the last first" if recipe.get("kv_order") == "descending" else ""
+        order = " in descending order" if recipe.get("kv_order") == "descending" else ""
         said.append(f"{recipe['block_kv']} keys a tile{order}")
     if (recipe.get("splits") or 1) > 1:
         said.append(f"{recipe['splits']} splits of the keys")
     if recipe.get("exponential", "exact") != "exact":
-        said.append(f"exp {recipe['exponential']}")
+        said.append(f"exponential {recipe['exponential']}")
     if recipe.get("rounding", "nearest") != "nearest":
         said.append("rounding toward zero")
     variant = f" with {', '.join(said)}" if said else ""

@@ -112,7 +112,7 @@ def _any_scale(
         return list(alike)
     larger = all(abs(known[cause]) > abs(case.scale) for cause in wrong)
     how = "too large" if larger else "wrong"
-    cause = f"the scale is {how} (as if {', or '.join(wrong)}; the data do not tell by how much)"
+    cause = f"the scale is {how}; the data fit equally well that {', or '.join(wrong)}"
     return [((cause, alike[0][0][1]), alike[0][1])]
 
 

@@ -110,21 +110,21 @@ def _mistakes(case: AttentionCase, exact: Step, given: Step) -> Iterator[tuple[s
         yield "dq and dk are swapped", {**exact, "dq": exact["dk"], "dk": exact["dq"]}
     if case.group > 1:
         first = _step(case.one_of_each_group(0))
-        yield "dk and dv are of the first query head of each group", {**first, "dq": exact["dq"]}
+        yield "dk, dv have only the first query head of each group", {**first, "dq": exact["dq"]}
     whole, dO = attend(case), upstream(case).double()
     if case.softcap is None:  # with another delta dS = P o (dP - delta) is off by P o the rest
         delta = (dO * whole.out).sum(-1, keepdim=True) * case.scale
-        for words, other in {"missing": delta * 0, "of the next row": delta.roll(-1, 2)}.items():
+        for words, other in {"left out": delta * 0, "the next row's": delta.roll(-1, 2)}.items():
             rest = delta - other
             keys = dataclasses.replace(case, v=case.k, grad_out=rest * case.q)
             dq, dk = exact["dq"] + rest * attend(keys).out, exact["dk"] + gradients(keys).dv
-            yield f"delta is {words}", {**exact, "dq": dq, "dk": dk}
+            yield f"delta, the row sum of dO·O, is {words}", {**exact, "dq": dq, "dk": dk}
     else:
         capped = dataclasses.replace(case, **rescored(case, all_scores(case)))
         yield "the slope of the soft cap is missing", _step(capped)
     row_sum = (whole.lse - all_scores(case).amax(dim=-1)).exp()[..., None]
     larger = gradients(dataclasses.replace(case, grad_out=dO * row_sum)).dv
-    yield "dv is of P before it is divided by the row sum", {**exact, "dv": larger}
+    yield "dv is computed from P before its division by the row sum", {**exact, "dv": larger}
     yield _scaled(case, exact, given)
 
 
@@ -140,4 +140,4 @@ def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:
         return torch.cat([((given[n] - tried[n]) / unit[n]).flatten() for n in GRADIENTS])
 
     at = refined(error)
-    return f"the scale is {math.exp(at):.4g} times what was asked", step(at)
+    return f"the scale is {math.exp(at):.4g} times the requested one", step(at)

@@ -65,7 +65,7 @@ PROMPT = ("text", "length", "sequences")
 UNITS = {
     "floor_ratio": "× the rounding floor",
     "expected_ratio": "× what its rounding model predicts",
-    "worst_row": "× what is predicted for its worst row",
+    "worst_row": "× the error predicted for its worst row",
     "rms": " (rms)",
 }
 THRESHOLD = (
@@ -136,8 +136,8 @@ def _measured(given: Path | Report) -> Measured:
         raise UsageError(f"{name}: expected a report of an audit or a sweep, got {report.kind}")
     if isinstance(report, SweepReport) and not report.rows:
         raise UsageError(
-            f"{name}: is a sweep that kept cells, and no rows of heads to compare",
-            hint="sweep with `keep: head`",
+            f"{name}: is a sweep that kept one result per cell; compare needs one per head",
+            hint="run the sweep with `keep: head`",
         )
     return report
 
@@ -253,7 +253,7 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
         words = f"elements that are not finite: {counts[0]}, now {counts[1]}"
         yield _move(pair, "nonfinite", words, a=a.nonfinite, b=b.nonfinite)
     if (a.suspicion is None) != (b.suspicion is None):
-        words = f"{a.suspicion or 'no other function'}, now {b.suspicion or 'no other function'}"
+        words = f"{a.suspicion or 'no mistake named'}, now {b.suspicion or 'no mistake named'}"
         yield _move(pair, "suspicion", words)
     worst = max(judged, key=lambda change: change.excess, default=None)
     if worst is not None and worst.excess > 1:
@@ -399,7 +399,7 @@ def _name(of: Group | Move) -> str:
 
 
 def _tensor(group: Group, moves: Sequence[Move], place: Places) -> str:
-    """`dq (3 of 16 heads, most in layer 2 head 1, from 1.06 to 1.41 x the floor)`."""
+    """`dq (3 of 16 heads, most in layer 2 head 1, from 1.06 to 1.41× the rounding floor)`."""
     about = (_name(group), group.tensor)
     first = next(m for m in moves if m.metric != "ran" and (_name(m), m.tensor) == about)
     most = "most in " if group.moved > 1 else ""

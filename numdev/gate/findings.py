@@ -22,23 +22,22 @@ from numdev.report.numbers import labelled, power, three
 WRONG = {
     "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite where the "
     "exact result, rounded once, is finite{reverse}",
-    "empty_nonfinite": "returns NaN or infinity in rows that see no key: {empty_nonfinite} "
-    "elements in {empty_rows} such rows of {tensor}, expected 0; NaN spreads from there to dk and "
-    "dv",
-    "suspicion": "computes a different function: {suspicion} (this explains its error {cut}× "
-    "better than attention does)",
-    "expected_ratio": "has {number}× the error in {tensor}{median} that {claim} predicts (limit "
-    "{bound}×)",
-    "baseline_ratio": "has {number}× the error of eager attention in {tensor} (limit {bound}×)",
+    "empty_nonfinite": "returns NaN or infinity in fully masked rows: {empty_nonfinite} elements "
+    "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to dk and dv",
+    "suspicion": "does not compute the requested attention: {suspicion} (so computed, the fp64 "
+    "result is {cut}× closer to the kernel's)",
+    "expected_ratio": "errs too much: the rms error of {tensor}{median} is {number}× what {claim} "
+    "predicts (limit {bound}×)",
+    "baseline_ratio": "errs {number}× as much as eager attention in {tensor} (limit {bound}×)",
     "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for it (limit "
     "{bound}×)",
     "bias_size": "is biased: {tensor} lies on one side of the exact result by up to {bias:+.3f} "
     "ulp ({bias_of}, {sequences} sequences; limit {bound} ulp); such errors do not average out",
-    "noise_ratio": "is not reproducible: {tensor} changes between runs on the same inputs by "
-    "{number}× one rounding ({allowed})",
-    "lse_error": "returns a log-sum-exp that is off by {number}, relative to 1 + its size (limit "
-    "{bound}); the backward pass inherits that",
-    "": "breaks the rule {rule} in {tensor}: {number}, {limit}",
+    "noise_ratio": "is not reproducible: {tensor} changes between runs on the same inputs by up to "
+    "{number}× the error of one rounding ({allowed})",
+    "lse_error": "returns a wrong log-sum-exp: its error is {number} × (1 + |log-sum-exp|) (limit "
+    "{bound}); the backward pass uses it",
+    "": "breaks the rule `{rule}` in {tensor}: expected {limit}, got {number}",
 }
 TENSORS = {"out": "the output", "lse": "the log-sum-exp", None: ""}
 
@@ -58,7 +57,7 @@ def findings_of(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Jud
     findings, tested = findings_in(judgement, rows)
     if judgement.power:
         caught = "; ".join(map(str, judgement.power))
-        tested = (*tested, f"Of faults planted here, these rules catch: {caught}.")
+        tested = (*tested, f"Of the faults planted in this run, these rules catch: {caught}.")
     return Judged(judgement.outcome, tuple(kernel_verdicts(judgement, findings)), findings, tested)
 
 
@@ -139,9 +138,10 @@ def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
     ]
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
     for at, finding in enumerate(findings):
-        added = f" These heads fail {listed(also[at])} too." if at in also else ""
+        rules = listed(f"`{rule}`" for rule in also.get(at, ()))
+        added = f" The same heads also break {rules}." if rules else ""
         if _is_function(finding) and label(finding) in heirs:
-            added += " Its gradients inherit that."
+            added += " Its gradients are wrong for the same reason."
         if not inherits[at]:
             yield finding.model_copy(update={"sentence": finding.sentence + added})
 
@@ -170,15 +170,16 @@ def _finding(fault: Fault, named: Places) -> Finding:
     verdict, rows = verdicts[0], [held.row for _, held in fault]
     formats = tuple(v.format or "" for v in verdicts)
     judged, place = sum(v.judged for v in verdicts), Place.of(rows[0])
-    heads, first = f"{len(rows)} of {judged} heads", "first" if len(verdicts) > 1 else "worst"
-    where = f"{', '.join(formats)}; {heads}, {first} at {named(place)}"
+    which = "for example" if len(verdicts) > 1 else "worst"
+    where = f"{len(rows)} of {judged} heads, {which} at {named(place)}"
     if rows[0].errs_in and verdict.metric != "suspicion":  # which says so itself
         where += f", in {rows[0].errs_in}"
     why = rows[0].nulls.get("suspicion", "")
+    sentence = f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where)}."
     return Finding(
         rule=verdict.rule,
         severity="exceeded",
-        sentence=f"{label(verdict)} {_wrong(verdict, rows, where)}.{why and f' Unnamed: {why}.'}",
+        sentence=sentence + (why and f" Cause not identified: {why}."),
         kernel=verdict.kernel or "",
         options=verdict.options,
         formats=formats,
@@ -208,16 +209,16 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
         bound=bound,
         number=three(observed, verdict.bound) if isinstance(observed, float) else f"{observed}",
         tensor=TENSORS.get(verdict.tensor, verdict.tensor),
-        reverse=", or the reverse" if verdict.format in OVERFLOWS else "",
-        median=" of its median head" if verdict.median else "",
-        sampled=" measured" if worst.sampled else "",
+        reverse=", or are finite where it overflows" if verdict.format in OVERFLOWS else "",
+        median=" (median over heads)" if verdict.median else "",
+        sampled=" sampled" if worst.sampled else "",
         claim=_whose(rows),
         suspicion=worst.suspicion,
         cut=three(statistics.median(row.suspicion_cut or 0.0 for row in rows)),
         bias=worst.bias_size or 0.0,
         bias_of=worst.bias_of,
         sequences=worst.sequences,
-        allowed=f"limit {bound}×" if verdict.bound else "expected: the same bits",
+        allowed=f"limit {bound}×" if verdict.bound else "expected: identical bits",
     )
     return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
 
@@ -227,7 +228,7 @@ def _whose(rows: Rows) -> str:
     clause, the way in which one that claims nothing was found to round."""
     claim = next((row.claim for row in rows if row.claim), None)
     if claim and claim.startswith(FOUND):
-        return f"its rounding model ({claim})"
+        return f"its inferred rounding model ({claim})"
     return f"the rounding model `{claim}`" if claim else "its rounding model"
 
 
@@ -235,7 +236,7 @@ def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
     """Calls in which a kernel failed; then those that it declined, where it ran others."""
     for call in calls:
         if call.outcome == "unmeasured":
-            words = f"{'is required' if call.required else 'was asked for'}, and "
+            words = f"{'is required' if call.required else 'was requested'}, but "
             words += "skipped" if call.skipped else "has nothing to judge in"
             yield _call(call, "runs", "failed in" if call.failed else words)
     for call in calls:
@@ -252,7 +253,7 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
         **call.model_dump(include={"kernel", "options", "place"}),
         rule=rule,
         severity="unmeasured" if rule == "runs" else "note",
-        sentence=f"{label(call)} {words} {count} of {every} {what} ({call.format}): {why}.",
+        sentence=f"{label(call)} ({call.format}) {words} {count} of {every} {what}: {why}.",
         formats=(call.format,),
         tensor=("dq" if call.backward else "out") if call.failed else None,
         count=count,
@@ -271,17 +272,17 @@ def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterato
         listed(dict.fromkeys(getattr(v, name) for v in verdicts if v.judged))
         for name in ("kernel", "format")
     )
-    start = "Judged" if any(f.severity != "note" for f in findings) else "No finding"
-    sentence = f"{start}: {kernels} in {formats}, {max(heads.values())} rows, by {listed(applied)}."
-    # `bias (independent sequences: 4, and it takes 8)`
+    start = "Checked" if any(f.severity != "note" for f in findings) else "No rule was broken"
+    what = f"{kernels} in {formats}, {max(heads.values())} results (one per head and tensor)"
+    sentence = f"{start}: {what}; rules: {listed(applied)}."
     lacking = []
     for rule, these in by_rule.items():
         reasons = list(dict.fromkeys(chain.from_iterable(v.reasons for v in these)))
         why = f"{'in part: ' if heads[rule] else ''}{'; '.join(reasons[:2])}"
         if any(reason.startswith(NOTHING) for reason in reasons):
-            why = "nothing here to apply it to"
+            why = "no result here has the number it needs"
         lacking += [f"{rule} ({why})"] if reasons else []
-    yield sentence + (f" Not judged: {'; '.join(lacking)}." if lacking else "")
+    yield sentence + (f" Rules not applied: {'; '.join(lacking)}." if lacking else "")
 
 
 def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
@@ -293,20 +294,20 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     returned = grouped(other, attrgetter("kernel", "out_format", "came_in", "format"))
     for (kernel, instead, wide, fmt), own in returned.items():
         tensors = listed(dict.fromkeys(row.tensor for row in own))
-        more = f"; all its numbers are of {fmt}, and judged as that" if wide else ""
-        yield f"{kernel} returns {wide or instead} where {fmt} was asked for ({tensors}){more}."
+        more = f"; all its values are representable in {fmt}, and judged as {fmt}" if wide else ""
+        yield f"{kernel} returns {wide or instead} where {fmt} was requested ({tensors}){more}."
     other = [r for r in kernels if r.tensor == "out" and "lse_error" in r.nulls]
     for kernel, own in grouped(other, attrgetter("kernel")).items():
-        yield f"{kernel}: {own[0].nulls['lse_error']}. It was not judged."
+        yield f"{kernel}: {own[0].nulls['lse_error']}; its log-sum-exp was not judged."
     found = [r for r in kernels if (r.claim or "").startswith(FOUND)]
     for kernel, own in grouped(found, attrgetter("kernel")).items():
         yield (
-            f"{kernel} declares no claim and errs beyond `fa2`; its errors are explained, "
-            f"element by element, and judged {listed(dict.fromkeys(str(r.claim) for r in own))}."
+            f"{kernel} does not say how it rounds and errs more than `fa2` predicts. Element by "
+            f"element it errs {listed(dict.fromkeys(str(r.claim) for r in own))}; judged by that."
         )
     over = grouped((r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor"))
     for (kernel, fmt, tensor), own in over.items():
         yield (
-            f"{tensor} of {kernel} is not finite in {sum(r.overflow or 0 for r in own)} elements "
-            f"where the exact result is: rounded as it rounds, numbers on the way exceed {fmt}."
+            f"{tensor} of {kernel} overflows in {sum(r.overflow or 0 for r in own)} elements where "
+            f"the exact result is finite; with its rounding, intermediate values exceed {fmt}."
         )

@@ -57,8 +57,8 @@ def fitted(report: Measured, name: str) -> str:
         wrong = (v for v in judged.verdicts if v.outcome == "exceeded")
         why = [f"{v.kernel} breaks the rule {v.rule} in {v.tensor} ({v.format})" for v in wrong]
         raise MeasurementError(
-            f"{name}: {[*why, 'something was not measured'][0]}, which is no standard",
-            hint="see numdev gate on it; mend it, or audit without that kernel",
+            f"{name}: cannot serve as a standard: {[*why, 'something was not measured'][0]}",
+            hint="see numdev gate on it; fix the kernel, or audit without it",
         )
     return text
 

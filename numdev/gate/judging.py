@@ -40,7 +40,7 @@ Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 PLACES = 3  # of offending rows that are named
 NOTHING = "no row matches"
 NOT_PLANTED = "no such planted fault in this report: audit with --control"
-EMPTY = "no element of it could be judged"
+EMPTY = "no element of this tensor could be judged"
 
 
 def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
@@ -51,7 +51,7 @@ def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
         value = report.provenance.system.get(key)
         if value is None or not fnmatchcase(str(value), pattern):
             raise MeasurementError(
-                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has {value!r}",
+                f"the rules {rules.name} hold for {key} {pattern!r}, but this report has {value!r}",
                 hint="calibrate rules for that system, or gate a report from this one",
             )
     check_whole(report)
@@ -170,7 +170,7 @@ def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Lacking]]:
             held.append(result)
     held.sort(key=lambda h: -h.excess)
     if threshold.heads is not None and held and len(held) < threshold.heads:
-        few = f"heads: {len(held)}, and it takes {threshold.heads}"
+        few = f"needs {threshold.heads} heads, has {len(held)}"
         return [], [*lacking, *((h.row, few) for h in held)]
     return held, lacking
 
@@ -182,7 +182,7 @@ def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
     test = threshold.certain
     if test is not None:
         if (row.sequences or 0) < test.sequences:
-            return f"independent sequences: {row.sequences or 0}, and it takes {test.sequences}"
+            return f"needs {test.sequences} independent sequences, has {row.sequences or 0}"
         if row.bias_p is None:
             return row.nulls.get("bias_p", NOT_MEASURED)
     why: str | None = None
@@ -224,12 +224,12 @@ def _of_sample(held: Held) -> Held | str:
     if metric in MAXIMA:
         # flash-attention's rule compares two maxima: beyond it, the other may be too small.
         proven = held.excess > 1 and metric != "fa_rule"
-        return held if proven else "a maximum over sampled rows bounds nothing"
+        return held if proven else "the maximum over sampled rows is no bound for the other rows"
     if metric not in ESTIMATED:
         return held
     interval = interval_of(held.row, metric)
     if interval is None:
-        return f"{metric} of sampled rows has no interval"
+        return f"no confidence interval is known for {metric} of sampled rows"
     return held._replace(interval=interval)
 
 

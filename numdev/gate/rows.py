@@ -23,7 +23,7 @@ FOUND = "as "
 ROUNDING = 1 + 1e-9
 # Formats in which an exact result may rightly be infinite once it is rounded.
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
-CUT = "rows were left out of it, put into it or changed; measure again"
+CUT = "rows were removed, added or changed; measure again"
 OF_CALL = attrgetter("source", "module", "layer", "call", "phase", "step", "attends")
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -71,7 +71,7 @@ def check_whole(report: Measured) -> None:
     )
     for name, seed in plan.calls:
         if name not in cases:
-            raise MeasurementError(f"the report is not whole: it does not know the case {name}")
+            raise MeasurementError(f"incomplete report: case {name} is missing")
         heads = _heads(plan, cases[name])
         floors: dict[tuple[str, int | None], DeviationRow] = {}
         for fmt, planned in itertools.product(plan.formats, plan.kernels):
@@ -84,7 +84,7 @@ def check_whole(report: Measured) -> None:
             wrong = _lacking(rows, heads, plan, planned.role)
             if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
                 raise MeasurementError(
-                    f"the report is not whole: {planned.kernel} ({fmt}) {wrong} {where}", hint=CUT
+                    f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}", hint=CUT
                 )
     if tasks:
         name, _, fmt, _, kernel, _ = next(iter(tasks))
@@ -98,13 +98,13 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     where = f"{row.tensor} head {row.head}"
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if OF_CALL(row) != OF_CALL(floor):
-        return f"is said to be of another call than the floor in {where}"
+        return f"is from another call than the floor in {where}"
     if row.status != "ok" or (
         row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements)
     ):
         return None
     if not row.elements or mean is None or rms is None or largest is None:
-        return f"has no size of the error in {where}"
+        return f"has no error values in {where}"
     if not mean <= rms * ROUNDING or not rms <= largest * ROUNDING:
         return f"has a mean error above the rms, or an rms above the largest, in {where}"
     for metric, (low, high) in row.interval.items():

@@ -167,11 +167,11 @@ class Threshold(Limit):
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
         if (self.instead or self.scatter) and self.at_most is None:
-            raise ValueError("`instead` and `scatter` change at_most, and there is none")
+            raise ValueError("`instead` and `scatter` need at_most")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
         if self.certain and not self.metric.startswith("bias"):
-            raise ValueError(f"`certain` is for a bias, and {self.metric} is none")
+            raise ValueError(f"`certain`: expected a metric of bias, got {self.metric}")
         return self
 
     def at(self, row: DeviationRow) -> Threshold:
@@ -229,7 +229,7 @@ class Rules(Strict):
         names = [t.name for t in thresholds]
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
-            raise ValueError(f"two thresholds are called {twice!r}")
+            raise ValueError(f"two thresholds are named {twice!r}")
         return thresholds
 
 

@@ -98,7 +98,7 @@ class Power(Record):
             return f"{what} could not be measured"
         if self.caught_from is None:
             return f"{what} at no dose up to {max(measured):g}"
-        return f"{what} from {self.caught_from:g}"
+        return f"{what} from dose {self.caught_from:g} on"
 
 
 class Judgement(Record):

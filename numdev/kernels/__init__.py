@@ -112,9 +112,9 @@ class Kernel:
             if not isinstance(values, int):
                 if _typed(value) not in map(_typed, values):
                     hint = closest(str(value), map(str, values))
-                    raise UsageError(f"{what} is {value!r}", hint=hint)
+                    raise UsageError(f"{what}: unknown value {value!r}", hint=hint)
             elif type(value) is not int or value < values:
-                raise UsageError(f"{what}: expected a whole number from {values} on, got {value!r}")
+                raise UsageError(f"{what}: expected an integer of at least {values}, got {value!r}")
         options = {**self.options, **given}
         if self.validate is not None:
             self.validate(options)
@@ -171,7 +171,7 @@ def kernel(
         if taken is not None and _identity(taken.function) != _identity(function):
             both = f"{_identity(taken.function)} and {_identity(function)}"
             hint = "rename one, or uninstall its package"
-            raise UsageError(f"two kernels are called {name!r}: {both}", hint=hint)
+            raise UsageError(f"two kernels are named {name!r}: {both}", hint=hint)
         sources = [f for f in (fields.get("backward"), fields.get("training")) if callable(f)]
         _registry[name] = Kernel(
             name=name,
@@ -275,7 +275,7 @@ def importable(path: str) -> str:
         sys.path.append(str(folder))
     spec = importlib.util.find_spec(parts[0])
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != first:
-        what = f"{file}: Python has another module {parts[0]!r} ({spec and spec.origin})"
+        what = f"{file}: the module name {parts[0]!r} is taken by {spec and spec.origin}"
         raise UsageError(what, hint="rename the file")
     return f"{'.'.join(parts)}:{attribute}"
 

@@ -84,15 +84,15 @@ def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> No
     else:
         return
     raise MeasurementError(
-        f"it returned {problem} as {what}; expected a floating-point tensor of shape "
-        f"{list(shape)} on {case.q.device}"
+        f"{what}: expected a floating-point tensor of shape {list(shape)} on {case.q.device}, "
+        f"got {problem}"
     )
 
 
 def upstream(case: AttentionCase) -> Tensor:
     """The gradient of the output, [batch, heads, q_len, v_dim]. Raises UsageError without one."""
     if case.grad_out is None:
-        what = f"attention case {case.ref.case!r} has no grad_out, so it has no gradients"
+        what = f"attention case {case.ref.case!r}: gradients need a grad_out, got none"
         raise UsageError(what, hint="draw one, or take it from the model's loss")
     return case.grad_out
 

@@ -61,7 +61,7 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     wrong = why_not(
         (few, "q, k and v must be its first three arguments"),
         (misplaced, f"{', '.join(misplaced[:1])} stands where q, k and v belong"),
-        (unknown, f"the meaning of {', '.join(unknown)} is unknown"),
+        (unknown, f"numdev does not know what to pass for {', '.join(unknown)}"),
     )
     if wrong:
         what = f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}"

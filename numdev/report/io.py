@@ -137,6 +137,6 @@ def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: 
     if older.kind != kind or (older.request != request and not overwrite):
         same = older.kind == kind
         raise UsageError(
-            f"{directory}: holds the report of another numdev {older.kind}",
+            f"{directory}: already holds the report of a different numdev {older.kind}",
             hint=f"give another --output{', or --overwrite' if same else ''}",
         )

@@ -183,10 +183,10 @@ def _answer(kernels: Sequence[KernelSummary], findings: Sequence[Finding]) -> It
         share = kernel.baseline_ratio
         whose = ", mostly eager attention's own error" if share is not None and share < 0.5 else ""
         yield (
-            f"{kernel.kernel} differs from eager attention by {ratio(multiple)}× "
-            f"what rounding q, k, v to {kernel.format} costs{whose}."
+            f"{kernel.kernel} and eager attention differ by {ratio(multiple)}× "
+            f"the error that rounding q, k, v to {kernel.format} alone causes{whose}."
         )
     elif plain is None or plain.max_abs is None:
-        yield "Eager attention did not run, so nothing stands beside the cost of the format."
+        yield "Eager attention did not run: no difference to compare with the cost of the format."
     else:
         yield f"Rounding q, k, v to {kernel.format} changes nothing: the format costs nothing here."

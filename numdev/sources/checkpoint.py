@@ -156,16 +156,15 @@ class Checkpoint(Weights):
     def _built(self, state: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> nn.Module:
         """transformers' model of these weights, checked."""
         if many := MANY.search(json.dumps(dict(self.config))):
-            raise MeasurementError(
-                f"{self.path}: config.json: {many[0]}: too many", hint=storage.FETCH
-            )
+            what = f"config.json: asks for {many[0]}, more than numdev builds"
+            raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
         cls, config = self._class_and_config()
         # What is far larger than all that is stored would fill the memory before it does not fit.
         stored, needs = sum(x.numel() for x in state.values()), 0
         with quiet(), suppress(Exception), META:
             needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
         if needs > 2 * stored + (1 << 20):  # each tied weight is stored once
-            what = f"config.json asks for {needs:,} parameters, and {stored:,} values are stored"
+            what = f"config.json asks for {needs:,} parameters, but {stored:,} values are stored"
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
         with quiet(), blaming(self.path, "build the model with transformers"):
             block: Any = (self.config.get("quantization_config") or {}).get("weight_block_size")
@@ -207,8 +206,8 @@ class Checkpoint(Weights):
             if not model or kind not in transformers.CONFIG_MAPPING:
                 what = f"transformers {transformers.__version__} has no model {name} of type {kind}"
                 if self.config.get("auto_map"):
-                    what += ", and numdev does not run code that comes with it (auto_map)"
-                hint = 'a newer one may; "architectures" is the class that the weights belong to'
+                    what += ", and numdev does not run code shipped with it (auto_map)"
+                hint = 'try a newer transformers, or correct "architectures" in config.json'
                 raise MeasurementError(f"{self.path / 'config.json'}: {what}", hint=hint)
             with blaming(self.path, "read config.json with transformers"):
                 stored = copy.deepcopy(dict(self.config))
@@ -299,7 +298,7 @@ class StateDict(Weights):
             model = self.build(*((dict(self.config),) if takes and self.config else ()))
         except (Exception, SystemExit) as error:
             what = f"the factory {self.factory} raised {one_line(error)}"
-            raise MeasurementError(what, hint="it gets the stored config, or nothing") from error
+            raise MeasurementError(what, hint="its argument is the stored config") from error
         if not isinstance(model, nn.Module):
             got = f"expected a torch.nn.Module, got {type(model).__name__}"
             raise UsageError(f"the factory {self.factory}: {got}", hint="let it return the model")
@@ -330,7 +329,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         raise UsageError(f"{path}: expected {accepted}", hint="see docs/inputs.md")
     if not factory or ":" not in factory:
-        what = f"{path}: its model: expected --model package.module:factory, got {factory!r}"
+        what = f"{path}: weights only: expected --model package.module:factory, got {factory!r}"
         raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
     build = imported(factory, "model")
     config: Mapping[str, Any] = {}

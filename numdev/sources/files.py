@@ -129,8 +129,8 @@ def plain(path: Path, name: str, x: Tensor) -> Tensor:
     """A stored tensor. Raises MeasurementError where it is no array, or a weight of no reals."""
     real = ("bias", "weight") if x.is_complex() else "weight"  # old files' masks are called bias
     if not is_plain(x) or (not x.is_floating_point() and name.endswith(real)):
-        what = f"{path}: {name}: expected an array of reals, got {x.dtype}, {x.layout}, {x.device}"
-        raise MeasurementError(what, hint="convert it, or take what it was made from")
+        what = f"{path}: {name}: expected real numbers, got {x.dtype}, {x.layout}, {x.device}"
+        raise MeasurementError(what, hint="convert it, or use the file it was made from")
     return x
 
 

@@ -87,7 +87,7 @@ def refuse_options(request: AuditRequest, kind: str, meaningless: Collection[str
     """Raises UsageError for an option that was set and means nothing for a target of this kind."""
     for name in meaningless:
         if getattr(request, name) != AuditRequest.model_fields[name].default:
-            what = f"{request.target} is {kind}, for which {name!r} means nothing"
+            what = f"{request.target} is {kind}, to which {name!r} does not apply"
             raise UsageError(what, hint=f"leave --{name.replace('_', '-')} out")
 
 
@@ -214,7 +214,7 @@ class GivenSource(Source):
         layers, self.given = capturing.Layers(request.layers), given
         names = [case.ref.case for case in given]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            what = f"{names.count(twice[0])} cases are called {twice[0]!r}"
+            what = f"{names.count(twice[0])} cases are named {twice[0]!r}"
             raise UsageError(what, hint="give each a `ref` with another name")
         seed = request.seed if request.backward else None
 
@@ -373,7 +373,7 @@ class CheckpointSource(Source):
         if path.is_file() or bare or (request.model and distributed):
             opened = stored.open_state_dict(path, request.model)
             if request.stream:
-                raise UsageError(f"--stream: the factory {opened.factory} builds its model whole")
+                raise UsageError("--stream excludes --model: a factory builds the whole model")
             return opened
         if request.model:
             what = f"{request.checkpoint}: says itself which model it is, so --model has no place"

@@ -42,7 +42,7 @@ def model_inputs(
     """Everything one run of the model needs: what the request gives, and the rest drawn. Raises
     UsageError for text where it would not be read, and for an input that must be given."""
     if request.tokenizer and not request.text:
-        raise UsageError("--tokenizer reads --text, and there is none", hint="give --text")
+        raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read(Path(request.inputs), model)] if request.inputs else []
     takes, takes_all = _arguments(model.forward)
     if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
@@ -97,7 +97,7 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
         positions = room
         room -= request.generate or 0  # what it writes follows what it reads
         if room < 1:
-            raise UsageError(f"--generate {request.generate}: it has only {positions} positions")
+            raise UsageError(f"--generate {request.generate}: the model has {positions} positions")
     length = min(request.length, room or request.length)
     if texts:
         place = Path(request.tokenizer) if request.tokenizer else checkpoint.path
@@ -109,7 +109,7 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
             tokenizer.padding_side = "left"  # what is written must follow the text itself
         prompt = from_text(texts, tokenizer, length=length, sequences=request.sequences)
         if vocab_size and (most := int(prompt.inputs["input_ids"].max())) >= vocab_size:
-            what = f"{place}: expected token ids below the model's {vocab_size}, got {most}"
+            what = f"{place}: token id {most} is outside the model's vocabulary of {vocab_size}"
             raise UsageError(what, hint="give the model's own --tokenizer")
         return prompt
     if vocab_size is None:
@@ -126,7 +126,7 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
         raise UsageError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
     special = len(tokenizer("")["input_ids"])
     if length <= special:
-        raise UsageError(f"--length: expected more than {special} special tokens, got {length}")
+        raise UsageError(f"--length: expected more than its {special} special tokens, got {length}")
     by_file = []
     for file in files:
         chunks = tokenizer(

@@ -387,7 +387,7 @@ def draw(
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         what = f"input regime {name} cannot be drawn with {given}: {error}"
-        raise UsageError(what, hint="give its parameters numbers") from error
+        raise UsageError(what, hint="its parameters must be numbers") from error
     grad_out = inputs.grad_out if gradients else None
     if gradients and grad_out is None:
         grad_out = draws.normal("grad_out", shapes.out)

@@ -221,7 +221,7 @@ def open_cases(path: Path, *, device: str = "cpu", upstream: int | None = None) 
     cases = tuple(case for _, stored in opened for case in stored)
     name, count = Counter(case.ref.case for case in cases).most_common(1)[0]
     if count > 1:
-        raise UsageError(f"{path}: {count} calls are called {name!r}", hint="name each differently")
+        raise UsageError(f"{path}: {count} calls are named {name!r}", hint="name each differently")
     return CaseFile(path=path, files=files, cases=cases, versions=opened[0][0].versions)
 
 

@@ -196,7 +196,7 @@ class TrainConfig(_Run):
             raise ValueError(f"variants: expected one with the role golden, got {golden}")
         (folder, count), *_ = Counter(map(folder_of, names)).most_common(1)
         if count > 1:
-            raise ValueError(f"variants: expected names of their own, got {count} x {folder!r}")
+            raise ValueError(f"variants: expected distinct names, got {folder!r} {count} times")
         for name in (self.checkpoints.variants or ()) if self.checkpoints else ():
             if name not in names:
                 raise ValueError(f"checkpoints: no variant {name!r}; {closest(name, names)}")

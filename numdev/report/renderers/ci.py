@@ -57,7 +57,7 @@ def _cases(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[_Case]
         why += [_place(calls.place)] if calls.place else []
         yield label(calls), name, calls.outcome, why
     for kernel in judgement.missing:
-        yield kernel, "runs", "unmeasured", ["required, and not in this report"]
+        yield kernel, "runs", "unmeasured", ["required, but not in this report"]
     # A report of nothing passes no other case's test.
     ran = any(calls.ok for calls in judgement.calls)
     judged = any(v.outcome in ("passed", "exceeded") for v in judgement.verdicts)
@@ -72,9 +72,9 @@ def _verdict(verdict: Verdict, findings: Sequence[Finding]) -> _Case:
         name = f"{verdict.rule} ({verdict.tensor}, {verdict.format})"
     message = "; ".join(verdict.reasons[:3])
     if verdict.outcome == "exceeded":
-        what = f"{number(verdict)}, and the limit is {verdict.limit}"
+        what = f"expected {verdict.limit}, got {number(verdict)}"
         if verdict.metric == "suspicion":
-            what = f"computes a different function: {verdict.observed}"
+            what = f"does not compute the requested attention: {verdict.observed}"
         message = f"{what} ({verdict.offending} of {verdict.judged} heads)"
     of = (verdict.rule, verdict.kernel, verdict.options, verdict.tensor)
     sentences = [

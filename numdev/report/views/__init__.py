@@ -59,14 +59,15 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
     for name, v in zip(names, report.verdicts, strict=True):
         k = sizes.get((v.kernel, str(v.options), v.format))
         if v.finding is not None:
-            text = report.findings[v.finding].sentence.removeprefix(f"{name} ")
+            finding = report.findings[v.finding]
+            text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
         elif v.reason is not None:
             text = v.reason
         elif k is not None and k.max_abs is not None:
             text = _size(k, eager.get(v.format))
         else:
             number = three(v.observed, v.limit)
-            nearest = f"nearest to its limit: {v.rule}, {number} of {three(v.limit)}"
+            nearest = f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
             text = nearest if v.rule else "no limit on the size of its errors applies here"
         link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
         lead = f"{VERDICTS[v.outcome]:{wide}}  {name:{width}}  {v.format} "
@@ -76,10 +77,10 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
 def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
     """How far a kernel that passed is from fp64."""
     if k.format == "float64":
-        return f"max error {si(k.max_abs)}; in float64 the reference is no more exact."
+        return f"max difference {si(k.max_abs)} from the reference, which is float64 too."
     if k.floor_ratio is None or k.floor_ratio > MOST:
         return f"max error {si(k.max_abs)}; the exact result needs no rounding."
-    text = f"rms error {ratio(k.floor_ratio)}× the rounding floor"
+    text = f"rms error {ratio(k.floor_ratio)}× the least possible"
     if (k.floor_ratio_worst or 0.0) <= MOST:
         text += f" (worst head {ratio(k.floor_ratio_worst)}×, {k.floor_ratio_where})"
     # In other formats what a kernel's arithmetic may err is a bound, no prediction.
@@ -88,7 +89,7 @@ def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
         how = "more than" if k.expected_ratio > 1.1 else how
         text += f"; {how} its rounding model predicts ({ratio(k.expected_ratio)}×)"
     if eager is not None and eager.floor_ratio is not None and eager.floor_ratio <= MOST:
-        text += f". Eager attention: {ratio(eager.floor_ratio)}×"
+        text += f". For comparison, eager attention: {ratio(eager.floor_ratio)}×"
     return f"{text}."
 
 
@@ -98,7 +99,7 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
     for number, finding in enumerate(report.findings):
         script = _script(finding, directory)
         if number not in shown or script:
-            name = {"exceeded": "Exceeded", "unmeasured": "Not measured"}.get(finding.severity)
+            name = VERDICTS.get(finding.severity)
             lead = f"{name} ({finding.rule}):" if name else ""
             style, link = STYLES[finding.severity], _link(report, finding)
             yield doc.Item(finding.sentence, lead=lead, style=style, script=script, link=link)

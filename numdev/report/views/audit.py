@@ -33,24 +33,24 @@ from numdev.report.numbers import NONE, SHADES, labelled, ratio, shade, short, s
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
-    "error / floor: rms error, against fp64 on the same rounded inputs, over the rounding floor "
-    "(the exact result rounded once), median and worst head; darker from 1.25, 2, 4 and 16 on. "
-    "error / expected: over what the kernel's rounding model predicts, worst head. error / eager: "
-    "over eager attention, as model code writes it. Mean and max error are in the output's units."
+    "error / floor: rms error, against fp64 on the same rounded inputs, divided by the least "
+    "possible (the exact result rounded once), median and worst head; shaded from 1.25, 2, 4, 16. "
+    "error / expected: divided by what the kernel's rounding model predicts, worst head. error / "
+    "eager: divided by eager attention's. Mean and max error are in the output's units."
 )
 SAMPLED = (
-    "Sampled: {} query rows of each head, drawn over all positions, and of a kernel's rows the {} "
-    "most suspicious. Averages and ratios are estimates (their 95 % intervals are in the rows of "
-    "report.json), maxima lower bounds (≥). What is not finite is counted in all rows."
+    "Only {} query rows per head were measured, drawn at random over all positions, and the {} "
+    "where the kernel looked worst. Averages and ratios are estimates (95 % intervals in "
+    "report.json), maxima lower bounds (≥). NaN and infinity are counted in all rows."
 )
 RESIDUAL = (
-    "residual: what is left of the error, element by element, when the emulation's own is taken "
-    "away; up to 0.5 explains it. next: the residual of the next preset."
+    "residual: the share of the error that remains after the emulation's error is subtracted, "
+    "element by element; 0.5 or less: explained. next: that of the second-best preset."
 )
 POSITIONS = (
-    "Root mean square over the rows of a bin (1, 1, 2, 4, 8 rows and so on, then even), heads and "
-    "sequences: of the error over what is predicted, or over the size of its terms where nothing "
-    "is. Lines are medians over calls (a model's layers)."
+    "Each point is the rms of error / expected (without a prediction: of error / size of the "
+    "summed terms) over a bin's rows, all heads and sequences. Bins hold 1, 1, 2, 4, 8 rows and so "
+    "on, then equal numbers. Lines are medians over calls (a model's layers)."
 )
 ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
               for p in range(ULPS[0], ULPS[1] + 1)))  # fmt: skip
@@ -267,10 +267,10 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
             curves += doc.curve(label, role, dict(zip(names, bins, strict=True)))
         figure = Figure(
             title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} ({length} "
-            f"{what}s): error {'over what is predicted, ' if relative else ''}by position",
+            f"{what}s): error {'/ expected ' if relative else ''}by position",
             metric="expected_ratio" if relative else "row_rel",
             relative=relative,
-            y_title="error, times predicted" if relative else "rms error of a row over its terms",
+            y_title="error / expected" if relative else "rms error of a row / size of its terms",
             y_scale="log",
             curves=tuple(curves),
         )
@@ -306,7 +306,7 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         figures.append(Figure(title=title, metric="share", y_title="elements, %", y_scale="log",
                               curves=tuple(curves)))  # fmt: skip
     ticks = tuple(Tick(x=i, label=label) for i, label in enumerate(ULP_LABELS))
-    axis = Axis(name="ulps", title="error, ulp of the term scale", scale="linear", ticks=ticks)
+    axis = Axis(name="ulps", title="error, in ulp of the summed terms", scale="linear", ticks=ticks)
     yield doc.Figures(tuple(figures), axis, only=doc.TEXT)
 
 
@@ -316,7 +316,7 @@ def _peaks(figure: Figure) -> Iterator[Item]:
         over = [point for point in curve.points if point.mean >= 2]
         if over and figure.relative and curve.role == "kernel":
             most = max(over, key=lambda point: point.mean)
-            text = f"errs 2× what is predicted first at {over[0].label}, and most at {most.label}"
+            text = f"first above 2× the predicted error at {over[0].label}; most at {most.label}"
             yield Item(f"{text}: {ratio(most.mean)}×.", f"{curve.label} ({figure.title}):")
 
 
@@ -365,10 +365,10 @@ def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
 def _source(e: Explanation) -> str:
     """The emulation that makes these errors, or comes nearest."""
     if e.nearest is None:
-        return "unknown" if e.calls or e.reason else "no error"
+        return "not identified" if e.calls or e.reason else "no error"
     name = e.nearest.replace("`", "")
     if not e.known:
-        return f"unknown; nearest {name}"
+        return f"not identified; closest: {name}"
     return name + (f" ({e.explained} of {e.calls} calls)" if e.explained < e.calls else "")
 
 

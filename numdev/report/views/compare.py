@@ -113,7 +113,7 @@ def _moves(
                 f"{m.tensor} {m.format}",
                 place(m.place),
                 m.words,
-                NONE if m.noise is None else f"×{m.noise:.2f}",
+                NONE if m.noise is None else f"{m.noise:.2f}×",
             )
             for m in report.moves[:limit]
         ),

@@ -19,12 +19,12 @@ from numdev.report import document as doc
 from numdev.report.numbers import three
 from numdev.report.views import STYLES, verdicts
 
-OUTCOMES = {"unmeasured": "not measured", "untested": "not judged"}  # in words, where not their own
+OUTCOMES = {**VERDICTS, "untested": "not applied"}
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB
 NO_POWER = (
-    "No planted faults in this report, so nobody knows what these limits would have caught on this "
-    "data: audit with --control."
+    "No faults were planted in this run, so what these limits would catch on this data is unknown: "
+    "audit with --control."
 )
 
 
@@ -100,7 +100,7 @@ def _beside(judgement: Judgement) -> Iterator[str]:
             what = " backward" if call.backward else ""
             yield f"{label(call)}{what} ({call.format}) was skipped: {'; '.join(call.reasons[:3])}"
     if rule := judgement.fa_rule:
-        yield f"flash-attention's own 2 x rule passes {rule[0]} of {rule[1]} heads."
+        yield f"{rule[0]} of {rule[1]} heads pass flash-attention's own 2× rule, a looser one."
 
 
 def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
@@ -111,7 +111,7 @@ def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
         judged, bad = sum(v.judged for v in these), sum(v.offending for v in these)
         yield (
             rule,
-            doc.Cell(OUTCOMES.get(worst.outcome, worst.outcome), style=STYLES[worst.outcome]),
+            doc.Cell(OUTCOMES[worst.outcome], style=STYLES[worst.outcome]),
             f"{bad}/{judged}" if bad else str(judged or "-"),
             number(worst),
             worst.limit.removeprefix(f"{worst.metric} "),
