@@ -104,7 +104,7 @@ def test_what_is_written_fits_after_what_is_read(
     ("vit", ("--text", "a.txt"), "ViTForImageClassification reads no text"),
     ("wav2vec2", (), "reads input_values, which numdev cannot draw"),
     ("vit", ("--inputs", "none.safetensors"), "none.safetensors: no such file"),
-    ("gpt2", ("--generate", "64"), "has only 64 positions"),
+    ("gpt2", ("--generate", "64"), "the model has 64 positions"),
 ])  # fmt: skip
 def test_requests_that_cannot_be_met(
     name: str, flags: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
