@@ -85,7 +85,8 @@ SENSELESS = ({"rmse": 1}, {"status": "fine"}, {"rms": "much"}, {"rms": math.nan}
     ("sweep", lambda r: r["summary"]["axis"].update(ticks=[]), "summary.axis.ticks"),
 ])  # fmt: skip
 def test_what_is_unknown_is_refused(tmp_path: Path, kind: str, change: Any, named: str) -> None:
-    """Another version, an unknown or missing field, a number that is none: exit code 3, in one line with the file, the place and a hint."""
+    """Another version, an unknown or missing field, a number that is none: exit code 3, in one line
+    with the file, the place and a hint."""
     content = json.loads(sample(kind).read_text())
     del content["digest"]
     change(content)
