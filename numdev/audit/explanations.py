@@ -37,6 +37,7 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.finiteness import all_finite
+from numdev.metrics.histogram import by_ulps
 from numdev.metrics.of_rows import lse_error
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
@@ -492,7 +493,10 @@ def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow
         shown = {"tensor": tensor, "length": length, "starts": starts(length)}
         shown["counts"] = [int(n) for n in along["counted"]]
         shown["errors"] = _rms(along["relative"], along["counted"])
-        shown |= {"ulps": deviation.ulps, "ulps_predicted": deviation.ulps_predicted}
+        if deviation.compared is not None:
+            output, yardstick, expected = deviation.compared
+            shown["ulps"] = by_ulps(output, yardstick)
+            shown["ulps_predicted"] = None if expected is None else by_ulps(expected, yardstick)
         if task.role == "kernel" and "predicted" in along:
             least = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
             shown["predicted"] = _rms(least, along["expected_count"])

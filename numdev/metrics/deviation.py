@@ -25,7 +25,6 @@ from torch import Tensor
 
 from numdev.formats import Format
 from numdev.metrics.bias import UNJUDGED, bias
-from numdev.metrics.histogram import by_ulps
 from numdev.metrics.intervals import intervals, of_sums
 from numdev.metrics.row_sums import Totals, plain_sums, row_sums, to_host
 from numdev.metrics.sampling import Strata
@@ -46,8 +45,8 @@ class Deviation:
     """Sums by bin of positions (`row_sums.ALONG`), [bins], where bins were given."""
     ratios: Tensor | None = None
     """[B, H, rows]: beside what is predicted for the row; infinite where it is not finite."""
-    ulps: tuple[int, ...] = ()  # elements by the size of their error, where bins were given
-    ulps_predicted: tuple[int, ...] | None = None
+    compared: tuple[Tensor, Yardstick, Tensor | None] | None = None
+    """The output, what it was held to and what was expected, where bins were given."""
 
 
 def measure(
@@ -74,11 +73,12 @@ def measure(
     ratios = by_row.largest.get("worst_row")
     if ratios is not None:
         ratios = ratios.masked_fill(by_row.sums["nonfinite"] > 0, math.inf)
-    spread: dict[str, Any] = {}
-    if bins is not None:
-        spread["ulps"] = by_ulps(output, yardstick)
-        spread["ulps_predicted"] = None if expected is None else by_ulps(expected, yardstick)
-    return Deviation(heads=_finished(heads, totals), along=totals.along, ratios=ratios, **spread)
+    return Deviation(
+        heads=_finished(heads, totals),
+        along=totals.along,
+        ratios=ratios,
+        compared=None if bins is None else (output, yardstick, expected),
+    )
 
 
 def measure_plain(
