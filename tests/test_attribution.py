@@ -234,3 +234,7 @@ def test_audit_explains(tmp_path: Path) -> None:
     assert by["sdpa-flash", "float32"].explained_by is None
     assert "arithmetic" in (by["sdpa-flash", "float32"].reason or "")
     assert len(found.summary.explanations) == 4  # type: ignore[union-attr]
+    part = ["--heads", "1", "--rows", "40", "--overwrite", "--format", "bfloat16"]
+    assert invoked(*command[:3], *part, *command[7:]).exit_code == 0
+    some = read(tmp_path / "out").attributions  # type: ignore[union-attr]
+    assert [(a.heads, a.explained_by) for a in some] == [((1,), "eager"), ((1,), "fa2")]

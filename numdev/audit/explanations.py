@@ -338,6 +338,7 @@ class _Compared:
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
+        self.select = select
         self.formats = formats_of(output, bench)
         if backward := "dq" in self.formats:
             heads, kv_heads = whole_groups(select.heads, case.group)
@@ -359,9 +360,8 @@ class _Compared:
             return {"reason": why}
         if unknown := made.unpredictable(claim or {"preset": "fa2"}, case.format, fmt):
             return {"reason": unknown}
-        x = getattr(self.output, tensor)[:, list(self.heads[tensor])]
-        if self.rows is not None and x.shape[2] != len(self.rows):  # the baseline's are these alone
-            x = x[:, :, self.rows]
+        places = [self.select.heads_of(tensor).index(head) for head in self.heads[tensor]]
+        x = self.select.select(getattr(self.output, tensor), tensor)[:, places]
         exact, terms = (getattr(self.exact, name) for name in (tensor, TERMS[tensor]))
         emulated = functools.partial(self.emulated, tensor)
         more: dict[str, Any] = {"tensor": tensor, "group": case.group}
