@@ -19,7 +19,7 @@ from torch import Tensor
 import numdev
 from numdev.audit.task import measure_task
 from numdev.explain import wrong_function
-from numdev.explain.wrong_function import CUT, SEARCHES, far_off, suspect
+from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
 from numdev.kernels import find, of_function
 from numdev.kernels.reference import attend
@@ -147,9 +147,9 @@ def test_a_fault_is_named_by_its_class(name: str) -> None:
 
 
 def test_an_error_without_a_name_is_said_to_have_none() -> None:
-    """Noise is no known mistake, in 16 bits or in float32. After so many searches none is made."""
+    """Noise is no known mistake, in 16 bits or in float32, in whichever call."""
     bench = prepare(rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0), "bfloat16")
     kernel = of_function("mine", lambda q, k, v: planted_kernels.sound(q, k, v)[0] + q.cos())
-    for why in [*["none of the mistakes"] * (SEARCHES // 2), "its cause was sought 6 times"]:
+    for _ in range(2):
         row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
-        assert row.nulls["suspicion"].startswith(why)
+        assert row.nulls["suspicion"].startswith("none of the mistakes")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 # In the order in which they are reported. `other` is what no section was opened for.
@@ -25,8 +24,6 @@ class Stopwatch:
     def __init__(self, device: str = "cpu", sections: Sequence[str] = SECTIONS) -> None:
         self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
-        self.searches: Counter[tuple[str, ...]] = Counter()
-        """How many were made for a name, by kernel, format and tensor."""
         self._waits = device == "cuda"
         self._last = time.perf_counter()
 

@@ -26,7 +26,6 @@ from numdev.metrics.yardstick import finite
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
 SHRINKS = 1.01  # the least cut in the format of a finding, where a finer one has found its cause
 FLOORS, BASELINES = 10.0, 2.0  # from where on a search is worth it
-SEARCHES = 6  # of an output, or of gradients, of one kernel in one format, before none is made
 ALIKE = 2.0  # alternatives with a residual within this factor of the best one's are not told apart
 
 
