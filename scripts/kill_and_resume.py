@@ -54,11 +54,9 @@ def wait_until(process: subprocess.Popen[bytes], directory: Path, goal: int, res
 
 def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The Dask workers of a sweep: its children that multiprocessing started."""
-    return [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "spawn_main" in " ".join(child.cmdline())
-    ]
+    children = psutil.Process(process.pid).children(recursive=True)
+    alive = (child for child in children if child.status() != psutil.STATUS_ZOMBIE)
+    return [child for child in alive if "spawn_main" in " ".join(child.cmdline())]
 
 
 def kill_sweeps(
