@@ -406,5 +406,5 @@ def test_the_tutorials_example(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     assert " ".join(answer.stdout.split()).startswith(
         "FAIL mine:my_attention bfloat16 does not compute the requested attention: the causal mask "
-        "is off by one: each query sees one key too many (so computed, the fp64 result is "
+        "is off by one: each query sees one key too many (computed that way, the fp64 result is "
     )

@@ -24,8 +24,8 @@ WRONG = {
     "exact result, rounded once, is finite{reverse}",
     "empty_nonfinite": "returns NaN or infinity in fully masked rows: {empty_nonfinite} elements "
     "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to dk and dv",
-    "suspicion": "does not compute the requested attention: {suspicion} (so computed, the fp64 "
-    "result is {cut}× closer to the kernel's)",
+    "suspicion": "does not compute the requested attention: {suspicion} (computed that way, the "
+    "fp64 result is {cut}× closer to the kernel's)",
     "expected_ratio": "errs too much: the rms error of {tensor}{median} is {number}× what {claim} "
     "predicts (limit {bound}×)",
     "baseline_ratio": "errs {number}× as much as eager attention in {tensor} (limit {bound}×)",

@@ -21,7 +21,7 @@ from numdev.report.foreign import plain
 from numdev.report.renderers import chart
 from numdev.report.views import document_of
 
-_CODE = re.compile(r"`([^`\s]+)`")
+_CODE = re.compile(r"`([^`]+)`")
 
 
 def write(report: Report, directory: Path) -> None:
