@@ -427,6 +427,16 @@ def test_a_second_output_of_another_shape_is_said() -> None:
     assert any(words in sentence for sentence in result.report.tested)
 
 
+def test_a_check_looks_for_a_name_in_its_first_failing_calls(monkeypatch: Any) -> None:
+    """By a plain count, so that its report does not depend on time."""
+    monkeypatch.setattr(check, "SEARCHES", 1)
+    larger = lambda q, k, v: 1.01 * plain(q, k, v)  # noqa: E731
+    error = failing(larger, cases=["full", "cross"], formats="bfloat16", backward=False)
+    rows = [r for r in error.result.report.rows if r.role == "kernel" and not r.head]
+    assert ["1.01" in (r.suspicion or "") for r in rows] == [True, False]
+    assert rows[1].nulls["suspicion"] == "its cause was looked for in other calls"
+
+
 def test_a_wider_dtype_is_judged_by_its_numbers() -> None:
     """float32 that was rounded to bfloat16 before is held to bfloat16's floor, and said."""
     wide = lambda q, k, v: plain(q, k, v).float()  # noqa: E731

@@ -28,6 +28,7 @@ from numdev.explain import attribution as fits
 from numdev.explain.wrong_function import Suspicion, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
 from numdev.formats import FORMATS, Format, round_to
+from numdev.gate.findings import label
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
@@ -120,13 +121,18 @@ def name(measured: Measured, bench: Bench, again: Runner) -> None:
     if output is None or not wrong:
         return
     wrong = wrong[:1] if wrong[0] == "out" else wrong
-    with bench.watch("names"):
-        found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
+    why = "its cause was looked for in other calls"
+    found: dict[tuple[str, int], Suspicion] = {}
+    which = (label(rows[0]), bench.format.name, wrong[0])
+    if bench.watch.searches[which] < bench.watch.most_searches:
+        bench.watch.searches[which] += 1
+        with bench.watch("names"):
+            found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
+        why = "none of the mistakes that numdev knows explains the error"
     for at, row in enumerate(rows):
         if by := found.get((row.tensor, row.head or 0)):
             rows[at] = row.model_copy(update={"suspicion": by.cause, "suspicion_cut": by.cut})
         elif row.tensor in wrong and not row.suspicion:
-            why = "none of the mistakes that numdev knows explains the error"
             row.nulls["suspicion"] = why
 
 
