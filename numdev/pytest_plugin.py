@@ -1,6 +1,5 @@
-"""The pytest plugin: the fixture `attention_check`, the marker `numdev_cases`, a line for each
-failed check. Loaded with every pytest run where numdev is installed, so it imports nothing but
-pytest until a test asks for something.
+"""The pytest plugin: the fixture `attention_check` and the marker `numdev_cases`. Loaded with every
+pytest run where numdev is installed, so it imports nothing but pytest until a test asks for it.
 
     def test_my_flash(attention_check):
         attention_check(my_flash)
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from numdev.testing import CheckResult
 
 CASE = "numdev_case"
-PROPERTY = "numdev"  # of a test's report: a failed check in one line
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,35 +61,19 @@ def attention_check(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[
 
     def check(function: Callable[..., Any], **given: Any) -> CheckResult:
         __tracebackhide__ = True
-        from numdev.testing import CheckFailed, check_attention
+        from numdev.testing import CheckFailed
+        from numdev.testing import check as checked
 
         given.setdefault("reproducers", tmp_path / "numdev")
         if given.get("thresholds") is None:
             given["thresholds"] = request.config.getoption("--numdev-thresholds")
-        try:
-            result = check_attention(function, **given)
-        except CheckFailed as failed:
-            request.node.user_properties.append((PROPERTY, failed.result.in_short))
-            _keep(failed.result, request)
-            raise
+        result = checked(function, **given)
         _keep(result, request)
+        if not result.passed:
+            raise CheckFailed(result)
         return result
 
     return check
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """A line for each failed check of a test that failed."""
-    lines = [
-        f"{report.nodeid}: {words}"
-        for report in terminalreporter.stats.get("failed", ())
-        for name, words in getattr(report, "user_properties", ())
-        if name == PROPERTY
-    ]
-    if lines:
-        terminalreporter.section("numdev")
-        for line in lines:
-            terminalreporter.write_line(line)
 
 
 def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:

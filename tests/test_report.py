@@ -173,20 +173,15 @@ def test_devices_and_open_files_are_written_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_kind_in_every_form(path: Path, form: str, tmp_path: Path, capsys: Any) -> None:
-    """On stdout, and the same in a file but for the terminal's width; the answer is in it."""
+def test_every_kind_in_every_form(path: Path, form: str, capsys: Any) -> None:
+    """The answer is in every form that is read by people."""
     assert run("report", str(path), "--format", form) == 0
     shown = capsys.readouterr().out
-    file = tmp_path / "out"
-    assert run("report", str(path), "--format", form, "-o", str(file)) == 0
-    assert capsys.readouterr().out == ""
-    written = file.read_bytes().decode()
-    if form != "terminal":
-        assert written.rstrip("\n") == shown.rstrip("\n")
+    assert shown.endswith("\n")
     if form in ("terminal", "html", "markdown"):
         summary: Any = getattr(report.read(path), "summary")  # noqa: B009
         head = summary.answer[0].partition(": ")[0].split()[0]
-        assert escaped(head) in written or head in written
+        assert escaped(head) in shown or head in shown
 
 
 def test_csv_and_json_are_the_report(tmp_path: Path, capsys: Any) -> None:
@@ -201,14 +196,6 @@ def test_csv_and_json_are_the_report(tmp_path: Path, capsys: Any) -> None:
         (tmp_path / "report.json").write_text(capsys.readouterr().out)
         assert report.read(tmp_path) == report.read(sample("sweep"))
     assert run("report", str(sample("sweep")), "--json", "--format", "csv") == 2
-
-
-@pytest.mark.parametrize("where", ["no/such/folder/x.html", "."])
-def test_where_nothing_can_be_written(where: str, tmp_path: Path) -> None:
-    """A directory, or a file in one that is not there: exit code 2, and nothing is left."""
-    path = str(tmp_path / where)
-    assert run("report", str(sample("audit")), "--format", "html", "-o", path) == 2
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n"])

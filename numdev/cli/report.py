@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from numdev.cli.session import FILE, Results, command, command_line
 from numdev.errors import MeasurementError, UsageError
 
-if TYPE_CHECKING:
-    from numdev.report import Report
-
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
-WIDTH = 100  # of a terminal's tables in a file
 HELP = (
     "How to show it. html: one page that needs nothing else. markdown: the answer, the tables, the "
     "findings. csv: the rows.  [terminal]"
@@ -25,50 +20,30 @@ HELP = (
 @command("report numdev-reports/demo-1234abcd --format markdown")
 @click.argument("path", type=FILE)
 @click.option("--format", "form", type=click.Choice(FORMATS), help=HELP)
-@click.option("--output", "-o", type=FILE, help="A file for it.  [default: stdout]")
 @click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
-def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> None:
+def report(path: Path, form: str | None, as_json: bool) -> None:
     """Show a finished report again. PATH is a report.json or a directory with one."""
-    from numdev import report as reports
-    from numdev.report.renderers import terminal
-
-    if as_json and form not in (None, "json"):
-        raise UsageError(f"--json and --format {form} exclude each other", hint="give one of them")
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise UsageError(f"{output}: cannot be written", hint="give a file in an existing folder")
-    found = reports.read(path)
-    chosen = "json" if as_json else form or "terminal"
-    if output is None and chosen == "terminal":
-        terminal.show(found)
-        return
-    text = _text(found, chosen, path if path.is_dir() else path.parent)
-    if output is None:
-        click.echo(text, nl=not text.endswith("\n"))
-    else:
-        with reports.replacing(output) as file:
-            file.write(text)
-
-
-def _text(found: Report, form: str, directory: Path) -> str:
-    """The report in one of `FORMATS`; `directory` is where its reproducers are looked for."""
-    from rich.console import Console
-
-    from numdev.report import write_csv
+    from numdev.report import read, write_csv
     from numdev.report.io import text_of
     from numdev.report.renderers import html, markdown, terminal
 
+    if as_json and form not in (None, "json"):
+        raise UsageError(f"--json and --format {form} exclude each other", hint="give one of them")
+    found, form = read(path), "json" if as_json else form
     if form == "json":
-        return text_of(found)
-    if form == "html":
-        return html.page(found, directory)
-    if form == "markdown":
-        return markdown.page(found)
-    file = io.StringIO(newline="")
-    if form == "csv":
+        text = text_of(found)
+    elif form == "html":
+        text = html.page(found, path if path.is_dir() else path.parent)  # where its scripts are
+    elif form == "markdown":
+        text = markdown.page(found)
+    elif form == "csv":
+        file = io.StringIO(newline="")
         write_csv(file, next((rows for rows in found.tables().values() if rows), ()))
+        text = file.getvalue()
     else:
-        terminal.show(found, Console(file=file, width=WIDTH, no_color=True))
-    return file.getvalue()
+        terminal.show(found)
+        return
+    click.echo(text, nl=not text.endswith("\n"))
 
 
 @command("compare reports/torch-2.11 reports/torch-2.13")
