@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.check import Backward, CheckSource, Named
-from numdev.audit.check import check as measured
+from numdev.audit.check import Backward, CheckSource, Named, declining, measured
+from numdev.audit.isolation import attempt
+from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
+from numdev.audit.reproduce import reproduce
 from numdev.audit.script import name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.gate.findings import listed, remarks
+from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
+from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain import never_set, parameters
 from numdev.report import AuditReport, Place
 from numdev.report.foreign import plain
@@ -29,6 +33,7 @@ from numdev.yamlfile import validated
 
 Thresholds = str | Path | Mapping[str, Any] | Rules | None
 Cases = Named | Sequence[Named] | None
+SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +109,14 @@ def check(
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed, or nothing
     was measured. Raises UsageError for wrong arguments, MeasurementError for rules made for another
     system."""
-    if not callable(function) and not isinstance(function, Kernel):
-        hint = "numdev.audit takes names of kernels"
-        raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
     if isinstance(function, Kernel):
         kernel, name = function, function.name
-    else:
+    elif callable(function):
         name = name_of(function)
         kernel = of_function(name, function)
+    else:
+        hint = "numdev.audit takes names of kernels"
+        raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
     if claims is not None:
         find("emulated").with_options(claims)  # refuses what is no option
         kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
@@ -125,10 +130,30 @@ def check(
              "rules": rules.name, "claims": claims and dict(claims)}  # fmt: skip
     system = System.here(device)
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
-    report, judgement, passed, scripts, said = measured(
-        kernel, source, formats=formats, rules=rules, backward=backward, system=system,
-        asked=asked, reproducers=lambda: _directory(reproducers, name),
+    options = recorded(kernel.with_options({}))
+    planned = Planned(role="kernel", kernel=declining(kernel), options=options)
+    kernels = [*plan_kernels(()), planned]
+    plan = Plan(
+        system=system, formats=plan_formats(formats, kernels), kernels=kernels,
+        backward=backward is not False, repeats=2,
     )  # fmt: skip
+    rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
+    report = measured(source, plan, rules, asked)
+    judgement = judge_report(report, rules)
+    ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
+    lacking = backward is True and not any(row.tensor in GRADIENTS for row in ok)
+    passed = judgement.outcome == "passed" and not lacking
+    said: list[str] = []
+    scripts: list[Path] = []
+    # Of a row that sees no key there is no truth that a script could show an error against.
+    serious = (f for f in report.findings if f.place and f.metric != "empty_nonfinite")
+    if wanted := [f for f in serious if f.severity != "note"][:1]:
+        where = _directory(reproducers, name)
+        scripts = reproduce(
+            wanted, source, plan, attempt, where, said.append, count=1, seconds=SECONDS
+        )
+    if lacking:
+        said.append("backward=True asks for gradients, and none could be measured.")
     left_out = tuple(_left_out(report, kernel.adapted))
     words = _failure(name, report, judgement)
     if passed:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import numdev
+from numdev import testing
 from numdev.audit import check, isolation
 from numdev.audit import rows as audit_rows
 from numdev.audit.check import FEATURES, CheckSource, default_cases
@@ -76,7 +77,7 @@ def not_implemented(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts need not be small, and the fault that draws its tiles' order is seeded."""
-    monkeypatch.setattr(check, "SECONDS", 0.3)
+    monkeypatch.setattr(testing, "SECONDS", 0.3)
     torch.manual_seed(0)
 
 
@@ -181,7 +182,7 @@ def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
 def test_the_default_cases_catch_every_other_planted_fault(fault: str, monkeypatch: Any) -> None:
     """In a tensor it shows in, in one format. (QUICK has those that one of these cases shows.)"""
     monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
-    monkeypatch.setattr(check, "reproduce", lambda *given, **more: [])
+    monkeypatch.setattr(testing, "reproduce", lambda *given, **more: [])
     entry = BY_NAME[fault]
     error = failing(entry.function, formats="bfloat16")
     found = {f.tensor for f in error.result.report.findings if f.severity == "exceeded"}

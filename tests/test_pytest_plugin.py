@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from numdev import report
-from numdev.audit import check
+from numdev import report, testing
 from numdev.kernels.baseline import baseline
 from numdev.report.renderers import html
 from numdev.testing import CheckFailed, check_attention
@@ -47,7 +46,7 @@ def warm() -> None:
 @pytest.fixture
 def suite(warm: None, pytester: pytest.Pytester, monkeypatch: Any) -> pytest.Pytester:
     """A test-suite beside a module of kernels, run under strict markers."""
-    monkeypatch.setattr(check, "SECONDS", 0.2)
+    monkeypatch.setattr(testing, "SECONDS", 0.2)
     pytester.makepyfile(kernels_of_mine=KERNELS)
     pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider")
     return pytester

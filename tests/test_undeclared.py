@@ -14,7 +14,8 @@ from loaded import load
 from on_bench import HERE, prepare, task_of
 from torch import Tensor
 
-from numdev.audit import check, explanations
+from numdev import testing
+from numdev.audit import explanations
 from numdev.audit.bench import Bench
 from numdev.audit.check import CheckSource
 from numdev.audit.explanations import Likeness, examine, likenesses
@@ -59,7 +60,7 @@ def returns_nan(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None
 
 @pytest.fixture(autouse=True)
 def _no_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "reproduce", lambda *_, **__: [])
+    monkeypatch.setattr(testing, "reproduce", lambda *_, **__: [])
 
 
 def bench_of(name: str) -> Bench:

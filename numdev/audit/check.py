@@ -1,5 +1,4 @@
-"""A check: one kernel on small cases, held to the gate's rules. What `numdev.check` offers.
-Nothing is kept on disk but the script of what is found."""
+"""A check: one kernel on small cases, held to the gate's rules. `numdev.testing` asks for one."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from numdev.audit.isolation import attempt, copied
-from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
-from numdev.audit.reproduce import reproduce
+from numdev.audit.plan import Plan
 from numdev.audit.run import provenance
 from numdev.audit.task import Rows, as_located, measured_here
 from numdev.audit.timing import Stopwatch
@@ -20,11 +18,9 @@ from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import Refused, UsageError, closest, one_line
 from numdev.gate.findings import findings_of
-from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules
-from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel
-from numdev.kernels.output import GRADIENTS, differentiate, refuse
+from numdev.kernels.output import differentiate, refuse
 from numdev.report import AuditReport
 from numdev.report.summary import summarise
 from numdev.sources.loss import with_drawn
@@ -34,7 +30,6 @@ from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml, validated
 
-SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 SEARCHES = 3  # for a name of one tensor: a check that fails shall not take twice as long
 SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}  # of a case that does not say
 FEATURES = bundled("check/features.yaml")  # one feature a case
@@ -42,34 +37,11 @@ Backward = bool | Literal["auto"]
 Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or several
 
 
-def check(
-    kernel: Kernel,
-    source: CheckSource,
-    *,
-    formats: Sequence[str],
-    rules: Rules,
-    backward: Backward,
-    system: System,
-    reproducers: Callable[[], Path],
-    asked: Mapping[str, Any],
-) -> tuple[AuditReport, Judgement, bool, list[Path], list[str]]:
-    """Measure `kernel` on the source's cases, judge it, and write a script of the gravest finding;
-    returns the report, the judgement, whether it passed, the script, and why there is none.
-    `reproducers` makes the directory for a script.
-    With `backward` True a kernel whose gradients could not be measured does not pass. Raises
-    UsageError for a format no kernel can run in, MeasurementError for another system's rules."""
-    kernel = declining(kernel)
-    rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
-    planned = Planned(role="kernel", kernel=kernel, options=recorded(kernel.with_options({})))
-    kernels = [*plan_kernels(()), planned]
-    plan = Plan(
-        system=system,
-        formats=plan_formats(formats, kernels),
-        kernels=kernels,
-        backward=backward is not False,
-        repeats=2,
-    )
-    watch = Stopwatch(system.device)
+def measured(
+    source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, Any]
+) -> AuditReport:
+    """What a plan's kernels come to on the source's cases, held to the rules."""
+    watch = Stopwatch(plan.system.device)
     watch.most_searches = SEARCHES
     done: dict[str, Rows] = {}
     for located in source:
@@ -78,9 +50,9 @@ def check(
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
     record = plan.record(located.ref for located in source)
     judged = findings_of(rows, record, rules)
-    report = AuditReport(
-        provenance=provenance(system, source.describe(), "numdev.check"),
-        request=dict(asked),
+    return AuditReport(
+        provenance=provenance(plan.system, source.describe(), "numdev.check"),
+        request=dict(request),
         summary=summarise(rows, judged.findings),
         **judged._asdict(),
         plan=record,
@@ -88,21 +60,6 @@ def check(
         rows=rows,
         timings=watch.seconds(),
     )
-    judgement = judge_report(report, rules)
-    trained = any(r.tensor in GRADIENTS and r.status == "ok" and r.role == "kernel" for r in rows)
-    scripts: list[Path] = []
-    said: list[str] = []
-    # Of a row that sees no key there is no truth that a script could show an error against.
-    serious = [f for f in judged.findings if f.severity != "note" and f.metric != "empty_nonfinite"]
-    if wanted := [f for f in serious if f.place is not None][:1]:
-        where = reproducers()
-        scripts = reproduce(
-            wanted, source, plan, attempt, where, said.append, count=1, seconds=SECONDS
-        )
-    if backward is True and not trained:
-        said.append("backward=True asks for gradients, and none could be measured.")
-    passed = judgement.outcome == "passed" and (backward is not True or trained)
-    return report, judgement, passed, scripts, said
 
 
 def declining(kernel: Kernel) -> Kernel:

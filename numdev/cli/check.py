@@ -82,17 +82,17 @@ def check(
         kernel = find(target)
         if missing := kernel.missing(System.here(device)):
             raise MeasurementError(f"{kernel.name} cannot run here: {missing}")
-        given: dict[str, Any] = {
-            "cases": cases or None,
-            "formats": formats or "bfloat16",
-            "backward": "auto" if backward is None else backward,
-            "seeds": seeds or 0,
-            "thresholds": thresholds,
-            "claims": attention_options(None, claims, "--claim") if claims else None,
-            "reproducers": output,
-            "device": device,
-        }
-        result = run(kernel, **given)
+        result = run(
+            kernel,
+            cases=cases or None,
+            formats=formats or "bfloat16",
+            backward="auto" if backward is None else backward,
+            device=device,
+            seeds=seeds or 0,
+            thresholds=thresholds,
+            claims=attention_options(None, claims, "--claim") if claims else None,
+            reproducers=output,
+        )
     if as_json:
         click.echo(json.dumps(as_data(result)))
     else:
