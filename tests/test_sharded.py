@@ -14,13 +14,14 @@ import pytest
 import torch
 from oracles import U32, U64, assert_within, make_case, sees, to_cuda
 from recipes import drawn as drawn_case
+from ring import ring
 from torch import Tensor
 
 from numdev.audit.isolation import Failure, attempt
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.formats import FORMATS
-from numdev.kernels import Output, find
+from numdev.kernels import Output, context_parallel, find
 from numdev.kernels.context_parallel import Ranks, together
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.reference import gradients as exact_gradients
@@ -219,6 +220,12 @@ def test_the_growth_is_counted(order: str, merge_format: str, shards: int, more:
 # the ring on CUDA is tested on two GPUs.
 PARALLEL = find("context-parallel")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+
+
+@pytest.fixture(autouse=True)
+def _ring_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(context_parallel, "_dispatched", ring)
 
 
 def explained(case: Any, **options: Any) -> tuple[Output, Output]:

@@ -2,8 +2,8 @@
 
 `torch.distributed.tensor.experimental.context_parallel` turns an SDPA call into ring attention over
 the ranks of a process group: a process for each, kept from call to call, which is handed the whole
-call. On a CPU, where PyTorch has no operator for that, the ring is called itself, over gloo, which
-tests do and no audit. What it computes, and claims, is `sharded`.
+call. On a CPU PyTorch has no operator for that: tests call its ring themselves, over gloo. What it
+computes, and claims, is `sharded`.
 
 A rank that waits for another which is gone waits for ever: where one dies, raises or says nothing
 in time, all are ended, and that is one failed row. Names that begin with an underscore are
@@ -87,6 +87,7 @@ def _computed(
     tensors = {"q": case.q, "k": case.k, "v": case.v, **upstream}
     task = {
         **{name: x.detach().cpu().contiguous() for name, x in tensors.items()},
+        "attend": _dispatched,
         "operator": OPERATORS[device][inner],
         "scale": case.scale,
         "is_causal": case.is_causal,
@@ -187,11 +188,10 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     device = torch.device(mesh.device_type)  # on CUDA the current one: this rank's
     tensors = [task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task]
     axes = [SEQUENCE] * len(tensors)
-    attend = _dispatched if mesh.device_type == "cuda" else _ring
     buffers: Any = {"buffers": tensors, "no_restore_buffers": set(tensors)}
     try:
         with cp.context_parallel(mesh, buffer_seq_dims=axes, **buffers):
-            parts = [x.detach().contiguous() for x in attend(task, mesh, *tensors)]
+            parts = [x.detach().contiguous() for x in task["attend"](task, mesh, *tensors)]
             whole = cp.context_parallel_unshard(mesh, parts, [SEQUENCE] * len(parts))
         # On the host, where a fault on the device comes out.
         return dict(zip(NAMES, (x.cpu() for x in whole), strict=False))
@@ -209,21 +209,3 @@ def _dispatched(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> 
     with forced(FUSED[task["operator"]]):
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
         return [out, *(torch.autograd.grad(out, [q, k, v], tensors[3]) if tensors[3:] else ())]
-
-
-def _ring(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
-    """The same with PyTorch's ring called itself."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    q, k, v, *grad_out = tensors
-    aten, group = torch.ops.aten, mesh.get_group()
-    how = {"is_causal": task["is_causal"], "dropout_p": 0.0, "scale": task["scale"]}
-    forward: Any = ring._templated_ring_attention
-    operator = aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = forward(group, SEQUENCE, operator, q, k, v, **how)
-    if not grad_out:
-        return [out]
-    backward: Any = ring._templated_ring_attention_backward
-    operator = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = (grad_out[0], "grad_out", q, k, v, out, lse)
-    return [out, *backward(group, SEQUENCE, operator, *given, **how)[:3]]
