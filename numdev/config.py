@@ -266,8 +266,6 @@ class SweepRequest(SweepConfig):
 
 
 class DiagnoseRequest(Reading):
-    """A resolved diagnosis."""
-
     target: str  # what it is called
     targets: tuple[str, ...]
     attention: dict[str, Scalar]  # the options of `emulated` that are diagnosed

@@ -36,7 +36,6 @@ LOG = logging.getLogger("numdev")
 
 
 def show(numbers: Numbers) -> None:
-    """Print what was found, if anything was."""
     if numbers["finding"]:
         print(f"numdev.watch, step {numbers['step']}: {numbers['finding']}", flush=True)
 

@@ -91,7 +91,6 @@ class Selection:
         return tuple(sorted({h // self.case.group for h in self.heads}))
 
     def heads_of(self, tensor: str) -> tuple[int, ...]:
-        """The heads of `tensor` that are measured."""
         return self.kv_heads if tensor in KV_TENSORS else self.heads
 
     def row_indices(self, tensor: str) -> Tensor | None:
@@ -99,7 +98,6 @@ class Selection:
         return self.keys if tensor in KV_TENSORS else self.queries
 
     def length_of(self, tensor: str) -> int:
-        """How many rows a tensor of the call has."""
         return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
 
     def sampled_from(self, tensor: str) -> int | Strata | None:

@@ -145,7 +145,6 @@ class Workers:
         future.add_done_callback(self.arrived.put)
 
     def rest(self) -> Iterator[Finished]:
-        """What is still to come of all cases."""
         while self.flights:
             yield from self._landed()
 

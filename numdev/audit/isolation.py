@@ -79,7 +79,6 @@ def copied(record: Any, device: str | torch.device | None = None) -> Any:
 
 
 def tensors_of(record: Any) -> dict[str, Tensor]:
-    """The fields of a case or an output that are tensors."""
     return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
 
 
@@ -237,7 +236,6 @@ def serve(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """PyTorch on so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

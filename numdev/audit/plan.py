@@ -221,7 +221,6 @@ def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Forma
 
 
 def digest(data: Any) -> str:
-    """A short, stable hash of plain data."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -38,8 +38,6 @@ FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageErr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What came of one task."""
-
     rows: list[DeviationRow]  # one per head and tensor, or a single one that says why there is none
     output: Output | None = None  # what the kernel returned first; None where it returned nothing
     held_to: Mapping[str, Tensor] = field(default_factory=dict)
@@ -270,7 +268,6 @@ def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
 
 
 def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> CaseRecord:
-    """What a case is, in plain data, for the report."""
     same = ("heads", "kv_heads", "q_len", "kv_len", "is_causal", "causal_offset", "window")
     return CaseRecord(
         case=case.ref.case,

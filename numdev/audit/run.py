@@ -81,8 +81,6 @@ def audit(
 
 
 class Results(NamedTuple):
-    """What came of a source that was measured as planned."""
-
     journal: Journal
     rows: tuple[records.DeviationRow, ...]
     findings: tuple[records.Finding, ...]

@@ -32,7 +32,6 @@ class SweepPlan:
 
     @property
     def size(self) -> str:
-        """How much there is to measure, in words."""
         cells = len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
         seeds = len(self.request.seeds)
         return f"{cells} cells x {seeds} seeds: {cells * seeds} tasks."

@@ -188,7 +188,6 @@ def bench_of(
     gradients: bool = False,
     sample: Sample | None = None,
 ) -> Bench:
-    """A case in memory, prepared in a format."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())

@@ -54,7 +54,6 @@ class Stopwatch:
             self._last = time.perf_counter()
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Count what another one counted."""
         for section in self._spent:
             self._spent[section] += seconds[section]
 

@@ -44,7 +44,6 @@ class Verdict:
 
     @functools.cached_property
     def limits(self) -> Rules:
-        """The rules, read."""
         from numdev.gate.rules import default_rules, read_rules
 
         return read_rules(self.rules) if self.rules else default_rules()
@@ -90,7 +89,6 @@ class Verdict:
 
 
 def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A Verdict, as options."""
     rules = click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
     junit = click.option(
         "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."

@@ -58,7 +58,6 @@ class _Commands(click.Group):
         return command
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands in sections, then the options."""
         for title, section in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{name:8}", words) for name, (_, words) in section.items()])

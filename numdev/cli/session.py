@@ -28,8 +28,6 @@ OUTPUT = "Directory for the results.  [default: numdev-reports/NAME-HASH]"
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What the user wants to have of a report."""
-
     output: Path | None
     overwrite: bool
     as_json: bool
@@ -42,12 +40,10 @@ class Results:
         return self.output or Path("numdev-reports") / f"{name}-{digest}"
 
     def say(self, text: str) -> None:
-        """A sentence on stderr, unless nothing is to be said."""
         if not self.quiet:
             click.echo(text, err=True)
 
     def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
-        """What a study comes to."""
         same = {"overwrite": self.overwrite, "command": command_line()}
         return self.watched(run, *asked, **same, **more)
 
@@ -154,5 +150,4 @@ def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
 
 
 def command_line() -> str:
-    """What was typed."""
     return " ".join(["numdev", *sys.argv[1:]])

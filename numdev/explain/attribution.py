@@ -50,8 +50,6 @@ WHOLLY: tuple[Claim, ...] = ({"exponential": "fexp_u20"}, {"rounding": "toward_z
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How well the best variant of one preset fits."""
-
     preset: str
     claim: Claim
     residual: float

@@ -41,7 +41,6 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
 
 
 def scales(case: AttentionCase) -> Changes:
-    """Wrong scales, as numbers."""
     d, asked = case.q.shape[-1], case.scale
     known = {
         "the scores are not scaled": 1.0,

@@ -89,7 +89,6 @@ def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
 
 
 def _mistakes(case: AttentionCase, exact: Step, given: Step) -> Iterator[tuple[str, Step]]:
-    """What is tried, with what would come out."""
     with torch.enable_grad():
         leaves: Any = {n: getattr(case, n).double().requires_grad_() for n in "qkv"}
         tried = [*variants(dataclasses.replace(case, **leaves))]

@@ -79,7 +79,6 @@ class Names:
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
     def kernel(self, row: DeviationRow) -> Key:
-        """Role, kernel, options and format."""
         several = (row.role, row.kernel) in self._several
         return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
 
@@ -92,7 +91,6 @@ class Names:
         return (self.kernel(row), self.call(row), row.tensor in GRADIENTS)
 
     def row(self, row: DeviationRow) -> Key:
-        """One head of one tensor."""
         return (self.kernel(row), self.call(row), row.tensor, row.head)
 
     def inputs(self, row: DeviationRow) -> Key:
@@ -163,8 +161,6 @@ def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
 
 
 class Change(NamedTuple):
-    """One metric of a pair."""
-
     metric: str
     a: float
     b: float

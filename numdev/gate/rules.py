@@ -67,8 +67,6 @@ class Patterns(Strict):
 
 
 class Selector(Patterns):
-    """Which rows."""
-
     role: Annotated[tuple[Judgeable, ...], BeforeValidator(as_list)] = ("kernel",)
     out_format: Names = ()
     case: Names = ()
@@ -201,8 +199,6 @@ class Threshold(Limit):
 
 
 class Rules(Strict):
-    """A gate file."""
-
     name: str = "default"
     holds_for: dict[str, str] = Field(default_factory=dict)
     """Keys of the report's system, for example cpu_capability or gpu, with a pattern for each: a

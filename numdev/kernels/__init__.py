@@ -309,7 +309,6 @@ def fingerprint(*functions: Callable[..., Any]) -> str:
 
 
 def summary_of(function: Callable[..., Any]) -> str:
-    """The first line of its docstring."""
     return (inspect.getdoc(function) or "").split("\n")[0]
 
 

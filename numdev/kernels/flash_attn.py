@@ -25,8 +25,6 @@ SPLITS: Mapping[str, Any] = {"num_splits": 1, "pack_gqa": None}
 
 
 class Version(NamedTuple):
-    """What one version has of its own."""
-
     number: int
     package: str
     module: str

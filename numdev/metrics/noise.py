@@ -29,8 +29,6 @@ ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Of one head of one tensor."""
-
     noise: float | None
     """Root mean square difference of two runs; None where no element is finite in any two."""
     flickering: int  # elements that are NaN or infinite in one run and not, or not so, in another

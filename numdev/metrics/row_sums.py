@@ -29,8 +29,6 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSums:
-    """Of an output, on the device."""
-
     sums: yardstick.Sums
     largest: dict[str, Tensor]  # [B, H, rows], of which the largest over rows counts
     signed: tuple[Tensor, ...] = ()

@@ -449,8 +449,6 @@ class Streamed:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the model be run."""
-
         def leave(unit: nn.Module, *_: Any) -> None:
             for places, name, _weight, empty in self.units[unit]:
                 places[name] = empty
@@ -494,7 +492,6 @@ class InMemory:
 
     @property
     def reads(self) -> str:
-        """Its inputs in words."""
         named = self.inputs.items()
         return ", ".join(f"{n} {list(x.shape) if isinstance(x, Tensor) else x}" for n, x in named)
 

@@ -298,7 +298,6 @@ class SplitTensor:
 
 
 def is_distributed(path: Path) -> bool:
-    """Whether torch.distributed.checkpoint wrote this directory."""
     return (path / METADATA).is_file()
 
 

@@ -38,7 +38,6 @@ class Upstream:
     why_not: str = ""  # Why the model's loss is not used, where it has one
 
     def describe(self) -> str:
-        """For the report."""
         return self.loss or drawn_from(self.seed) + (f" ({self.why_not})" if self.why_not else "")
 
 

@@ -28,6 +28,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import capture as capturing
 from numdev.sources import files as storage
+from numdev.sources.checkpoint import VARIADIC
 from numdev.sources.files import blaming, name_of, quiet
 from numdev.sources.loss import drawn_from, with_drawn
 from numdev.sources.prompts import read_text
@@ -49,11 +50,9 @@ ALLOWED = {
 WRITTEN_BY = f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them"
 STEPS = 4  # Denoising steps, where nobody says how many
 PROMPT_TOKENS = 16  # Of a drawn prompt, at most
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether this is the directory of a diffusers pipeline."""
     return (path / INDEX).is_file()
 
 

@@ -123,7 +123,6 @@ class StoredCase:
 
     @property
     def upstream_from(self) -> str:
-        """Where its grad_out comes from, in words."""
         if "grad_out" in self.tensors:
             return self.call.grad_out or "stored in the file"
         return "" if self.upstream is None else drawn_from(self.upstream)

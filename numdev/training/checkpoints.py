@@ -37,7 +37,6 @@ NAMES = {
 
 
 def place(directory: Path, variant: str, seed: int, step: int) -> Path:
-    """Where a checkpoint of a run in `directory` goes."""
     return directory / FOLDER / f"{folder_of(variant)}-seed{seed}-step{step}"
 
 

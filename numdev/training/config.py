@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from numdev.config import Choice, Named, Positive, Seeds
+from numdev.config import Choice, Count, Named, Positive, Seeds
 from numdev.errors import UsageError, closest
 from numdev.training.report import VariantRole
 from numdev.yamlfile import Strict
@@ -22,7 +22,6 @@ Format = Literal["float32", "bfloat16", "float16", "pure bfloat16"]
 AttentionFormat = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
-Step = Annotated[int, Field(ge=0, strict=True)]
 MOST_STEPS = 10_000_000
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
 DIFFERENCES = {
@@ -102,7 +101,7 @@ class Optimiser(Strict):
     momentum: Share = 0.0  # of sgd
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up
-    warmup: Step = 0  # steps over which the rate grows linearly
+    warmup: Count = 0  # steps over which the rate grows linearly
     final: Share = 0.01  # of the highest rate, where `cosine` ends
     clip: Above | None = 1.0  # the largest norm of all gradients together; None: not clipped
 
@@ -182,7 +181,7 @@ class TrainConfig(_Run):
     """The keys of a YAML file for `numdev train`."""
 
     seeds: Seeds = (0,)  # A list, or how many, counted from 0
-    record: Literal["log"] | tuple[Step, ...] = "log"  # steps at which everything is measured,
+    record: Literal["log"] | tuple[Count, ...] = "log"  # steps at which everything is measured,
     record_every: Positive | None = None  # and all multiples of this (`recorded_steps`)
     optimiser: Optimiser = Optimiser()
     variants: tuple[VariantConfig, ...]
@@ -204,8 +203,6 @@ class TrainConfig(_Run):
 
 
 class TrainRequest(_Run):
-    """A resolved training run."""
-
     target: str
     seeds: tuple[int, ...]
     recorded: tuple[int, ...]

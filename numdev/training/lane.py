@@ -214,7 +214,6 @@ class Lane:
         return gradient
 
     def weights(self) -> dict[str, Tensor]:
-        """By name, as they are now."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
     def state(self) -> dict[str, Any]:

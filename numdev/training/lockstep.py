@@ -82,7 +82,6 @@ class Lockstep:
                 written.unlink(missing_ok=True)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state of this run and seed."""
         for lane in self.lanes:
             lane.load(state["lanes"][lane.variant.name])
         self.step = state["step"]

@@ -35,7 +35,6 @@ PARTS = {
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's own causal attention."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
@@ -103,8 +102,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder's layer."""
-
     attention: Attention
     mlp: MLP
     norm_1: Norm

@@ -27,8 +27,6 @@ VariantRole = Literal[
 
 
 class VariantRecord(Record):
-    """One variant, as it ran."""
-
     name: str
     role: VariantRole
     kernel: str
@@ -72,8 +70,6 @@ class DistanceRow(Record):
 
 
 class TrainSummary(Record):
-    """What a reader wants first."""
-
     answer: tuple[str, ...]
     steps: int  # taken by every seed
     seeds: tuple[int, ...]

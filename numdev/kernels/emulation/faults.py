@@ -32,8 +32,6 @@ Results = dict[str, Tensor]
 
 
 class Planted(NamedTuple):
-    """What a fault changes."""
-
     case: AttentionCase
     options: Mapping[str, str] = {}
     spoil: Callable[[Results], Results] = lambda results: results
@@ -52,7 +50,6 @@ class Control:
     in_backward_only: bool = False  # whether the output is sound, and only gradients show it
 
     def said(self, dose: float) -> str:
-        """The fault in words."""
         return self.words.format(dose=dose, percent=100 * dose, fewer=dose - 1)
 
     def kernel(self) -> Kernel:

@@ -144,8 +144,6 @@ class KernelVerdict(OfKernel):
 
 
 class Provenance(Record):
-    """Where the numbers come from."""
-
     numdev: str
     command: str
     created: str  # UTC, ISO 8601

@@ -50,8 +50,6 @@ class CaseRecord(Record):
 
 
 class OfKernel(Record):
-    """Whose numbers they are."""
-
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -59,8 +57,6 @@ class OfKernel(Record):
 
 
 class _OfCall(Record):
-    """Which call a row is of."""
-
     case: str
     source: str
     module: str

@@ -108,8 +108,6 @@ class Tick(Record):
 
 
 class Axis(Record):
-    """What curves run along."""
-
     name: str
     title: str
     scale: Literal["linear", "log", "category"]

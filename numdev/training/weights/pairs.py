@@ -40,7 +40,6 @@ def unfit(x: Tensor) -> str | None:
 
 
 def name_of(x: Tensor) -> str:
-    """The name of a tensor's dtype."""
     return str(x.dtype).removeprefix("torch.")
 
 

@@ -46,8 +46,6 @@ class WeightNumbers(Record):
 
 
 class TensorRow(WeightNumbers):
-    """One tensor."""
-
     tensor: str
     kind: str
     shape: tuple[int, ...]
@@ -80,8 +78,6 @@ class Remark(Record):
 
 
 class SourceRecord(Record):
-    """One set of weights."""
-
     name: str
     tensors: int
     elements: int
@@ -89,8 +85,6 @@ class SourceRecord(Record):
 
 
 class WeightsSummary(Record):
-    """What a reader wants first."""
-
     answer: tuple[str, ...]
 
 

@@ -215,7 +215,6 @@ def kind_of(name: str) -> str:
 def _groups(
     rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]
 ) -> Iterator[records.GroupRow]:
-    """For each set: all together, then by kind."""
     for of in dict.fromkeys(row.of for row in rows):
         for name in (records.ALL, *KINDS):
             these = [
