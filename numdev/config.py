@@ -333,5 +333,4 @@ def _asked(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def demo_checkpoint() -> Path:
-    """The demo checkpoint that ships with the package."""
     return Path(__file__).parent / "data" / "demo"

@@ -52,6 +52,7 @@ class System:
     def here(cls, device: str = "auto") -> System:
         """Probe this machine. `device` is `auto`, `cpu` or `cuda`; raises UsageError if absent."""
         import torch
+        from torch.nn.attention import current_flash_attention_impl
 
         has_cuda = torch.cuda.is_available()
         if device not in ("auto", "cpu", "cuda"):
@@ -81,7 +82,7 @@ class System:
             packages=_packages(),
             settings={
                 **{name: read() for name, (read, _) in switches().items()},
-                "flash_attention_impl": flash_attention_impl(),
+                "flash_attention_impl": current_flash_attention_impl(),  # in place of its own
             },
         )
 
@@ -163,14 +164,6 @@ def switches() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]
         "sdpa_math_reduced_precision": math,
         "deterministic_algorithms": repeatable,
     }
-
-
-def flash_attention_impl() -> str | None:
-    """What `torch.nn.attention.activate_flash_attention_impl` put in place of PyTorch's own flash
-    attention kernels, by its name; None: nothing."""
-    from torch.nn.attention import current_flash_attention_impl
-
-    return current_flash_attention_impl()
 
 
 def _found(path: Path, pattern: str) -> str | None:

@@ -31,7 +31,7 @@ from numdev.report.numbers import si
 from numdev.system import System
 from numdev.yamlfile import validated
 
-Thresholds = str | Path | Mapping[str, Any] | Rules | None
+Thresholds = str | Path | Mapping[str, Any] | None
 Cases = Named | Sequence[Named] | None
 SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 
@@ -183,8 +183,6 @@ def _rules(thresholds: Thresholds) -> Rules:
     """Raises UsageError, naming the key, for what are no rules."""
     if thresholds is None:
         return default_rules_for_checks()
-    if isinstance(thresholds, Rules):
-        return thresholds
     if isinstance(thresholds, Mapping):
         return validated({"name": "given", **thresholds}, Rules, "thresholds")
     return read_rules(Path(thresholds))

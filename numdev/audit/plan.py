@@ -37,8 +37,6 @@ RECORDED = ("backward", "heads", "rows", "repeats", "named")  # of a plan, in th
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A kernel as every case will meet it."""
-
     role: Role
     kernel: Kernel
     options: Mapping[str, Any]

@@ -79,7 +79,6 @@ class Probe:
 
     @cached_property
     def own(self) -> AttentionCase:
-        """The case itself, cut down."""
         return self.part(self.case)
 
     @cached_property

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import MeasurementError
 from numdev.kernels import NOTHING, Output, Refused, Requirement, kernel
 from numdev.kernels.output import differentiate, why_not
-from numdev.system import System, flash_attention_impl
+from numdev.system import System
 
 FUSED = {
     "_scaled_dot_product_flash_attention": SDPBackend.FLASH_ATTENTION,
@@ -130,7 +130,7 @@ def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
 def _named(operator: str) -> str:
     """An operator as evidence: a flash operator with what was activated in its place, as in
     `_scaled_dot_product_flash_attention (FA4)`. Nothing is claimed of how that rounds."""
-    active = flash_attention_impl()
+    active = current_flash_attention_impl()
     flash = FUSED.get(operator.removesuffix("_backward")) == SDPBackend.FLASH_ATTENTION
     return f"{operator} ({active})" if active and flash else operator
 

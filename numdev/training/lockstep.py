@@ -19,7 +19,7 @@ from numdev.training.data import Tokens
 from numdev.training.lane import Lane
 from numdev.training.measure import distance, row_of
 
-STATE = "state.pt"
+STATE, PARTLY = "state.pt", ".state.pt.partly"  # what it is called until it is complete
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -72,7 +72,7 @@ class Lockstep:
         """Write the state, for the run of this name; atomically. MeasurementError where it
         cannot."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
-        written = partly(path)
+        written = path.with_name(PARTLY)
         state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
         with naming(path, "the state cannot be saved", "is there room, and may you write there?"):
             try:
@@ -85,11 +85,6 @@ class Lockstep:
         for lane in self.lanes:
             lane.load(state["lanes"][lane.variant.name])
         self.step = state["step"]
-
-
-def partly(path: Path) -> Path:
-    """What a state is called until it is complete."""
-    return path.with_name(f".{path.name}.partly")
 
 
 def read_state(path: Path, run: str) -> dict[str, Any]:

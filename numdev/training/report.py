@@ -38,8 +38,6 @@ class VariantRecord(Record):
 
 
 class TrainRow(Record):
-    """One variant at one recorded step."""
-
     seed: int
     variant: str
     step: int

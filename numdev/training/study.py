@@ -10,6 +10,7 @@ import itertools
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from numdev.system import System
 from numdev.training import checkpoints, figures
 from numdev.training.config import TrainRequest, Variant
 from numdev.training.data import Tokens, load
-from numdev.training.lockstep import STATE, Lockstep, deterministic, partly, read_state
+from numdev.training.lockstep import PARTLY, STATE, Lockstep, deterministic, read_state
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
 from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
@@ -95,24 +96,22 @@ def train(
         )
 
 
+@dataclass(eq=False)
 class _Run:
     """One call of the study, until it is finished or the monotonic clock says `until`."""
 
-    def __init__(
-        self,
-        request: TrainRequest,
-        data: Tokens,
-        device: torch.device,
-        journal: Journal,
-        progress: Progress,
-        watch: Stopwatch,
-        until: float | None,
-    ) -> None:
-        self.request, self.data, self.device, self.journal = request, data, device, journal
-        self.progress, self.watch, self.until = progress, watch, until
-        self.state = journal.directory / STATE
-        self.name = digest(journal.header)  # what a saved state must be of
-        self.loss: float | None = None  # the last that was recorded of the golden run
+    request: TrainRequest
+    data: Tokens
+    device: torch.device
+    journal: Journal
+    progress: Progress
+    watch: Stopwatch
+    until: float | None
+    loss: float | None = None  # the last that was recorded of the golden run
+
+    def __post_init__(self) -> None:
+        self.state = self.journal.directory / STATE
+        self.name = digest(self.journal.header)  # what a saved state must be of
 
     def finished(self) -> bool:
         """Train all seeds; False if time ran out before, with the state saved."""
@@ -121,8 +120,8 @@ class _Run:
             self.journal.visit(_key(*place))
         done = all(self.is_recorded(s, request.steps) or self.seed(s) for s in request.seeds)
         if done:
-            for path in (self.state, partly(self.state)):  # the latter where a save was killed
-                path.unlink(missing_ok=True)
+            for name in (STATE, PARTLY):  # the latter where a save was killed
+                (self.journal.directory / name).unlink(missing_ok=True)
         return done
 
     def is_recorded(self, seed: int, step: int) -> bool:
