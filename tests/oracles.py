@@ -316,6 +316,12 @@ def make_case(
     return AttentionCase(q=(q * logits).to(dtype), k=k, v=v, mask=mask, sinks=sinks, **fields)
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """N(0, 1) numbers in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
 def with_grad(case: AttentionCase, positive: bool = False) -> AttentionCase:
     """The case with dO ~ N(0, 1), or |N(0, 1)|, in its dtype."""
     shape = (*case.q.shape[:3], case.v.shape[-1])

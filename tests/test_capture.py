@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capturing import TOLERANCE, Run, attend, eager, merged, opened, worst
+from oracles import normal
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
@@ -345,10 +346,6 @@ def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
 PAIR, ROW, E, HEADS = 2, 5, 16, 4
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(ROW, dtype=torch.float64)
 PADDED = torch.tensor([[False] * ROW, [False] * 3 + [True] * 2])
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 class One(nn.Module):

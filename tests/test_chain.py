@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracles import FEATURES, step, to_cuda
+from oracles import FEATURES, normal, step, to_cuda
 from scipy import stats
 from torch import Tensor
 
@@ -376,11 +376,6 @@ def test_cuda_and_cpu_agree() -> None:
     for a, b in zip(again.heads, found.heads, strict=True):
         assert a.nulls == b.nulls
         assert_same(numbers(a, *names), numbers(b, *names), rel=2e-2)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def everything(x: Tensor) -> Tensor:

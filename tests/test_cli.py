@@ -386,14 +386,8 @@ def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
     (verdict,) = report.read(Path("out")).verdicts
     assert (verdict.outcome, verdict.finding) == ("unmeasured", 0)
     if flag is None:
-        assert ran.out.split()[:6] == [
-            "NOT",
-            "JUDGED",
-            "sdpa-cudnn",
-            "bfloat16",
-            "was",
-            "requested,",
-        ]
+        verdict_said = " ".join(ran.out.split())
+        assert verdict_said.startswith("NOT JUDGED sdpa-cudnn bfloat16 was requested,")
     assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
     assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0
 

@@ -172,7 +172,7 @@ def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
     try:
         for deterministic in (True, False):
             torch.use_deterministic_algorithms(deterministic)
-            there = ran(shared, "broken_kernels:sees", case, {"what": "torch"})
+            there = ran(shared, "broken_kernels:sees", case, {})
             assert isinstance(there, Output)
             assert there.ran == repr((torch.get_num_threads(), deterministic))
     finally:

@@ -19,6 +19,7 @@ import torch
 import yaml
 from commands import run as numdev
 from scipy.stats import wasserstein_distance
+from stored import Calls
 
 from numdev.audit.journal import JOURNAL
 from numdev.cases import AttentionCase, CaseRef
@@ -328,14 +329,10 @@ def test_a_repeat_draws_what_the_golden_run_drew(tmp_path: Path) -> None:
     assert weights_of(report, "another")[-1].max_abs > 0.0
 
 
-class Harm:
-    """Makes a directory when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
+HARM = {"run": Calls(os.mkdir, "harm")}
 
 
-@pytest.mark.parametrize("content", [None, [1], {"run": Harm()}], ids=["bytes", "list", "code"])
+@pytest.mark.parametrize("content", [None, [1], HARM], ids=["bytes", "list", "code"])
 def test_a_damaged_state_is_no_state(tmp_path: Path, content: Any, monkeypatch: Any) -> None:
     """And one that would run code when unpickled does not."""
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from commands import ran
 from safetensors.torch import save_file
 from scipy.stats import wasserstein_distance
-from stored import distributed, sharded
+from stored import Calls, distributed, sharded
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -433,19 +433,9 @@ def test_pieces_that_leave_a_gap_are_refused(blocks: Any, tmp_path: Path) -> Non
         values(pieces(tmp_path / "d", blocks))
 
 
-class _Runs:
-    """What a hostile pickle does: call something."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> Any:
-        return self.call[0], self.call[1:]
-
-
 @pytest.mark.parametrize("content", [
-    _Runs(os.mkdir, "ran"), {"state_dict_metadata": _Runs(os.system, "touch ran")},
-    _Runs(torch.load, "x"), torch.nn.Linear(2, 2),
+    Calls(os.mkdir, "ran"), {"state_dict_metadata": Calls(os.system, "touch ran")},
+    Calls(torch.load, "x"), torch.nn.Linear(2, 2),
 ])  # fmt: skip
 def test_metadata_that_calls_is_refused(content: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """A pickle that would call or build anything is refused by its name, and nothing runs."""
