@@ -31,6 +31,7 @@ from numdev.system import Requirement, System
 TORCH = {"torch": "2.13.0"}
 CPU = System(device="cpu", cpu="a laptop", packages=TORCH)
 V100 = System(device="cuda", gpu="Tesla V100", capability=(7, 0), packages=TORCH)
+A100 = System(device="cuda", gpu="NVIDIA A100", capability=(8, 0), devices=1)
 BOTH = {**TORCH, "triton": "3.6.0"}
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), packages=BOTH)
 ROOT = Path(numdev.__file__).parent.parent
@@ -105,7 +106,7 @@ def test_senseless_options(name: str, options: dict[str, Any], says: str) -> Non
         find(name).with_options(options)
 
 
-SHAPE, ROWS = (1, 2, 4, 4), (1, 2, 4)
+SHAPE = (1, 2, 4, 4)
 
 
 @pytest.mark.parametrize(("returned", "says"), [
@@ -289,16 +290,20 @@ def test_a_plugin_that_raises(source: str, says: str, plug_in: Callable[[str], s
 NO_CUDA = "needs CUDA, and this audit runs on CPU"
 
 
-@pytest.mark.parametrize(("system", "name", "missing"), [
+@pytest.mark.parametrize(("system", "needs", "missing"), [
     (CPU, "sdpa-flash", None), (CPU, "sdpa-efficient", NO_CUDA), (H200, "sdpa-cudnn", None),
     (V100, "sdpa-efficient", None),
     (V100, "sdpa-cudnn", "needs compute capability 8.0 or newer; Tesla V100 has 7.0"),
     (CPU, "triton-flash", NO_CUDA), (H200, "triton-flash", None),
     (V100, "triton-flash", "needs the package triton, which is not installed"),
+    (A100, "sdpa-cudnn", None), (A100, Requirement(devices=1, device="cuda"), None),
+    (A100, Requirement(devices=2), "needs 2 CUDA devices, found 1"),
+    (A100, Requirement(device="cpu"), "needs CPU, and this audit runs on CUDA"),
 ])  # fmt: skip
-def test_availability_anywhere(system: System, name: str, missing: str | None) -> None:
-    """Whether a kernel can run on a machine is a function of that machine's snapshot."""
-    assert find(name).missing(system) == missing
+def test_availability_anywhere(system: System, needs: Any, missing: str | None) -> None:
+    """Whether a kernel can run on a machine is a function of that machine's snapshot. What is
+    exactly enough is enough."""
+    assert (find(needs) if isinstance(needs, str) else needs).missing(system) == missing
 
 
 SAYS = {
@@ -331,19 +336,6 @@ def test_this_machine_is_as_torch_has_it_now() -> None:
             assert settings["float32_matmul_precision"] == precision
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize(("needs", "missing"), [
-    ({"capability": (8, 0), "devices": 1, "device": "cuda"}, None),
-    ({"capability": (9, 0)}, "needs compute capability 9.0 or newer; NVIDIA A100 has 8.0"),
-    ({"devices": 2}, "needs 2 CUDA devices, found 1"),
-    ({"device": "cpu"}, "needs CPU, and this audit runs on CUDA"),
-    ({"package": "flash_attn"}, "needs the package flash_attn, which is not installed"),
-])  # fmt: skip
-def test_what_a_machine_lacks_is_said(needs: dict[str, Any], missing: str | None) -> None:
-    """What is exactly enough is enough."""
-    a100 = System(device="cuda", gpu="NVIDIA A100", capability=(8, 0), devices=1)
-    assert Requirement(**needs).missing(a100) == missing
 
 
 # --- a third party's package ---------------------------------------------------------------------
