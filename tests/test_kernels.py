@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ran
 from oracles import GRADIENTS, U64, make_case, step
 
 import numdev
@@ -360,20 +361,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work / "site"
 
 
-def numdev_in(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`numdev ARGUMENTS` in a process that sees the installed package."""
-    command = [sys.executable, "-m", "numdev", *arguments]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1"}
-    there: Any = {"env": env, "cwd": site.parent}
-    return subprocess.run(command, **there, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.slow
 def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
     """The package's registered kernel, with its option, and its plain function are measured."""
     config = installed.parent / "small.yaml"
     config.write_text(PLUGIN_CASES)
-    answer = numdev_in(installed, "audit", str(config), "--device", "cpu", "--json")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{installed}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "numdev", "audit", str(config), "--device", "cpu", "--json"]
+    there: Any = {"env": env, "cwd": installed.parent}
+    answer = subprocess.run(command, **there, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     rows = [r for r in json.loads(answer.stdout)["rows"] if r["role"] == "kernel"]
     by_kernel = {r["kernel"]: r for r in rows if r["tensor"] == "out"}
@@ -385,18 +381,18 @@ def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
         assert row["floor_ratio"] < 2  # fp32 arithmetic and one rounding
 
 
-@pytest.mark.slow
-def test_the_tutorials_example(tmp_path: Path) -> None:
+def test_the_tutorials_example(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """The plain function of docs/kernels.md has the mistake that the page says numdev names."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     blocks = [b.split("```")[0] for b in page.split("```python\n")[1:]]
     (tmp_path / "mine.py").write_text(next(b for b in blocks if "def my_attention" in b))
+    monkeypatch.syspath_prepend(tmp_path)
     config = tmp_path / "small.yaml"
     config.write_text("cases: [{name: s, heads: 2, seq_len: 48, head_dim: 16, causal: true}]")
-    audit = ["audit", str(config), "--kernel", "mine:my_attention", "--device", "cpu"]
-    answer = numdev_in(tmp_path, *audit, "-o", str(tmp_path / "report"))
-    assert answer.returncode == 0, answer.stderr
-    assert " ".join(answer.stdout.split()).startswith(
+    audit = ("audit", config, "--kernel", "mine:my_attention", "--device", "cpu")
+    code, out, _ = ran(capsys, *audit, "-o", tmp_path / "report")
+    assert code == 0
+    assert " ".join(out.split()).startswith(
         "FAIL mine:my_attention bfloat16 does not compute the requested attention: the causal mask "
         "is off by one: each query sees one key too many (computed that way, the fp64 result is "
     )
