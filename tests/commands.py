@@ -33,7 +33,6 @@ def refused(arguments: list[str]) -> str | None:
         return f"no command {name}"
     group = click.Context(cli, **cli.context_settings)  # a command keeps how its help was asked for
     command = cli.get_command(group, name)
-    assert command is not None
     try:
         with command.make_context(name, rest, parent=group):
             return None

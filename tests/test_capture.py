@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import models
 import pytest
@@ -206,12 +207,8 @@ def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> 
     """The logits are those of a run without capture; hooks and modes are gone, also on an error."""
     model, given = opened("gemma2", tmp_path), text("left")
     before = model(**given).logits
-
-    def stop(case: AttentionCase) -> None:
-        raise Stop
-
     with pytest.raises(Stop):
-        capture(model, given, stop, source="")
+        capture(model, given, Mock(side_effect=Stop), source="")
     assert not _get_current_function_mode_stack()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.is_grad_enabled()
@@ -465,16 +462,12 @@ def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], paddin
 
 def test_nothing_of_torch_is_changed() -> None:
     """Neither the function nor the fast path, also after an error in the middle."""
-
-    def stop(case: AttentionCase) -> None:
-        raise Stop
-
     sdpa, whole = F.scaled_dot_product_attention, F.multi_head_attention_forward
     for enabled in (True, False):
         torch.backends.mha.set_fastpath_enabled(enabled)
         try:
             with pytest.raises(Stop):
-                capture(Layers(), {"x": normal(PAIR, ROW, E)}, stop, source="")
+                capture(Layers(), {"x": normal(PAIR, ROW, E)}, Mock(side_effect=Stop), source="")
             assert torch.backends.mha.get_fastpath_enabled() == enabled
         finally:
             torch.backends.mha.set_fastpath_enabled(True)

@@ -203,11 +203,9 @@ def test_the_cure_that_helps_most() -> None:
 
 
 def report(*rows: HeadRow) -> DiagnoseReport:
-    sample = read(SAMPLE)
-    assert isinstance(sample, DiagnoseReport)
     ranking = ranked(rows, ())
     summary = DiagnoseSummary(answer=answer(ranking, rows, ()), ranking=ranking)
-    return sample.model_copy(update={"heads": rows, "summary": summary})
+    return read(SAMPLE).model_copy(update={"heads": rows, "summary": summary})
 
 
 def test_a_report_without_anything() -> None:

@@ -17,7 +17,7 @@ from recipes import drawn as drawn_case
 from test_isolation import gone
 from torch import Tensor
 
-from numdev.audit.isolation import Failure, attempt
+from numdev.audit.isolation import attempt
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.formats import FORMATS
@@ -102,7 +102,6 @@ def test_rows_that_a_shard_hides_make_no_nan() -> None:
     case = drawn(12, mask=mask)
     for order in ("ring", *WHOLE_QUERIES):
         found = run(case, shards=3, order=order)
-        assert found.lse is not None
         assert torch.isneginf(found.lse[:, :, 3]).all()
         assert not found.out[:, :, 3].any()
         assert all(getattr(found, t).isfinite().all() for t in TENSORS)
@@ -167,7 +166,6 @@ def test_the_claim_predicts_the_errors(name: str, order: str) -> None:
     for shards, inner in ((2, "sdpa-flash"), (5, "sdpa-flash"), (4, "emulated")):
         found = run(case, shards=shards, order=order, inner=inner)
         claim = SHARDED.claims(case, found, SYSTEM)
-        assert claim is not None
         predicted = emulated_step(case, claim)
         real, expected = errors(case, found), errors(case, predicted)
         for t in TENSORS:
@@ -246,7 +244,6 @@ def test_a_rank_that_dies_is_one_failed_row() -> None:
     pids = list(together(2, "cpu").ranks.pids())
     os.kill(pids[1], signal.SIGKILL)
     failed = attempt(PARALLEL, case, {})
-    assert isinstance(failed, Failure)
     assert failed.status == "failed"
     assert "rank 1 of 2: process 1 terminated with signal SIGKILL" in failed.reason
     assert all(map(gone, pids))

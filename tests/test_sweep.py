@@ -216,7 +216,6 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     names = ["cells.csv", "report.html", "report.json", "rows.csv", "rows.jsonl"]
     assert sorted(p.name for p in out.iterdir()) == names
     found = report.read(out)
-    assert isinstance(found, SweepReport)
     assert f"{len(found.cells)}" == str(len((out / "cells.csv").read_text().splitlines()) - 1)
     assert "rms error" in result.stdout
     assert invoked("report", out).stdout == result.stdout, "`numdev report` shows the same"
@@ -238,7 +237,6 @@ def test_every_bundled_sweep_is_valid(path: Path) -> None:
     """At least five seeds, as a confidence interval needs, and comments that say what it is. The
     hazards look for what goes wrong, not for a mean: two will do."""
     found = read_yaml(path, SweepConfig)
-    assert found.seeds is not None
     assert len(found.seeds) >= (2 if path.stem == "hazards" else 5)
     assert found.title
     assert path.read_text().startswith("# ")
