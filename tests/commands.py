@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import pytest
 
 from numdev.cli.main import COMMANDS, cli, main
 
@@ -43,10 +42,8 @@ def refused(arguments: list[str]) -> str | None:
 def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
     """The one line that refuses to audit a target, with this exit code."""
     capsys.readouterr()  # saving a model shows a progress bar
-    with pytest.raises(SystemExit) as stop:
-        main(["audit", str(target), *flags, "--output", str(target.parent / "refused")])
-    err = capsys.readouterr().err
-    assert stop.value.code == code, err
+    found, _, err = ran(capsys, "audit", target, *flags, "--output", target.parent / "refused")
+    assert found == code, err
     assert err.count("\n") == 1
     assert "unexpected" not in err
     assert not (target.parent / "refused").exists()

@@ -525,11 +525,8 @@ def test_a_report_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     as a figure with a map for each kernel, and where it is not by a plain line."""
     case = {"name": '"><b>', "heads": 3, "seq_len": 9, "head_dim": 8, "inputs": "normal"}
     report = numdev.audit(cases=case, kernels=["sdpa-math", twice])
-    assert (
-        str(report)
-        == repr(report)
-        == "<AuditReport cases: FAIL (test_api:twice); 15 rows; 1 finding>"
-    )
+    line = "<AuditReport cases: FAIL (test_api:twice); 15 rows; 1 finding>"
+    assert str(report) == repr(report) == line
     assert not report.passed
     table = report.to_pandas()
     assert table[table.kernel == "test_api:twice"].floor_ratio.min() > 100

@@ -405,12 +405,9 @@ def test_exit_codes(tmp_path: Path, b: tuple[DeviationRow, ...], code: int) -> N
     """1 for what is certain, whatever failed; 3 where something failed and nothing moved."""
     same = head(kernel="same")
     one = written(tmp_path / "a", audit(head(ran="op"), same))
-    two = written(tmp_path / "b", audit(same, *(r.model_copy(update=_ran(r)) for r in b)))
+    ran = (r.model_copy(update={"ran": r.ran or ("op" if r.status == "ok" else None)}) for r in b)
+    two = written(tmp_path / "b", audit(same, *ran))
     assert command(one, two, "-q", "-o", tmp_path / "o") == code
-
-
-def _ran(found: DeviationRow) -> dict[str, str]:
-    return {"ran": found.ran or "op"} if found.status == "ok" else {}
 
 
 def test_where_it_is_written(tmp_path: Path, out: Path) -> None:

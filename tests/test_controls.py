@@ -28,9 +28,8 @@ def usual(length: int = 200, **parts: Any) -> AttentionCase:
 
 def error(control: str, case: AttentionCase, dose: float) -> torch.Tensor:
     """rms error per head."""
-    return rms(
-        CONTROLS[control].kernel().attend(case, dose=dose).out.double() - reference(case).out
-    )
+    out = CONTROLS[control].kernel().attend(case, dose=dose).out
+    return rms(out.double() - reference(case).out)
 
 
 @pytest.mark.parametrize("name", CONTROLS)

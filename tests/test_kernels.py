@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -250,33 +250,20 @@ def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     assert "AttentionCase named 'case'" in (caught.value.hint or "")
 
 
-@pytest.fixture
-def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Install a module of this source, as a package with an entry point would; gives its name."""
-
-    def install(source: str) -> str:
-        name = "numdev_test_plugin"
-        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        group = kernels.ENTRY_POINTS
-        points = {group: [importlib.metadata.EntryPoint("plugin0", name, group)]}
-        found = lambda *, group: points.get(group, [])  # noqa: E731
-        monkeypatch.setattr(importlib.metadata, "entry_points", found)
-        kernels.load_all.cache_clear()
-        return name
-
-    return install
-
-
 @pytest.mark.parametrize(("source", "says"), [
     ("raise RuntimeError('no driver')", r"RuntimeError\('no driver'\)"),
     ("import no_such_module_at_all", "no_such_module_at_all"), ("def", "SyntaxError"),
 ])  # fmt: skip
-def test_a_plugin_that_raises(source: str, says: str, plug_in: Callable[[str], str]) -> None:
+def test_a_plugin_that_raises(source: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
     """A broken plugin is named, with what it raised, where it is listed or asked for; it stops
     nothing else and does not look like a bug of numdev's."""
-    reason = f"the kernel plugin {plug_in(source)}.*cannot be loaded.*{says}"
+    (tmp_path / "a_plugin.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = importlib.metadata.EntryPoint("plugin0", "a_plugin", kernels.ENTRY_POINTS)
+    found = lambda *, group: [entry] if group == entry.group else []  # noqa: E731
+    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    kernels.load_all.cache_clear()
+    reason = f"the kernel plugin a_plugin.*cannot be loaded.*{says}"
     assert find("baseline").broken is None
     assert re.search(reason, str(all_kernels()["plugin0"].missing(CPU)))
     with pytest.raises(UsageError, match=reason):

@@ -57,13 +57,9 @@ BLOCKED = ("numdev", "numpy", "safetensors", "scipy", "jinja2")
 SYSTEM = System(device="cpu", cpu="a laptop", cpu_capability="AVX512", packages={"torch": "2"})
 
 
-Answer = tuple[int, str]
-"""A script's exit code and what it said."""
-
-
-def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[Answer]:
-    """Run scripts, one after another, where only torch and the modules in `path` can be imported;
-    `bare=False` leaves everything in."""
+def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[tuple[int, str]]:
+    """What scripts exit with and say, run one after another where only torch and the modules in
+    `path` can be imported; `bare=False` leaves everything in."""
     names, paths = [str(script) for script in scripts], [str(path)] if path else []
     code = BARE.format(blocked=BLOCKED if bare else (), path=paths, scripts=names)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -71,7 +67,7 @@ def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[Ans
     return [(code, said) for code, said in json.loads(ran.stdout.splitlines()[-1])]
 
 
-def figure_in(answer: Answer) -> float:
+def figure_in(answer: tuple[int, str]) -> float:
     found = re.search(r"^(\S+) \(reported: ", answer[1], re.MULTILINE)
     assert found, answer[1]
     return float(found[1])
