@@ -20,6 +20,7 @@ from numdev.cases import AttentionCase, CaseRef
 
 DIGITS = 90
 U64, U32 = 2.0**-53, 2.0**-24
+EXP_U20 = 40 * U32  # of PyTorch's exponential in float32: 20 ulp
 GRADIENTS = ("dq", "dk", "dv")
 Numbers = np.ndarray[Any, Any]
 ZERO = mpmath.mpf(0)

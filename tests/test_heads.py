@@ -4,18 +4,16 @@ how it is shown: of records alone."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
+from test_html import sample
 from test_shown import on_terminal
 
 from numdev.diagnose import heads
 from numdev.diagnose.heads import answer, at_fault, ranked, shares
 from numdev.diagnose.report import CureRow, DiagnoseReport, DiagnoseSummary, HeadRow
 from numdev.report import read
-
-SAMPLE = Path(__file__).parent / "data" / "reports" / "diagnose.json"
 
 
 def guilty(layer: int = 3, head: int = 5, *, moved: Any = 0.031, **changes: Any) -> HeadRow:
@@ -205,7 +203,7 @@ def test_the_cure_that_helps_most() -> None:
 def report(*rows: HeadRow) -> DiagnoseReport:
     ranking = ranked(rows, ())
     summary = DiagnoseSummary(answer=answer(ranking, rows, ()), ranking=ranking)
-    return read(SAMPLE).model_copy(update={"heads": rows, "summary": summary})
+    return read(sample("diagnose")).model_copy(update={"heads": rows, "summary": summary})
 
 
 def test_a_report_without_anything() -> None:
