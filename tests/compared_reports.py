@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gate_rows import case, planned, row
+from gate_rows import case, report, row
 
-from numdev.report import AuditReport, AuditSummary, DeviationRow, Finding, Provenance
+from numdev.report import AuditReport, DeviationRow, Finding
 
 SYSTEM: dict[str, Any] = {
     "device": "cuda", "gpu": "H200", "driver": "570.1", "cpu": "c", "cpu_capability": "AVX512",
@@ -26,14 +26,11 @@ def audit(
     findings: tuple[Finding, ...] = (),
 ) -> AuditReport:  # fmt: skip
     """A report with these rows, and what differs from REQUEST, SYSTEM and no source."""
-    return AuditReport(
-        provenance=Provenance(
-            numdev="0.1.0", command="numdev audit demo", created="2026-01-01T00:00:00+00:00",
-            system={**SYSTEM, **(system or {})}, source=source or {},
-        ),
-        request={**REQUEST, **(request or {})}, summary=AuditSummary(answer=(), kernels=()),
-        plan=planned(rows), cases=(case(),), rows=rows, findings=findings,
-    )  # fmt: skip
+    made = report(*rows, **{**SYSTEM, **(system or {})})
+    where = made.provenance.model_copy(update={"source": source or {}})
+    asked = {**REQUEST, **(request or {})}
+    changes = {"provenance": where, "request": asked, "findings": findings, "cases": (case(),)}
+    return made.model_copy(update=changes)
 
 
 def head(number: int = 0, **changes: Any) -> DeviationRow:

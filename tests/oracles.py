@@ -20,6 +20,7 @@ from numdev.cases import AttentionCase, CaseRef
 
 DIGITS = 90
 U64, U32 = 2.0**-53, 2.0**-24
+EXP_U20 = 40 * U32  # of PyTorch's exponential in float32: 20 ulp
 GRADIENTS = ("dq", "dk", "dv")
 Numbers = np.ndarray[Any, Any]
 ZERO = mpmath.mpf(0)
@@ -314,6 +315,12 @@ def make_case(
         sinks = normal(heads) if sinks else None
     fields = {"ref": CaseRef(case="test"), "scale": head_dim**-0.5, **fields}
     return AttentionCase(q=(q * logits).to(dtype), k=k, v=v, mask=mask, sinks=sinks, **fields)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """N(0, 1) numbers in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def with_grad(case: AttentionCase, positive: bool = False) -> AttentionCase:

@@ -1,4 +1,5 @@
-"""State dicts stored as others store them: in shards with an index, and by torch.distributed."""
+"""State dicts stored as others store them: in shards with an index, by torch.distributed, and as
+an attacker would."""
 
 from __future__ import annotations
 
@@ -32,3 +33,13 @@ def distributed(directory: Path, state: dict[str, Any]) -> Path:
         warnings.simplefilter("ignore")  # of a single process
         dcp.save(state, checkpoint_id=directory)
     return directory
+
+
+class Calls:
+    """What a hostile pickle holds: unpickling it calls something."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]

@@ -347,20 +347,18 @@ def test_wrong_cases_are_named(cases: Any, words: str) -> None:
         names(cases)
 
 
-def test_another_format_than_asked_for_is_said() -> None:
-    """And what is no function is refused."""
-
-    def wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
-
-    words = str(check_attention(wide, cases="full", formats="bfloat16", backward=False))
-    assert "wide returns float64 where bfloat16 was requested (out)." in words
-    with pytest.raises(UsageError, match="function: expected a function, got 'sdpa-math'"):
-        check_attention("sdpa-math")  # type: ignore[arg-type]
+@pytest.mark.parametrize(("wide", "says"), [
+    (lambda q, k, v: plain(q.double(), k.double(), v.double()), "float64 where {} (out)."),
+    (lambda q, k, v: plain(q, k, v).float(), "float32 where {} (out); all its values are repr"),
+])  # fmt: skip
+def test_another_format_than_asked_for_is_said(wide: Any, says: str) -> None:
+    """What was rounded to bfloat16 before is held to bfloat16's floor, whatever its dtype."""
+    result = check_attention(wide, cases="full", formats="bfloat16", claims=EAGER)
+    assert says.format("bfloat16 was requested") in " ".join(str(result).split())
 
 
 def test_thresholds_are_the_gates(tmp_path: Path) -> None:
-    """A mapping and a file say the same, a limit no kernel keeps fails; a wrong key: named."""
+    """A mapping and a file say the same, a limit no kernel keeps fails; what is wrong is named."""
     strict = {"thresholds": [{"name": "tight", "metric": "floor_ratio", "at_most": 0.5}]}
     (tmp_path / "tight.yaml").write_text(json.dumps({"name": "given", **strict}))
     given: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}
@@ -374,6 +372,8 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
     assert verdicts == others
     with pytest.raises(UsageError, match="did you mean 'thresholds'"):
         check_attention(plain, thresholds={"threshold": []}, **given)
+    with pytest.raises(UsageError, match="function: expected a function, got 'sdpa-math'"):
+        check_attention("sdpa-math")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has no option 'presett'"):
         check_attention(plain, claims={"presett": "eager"}, **given)
 
@@ -436,14 +436,6 @@ def test_a_check_looks_for_a_name_in_its_first_failing_calls(monkeypatch: Any) -
     rows = [r for r in error.result.report.rows if r.role == "kernel" and not r.head]
     assert ["1.01" in (r.suspicion or "") for r in rows] == [True, False]
     assert rows[1].nulls["suspicion"] == "its cause was looked for in other calls"
-
-
-def test_a_wider_dtype_is_judged_by_its_numbers() -> None:
-    """float32 that was rounded to bfloat16 before is held to bfloat16's floor, and said."""
-    wide = lambda q, k, v: plain(q, k, v).float()  # noqa: E731
-    result = check_attention(wide, cases="full", formats="bfloat16", claims=EAGER)
-    words = "returns float32 where bfloat16 was requested (out); all its values are repr"
-    assert words in " ".join(str(result).split())
 
 
 def test_eager_attention_at_huge_scores() -> None:
@@ -534,11 +526,8 @@ def test_a_report_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     as a figure with a map for each kernel, and where it is not by a plain line."""
     case = {"name": '"><b>', "heads": 3, "seq_len": 9, "head_dim": 8, "inputs": "normal"}
     report = numdev.audit(cases=case, kernels=["sdpa-math", twice])
-    assert (
-        str(report)
-        == repr(report)
-        == "<AuditReport cases: FAIL (test_api:twice); 15 rows; 1 finding>"
-    )
+    line = "<AuditReport cases: FAIL (test_api:twice); 15 rows; 1 finding>"
+    assert str(report) == repr(report) == line
     assert not report.passed
     table = report.to_pandas()
     assert table[table.kernel == "test_api:twice"].floor_ratio.min() > 100

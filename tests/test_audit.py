@@ -209,9 +209,8 @@ def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_checkpoint_is_audited_by_layer_and_head(tmp_path: Path) -> None:
     """The chosen layers of the demo, all their heads, eight sequences; sound kernels near floor."""
-    found = audit(
-        request(target="demo", checkpoint="demo", cases=(), layers=(1, 2), length=24), tmp_path
-    )
+    asked = request(target="demo", checkpoint="demo", cases=(), layers=(1, 2), length=24)
+    found = audit(asked, tmp_path)
     assert {row.layer for row in found.rows} == {1, 2}
     assert len({row.head for row in found.rows}) == found.cases[0].heads
     rows = rows_of(found, "sdpa-math", tensor="out")

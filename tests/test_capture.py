@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
 from capturing import TOLERANCE, Run, attend, eager, merged, opened, worst
+from oracles import normal
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
@@ -205,12 +207,8 @@ def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> 
     """The logits are those of a run without capture; hooks and modes are gone, also on an error."""
     model, given = opened("gemma2", tmp_path), text("left")
     before = model(**given).logits
-
-    def stop(case: AttentionCase) -> None:
-        raise Stop
-
     with pytest.raises(Stop):
-        capture(model, given, stop, source="")
+        capture(model, given, Mock(side_effect=Stop), source="")
     assert not _get_current_function_mode_stack()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.is_grad_enabled()
@@ -347,10 +345,6 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(ROW, dtype=torch.float64
 PADDED = torch.tensor([[False] * ROW, [False] * 3 + [True] * 2])
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 class One(nn.Module):
     """A multi-head attention, called as `call` says."""
 
@@ -468,16 +462,12 @@ def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], paddin
 
 def test_nothing_of_torch_is_changed() -> None:
     """Neither the function nor the fast path, also after an error in the middle."""
-
-    def stop(case: AttentionCase) -> None:
-        raise Stop
-
     sdpa, whole = F.scaled_dot_product_attention, F.multi_head_attention_forward
     for enabled in (True, False):
         torch.backends.mha.set_fastpath_enabled(enabled)
         try:
             with pytest.raises(Stop):
-                capture(Layers(), {"x": normal(PAIR, ROW, E)}, stop, source="")
+                capture(Layers(), {"x": normal(PAIR, ROW, E)}, Mock(side_effect=Stop), source="")
             assert torch.backends.mha.get_fastpath_enabled() == enabled
         finally:
             torch.backends.mha.set_fastpath_enabled(True)

@@ -161,18 +161,12 @@ def test_a_call_the_loss_does_not_reach_is_not_lost(how: str) -> None:
 def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(how: str, times: float) -> None:
     """A contrastive loss of one pair is constant; in float16 a gradient may overflow."""
 
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * times
+    def scaled(model: nn.Module, inputs: Any, loss: Tensor) -> None:
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * times)
 
     model = Scored("scalar")
-    run = model.forward
-    model.forward = lambda input_ids: Scaled.apply(run(input_ids))  # type: ignore
+    model.register_forward_hook(scaled)
     cases, drawn, upstream = handed_over(model, text())
     assert upstream.loss == OWN
     assert drawn == ("first#0", "second#0")
@@ -344,21 +338,13 @@ class Restless(models.Attending.Layer):
         return super().forward(x * self.ran)
 
 
-class Around(nn.Module):
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.embed, self.attention = nn.Embedding(96, 16), attention
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.attention(self.embed(input_ids))
-
-
-@pytest.mark.parametrize(("model", "says"), [
-    (Around(Low()), "2 linear layers (q_proj, up)"),
-    (Around(Restless("sdpa", 16, 2)), "makes other queries when it is run again"),
-    (Around(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)), "0 linear layers"),
+@pytest.mark.parametrize(("attention", "says"), [
+    (Low(), "2 linear layers (q_proj, up)"),
+    (Restless("sdpa", 16, 2), "makes other queries when it is run again"),
+    (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), "0 linear layers"),
 ])  # fmt: skip
-def test_where_there_is_no_projection(model: nn.Module, says: str) -> None:
+def test_where_there_is_no_projection(attention: nn.Module, says: str) -> None:
     """Queries that are not one linear layer's, or not the same again; the reason names the call."""
+    model = nn.Sequential(nn.Embedding(96, 16), attention).double().eval()
     with pytest.raises(MeasurementError, match=re.escape(says)):
-        captured(model.double().eval(), {"input_ids": IDS}, drawn=True)
+        captured(model, {"input": IDS}, drawn=True)

@@ -17,7 +17,7 @@ from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named
 from numdev.kernels import Kernel, Output
 
-BF16, FP16, FP32, FP64 = (FORMATS[n] for n in ("bfloat16", "float16", "float32", "float64"))
+BF16, FP16, FP32 = (FORMATS[n] for n in ("bfloat16", "float16", "float32"))
 zeros = torch.zeros
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracles import FEATURES, step, to_cuda
+from oracles import FEATURES, normal, step, to_cuda
 from scipy import stats
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.diagnose.chain import Diagnosis, diagnosed
 from numdev.diagnose.cures import CURES, NONE, cured, seen_from_outside
 from numdev.diagnose.passes import computed, truth_of
-from numdev.diagnose.report import CureRow, HeadRow
+from numdev.diagnose.report import CureRow
 from numdev.diagnose.statistics import BLOCKS, STEPS, by_head, largest_eigenvalue, mean, t_of
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, round_to, ulp
@@ -66,13 +66,6 @@ def assert_same(found: Any, expected: Any, rel: float = 1e-9) -> None:
     for x, y in zip(found, expected, strict=True):
         assert (x is None) == (y is None), (found, expected)
         assert x is None or x == pytest.approx(y, rel=rel, abs=1e-13), (found, expected)
-
-
-def assert_explained(row: HeadRow) -> None:
-    """Whatever is null says why, and whatever says why is null."""
-    missing = {n for n, x in vars(row).items() if x is None and n not in ("step", "layer")}
-    assert missing == set(row.nulls), row.nulls
-    assert all(row.nulls.values())
 
 
 class Tapped(Rounder):
@@ -322,12 +315,14 @@ def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) -> None:
-    """Every number is finite or null with its reason."""
+    """Every number is finite or null with its reason; and whatever has a reason is null."""
     case = step(dtype=dtype, **FEATURES[name])
     for made in (recipe("qiu2025"), recipe("eager")):
         found = diagnosed(case, made, plain_projection(case))
         for row in found.heads:
-            assert_explained(row)
+            missing = {n for n, x in vars(row).items() if x is None and n not in ("step", "layer")}
+            assert missing == set(row.nulls), row.nulls
+            assert all(row.nulls.values())
             assert row.model_validate_json(row.model_dump_json()) == row
 
 
@@ -376,11 +371,6 @@ def test_cuda_and_cpu_agree() -> None:
     for a, b in zip(again.heads, found.heads, strict=True):
         assert a.nulls == b.nulls
         assert_same(numbers(a, *names), numbers(b, *names), rel=2e-2)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def everything(x: Tensor) -> Tensor:

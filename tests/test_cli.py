@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -36,25 +36,13 @@ cases: [{name: many, heads: 2, head_dim: 4,
   seq_len: [3, 4, 5, 6, 7, 8, 9, 10]}]
 kernels: ["slow_kernel:attend"]
 """
-# A kernel that takes its time. TEST_SIGNAL="NUMBER DELAY" sends its own process a signal that many
-# seconds after its first call, in the middle of whatever is going on then.
 SLOW = """\
-import os
-import threading
 import time
 
-wanted = os.environ.pop("TEST_SIGNAL", "")
-
 def attend(q, k, v):
-    global wanted
-    if wanted:
-        number, delay = wanted.split()
-        wanted = ""
-        threading.Timer(float(delay), os.kill, (os.getpid(), int(number))).start()
     time.sleep(0.06)
     return (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype) @ v
 """
-LEAST = 8 * 0.06  # seconds a run of many.yaml spends asleep after the kernel's first call
 
 
 class Ran(NamedTuple):
@@ -86,19 +74,21 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     sys.modules.pop("slow_kernel", None)
 
 
-def spawn(
-    *arguments: str, cwd: Path, kill: tuple[int, float] | None = None
-) -> subprocess.Popen[bytes]:
+def spawn(*arguments: str, cwd: Path) -> subprocess.Popen[bytes]:
     """`numdev ARGUMENTS` as a process of its own, with one thread as the tests have."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)]),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "80",
-        "TEST_SIGNAL": f"{int(kill[0])} {kill[1]}" if kill else "",
     }
     command, pipe = [sys.executable, "-m", "numdev", *arguments], subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe)
+
+
+def lines_of(path: Path) -> int:
+    """How many lines a file has; none where it is not there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def assert_one_line(ran: Ran, code: int, *parts: str) -> None:
@@ -136,11 +126,7 @@ USAGE = [
     ("check sdpa-flash --claim preset", "--claim: expected NAME=VALUE", ""),
     ("aduit", "aduit", "see `numdev --help`"),
     ("report none", "none: cannot read a report", "give"),
-    ("weights demo", "expected two sets or more", ""),
     ("bounds", "Missing argument 'RUN'", "numdev bounds --help"),
-    ("diagnose", "Missing argument", "numdev diagnose --help"),
-    ("diagnose nowhere", "nowhere: no such file or directory", ""),
-    ("diagnose demo --format bf17", "bf17", ""),
     ("gate out --init --json", "--init only writes rules", "-o"),
     ("report out --json --format csv", "exclude each other", ""),
     ("audit \x1b[2Jevil", "[2Jevil: no such file", ""),  # no escape sequence is sent on
@@ -289,37 +275,32 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
     cli.get_command(Mock(), name).make_context(name, list(arguments))
 
 
-def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path) -> None:
-    """SIGINT: exit code 130, one line, finished rows stay. SIGKILL at a random moment. The same
-    command finishes each with the rows and the summary of the undisturbed run."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path, number: int) -> None:
+    """SIGINT: exit code 130, one line, finished rows stay. The same command finishes a run that was
+    stopped with the rows and the summary of the undisturbed one."""
     assert run("audit", "many.yaml", "-o", "whole", "-q").code == 0
     undisturbed, expected = (tmp_path / "whole" / JOURNAL).read_bytes(), report.read(Path("whole"))
-    kills = [(signal.SIGINT, 0.2), (signal.SIGKILL, random.Random(0).uniform(0, LEAST))]
-    started = [
-        spawn("audit", "many.yaml", "-o", f"out{i}", cwd=tmp_path, kill=kill)
-        for i, kill in enumerate(kills)
-    ]
-    for i, process in enumerate(started):
-        directory = tmp_path / f"out{i}"
-        out, err = process.communicate(timeout=120)
-        assert not (directory / "report.json").exists()
-        if kills[i][0] == signal.SIGINT:
-            assert (process.returncode, out) == (130, b""), err
-            assert err.decode().strip() == (
-                "numdev: error: interrupted; finished rows are kept, run the same command to "
-                "continue"
-            )
-            kept = (directory / JOURNAL).read_bytes()
-            assert 1 < kept.count(b"\n") < undisturbed.count(b"\n")  # the first is the request
-            assert undisturbed.startswith(kept)
-        else:
-            assert process.returncode == -signal.SIGKILL, i
-        ran = run("audit", "many.yaml", "-o", f"out{i}")
-        assert ran.code == 0
-        assert i or "Continued an earlier run" in ran.err
-        found = report.read(directory)
-        assert (found.rows, found.summary) == (expected.rows, expected.summary)
-        assert (directory / JOURNAL).read_bytes() == undisturbed
+    process, journal = spawn("audit", "many.yaml", "-o", "cut", cwd=tmp_path), Path("cut") / JOURNAL
+    while process.poll() is None and lines_of(journal) < 3:
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert not Path("cut/report.json").exists()
+    assert 1 < lines_of(journal) < undisturbed.count(b"\n")  # the first is the request
+    if number == signal.SIGINT:
+        assert (process.returncode, out) == (130, b""), err
+        assert err.decode().strip() == (
+            "numdev: error: interrupted; finished rows are kept, run the same command to continue"
+        )
+        assert undisturbed.startswith(journal.read_bytes())
+    else:
+        assert process.returncode == -signal.SIGKILL
+    ran = run("audit", "many.yaml", "-o", "cut")
+    assert (ran.code, "Continued an earlier run" in ran.err) == (0, True)
+    found = report.read(Path("cut"))
+    assert (found.rows, found.summary) == (expected.rows, expected.summary)
+    assert journal.read_bytes() == undisturbed
 
 
 def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
@@ -386,14 +367,8 @@ def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
     (verdict,) = report.read(Path("out")).verdicts
     assert (verdict.outcome, verdict.finding) == ("unmeasured", 0)
     if flag is None:
-        assert ran.out.split()[:6] == [
-            "NOT",
-            "JUDGED",
-            "sdpa-cudnn",
-            "bfloat16",
-            "was",
-            "requested,",
-        ]
+        verdict_said = " ".join(ran.out.split())
+        assert verdict_said.startswith("NOT JUDGED sdpa-cudnn bfloat16 was requested,")
     assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
     assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0
 

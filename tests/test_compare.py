@@ -13,6 +13,7 @@ import torch
 from commands import run as numdev
 from compared_reports import audit, floor, head, times
 from gate_rows import planned, row
+from test_html import sweep
 from torch import Tensor
 
 from numdev import report as reports
@@ -22,7 +23,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.gate.compare import Compared, compare, compared
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
-from numdev.report import Axis, DeviationRow, SweepReport, SweepSummary, Tick
+from numdev.report import DeviationRow, SweepReport
 from numdev.report.document import Figures
 from numdev.report.views import document_of
 
@@ -404,12 +405,9 @@ def test_exit_codes(tmp_path: Path, b: tuple[DeviationRow, ...], code: int) -> N
     """1 for what is certain, whatever failed; 3 where something failed and nothing moved."""
     same = head(kernel="same")
     one = written(tmp_path / "a", audit(head(ran="op"), same))
-    two = written(tmp_path / "b", audit(same, *(r.model_copy(update=_ran(r)) for r in b)))
+    ran = (r.model_copy(update={"ran": r.ran or ("op" if r.status == "ok" else None)}) for r in b)
+    two = written(tmp_path / "b", audit(same, *ran))
     assert command(one, two, "-q", "-o", tmp_path / "o") == code
-
-
-def _ran(found: DeviationRow) -> dict[str, str]:
-    return {"ran": found.ran or "op"} if found.status == "ok" else {}
 
 
 def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
@@ -421,19 +419,10 @@ def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
 
 
 def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:
-    """A sweep by hand: the rows, and no cells or figures."""
-    return SweepReport(
-        provenance=audit().provenance,
-        request={"cases": [{"name": "c"}], "formats": ["bfloat16"], "seeds": seeds, **request},
-        summary=SweepSummary(
-            answer=(), seeds=seeds, baseline="baseline",
-            axis=Axis(name="x", title="x", scale="linear", ticks=(Tick(x=1, label="1"),)),
-        ),
-        figures=(),
-        cells=(),
-        plan=planned(rows),
-        rows=rows,
-    )  # fmt: skip
+    """A sweep by hand: the rows, and no cells."""
+    asked = {"cases": [{"name": "c"}], "formats": ["bfloat16"], "seeds": seeds, **request}
+    update = {"request": asked, "plan": planned(rows), "rows": rows}
+    return sweep(seeds=seeds).model_copy(update=update)
 
 
 def seeded(seeds: tuple[int, ...] = (0, 1), **changes: Any) -> list[DeviationRow]:

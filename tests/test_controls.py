@@ -28,9 +28,8 @@ def usual(length: int = 200, **parts: Any) -> AttentionCase:
 
 def error(control: str, case: AttentionCase, dose: float) -> torch.Tensor:
     """rms error per head."""
-    return rms(
-        CONTROLS[control].kernel().attend(case, dose=dose).out.double() - reference(case).out
-    )
+    out = CONTROLS[control].kernel().attend(case, dose=dose).out
+    return rms(out.double() - reference(case).out)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -89,10 +88,8 @@ def test_truncation_is_toward_zero(dtype: torch.dtype) -> None:
 def test_gradients_are_those_of_the_fault(dose: float) -> None:
     """Those of autograd in fp64 with that delta; dQ that lacks the scale is dQ / scale."""
     case = with_grad(make_case(heads=4, kv_heads=2, q_len=6, kv_len=6, is_causal=True))
-    exact, got = (
-        autograd(case, delta=1 - dose),
-        CONTROLS["delta-small"].kernel().gradients(case, dose=dose),
-    )
+    exact = autograd(case, delta=1 - dose)
+    got = CONTROLS["delta-small"].kernel().gradients(case, dose=dose)
     for tensor in ("dq", "dk", "dv"):
         assert torch.allclose(getattr(got, tensor), exact[tensor], rtol=0, atol=1e-13), tensor
     unscaled = CONTROLS["dq-unscaled"].kernel().gradients(case, dose=1).dq

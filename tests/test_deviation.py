@@ -15,9 +15,9 @@ import gfloat
 import numpy as np
 import pytest
 import torch
-from gfloat import formats as gformats
 from oracles import to_cuda
 from scipy import stats
+from test_formats import GFLOAT
 from torch import Tensor
 
 from numdev.formats import FORMATS, dtype_of, round_to
@@ -27,11 +27,6 @@ from numdev.metrics.yardstick import Yardstick
 TOLERANCE = 1e-9
 # precision, smallest and largest exponent: written down here, not asked of numdev.formats
 PARAMETERS = {"bfloat16": (8, -126, 127), "float16": (11, -14, 15), "float32": (24, -126, 127)}
-GFLOAT = {
-    "bfloat16": gformats.format_info_bfloat16,
-    "float16": gformats.format_info_binary16,
-    "float32": gformats.format_info_binary32,
-}
 nan, inf = math.nan, math.inf
 EITHER = "either"
 

@@ -97,9 +97,8 @@ def test_captured_tensors(chain: list[Diagnosis], tmp_path: Path) -> None:
     captured(path, 6, "grad_out")
     found = study.diagnose(asked(path), tmp_path / "out")
     assert [x.truth.projection for x in chain] == [None]
-    assert "W_Q not known, the call does not come out of a model: 1 calls" in " ".join(
-        found.summary.notes
-    )
+    notes = " ".join(found.summary.notes)
+    assert "W_Q not known, the call does not come out of a model: 1 calls" in notes
     captured(path, 6)
     with pytest.raises(UsageError, match=r"calls.safetensors: stores no grad_out for calls#0"):
         study.diagnose(asked(path), tmp_path / "other")

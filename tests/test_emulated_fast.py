@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from oracles import poisoned, to_cuda
+from oracles import normal, poisoned, to_cuda
 from recipes import drawn as drawn_case
 from torch import Tensor
 
@@ -32,15 +33,14 @@ CARRIED = {"bfloat16": 1e-3, "float16": 5e-3}
 it is as large a part as of an error, or less."""
 
 
+noise = functools.partial(normal, seed=3)
+
+
 def drawn(regime: str = "normal", *, fmt: str = "bfloat16", **others: Any) -> AttentionCase:
     shape = {"batch": 2, "heads": HEADS, "kv_heads": 2, "rows": ROWS, "head_dim": 32}
     length = others.pop("keys", KEYS)
     case = drawn_case(length, regime, dtype=torch.float64, **{**shape, **others})
     return dataclasses.replace(case, grad_out=noise(*case.q.shape)).rounded_to(format_named(fmt))
-
-
-def noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 CAUSAL = {"is_causal": True, "causal_offset": KEYS - ROWS}

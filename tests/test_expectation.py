@@ -15,7 +15,7 @@ from recipes import drawn as drawn_case
 
 from numdev.cases import AttentionCase
 from numdev.formats import dtype_of, format_named
-from numdev.kernels import Kernel, Output, find
+from numdev.kernels import Kernel, find
 from numdev.kernels import sdpa as module
 from numdev.kernels.emulation.kernel import (
     emulated_step,
@@ -47,9 +47,8 @@ def yardstick_of(exact: Reference) -> Yardstick:
 def test_the_baseline_runs_in_float32_too() -> None:
     """Of the inputs before they are rounded; no format wide enough to hold float32 has one."""
     case = drawn_case(12, "normal", dtype=torch.float64, head_dim=8, is_causal=True)
-    scores = (case.q @ case.k.mT * case.scale).masked_fill(
-        torch.ones(12, 12).triu(1).bool(), -math.inf
-    )
+    hidden = torch.ones(12, 12).triu(1).bool()
+    scores = (case.q @ case.k.mT * case.scale).masked_fill(hidden, -math.inf)
     wide = prepare(case, "bfloat16").yardsticks["out"].baseline_fp32
     assert wide.dtype == torch.float32
     assert torch.allclose(wide.double(), scores.softmax(-1) @ case.v, rtol=1e-5, atol=1e-6)
@@ -174,20 +173,16 @@ def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:
     assert recipe_of(claim).sites["dv_partial"] == "working"
 
 
-def attend_coarsely(case: AttentionCase) -> Output:
-    """It claims fa2 and rounds its scores."""
-    return find("emulated").attend(case, block_kv=64, scores="bfloat16")
-
-
 @pytest.mark.parametrize("options", [{}, {"logits": 16.0}])
 def test_in_float32_a_size_is_expected(options: Any) -> None:
     """An upper bound on what arithmetic errs, far below the error of scores rounded to bf16."""
     case = training(fmt="float32", length=200, **options)
     bench = prepare(case)
+    rounded = lambda case: find("emulated").attend(case, block_kv=64, scores="bfloat16")  # noqa: E731
     for tried, low, high in (
         (find("sdpa-flash"), 0.0, 1.5),
         (find("sdpa-math"), 0.0, 1.5),
-        (Kernel(name="coarse", function=attend_coarsely), 30.0, math.inf),
+        (Kernel(name="coarse", function=rounded), 30.0, math.inf),
     ):
         rows = [r for r in rows_on(bench, tried) if r.tensor == "out"]
         assert len(rows) == case.heads

@@ -24,7 +24,7 @@ from numdev.system import System
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, *, softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, *, softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of one sequence [length, heads, .]; its log-sum-exp [heads, length]."""
@@ -34,8 +34,7 @@ def plain(
     S = wide_q @ wide_k.mT * scale
     if softcap:
         S = softcap * torch.tanh(S / softcap)
-    if hidden is not None:
-        S = S.masked_fill(hidden, -math.inf)
+    S = S.masked_fill(hidden, -math.inf)
     if sinks is not None:
         S = torch.cat([S, sinks.double()[:, None, None].expand(*S.shape[:2], 1)], dim=-1)
     L = torch.logsumexp(S, dim=-1)
@@ -44,17 +43,10 @@ def plain(
     return (P @ wide_v).transpose(0, 1).to(q.dtype), L.float()
 
 
-def beyond(n: int, m: int, left: int, right: int, offset: int) -> Tensor | None:
+def beyond(n: int, m: int, left: int, right: int, offset: int) -> Tensor:
     """True where a window hides a key: query i is at key i + offset. A side below 0: no limit."""
-    if left < 0 and right < 0:
-        return None
     distance = torch.arange(m)[None, :] - torch.arange(n)[:, None] - offset
-    hidden = torch.zeros(n, m, dtype=torch.bool)
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
-    return hidden
+    return ((left >= 0) & (distance < -left)) | ((right >= 0) & (distance > right))
 
 
 COMMON = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")

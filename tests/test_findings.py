@@ -49,19 +49,12 @@ def test_gradients_inherit_a_wrong_output() -> None:
     assert [f.tensor for f in found(row(), row(tensor="dq", expected_ratio=9.0))] == ["dq"]
 
 
-@pytest.mark.parametrize(
-    ("metric", "at_most", "words"),
-    [
-        ("baseline_ratio", 2, "errs 3× as much as eager attention in the output (limit 2×;"),
-        ("expected_ratio", 0.5, "errs too much: the rms error of the output is 1× what its"),
-        ("worst_row", 1.1, "has a row of the output with 1.2× the error predicted for it (limit"),
-        (
-            "mean_abs",
-            3e-5,
-            "breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("metric", "at_most", "words"), [
+    ("baseline_ratio", 2, "errs 3× as much as eager attention in the output (limit 2×;"),
+    ("expected_ratio", 0.5, "errs too much: the rms error of the output is 1× what its"),
+    ("worst_row", 1.1, "has a row of the output with 1.2× the error predicted for it (limit"),
+    ("mean_abs", 3e-5, "breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5"),
+])  # fmt: skip
 def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words: str) -> None:
     """Number and limit, in the words of the metric."""
     limit = {"name": "mine", "metric": metric, "at_most": at_most}

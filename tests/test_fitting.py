@@ -122,9 +122,8 @@ def test_names_from_elsewhere_stay_names(name: str) -> None:
 
 def test_all_options_of_a_kernel_share_the_widest_limit() -> None:
     """Whichever comes last in the report."""
-    found = report(
-        *(row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0)))
-    )
+    rows = (row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0)))
+    found = report(*rows)
     assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
 
 

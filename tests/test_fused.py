@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,12 +122,8 @@ def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:
     case = step(dtype=torch.float32)
     plain = blocked.gradients(case)
 
-    def refuse(case: AttentionCase) -> Gradients:
-        raise Refused("the mask is too large")
-
-    def fail(case: AttentionCase) -> Gradients:
-        raise ValueError("broken")
-
+    refuse = Mock(side_effect=Refused("the mask is too large"))
+    fail = Mock(side_effect=ValueError("broken"))
     found = reference._fast_or_plain(case, refuse, blocked.gradients)
     assert found.by == "blocked: the mask is too large"
     for field in dataclasses.fields(Gradients):

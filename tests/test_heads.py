@@ -3,21 +3,17 @@ how it is shown: of records alone."""
 
 from __future__ import annotations
 
-import io
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from test_html import sample
+from test_shown import on_terminal
 
 from numdev.diagnose import heads
 from numdev.diagnose.heads import answer, at_fault, ranked, shares
 from numdev.diagnose.report import CureRow, DiagnoseReport, DiagnoseSummary, HeadRow
 from numdev.report import read
-from numdev.report.renderers import terminal
-
-SAMPLE = Path(__file__).parent / "data" / "reports" / "diagnose.json"
 
 
 def guilty(layer: int = 3, head: int = 5, *, moved: Any = 0.031, **changes: Any) -> HeadRow:
@@ -205,27 +201,20 @@ def test_the_cure_that_helps_most() -> None:
 
 
 def report(*rows: HeadRow) -> DiagnoseReport:
-    sample = read(SAMPLE)
-    assert isinstance(sample, DiagnoseReport)
     ranking = ranked(rows, ())
     summary = DiagnoseSummary(answer=answer(ranking, rows, ()), ranking=ranking)
-    return sample.model_copy(update={"heads": rows, "summary": summary})
-
-
-def shown(found: DiagnoseReport, width: int) -> str:
-    out = io.StringIO()
-    terminal.show(found, Console(file=out, width=width))
-    return out.getvalue()
+    return read(sample("diagnose")).model_copy(update={"heads": rows, "summary": summary})
 
 
 def test_a_report_without_anything() -> None:
     """It can be shown, and says that nothing was measured."""
     found = report()
     assert not found.measured
-    assert "Nothing was diagnosed" in shown(found, 100)
+    assert "Nothing was diagnosed" in on_terminal(found, 100)
     assert report(NULL).unmeasured.endswith("could be measured: no query sees more than one key")
 
 
 def test_conditions_that_could_not_be_judged_are_not_counted() -> None:
     """`meets` is of those that are known."""
-    assert "5 of 5" in shown(report(guilty(moved=None, similarity=None, spectral_ratio=None)), 200)
+    found = report(guilty(moved=None, similarity=None, spectral_ratio=None))
+    assert "5 of 5" in on_terminal(found, 200)

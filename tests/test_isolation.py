@@ -94,7 +94,6 @@ BROKEN = {
 def test_a_broken_kernel_costs_its_own_row(shared: Isolated, case: Any, name: str) -> None:
     """The reason says what became of it, and the next kernel runs as if nothing had been."""
     failure = ran(shared, f"broken_kernels:{name}", case, {})
-    assert isinstance(failure, Failure)
     assert failure.status == "failed"
     assert failure.reason.startswith(BROKEN[name])
     after = ran(shared, "baseline", case, {})
@@ -152,7 +151,6 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
 def test_a_worker_that_died_idle_is_replaced(shared: Isolated, case: AttentionCase) -> None:
     """That is no fault of the next kernel."""
     ran(shared, "baseline", case, {})
-    assert shared.process is not None
     shared.process.kill()
     shared.process.wait()
     assert isinstance(ran(shared, "baseline", case, {}), Output)
@@ -172,8 +170,7 @@ def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
     try:
         for deterministic in (True, False):
             torch.use_deterministic_algorithms(deterministic)
-            there = ran(shared, "broken_kernels:sees", case, {"what": "torch"})
-            assert isinstance(there, Output)
+            there = ran(shared, "broken_kernels:sees", case, {})
             assert there.ran == repr((torch.get_num_threads(), deterministic))
     finally:
         torch.use_deterministic_algorithms(before)
@@ -185,7 +182,6 @@ def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
     case = make_case(**FEATURES[feature])
     here = attempt(find("reference"), case, {})
     there = ran(shared, "reference", case, {})
-    assert isinstance(here, Output)
     assert isinstance(there, Output), there
     assert same(here, there)
 
@@ -208,7 +204,6 @@ def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     case = make_case(dtype=torch.bfloat16, heads=2, q_len=64, kv_len=64, head_dim=64)
     case = dataclasses.replace(case, **{n: getattr(case, n).cuda() for n in ("q", "k", "v")})
     failure = ran(shared, "broken_kernels:poisons_cuda", case, {}, limit_s=120)
-    assert isinstance(failure, Failure)
     assert "CUDA error" in failure.reason
     after = ran(shared, "sdpa-flash", case, {}, limit_s=120)
     assert isinstance(after, Output), after

@@ -10,13 +10,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import ran
 from oracles import GRADIENTS, U64, make_case, step
 
 import numdev
@@ -31,6 +32,7 @@ from numdev.system import Requirement, System
 TORCH = {"torch": "2.13.0"}
 CPU = System(device="cpu", cpu="a laptop", packages=TORCH)
 V100 = System(device="cuda", gpu="Tesla V100", capability=(7, 0), packages=TORCH)
+A100 = System(device="cuda", gpu="NVIDIA A100", capability=(8, 0), devices=1)
 BOTH = {**TORCH, "triton": "3.6.0"}
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), packages=BOTH)
 ROOT = Path(numdev.__file__).parent.parent
@@ -105,7 +107,7 @@ def test_senseless_options(name: str, options: dict[str, Any], says: str) -> Non
         find(name).with_options(options)
 
 
-SHAPE, ROWS = (1, 2, 4, 4), (1, 2, 4)
+SHAPE = (1, 2, 4, 4)
 
 
 @pytest.mark.parametrize(("returned", "says"), [
@@ -248,33 +250,20 @@ def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     assert "AttentionCase named 'case'" in (caught.value.hint or "")
 
 
-@pytest.fixture
-def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Install a module of this source, as a package with an entry point would; gives its name."""
-
-    def install(source: str) -> str:
-        name = "numdev_test_plugin"
-        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        group = kernels.ENTRY_POINTS
-        points = {group: [importlib.metadata.EntryPoint("plugin0", name, group)]}
-        found = lambda *, group: points.get(group, [])  # noqa: E731
-        monkeypatch.setattr(importlib.metadata, "entry_points", found)
-        kernels.load_all.cache_clear()
-        return name
-
-    return install
-
-
 @pytest.mark.parametrize(("source", "says"), [
     ("raise RuntimeError('no driver')", r"RuntimeError\('no driver'\)"),
     ("import no_such_module_at_all", "no_such_module_at_all"), ("def", "SyntaxError"),
 ])  # fmt: skip
-def test_a_plugin_that_raises(source: str, says: str, plug_in: Callable[[str], str]) -> None:
+def test_a_plugin_that_raises(source: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
     """A broken plugin is named, with what it raised, where it is listed or asked for; it stops
     nothing else and does not look like a bug of numdev's."""
-    reason = f"the kernel plugin {plug_in(source)}.*cannot be loaded.*{says}"
+    (tmp_path / "a_plugin.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = importlib.metadata.EntryPoint("plugin0", "a_plugin", kernels.ENTRY_POINTS)
+    found = lambda *, group: [entry] if group == entry.group else []  # noqa: E731
+    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    kernels.load_all.cache_clear()
+    reason = f"the kernel plugin a_plugin.*cannot be loaded.*{says}"
     assert find("baseline").broken is None
     assert re.search(reason, str(all_kernels()["plugin0"].missing(CPU)))
     with pytest.raises(UsageError, match=reason):
@@ -289,16 +278,20 @@ def test_a_plugin_that_raises(source: str, says: str, plug_in: Callable[[str], s
 NO_CUDA = "needs CUDA, and this audit runs on CPU"
 
 
-@pytest.mark.parametrize(("system", "name", "missing"), [
+@pytest.mark.parametrize(("system", "needs", "missing"), [
     (CPU, "sdpa-flash", None), (CPU, "sdpa-efficient", NO_CUDA), (H200, "sdpa-cudnn", None),
     (V100, "sdpa-efficient", None),
     (V100, "sdpa-cudnn", "needs compute capability 8.0 or newer; Tesla V100 has 7.0"),
     (CPU, "triton-flash", NO_CUDA), (H200, "triton-flash", None),
     (V100, "triton-flash", "needs the package triton, which is not installed"),
+    (A100, "sdpa-cudnn", None), (A100, Requirement(devices=1, device="cuda"), None),
+    (A100, Requirement(devices=2), "needs 2 CUDA devices, found 1"),
+    (A100, Requirement(device="cpu"), "needs CPU, and this audit runs on CUDA"),
 ])  # fmt: skip
-def test_availability_anywhere(system: System, name: str, missing: str | None) -> None:
-    """Whether a kernel can run on a machine is a function of that machine's snapshot."""
-    assert find(name).missing(system) == missing
+def test_availability_anywhere(system: System, needs: Any, missing: str | None) -> None:
+    """Whether a kernel can run on a machine is a function of that machine's snapshot. What is
+    exactly enough is enough."""
+    assert (find(needs) if isinstance(needs, str) else needs).missing(system) == missing
 
 
 SAYS = {
@@ -333,19 +326,6 @@ def test_this_machine_is_as_torch_has_it_now() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize(("needs", "missing"), [
-    ({"capability": (8, 0), "devices": 1, "device": "cuda"}, None),
-    ({"capability": (9, 0)}, "needs compute capability 9.0 or newer; NVIDIA A100 has 8.0"),
-    ({"devices": 2}, "needs 2 CUDA devices, found 1"),
-    ({"device": "cpu"}, "needs CPU, and this audit runs on CUDA"),
-    ({"package": "flash_attn"}, "needs the package flash_attn, which is not installed"),
-])  # fmt: skip
-def test_what_a_machine_lacks_is_said(needs: dict[str, Any], missing: str | None) -> None:
-    """What is exactly enough is enough."""
-    a100 = System(device="cuda", gpu="NVIDIA A100", capability=(8, 0), devices=1)
-    assert Requirement(**needs).missing(a100) == missing
-
-
 # --- a third party's package ---------------------------------------------------------------------
 
 PLUGIN_CASES = """
@@ -368,20 +348,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work / "site"
 
 
-def numdev_in(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`numdev ARGUMENTS` in a process that sees the installed package."""
-    command = [sys.executable, "-m", "numdev", *arguments]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1"}
-    there: Any = {"env": env, "cwd": site.parent}
-    return subprocess.run(command, **there, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.slow
 def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
     """The package's registered kernel, with its option, and its plain function are measured."""
     config = installed.parent / "small.yaml"
     config.write_text(PLUGIN_CASES)
-    answer = numdev_in(installed, "audit", str(config), "--device", "cpu", "--json")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{installed}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "numdev", "audit", str(config), "--device", "cpu", "--json"]
+    there: Any = {"env": env, "cwd": installed.parent}
+    answer = subprocess.run(command, **there, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     rows = [r for r in json.loads(answer.stdout)["rows"] if r["role"] == "kernel"]
     by_kernel = {r["kernel"]: r for r in rows if r["tensor"] == "out"}
@@ -393,18 +368,18 @@ def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
         assert row["floor_ratio"] < 2  # fp32 arithmetic and one rounding
 
 
-@pytest.mark.slow
-def test_the_tutorials_example(tmp_path: Path) -> None:
+def test_the_tutorials_example(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """The plain function of docs/kernels.md has the mistake that the page says numdev names."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     blocks = [b.split("```")[0] for b in page.split("```python\n")[1:]]
     (tmp_path / "mine.py").write_text(next(b for b in blocks if "def my_attention" in b))
+    monkeypatch.syspath_prepend(tmp_path)
     config = tmp_path / "small.yaml"
     config.write_text("cases: [{name: s, heads: 2, seq_len: 48, head_dim: 16, causal: true}]")
-    audit = ["audit", str(config), "--kernel", "mine:my_attention", "--device", "cpu"]
-    answer = numdev_in(tmp_path, *audit, "-o", str(tmp_path / "report"))
-    assert answer.returncode == 0, answer.stderr
-    assert " ".join(answer.stdout.split()).startswith(
+    audit = ("audit", config, "--kernel", "mine:my_attention", "--device", "cpu")
+    code, out, _ = ran(capsys, *audit, "-o", tmp_path / "report")
+    assert code == 0
+    assert " ".join(out.split()).startswith(
         "FAIL mine:my_attention bfloat16 does not compute the requested attention: the causal mask "
         "is off by one: each query sees one key too many (computed that way, the fp64 result is "
     )

@@ -115,7 +115,6 @@ KERNELS: dict[str, tuple[Kernel, dict[str, Any], frozenset[str]]] = {
     **{order: (find("sharded"), {**SHARDS, "order": order}, frozenset()) for order in ORDERS},
 }
 """By name: the kernel, its options, and the features that it refuses."""
-EXP_U20 = 40 * U32  # of PyTorch's exponential in float32: 20 ulp
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
 
 
@@ -133,7 +132,7 @@ def test_equals_the_oracle(name: str, feature: str) -> None:
             with pytest.raises(Refused):
                 kernel.attend(case, **kernel.with_options(options))
             return
-        u, exp_error = (U64, 0.0) if dtype == torch.float64 else (U32, EXP_U20)
+        u, exp_error = (U64, 0.0) if dtype == torch.float64 else (U32, oracles.EXP_U20)
         found = kernel.attend(case, **kernel.with_options(options))
         exp_error = 0.0 if name == "baseline" else exp_error
         out, lse = oracles.error_bounds(case, exact, u, exp_error=exp_error)

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from oracles import normal
 from scipy.stats import wasserstein_distance
 
 from numdev.metrics.paired import Paired, paired
@@ -18,11 +19,6 @@ RELATIVE = 1e-12
 NUMBERS = ("max_abs", "mean_abs", "rel", "w1", "equal")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 nan, inf = math.nan, math.inf
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    drawn = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=drawn, dtype=torch.float64)
 
 
 def by_numpy(a: torch.Tensor, b: torch.Tensor) -> Paired:

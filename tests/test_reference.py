@@ -13,11 +13,11 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from gfloat import formats as gformats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import FEATURES, GRADIENTS, U64, assert_within, make_case, poisoned, replaced, step
 from recipes import autograd
+from test_formats import GFLOAT
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
@@ -26,11 +26,6 @@ from numdev.kernels import find
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import BLOCK_BYTES, Gradients
 
-GFLOAT = {
-    "float32": gformats.format_info_binary32,
-    "bfloat16": gformats.format_info_bfloat16,
-    "float16": gformats.format_info_binary16,
-}
 nan, inf = math.nan, math.inf
 ALL = (0, slice(None))
 LOWER = torch.ones(4, 5, dtype=torch.bool).tril()
@@ -241,7 +236,7 @@ def test_a_row_of_nan_cannot_reach_what_is_hidden_from_it() -> None:
         assert torch.equal(here, there), name
 
 
-@pytest.mark.parametrize("name", GFLOAT)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_floor_is_the_reference_rounded_once(name: str) -> None:
     """The floor's values are the reference's, rounded by other code, and so are its gradients."""
     case = make_case(heads=2, q_len=32, kv_len=32, dtype=torch.float32, logits=2.0)

@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 from commands import run
-from pydantic import ValidationError
 from test_html import SAMPLES, audit, sample
 
 from numdev import report
@@ -69,7 +68,7 @@ def test_no_field_of_the_schema_is_lost() -> None:
     assert required <= set(told["rows"][0]) <= set(fields)
 
 
-SENSELESS = ({"rmse": 1}, {"status": "fine"}, {"rms": "much"}, {"rms": math.nan},
+SENSELESS = ({"rmse": 1}, {"status": "fine"}, {"rms": "much"}, {"rms": math.nan}, {"rms": math.inf},
              {"nonfinite": "0"}, {"nonfinite": False}, {"head": 0.0})  # fmt: skip
 
 
@@ -126,14 +125,6 @@ def test_a_report_that_was_changed_by_hand_is_refused(tmp_path: Path, edit: Any)
     path.write_bytes(edit(OLDER.read_bytes()))
     with pytest.raises(MeasurementError, match=": digest: it was cut off or changed"):
         report.read(path)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_number_that_json_cannot_hold_never_gets_in(bad: float) -> None:
-    """NaN and infinity are refused where a row is made, so none can be written."""
-    for field in ("rms", "bias_p", "floor_ratio"):
-        with pytest.raises(ValidationError, match="finite"):
-            DeviationRow(**{**MADE.rows[0].model_dump(), field: bad})
 
 
 @pytest.mark.parametrize("error", [None, OSError("disk full"), KeyboardInterrupt()])

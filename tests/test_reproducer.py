@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,13 +57,9 @@ BLOCKED = ("numdev", "numpy", "safetensors", "scipy", "jinja2")
 SYSTEM = System(device="cpu", cpu="a laptop", cpu_capability="AVX512", packages={"torch": "2"})
 
 
-Answer = tuple[int, str]
-"""A script's exit code and what it said."""
-
-
-def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[Answer]:
-    """Run scripts, one after another, where only torch and the modules in `path` can be imported;
-    `bare=False` leaves everything in."""
+def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[tuple[int, str]]:
+    """What scripts exit with and say, run one after another where only torch and the modules in
+    `path` can be imported; `bare=False` leaves everything in."""
     names, paths = [str(script) for script in scripts], [str(path)] if path else []
     code = BARE.format(blocked=BLOCKED if bare else (), path=paths, scripts=names)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -70,7 +67,7 @@ def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[Ans
     return [(code, said) for code, said in json.loads(ran.stdout.splitlines()[-1])]
 
 
-def figure_in(answer: Answer) -> float:
+def figure_in(answer: tuple[int, str]) -> float:
     found = re.search(r"^(\S+) \(reported: ", answer[1], re.MULTILINE)
     assert found, answer[1]
     return float(found[1])
@@ -273,17 +270,11 @@ def test_one_row_and_one_key_are_found(fields: dict[str, Any]) -> None:
     case, shows = marked((1, 5, 70), 37, **given)
     if case.mask is not None and case.mask.dtype == torch.bool:
         case.mask[1, 0, 70, 37] = True
-    asked = 0
-
-    def counted(c: AttentionCase) -> bool:
-        nonlocal asked
-        asked += 1
-        return shows(c)
-
+    counted = Mock(side_effect=shows)
     small = reduce(case, counted, 30, head=5)
     assert small.q.shape == small.k.shape == (1, 1, 1, 4)
     assert (small.mask, small.is_causal, small.causal_offset) == (None, False, 0)
-    assert asked < 120
+    assert counted.call_count < 120
     assert reduce(case, shows, 30).q.shape == (1, case.group, 1, 4)
 
 

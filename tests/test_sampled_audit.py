@@ -22,7 +22,7 @@ from numdev.cases import AttentionCase
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
 from numdev.metrics.sampling import Sample
-from numdev.report import AuditReport, read
+from numdev.report import read
 from numdev.report.summary import summarise
 from numdev.system import System
 
@@ -135,7 +135,6 @@ def test_an_audit_of_rows(tmp_path: Path) -> None:
     assert "≥" in first.stdout
     assert "50 query rows per head" in " ".join(first.stdout.split())
     found = read(tmp_path / "out")
-    assert isinstance(found, AuditReport)
     assert "50 query rows per head" in (tmp_path / "out" / "report.html").read_text()
     assert found.request["rows"] == 50
     assert all(row.rows_measured == 50 for row in found.rows if row.status == "ok")

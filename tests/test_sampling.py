@@ -299,7 +299,6 @@ def test_intervals_hold_as_often_as_they_say(regime: str, causal: bool) -> None:
     narrow = 0
     for seed in range(60):
         rows = draw(LENGTH, 128, seed, "queries")
-        assert rows is not None
         found = of(measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=LENGTH).heads)
         for head, ends in zip(whole, found, strict=True):
             for metric in METRICS:

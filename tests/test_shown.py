@@ -258,6 +258,13 @@ GRID = Table(
 )
 
 
+def on_terminal(document: Any, width: int = 80) -> str:
+    """What is printed of a document, or of a report, on a terminal of that width."""
+    file = io.StringIO()
+    terminal.show(document, Console(file=file, width=width))
+    return file.getvalue()
+
+
 def grid_in(medium: str, kind: Any) -> list[list[str]]:
     """The words of the grid's lines as a medium prints them."""
     document = Document("d", (replace(GRID, kind=kind),))
@@ -267,9 +274,8 @@ def grid_in(medium: str, kind: Any) -> list[list[str]]:
     if medium == "markdown":
         lines = [line for line in markdown.page(document).splitlines() if "|" in line]
         return [line.strip("| ").split(" | ") for line in (lines[0], *lines[2:])]
-    file = io.StringIO()
-    terminal.show(document, Console(file=file, width=80))
-    return [line.split() for line in file.getvalue().splitlines() if len(line.split()) == 7]
+    lines = [line.split() for line in on_terminal(document).splitlines()]
+    return [words for words in lines if len(words) == 7]
 
 
 @pytest.mark.parametrize("medium", ["html", "markdown", "terminal"])

@@ -72,7 +72,6 @@ def run(tmp_path: Path) -> Callable[..., SweepReport]:
 @pytest.mark.parametrize(("changes", "message"), [
     ({"sead": 3}, "unknown key 'sead'; did you mean 'seeds'"),
     ({"cases": []}, "cases: Value should have at least 1 item"),
-    ({"cases": [{**GRID, "heads": []}]}, "heads is an empty list"),
     ({"formats": ["bf16", "bf16"]}, "names bf16 twice"),
     ({"kernels": [{"name": "off", "by": []}]}, "by is an empty list"),
     ({"seeds": 0}, "expected 1 to 100,000 seeds"), ({"seeds": [1, 1]}, "names 1 twice"),
@@ -82,7 +81,6 @@ def run(tmp_path: Path) -> Callable[..., SweepReport]:
     ({"y": "max_ab"}, "did you mean 'max_abs'"),
     ({"kernels": [{"name": "off", "bye": 1}]}, "no option 'bye'; did you mean 'by'"),
     ({"baseline": "basline"}, "did you mean 'baseline'"),
-    ({"formats": ["bf17"]}, "unknown format 'bf17'"),
     ({"cases": [{**GRID, "inputs": "normel"}]}, "did you mean 'normal'"),
 ])  # fmt: skip
 def test_a_sweep_that_cannot_run(run: Any, tmp_path: Path, changes: Any, message: str) -> None:
@@ -218,7 +216,6 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     names = ["cells.csv", "report.html", "report.json", "rows.csv", "rows.jsonl"]
     assert sorted(p.name for p in out.iterdir()) == names
     found = report.read(out)
-    assert isinstance(found, SweepReport)
     assert f"{len(found.cells)}" == str(len((out / "cells.csv").read_text().splitlines()) - 1)
     assert "rms error" in result.stdout
     assert invoked("report", out).stdout == result.stdout, "`numdev report` shows the same"
@@ -240,7 +237,6 @@ def test_every_bundled_sweep_is_valid(path: Path) -> None:
     """At least five seeds, as a confidence interval needs, and comments that say what it is. The
     hazards look for what goes wrong, not for a mean: two will do."""
     found = read_yaml(path, SweepConfig)
-    assert found.seeds is not None
     assert len(found.seeds) >= (2 if path.stem == "hazards" else 5)
     assert found.title
     assert path.read_text().startswith("# ")

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 from gate_rows import judge, row
 from rich.cells import cell_len
-from rich.console import Console
 from test_github import NAMES
 from test_html import audit, provenance
-from test_shown import kernel
+from test_shown import kernel, on_terminal
 
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, Places, WeightRow, numbers
-from numdev.report.document import Document
 from numdev.report.foreign import plain
 from numdev.report.renderers import terminal
 from numdev.report.views import document_of
 from numdev.report.views.gate import document
-
-
-def shown(document: Document, width: int = 80) -> str:
-    """What is printed on a terminal of that width."""
-    file = io.StringIO()
-    terminal.show(document, Console(file=file, width=width))
-    return file.getvalue()
 
 
 def fits(text: str, width: int) -> bool:
@@ -51,7 +41,7 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
     characters, rounded and not cut."""
     assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
     if value:
-        text = shown(document_of(audit(rows=(row(floor_ratio=value, expected_ratio=None),))))
+        text = on_terminal(document_of(audit(rows=(row(floor_ratio=value, expected_ratio=None),))))
         assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
 
 
@@ -81,7 +71,7 @@ def test_hostile_text_is_printed_and_does_nothing(name: str) -> None:
     nothing is swallowed, no control character but the line's end gets out, no line is too long."""
     page = document_of(everything(name))
     for width in (80, 120, 2000):
-        text = shown(page, width)
+        text = on_terminal(page, width)
         assert fits(text, width)
         assert [c for c in text if not c.isprintable() and c != "\n"] == []
     # answer (2), finding, tested, kernel and option (2), what ran (2), who is skipped and why (2),
@@ -111,7 +101,8 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
                "where": {"kernel": "nobody"}}  # fmt: skip
     rows = [row()]
     judgement = judge(rows, Rules.model_validate({"thresholds": [nothing]}))
-    text = " ".join(shown(document(judgement, *findings_in(judgement, rows), Places(rows))).split())
+    page = document(judgement, *findings_in(judgement, rows), Places(rows))
+    text = " ".join(on_terminal(page).split())
     assert judgement.exit_code == 3
     assert "NOT JUDGED" in text
     assert "No rule could be applied to any row" in text

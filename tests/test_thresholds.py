@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 from gate_rows import control, judge, report, row
 from test_gate import rules
 
-from numdev.cli.main import main
 from numdev.errors import UsageError
 from numdev.gate.rules import default_rules, read_rules
 from numdev.gate.verdict import Judgement, Verdict
@@ -136,9 +136,8 @@ def test_what_is_not_passed_is_said(tmp_path: Path, capsys: Any, rows: Any, said
     """In the terminal, with an exit code of its own."""
     (tmp_path / "t.yaml").write_text(FILE)
     write(report(*rows), tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(["gate", str(tmp_path), "--thresholds", str(tmp_path / "t.yaml")])
-    assert stop.value.code == (1 if any(r.nonfinite for r in rows) else 3)
+    code = run("gate", tmp_path, "--thresholds", tmp_path / "t.yaml")
+    assert code == (1 if any(r.nonfinite for r in rows) else 3)
     assert "".join(said.split()) in "".join(capsys.readouterr().out.split())
 
 

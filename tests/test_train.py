@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +17,11 @@ import torch
 import yaml
 from commands import run as numdev
 from scipy.stats import wasserstein_distance
+from stored import Calls
+from test_cli import lines_of, spawn
 
 from numdev.audit.journal import JOURNAL
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli import main as cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import read
 from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
@@ -35,7 +34,6 @@ from numdev.training.report import TrainReport
 from numdev.training.study import train
 from numdev.yamlfile import read_yaml
 
-ROOT = str(Path(cli.__file__).parents[1])
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}
 OTHERS: list[dict[str, Any]] = [
     {"name": "repeat", "role": "null_repeat"},
@@ -73,9 +71,7 @@ def request(path: Path, **changes: Any) -> TrainRequest:
 
 
 def run(tmp_path: Path, *variants: dict[str, Any], to: str = "out", **changes: Any) -> TrainReport:
-    found = train(request(config(tmp_path, *variants, **changes)), tmp_path / to)
-    assert found is not None
-    return found
+    return train(request(config(tmp_path, *variants, **changes)), tmp_path / to)
 
 
 def of(report: TrainReport, name: str) -> list[dict[str, Any]]:
@@ -328,14 +324,10 @@ def test_a_repeat_draws_what_the_golden_run_drew(tmp_path: Path) -> None:
     assert weights_of(report, "another")[-1].max_abs > 0.0
 
 
-class Harm:
-    """Makes a directory when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
+HARM = {"run": Calls(os.mkdir, "harm")}
 
 
-@pytest.mark.parametrize("content", [None, [1], {"run": Harm()}], ids=["bytes", "list", "code"])
+@pytest.mark.parametrize("content", [None, [1], HARM], ids=["bytes", "list", "code"])
 def test_a_damaged_state_is_no_state(tmp_path: Path, content: Any, monkeypatch: Any) -> None:
     """And one that would run code when unpickled does not."""
     monkeypatch.chdir(tmp_path)
@@ -353,15 +345,10 @@ def test_a_process_that_is_stopped_continues(tmp_path: Path, number: signal.Sign
     """A process of its own, stopped by a real signal in whatever it is doing: the report is that of
     an undisturbed run. Ctrl-C saves the state and exits with 130."""
     path = config(tmp_path, *STATEFUL, steps=60, save_every=0.02, record=[1, 2, 50])
-    command = [sys.executable, "-m", "numdev", "train", str(path), "--device", "cpu", "-q", "-o"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    process = subprocess.Popen([*command, str(tmp_path / "cut")], env=env, stderr=subprocess.PIPE)
+    to = str(tmp_path / "cut")
+    process = spawn("train", str(path), "--device", "cpu", "-q", "-o", to, cwd=tmp_path)
     journal, state = (tmp_path / "cut" / name for name in (JOURNAL, STATE))
-
-    def lines() -> int:
-        return journal.read_bytes().count(b"\n") if journal.exists() else 0
-
-    while process.poll() is None and not (lines() >= 1 + 3 and state.exists()):  # step 2
+    while process.poll() is None and not (lines_of(journal) >= 1 + 3 and state.exists()):  # step 2
         time.sleep(0.01)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
@@ -442,7 +429,6 @@ def test_a_run_in_parts_ends_with_the_same_report(tmp_path: Path, capsys: Any) -
     assert numdev("train", path, "-o", tmp_path / "p", "--json", *more) == 0
     whole = read(tmp_path / "p")
     assert (tmp_path / "p" / "report.json").read_text() == capsys.readouterr().out.strip()
-    assert isinstance(whole, TrainReport)
     assert (whole.summary.steps, whole.summary.seeds) == (2, (5, 6))
     assert comparable(read(output)) == comparable(whole)
 

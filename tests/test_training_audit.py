@@ -1,26 +1,23 @@
-"""A training step audited: gradients, noise, planted faults, isolation, worst rows, reproducers."""
+"""A training step audited: gradients, noise, planted faults, worst rows."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from gate_rows import planned
 from on_bench import grouped_step, invoked, prepare, rows_on
-from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.gate.judging import calls_of
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, find
-from numdev.report import AuditReport, DeviationRow, read
+from numdev.report import DeviationRow, read
 
-KERNELS = Path(__file__).parent / "broken_kernels.py"
 CASES = """
 backward: true
 cases:
@@ -33,21 +30,13 @@ def rows_of(kernel: Kernel, heads: Any = None, **changes: Any) -> list[Deviation
     return rows_on(bench, kernel)
 
 
-class Unfinished(torch.autograd.Function):
-    """Plain attention whose backward is yet to be written."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.transpose(-1, -2) * 0.25).softmax(dim=-1) @ v
-
-    @staticmethod
-    def backward(ctx: Any, *grad_out: Tensor) -> Any:
-        raise NotImplementedError("to be written")
-
-
 def unfinished(case: AttentionCase) -> Output:
+    """Plain attention whose backward is yet to be written."""
     k, v = (x.repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
-    return Output(out=Unfinished.apply(case.q, k, v))
+    out = (case.q @ k.mT * 0.25).softmax(dim=-1) @ v
+    if out.requires_grad:
+        out.register_hook(Mock(side_effect=NotImplementedError("to be written")))
+    return Output(out=out)
 
 
 @pytest.mark.parametrize(("kernel", "status", "reason"), [
@@ -80,7 +69,6 @@ def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
     mask = torch.ones(60, 60, dtype=torch.bool)
     mask[7:20] = False
     bench = prepare(grouped_step(60, mask=mask), gradients=True)
-    assert bench.selection.case.grad_out is not None
     assert not bench.case.grad_out[:, :, 7:20].any()
     assert bench.case.grad_out[:, :, 20:].any()
     lowest = torch.zeros(60, 60).masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -90,20 +78,17 @@ def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(KERNELS.parent)
+def config(tmp_path: Path) -> Path:
     path = tmp_path / "case.yaml"
     path.write_text(CASES)
     return path
 
 
-def audited(config: Path, *arguments: str) -> AuditReport:
+def audited(config: Path, *arguments: str) -> Any:
     directory = config.parent / "out"
     done = invoked("audit", config, "--output", directory, "--overwrite", *arguments)
     assert done.exit_code == 0, done.output
-    found = read(directory)
-    assert isinstance(found, AuditReport)
-    return found
+    return read(directory)
 
 
 def test_the_report_has_gradients(config: Path) -> None:
@@ -130,30 +115,6 @@ def test_planted_faults_are_measured_and_caught(config: Path) -> None:
     assert len(doses) > 20
     assert not any(k.kernel.startswith("control:") for k in found.summary.kernels)
     assert any("planted" in line and "scale" in line for line in found.tested)
-
-
-WRONG = """
-import torch
-def doubled(q, k, v, is_causal=False):
-    how = {"is_causal": is_causal, "enable_gqa": True}
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
-    return out.clone().index_fill_(2, torch.tensor([33]), float("nan"))
-"""
-
-
-def test_a_finding_comes_with_a_script_that_shows_it(config: Path, monkeypatch: Any) -> None:
-    """NaN in one row: found, reduced to next to nothing, shown by a script in its own process."""
-    (config.parent / "wrong_kernel.py").write_text(WRONG)
-    monkeypatch.syspath_prepend(config.parent)
-    found = audited(config, "--kernel", "wrong_kernel:doubled")
-    assert found.findings[0].rule == "finiteness"
-    folder = config.parent / "out" / "reproducers"
-    script = next(folder.glob("*out-finiteness*/reproduce.py"))
-    assert sum(f.stat().st_size for f in script.parent.iterdir()) < 200_000
-    command, env = [sys.executable, str(script)], {"PYTHONPATH": str(config.parent), "PATH": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "The deviation shows." in done.stdout
 
 
 def test_a_sweep_measures_gradients_too(config: Path) -> None:

@@ -156,17 +156,14 @@ class Within(torch.autograd.Function):
         return dq.to(ctx.low), dk, dv, None, None
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-
 APART = ", dk and dv of each query head"
 WIDE = {"name": "wide", "heads": 8, "kv_heads": 2, "seq_len": 256, "causal": True}
 
 
 @pytest.mark.parametrize(("function", "way"), [
     (grouped(apart=False), "fa2"), (grouped(apart=True), "as fa2 rounds" + APART),
-    (plain, "as sdpa-flash rounds on this CPU" + APART),
+    (lambda q, k, v, is_causal=False: wrapper(q, k, v, is_causal=is_causal),
+     "as sdpa-flash rounds on this CPU" + APART),
 ])  # fmt: skip
 def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) -> None:
     """In fp32 within the kernel, or of the rounded dk and dv of every query head."""

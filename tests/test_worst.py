@@ -9,7 +9,7 @@ from typing import Any
 import mpmath
 import pytest
 import torch
-from oracles import FEATURES, attention, make_case
+from oracles import FEATURES, attention, make_case, normal
 from torch import Tensor
 
 from numdev.audit.explanations import NOTABLE, SHOWN, most
@@ -25,11 +25,6 @@ from numdev.report import WorstRow
 BFLOAT16 = FORMATS["bfloat16"]
 
 
-def normal(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
 def yardstick(case: AttentionCase, tensor: str = "out") -> tuple[Yardstick, Tensor]:
     """What a tensor of the case is held against, and the log-sum-exp."""
     exact: Any = attend(case) if tensor == "out" else gradients(case)
@@ -43,7 +38,7 @@ def spoiled(case: AttentionCase, at: tuple[int, ...], by: float = 1.0, tensor: s
     """The tensor with tiny errors everywhere, and one row far off."""
     y, lse = yardstick(case, tensor)
     size = torch.where(y.term_scale > 0, y.term_scale, 0.0)
-    out = y.reference + 1e-3 * size * normal(9, *y.reference.shape).clamp(-2, 2)
+    out = y.reference + 1e-3 * size * normal(*y.reference.shape, seed=9).clamp(-2, 2)
     out[at] = y.reference[at] + by * size[at]
     return out, y, lse
 
@@ -56,7 +51,7 @@ def test_facts_of_queries(feature: str) -> None:
     exact = attention(case)
     for h in range(case.heads):
         out = y.reference.clone()
-        out[:, h] += 1e-3 * normal(5, *out[:, h].shape)
+        out[:, h] += 1e-3 * normal(*out[:, h].shape, seed=5)
         found = worst_rows(case, out, y, range(case.heads), count=case.q_len * case.q.shape[0])
         assert len(found) == int((~y.empty[:, h]).sum())
         for w in found:
@@ -101,9 +96,9 @@ def test_equal_keys_tie_wherever_they_stand() -> None:
     """Two equal keys share the maximum, wherever they are and although the terms of their score are
     10^9 times as large, so that rounding is 10^6 times what counts as equal: the same for both."""
     n, d = 131, 16
-    k = normal(0, 1, 1, n, d)
+    k = normal(1, 1, n, d, seed=0)
     k[..., 0], k[..., 1] = -400.0, 1880.0 * 2.0**20
-    q = normal(1, 1, 1, n, d)
+    q = normal(1, 1, n, d, seed=1)
     q[..., 0], q[..., 1] = 1880.0 * 2.0**20, 400.0
     case = make_case(heads=1, q_len=n, kv_len=n, head_dim=d, v_dim=d, scale=1.0)
     for one, other in ((0, 1), (0, 130), (3, 67), (64, 65), (127, 128), (129, 130)):
@@ -138,7 +133,7 @@ def test_infinite_and_hidden_scores() -> None:
 def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
     """What was spoiled comes first, with its error and place; for dk and dv it is a key."""
     case = make_case(batch=2, heads=4, kv_heads=2, q_len=24, kv_len=30, seed=1)
-    case = dataclasses.replace(case, grad_out=normal(2, 2, 4, 24, 4))
+    case = dataclasses.replace(case, grad_out=normal(2, 4, 24, 4, seed=2))
     keys = tensor in ("dk", "dv")
     out, y, lse = spoiled(case, (1, 1, 7), by=0.5, tensor=tensor)
     found = worst_rows(case, out, y, range(2 if keys else 4), tensor=tensor, lse=lse)
