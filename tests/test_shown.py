@@ -150,13 +150,13 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     report: Any = reports.read(sample("compare")).model_copy(update=changes)
     nodes = list(compare.blocks(report))
     assert cells(nodes, "Every tensor") == (
-        "kernel: k | : dq | heads: 9 | moved: 4 | same bits: 2 | metric: floor_ratio | A: 1.50 | "
-        "B: 2.50 | largest: 3.50 | where: "
+        "kernel: k | tensor: dq bfloat16 | heads: 9 | moved: 4 | same bits: 2 | A: 1.50 | "
+        "B: 2.50 | unit: × the floor | B / A: 3.50 | where: "
     )
     assert "A: 1.5e-3" in cells(nodes, "Every tensor", 1)
     assert cells(nodes, "What moved") == (
-        "kernel: k | : dq bfloat16 | where: layer 3 head 5 | what: from 1 to 2 | "
-        "noise explains: 1.25×"
+        "kernel: k | tensor: dq bfloat16 | where: layer 3 head 5 | before and after: from 1 to 2 | "
+        "factor: 2.00× | noise explains: 1.25×"
     )
 
 
