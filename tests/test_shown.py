@@ -174,12 +174,15 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
     changes = {"heads": (head,), "cures": (cure,), "kernels": (real,), "summary": summary}
     heads, _, cures, kernels = tables(diagnose.blocks(made.model_copy(update=changes)))
     assert cells([heads]) == (
-        "head: L1H2 | of layer: 50 % | tied rows: 31 % | O bias, ulp: +0.104 | δ error: +21 % | "
-        "t: 20 | dW_Q by δ: 38 % | meets: 1 of 3"
+        "head: L1H2 | layer's dW_Q off, %: 50 | tied rows, %: 31 | O bias, ulp: +0.104 | "
+        "δ error, %: +21 | its t: 20 | dW_Q by δ, %: 38 | conditions: 1 of 3"
     )
-    shared = "δ error: +13 % | t: 15 | dW_Q: {} % | dQ: 17 % | O bias, ulp: +0.120"
-    assert cells([cures]).startswith(f"cure: c | {shared.format(21)} | NaN/inf: 22")
-    assert cells([kernels]) == f"kernel: k | {shared.format(42)}"
+    start, rest = (
+        "δ error, %: +13 | its t: 15 | dW_Q error, %:",
+        "dQ error, %: 17 | O bias, ulp: +0.120",
+    )
+    assert cells([cures]).startswith(f"cure: c | {start} 21 | {rest} | NaN/inf: 22")
+    assert cells([kernels]) == f"kernel: k | {start} 42 | {rest}"
 
 
 def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:
