@@ -131,6 +131,11 @@ def said(found: BoundsReport) -> str:
     return "\n".join(found.summary.answer)
 
 
+def shown(found: BoundsReport) -> str:
+    """The answer, and what stands below it."""
+    return said(found) + str(list(views.blocks(found)))
+
+
 def marks(**roles: Sequence[Mapping[int, float | tuple[float, ...]]]) -> Saturation:
     """Of runs of each role, by seed: step to the distance of one run, or those of several."""
     lines = [
@@ -217,9 +222,11 @@ def test_the_known_ratios_come_back(bounds: Found) -> None:
 
 @pytest.mark.parametrize("seeds", [2, 5])
 def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int) -> None:
-    """By scipy's own function; a ratio that is off lies outside. Two seeds have none."""
+    """By scipy's own function; a ratio that is off lies outside. Two seeds have none, as said."""
     rows = several(seeds)
-    c = compared(bounds(rows), "low-precision", "first")
+    found = bounds(rows)
+    c = compared(found, "low-precision", "first")
+    assert ("Too few seeds to tell from low precision: " in said(found)) == (seeds == 2)
     at = {(r.seed, r.variant): r.mean_abs or 0.0 for r in rows if r.step == 1}
     logs = [math.log(at[s, "flash"] / at[s, "low-precision"]) for s in range(seeds)]
     assert c.ratio == pytest.approx(math.exp(sum(logs) / seeds))
@@ -233,18 +240,19 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int
 
 
 def test_the_answer_comes_first_and_holds_both_windows(bounds: Found) -> None:
-    """Early with W1 and the paper's number beside it, late, and what that means; no false word."""
+    """Early, the paper's number beside it; what early and merged are below; no false word."""
     found = bounds(several())
     first, second, last = found.summary.answer
     c = compared(found, "low-precision", "early")
-    w1 = compared(found, "low-precision", "early", "w1")
-    assert first.startswith(
-        f"Before step 100, where curves begin to merge: flash changes weights {c.ratio:.2f}× "
-        f"[{c.low:.2f} to {c.high:.2f}] as much as low-precision (W1 {w1.ratio:.2f}×), where the "
-        "first paper reports 0.2 to 0.5; "
+    assert first == (
+        f"Within low precision: flash moves the trained weights {c.ratio:.2f} times as far as "
+        f"another format does (low-precision; 95 % interval over 3 seeds {c.low:.2f} to "
+        f"{c.high:.2f}; the first paper reports 0.2 to 0.5)."
     )
-    assert second.startswith("From step 200 on curves have merged: a distance there says how ")
-    assert last.startswith("Proxies: ")
+    assert second.startswith("Beyond chance: flash moves the trained weights 1")
+    assert last.startswith("Within another seed: ")
+    assert views.styles(found) == ("good", "warn", "good")
+    assert "from step 200 on; distances then say how chaotic " in shown(found)
     assert "stable" not in said(found).lower()
 
 
@@ -260,12 +268,12 @@ PARTING = changed(
 @pytest.mark.parametrize(
     ("rows", "names", "words", "last", "late"),
     [
-        (PARTING, NAMES, "Before step 20, where chance begins to decide: ", 15, None),
-        (curves(), WITHOUT_NULLS, "At step 1: ", 1, "there is no null run"),
+        (PARTING, NAMES, "before step 20, where chance begins to decide.", 15, None),
+        (curves(), WITHOUT_NULLS, "curves merge is not known: there", 1, "there is no null run"),
         (curves(steps=[s for s in STEPS if s <= 40]), NAMES,
-         "Up to step 40, with no sign that curves merge: ", 40,
+         "all steps, with no sign that curves merge.", 40,
          "no curve has merged with the null by step 40"),
-        (curves(SAME), NAMES, "Early: nothing can be said, since curves are merged from step 1",
+        (curves(SAME), NAMES, "Not known beside chance: nothing can be said of flash, since curves",
          None, None),
     ],
     ids=["chance", "no null", "not merged", "merged at once"],
@@ -275,7 +283,7 @@ def test_which_steps_are_early(
 ) -> None:
     """Without a null, where curves merge is not known: only the first step is quoted."""
     found = bounds(changed(rows, lambda r: not r.equal, w1=lambda x: 1.0), names)
-    assert found.summary.answer[0].startswith(words)
+    assert words in shown(found)
     paired, w1 = (compared(found, "low-precision", "early", m) for m in ("mean_abs", "w1"))
     assert w1.steps == paired.steps
     assert paired.steps[-1:] == ((last,) if last else ())
@@ -288,8 +296,8 @@ def test_the_table_shows_the_paired_ratio_of_each_window(bounds: Found) -> None:
     start = [distance(name, 0, size, of="gradient") for name, size in sizes]
     found = bounds(changed(several(), lambda r: not r.equal, w1=lambda x: 1.0) + start)
     table = next(n for n in views.blocks(found) if isinstance(n, Table))
-    titles = ("distance of", "over that of", "step 1", "early 1–70", "merged 200–400", "gradient")
-    assert tuple(column.title for column in table.columns) == titles
+    titles = "step 1, ×|early, step 1–70, ×|merged, step 200–400, ×|gradient, ×"
+    assert "|".join(column.title for column in table.columns[2:]) == titles
     expected = ["flash", "low-precision"]
     for window in ("first", "early", "saturated"):
         c = compared(found, "low-precision", window)
@@ -304,6 +312,7 @@ def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
     )
     found = bounds(off)
     assert found.summary.answer[0].startswith("NOT DETERMINISTIC: ")
+    assert views.styles(found)[0] == "bad"
     assert "gives the same bits" not in str(list(views.blocks(found)))
     none = dict.fromkeys(("mean_abs", "w1"), lambda x: None)
     found = bounds(changed(several(), lambda r: (r.seed, r.variant) == (2, "flash"), **none))

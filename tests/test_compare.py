@@ -247,7 +247,9 @@ def test_rows_that_are_gone_and_why() -> None:
         ("failed", "theirs", 1, "in B: illegal access"),
     ]
     assert {p.what for p in found(b, a).presences} == {"new", "failed"}
-    assert "9 rows gone, 1 row failed" in first(a, b)
+    assert first(a, b).startswith("CHANGED: 9 rows gone, 1 row failed; nothing was measured in ")
+    assert first(b, b).startswith("CRASHED: 2 rows failed; ")
+    assert first((), ()).startswith("NOT JUDGED: nothing was measured in both reports; ")
 
 
 def mine(q: Tensor, k: Tensor, v: Tensor, *, off: float = 1.0) -> Tensor:
@@ -297,7 +299,8 @@ def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     """Exit code 0: the same bits in every row of every kernel, and no change at all."""
     assert command(audited["a"], audited["again"], "-o", out, "--quiet") == 0
     found = reports.read(out)
-    assert found.summary.answer[0] == "Nothing moved beyond noise; nothing new, nothing gone."
+    said = "NO CHANGE: nothing moved beyond noise; nothing new, nothing gone."
+    assert found.summary.answer[0] == said
     assert all(g.same_bits == g.pairs == 4 for g in found.groups)
     assert {g.kernel for g in found.groups} == {"baseline", "sdpa-flash", own().name}
     assert found.changes == ()
@@ -309,8 +312,10 @@ def test_a_planted_change_is_found_in_its_head(audited: dict[str, Path], out: Pa
     assert command(audited["a"], audited["planted"], "-o", out, "--quiet") == 1
     found = reports.read(out)
     assert {(m.kernel, m.tensor, m.place.head) for m in found.moves} == {(own().name, "out", 2)}
-    assert f"{own().name}[off=1.03] (bfloat16)" in found.summary.answer[0]
-    assert "small head 2, no mistake named, now the output is 1.030" in found.summary.answer[1]
+    verdict, *others = found.summary.answer
+    assert verdict.startswith(f"CHANGED: {own().name}[off=1.03] (bfloat16) moved beyond noise, ")
+    assert "in out, small head 2, no mistake named, now the output is 1.030" in verdict
+    assert f"{own().name}[off=1.03] (bfloat16): moved in out (1 of 4 heads); " in " ".join(others)
     grown = next(m for m in found.moves if m.metric in ("expected_ratio", "floor_ratio"))
     assert grown.change > 2
     (change,) = found.changes

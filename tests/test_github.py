@@ -124,7 +124,7 @@ def test_what_could_not_be_measured_is_an_error_too() -> None:
     """Since the step fails: a kernel that failed, a required one that is not there, no number."""
     (failed,) = runner(lines_of([row(), row(kernel="gone", status="failed", reason="it raised")]))
     assert failed.name == "error"
-    assert failed.properties["title"] == "gone did not run"
+    assert failed.properties["title"] == "gone crashed"
     assert "it raised" in failed.data
     (lacking,) = runner(lines_of([row(nonfinite=None, nulls={"nonfinite": "not counted"})]))
     assert lacking.data.startswith("finiteness (nonfinite ≤ 0) could not be judged")

@@ -136,7 +136,7 @@ def test_a_page_loads_nothing(path: Path) -> None:
 
 LINES = [f"c{i}" for i in range(6)]
 PAIRS = [("ink", "paper", 4.5), ("soft", "paper", 4.5), ("ink", "panel", 4.5),
-         ("exceeded", "panel", 4.5), ("passed", "panel", 4.5),
+         ("exceeded", "panel", 4.5), ("passed", "panel", 4.5), ("warned", "panel", 4.5),
          *(("on-h", f"h{i}", 4.5) for i in range(1, 5)),
          *((name, "paper", 3.0) for name in (*LINES, "focus"))]  # fmt: skip
 

@@ -150,13 +150,13 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     report: Any = reports.read(sample("compare")).model_copy(update=changes)
     nodes = list(compare.blocks(report))
     assert cells(nodes, "Every tensor") == (
-        "kernel: k | : dq | heads: 9 | moved: 4 | same bits: 2 | metric: floor_ratio | A: 1.50 | "
-        "B: 2.50 | largest: 3.50 | where: "
+        "kernel: k | tensor: dq bfloat16 | heads: 9 | moved: 4 | same bits: 2 | A: 1.50 | "
+        "B: 2.50 | unit: × the floor | B / A: 3.50 | where: "
     )
     assert "A: 1.5e-3" in cells(nodes, "Every tensor", 1)
     assert cells(nodes, "What moved") == (
-        "kernel: k | : dq bfloat16 | where: layer 3 head 5 | what: from 1 to 2 | "
-        "noise explains: 1.25×"
+        "kernel: k | tensor: dq bfloat16 | where: layer 3 head 5 | before and after: from 1 to 2 | "
+        "factor: 2.00× | noise explains: 1.25×"
     )
 
 
@@ -174,12 +174,15 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
     changes = {"heads": (head,), "cures": (cure,), "kernels": (real,), "summary": summary}
     heads, _, cures, kernels = tables(diagnose.blocks(made.model_copy(update=changes)))
     assert cells([heads]) == (
-        "head: L1H2 | of layer: 50 % | tied rows: 31 % | O bias, ulp: +0.104 | δ error: +21 % | "
-        "t: 20 | dW_Q by δ: 38 % | meets: 1 of 3"
+        "head: L1H2 | layer's dW_Q off, %: 50 | tied rows, %: 31 | O bias, ulp: +0.104 | "
+        "δ error, %: +21 | its t: 20 | dW_Q by δ, %: 38 | conditions: 1 of 3"
     )
-    shared = "δ error: +13 % | t: 15 | dW_Q: {} % | dQ: 17 % | O bias, ulp: +0.120"
-    assert cells([cures]).startswith(f"cure: c | {shared.format(21)} | NaN/inf: 22")
-    assert cells([kernels]) == f"kernel: k | {shared.format(42)}"
+    start, rest = (
+        "δ error, %: +13 | its t: 15 | dW_Q error, %:",
+        "dQ error, %: 17 | O bias, ulp: +0.120",
+    )
+    assert cells([cures]).startswith(f"cure: c | {start} 21 | {rest} | NaN/inf: 22")
+    assert cells([kernels]) == f"kernel: k | {start} 42 | {rest}"
 
 
 def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:

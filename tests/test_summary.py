@@ -115,6 +115,9 @@ def test_a_verdict_has_the_numbers_that_matter() -> None:
         assert f"; {words} its rounding model predicts" in said(row(expected_ratio=ratio))
     text = said(row(), outcome="unmeasured", reason="no GPU")
     assert text.startswith("NOT JUDGED  sdpa-flash  bfloat16 no GPU ")
+    crash = {"rule": "runs", "tensor": "out", "reason": "it raised"}
+    text = said(row(), outcome="unmeasured", **crash)
+    assert text.startswith("CRASHED  sdpa-flash  bfloat16 it raised ")
 
 
 def test_what_overflows_is_said() -> None:

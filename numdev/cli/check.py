@@ -133,7 +133,7 @@ def shown(result: CheckResult) -> Document:
     from numdev.report.views import verdicts
 
     report, lines = result.report, tuple(verdicts(result.report))
-    if result.verdict == "NOT JUDGED":
+    if result.verdict == "NOT JUDGED" and all(line.style != "bad" for line in lines):  # no crash
         lines = (Item(result.in_short, f"NOT JUDGED  {result.kernel}", "warn"),)
     led = {v.finding for v in report.verdicts}
     every = enumerate(report.findings)

@@ -35,9 +35,7 @@ from numdev.kernels.reference.blocked import nonzero, row_blocks
 from numdev.sources.projection import Projection
 
 NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
-OF_WEIGHTS = (
-    *("moved", "dw_q_error", "dw_q_norm", "similarity", "spectral_norm", "spectral_ratio"),
-)
+OF_WEIGHTS = ("moved", "dw_q_error", "dw_q_norm", "similarity", "spectral_norm", "spectral_ratio")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

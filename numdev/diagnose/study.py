@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from numdev.diagnose.heads import answer, leading, ranked
 from numdev.diagnose.series import YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
+from numdev.gate.rows import grouped
 from numdev.kernels import find
 from numdev.kernels.emulation.recipe import recipe
 from numdev.report import Axis, Curve, Figure, Point, Tick
@@ -203,31 +205,25 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Fi
     """Each number by step: of the head `first`, the worst where that is another, and the median."""
     drawn = []
     for metric, (title, y_title) in METRICS.items():
-        own: dict[int, float] = {}
-        by_step: dict[int, list[float]] = {}
-        for head in sorted(heads, key=lambda h: h.step or 0):
-            value: float | None = getattr(head, metric)
-            if head.step is not None and value is not None:
-                by_step.setdefault(head.step, []).append(abs(value))
-                if (head.case, head.head) == (first.case, first.head):
-                    own[head.step] = abs(value)
-        worst = {step: max(values) for step, values in by_step.items()}
-        median = {step: statistics.median(values) for step, values in by_step.items()}
-        lines = {first.brief: own, "worst head": worst, "median head": median}
+        known = [(h.step, abs(getattr(h, metric)), (h.case, h.head)) for h in heads
+                 if h.step is not None and getattr(h, metric) is not None]  # fmt: skip
+        by_step = grouped(sorted(known), itemgetter(0))
+        lines = {
+            first.brief: {
+                step: x for step, x, at in sorted(known) if at == (first.case, first.head)
+            },
+            "worst head": {step: max(x for _, x, _ in at) for step, at in by_step.items()},
+            "median head": {s: statistics.median(x for _, x, _ in at) for s, at in by_step.items()},
+        }
         curves = tuple(
-            Curve(
-                label=label, role="floor" if label == "median head" else "kernel",
-                points=tuple(
-                    Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
-                    for step, x in line.items()
-                ),
-            )
-            for label, line in lines.items() if line and (label != "worst head" or line != own)
+            Curve(label=label, role="floor" if label == "median head" else "kernel", points=tuple(
+                Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
+                for step, x in line.items()
+            ))
+            for label, line in lines.items()
+            if line and (label != "worst head" or line != lines[first.brief])
         )  # fmt: skip
-        if len(worst) > 1:
-            figure = Figure(
-                title=title, metric=metric, y_title=y_title, y_scale="linear",
-                curves=curves,
-            )  # fmt: skip
-            drawn.append(figure)
+        if len(by_step) > 1:
+            drawn.append(Figure(title=title, metric=metric, y_title=y_title, y_scale="linear",
+                                curves=curves))  # fmt: skip
     return tuple(drawn)

@@ -26,11 +26,8 @@ from numdev.gate.compare_report import (
 )
 from numdev.gate.findings import label, listed
 from numdev.gate.movement import (
-    ALPHA,
     FAR,
-    LEAST,
-    WORST,
-    WORST_ELSE,
+    THRESHOLD,
     Change,
     Names,
     Noise,
@@ -41,17 +38,8 @@ from numdev.gate.movement import (
     same_bits,
 )
 from numdev.gate.rows import GRADIENTS, Measured, Rows, grouped
-from numdev.report import (
-    AuditReport,
-    DeviationRow,
-    Place,
-    Places,
-    Provenance,
-    Report,
-    SweepReport,
-    read,
-)
-from numdev.report.numbers import three
+from numdev.report import DeviationRow, Place, Places, Provenance, Report, SweepReport, read
+from numdev.report.numbers import three, times
 
 MUST = (
     *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
@@ -68,11 +56,7 @@ UNITS = {
     "worst_row": "× the error predicted for its worst row",
     "rms": " (rms)",
 }
-THRESHOLD = (
-    f"Beyond noise is what {100 * ALPHA:g} % of comparisons would show somewhere by chance, over "
-    f"the {{tests}} numbers judged; a change of less than {100 * LEAST - 100:g} % never is (of a "
-    f"worst row: less than a factor of {WORST_ELSE:g}, of dq and dk {WORST['dq']:g})."
-)
+NEITHER = "nothing new, nothing gone"
 OTHER = (
     "The inputs differ in {count} of {every} rows, judging by the floor: there errors are judged "
     "beside what each report predicts for its own inputs, and by how heads scatter."
@@ -132,7 +116,7 @@ def _past(report: Measured) -> Past:
 
 def _measured(given: Path | Report) -> Measured:
     report, name = (given, "report") if isinstance(given, Report) else (read(given), given)
-    if not isinstance(report, AuditReport | SweepReport):
+    if not isinstance(report, Measured):
         raise UsageError(f"{name}: expected a report of an audit or a sweep, got {report.kind}")
     if isinstance(report, SweepReport) and not report.rows:
         raise UsageError(
@@ -368,40 +352,37 @@ def answer(
     allowed: Sequence[Difference],
     place: Places,
 ) -> Iterator[str]:
-    """The verdict, then a sentence for each kernel."""
+    """The verdict and the largest move, then a sentence for each kernel."""
     by_kernel = grouped(groups, _name)
     moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
     counts: Counter[str] = Counter()
     for presence in presences:
         counts[presence.what] += presence.rows
     there = ", ".join(f"{count} row{'s' * (count != 1)} {what}" for what, count in counts.items())
-    verdict = "Nothing was measured in both reports"
-    if groups:
-        verdict = f"Moved beyond noise: {listed(moved)}" if moved else "Nothing moved beyond noise"
-    yield f"{verdict}; {there or 'nothing new, nothing gone'}."
+    verdict = "CHANGED" if moves or counts["gone"] else "CRASHED" if counts["failed"] else ""
+    what = f"{listed(moved) or 'nothing'} moved beyond noise"
+    for m in [m for m in moves if m.metric != "ran"][:1]:
+        of = f" of {label(m)}" if len(moved) > 1 else ""
+        change = f" ({times(m.change)} times as much)" if m.change else ""
+        what += f", farthest in {m.tensor}{of}, {place(m.place)}, {m.words}{change}"
+    if not groups:
+        verdict, what = verdict or "NOT JUDGED", "nothing was measured in both reports"
+    elif moves and not moved:
+        what = f"other code ran, {what}"
+    parts = [there, what] if there and verdict and not moves else [what, there or NEITHER]
+    yield f"{verdict or 'NO CHANGE'}: {'; '.join(parts)}."
     if allowed:
         keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
         yield f"Compared although they differ: {keys}."
     for move in moves:
         if move.metric == "ran":
             yield f"{_name(move)}, {move.tensor}: {move.words}."
-    for kernel in moved:
-        tensors = listed(_tensor(g, moves, place) for g in by_kernel[kernel] if g.moved)
-        yield f"{kernel} moved in {tensors}."
     for kernel, its in by_kernel.items():
-        if kernel not in moved:
-            pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
-            yield f"{kernel}: within noise in all {pairs} rows, the same bits in {same}."
+        tensors = [f"{g.tensor} ({g.moved} of {g.pairs} heads)" for g in its if g.moved]
+        what = f"moved in {listed(tensors)}" if tensors else "within noise"
+        pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
+        yield f"{kernel}: {what}; the same bits in {same} of {pairs} rows."
 
 
 def _name(of: Group | Move) -> str:
     return f"{label(of)} ({of.format})"
-
-
-def _tensor(group: Group, moves: Sequence[Move], place: Places) -> str:
-    """`dq (3 of 16 heads, most in layer 2 head 1, from 1.06 to 1.41× the rounding floor)`."""
-    about = (_name(group), group.tensor)
-    first = next(m for m in moves if m.metric != "ran" and (_name(m), m.tensor) == about)
-    most = "most in " if group.moved > 1 else ""
-    what = f"{most}{place(first.place)}, {first.words}"
-    return f"{group.tensor} ({group.moved} of {group.pairs} heads, {what})"

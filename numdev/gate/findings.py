@@ -95,6 +95,7 @@ def _of_kernel(
             lacking = [v for v in rules if v.outcome == "unmeasured"] or rules
             reasons = dict.fromkeys(chain(*(x.reasons for each in (calls, lacking) for x in each)))
             about["reason"] = "; ".join(list(reasons)[:2]) or "no rule could be applied"
+            about["rule"] = next((v.rule for v in lacking if v.outcome == "unmeasured"), None)
     which = {name: getattr(of, name) for name in ("kernel", "options", "format")}
     return KernelVerdict(**which, **about)
 

@@ -27,6 +27,11 @@ ALPHA = 0.01
 # of dq or dk errs is luck where tokens look alike (configs/gate/default.yaml).
 WORST = {"dq": 4.0, "dk": 4.0}
 WORST_ELSE = 2.0
+THRESHOLD = (
+    f"Beyond noise is what {100 * ALPHA:g} % of comparisons would show somewhere by chance, over "
+    f"the {{tests}} numbers judged; a change of less than {100 * LEAST - 100:g} % never is (of a "
+    f"worst row: less than a factor of {WORST_ELSE:g}, of dq and dk {WORST['dq']:g})."
+)
 HEADS = 4  # a call with fewer is judged by the scatter of all calls' heads
 FAR = 100.0  # the excess of what has no ratio
 # What is judged, the sharpest first. Multiples of an error that both reports share where the inputs

@@ -72,7 +72,7 @@ def _verdict(verdict: Verdict, findings: Sequence[Finding]) -> _Case:
         name = f"{verdict.rule} ({verdict.tensor}, {verdict.format})"
     message = "; ".join(verdict.reasons[:3])
     if verdict.outcome == "exceeded":
-        what = f"expected {verdict.limit}, got {number(verdict)}"
+        what = f"expected {verdict.limit}, got {number(verdict.observed)}"
         if verdict.metric == "suspicion":
             what = f"does not compute the requested attention: {verdict.observed}"
         message = f"{what} ({verdict.offending} of {verdict.judged} heads)"

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from numdev.audit.timing import words as seconds
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import VERDICTS, Finding, KernelSummary, Places, Report
+from numdev.report import VERDICTS, Finding, KernelSummary, KernelVerdict, Places, Report
 from numdev.report import document as doc
 from numdev.report.numbers import MOST, labelled, ratio, si, three
 
@@ -33,11 +34,16 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
     target = report.request.get("target") or report.provenance.command
     findings = tuple(_findings(report, directory))
+    lines, answer = list(verdicts(report)), [doc.headed(line) for line in summary.answer]
+    styles = (
+        view.styles(report) if hasattr(view, "styles") else ()
+    )  # of sentences that are verdicts
+    lines += [replace(answer.pop(0), style=style) for style in styles]
     return doc.Document(
         str(report.request.get("title") or f"{report.kind.capitalize()}: {target}"),
         (
-            doc.Bullets(tuple(verdicts(report)), "verdicts"),
-            doc.Bullets(tuple(map(doc.headed, summary.answer)), "answer"),
+            doc.Bullets(tuple(lines), "verdicts"),
+            doc.Bullets(tuple(answer), "answer"),
             *((doc.Heading("Findings", doc.TEXT),) if findings else ()),
             doc.Bullets(findings, "findings"),
             *doc.notes(getattr(report, "tested", ())),
@@ -53,10 +59,11 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
     eager = {k.format: k for k in kernels if k.role == "baseline"}
     sizes = {(k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"}
-    names = [labelled(v.kernel, v.options) for v in report.verdicts]
+    ordered = sorted(report.verdicts, key=lambda v: _word(v)[1] != "bad")
+    names = [labelled(v.kernel, v.options) for v in ordered]
     width = max(map(len, names), default=0)
-    wide = max((len(VERDICTS[v.outcome]) for v in report.verdicts), default=0)
-    for name, v in zip(names, report.verdicts, strict=True):
+    wide = max((len(_word(v)[0]) for v in ordered), default=0)
+    for name, v in zip(names, ordered, strict=True):
         k = sizes.get((v.kernel, str(v.options), v.format))
         if v.finding is not None:
             finding = report.findings[v.finding]
@@ -70,8 +77,18 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
             nearest = f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
             text = nearest if v.rule else "no limit on the size of its errors applies here"
         link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
-        lead = f"{VERDICTS[v.outcome]:{wide}}  {name:{width}}  {v.format} "
-        yield doc.Item(text, link=link, lead=lead, style=STYLES[v.outcome])
+        word, style = _word(v)
+        lead = f"{word:{wide}}  {name:{width}}  {v.format} "
+        yield doc.Item(text, link=link, lead=lead, style=style)
+
+
+def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
+    """An outcome's word and colour: a crash is a problem; what this machine lacks is none."""
+    outcome = of.severity if isinstance(of, Finding) else of.outcome
+    if outcome == "unmeasured" and of.rule == "runs" and of.tensor:  # a finding's, of a failed call
+        return "CRASHED", "bad"
+    soft = outcome == "unmeasured" and of.rule is None
+    return VERDICTS.get(outcome, ""), "soft" if soft else STYLES[outcome]
 
 
 def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
@@ -99,9 +116,8 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
     for number, finding in enumerate(report.findings):
         script = _script(finding, directory)
         if number not in shown or script:
-            name = VERDICTS.get(finding.severity)
+            (name, style), link = _word(finding), _link(report, finding)
             lead = f"{name} ({finding.rule}):" if name else ""
-            style, link = STYLES[finding.severity], _link(report, finding)
             yield doc.Item(finding.sentence, lead=lead, style=style, script=script, link=link)
 
 

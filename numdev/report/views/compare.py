@@ -9,40 +9,41 @@ from numdev.gate.compare_report import CompareReport, Group, Past
 from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
-from numdev.report.numbers import NONE, labelled, ratio, si
+from numdev.report.numbers import NONE, labelled, ratio, si, times
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500
 LEGEND = (
-    "A is the first report, B the second. heads: measured in both, one head of one call each; "
-    "moved: beyond noise; same bits: equal outputs, by a checksum of them. "
-    "A, B: medians, in multiples of the floor (lse: rms; where the inputs are not the same, in "
-    "multiples of what is predicted); largest: the ratio B / A farthest from 1."
+    "heads: measured in both, one head of one call each; moved: beyond noise; same bits: equal "
+    "outputs, by a checksum of them. A, B: the median head's error before and after, in the unit "
+    "beside it; B / A: the ratio farthest from 1, and where it is."
 )
+UNITS = {"floor_ratio": "× the floor", "expected_ratio": "× what is predicted", "rms": "rms"}
+
+
+def styles(report: CompareReport) -> tuple[doc.Style]:
+    """Of the verdict, which is the first sentence."""
+    return ("bad" if report.exit_code else "good" if report.measured else "warn",)
 
 
 def blocks(report: CompareReport) -> Iterator[doc.Node]:
-    where = [g.where for g in report.groups if g.where]
-    where += [move.place for move in report.moves]
-    place = Places([*where, *(presence.place for presence in report.presences)])
+    where = [m.place for m in report.moves] + [p.place for p in report.presences]
+    place = Places([*(g.where for g in report.groups if g.where), *where])
     yield _moves(report, place, SHOWN, doc.TERMINAL)
     yield _moves(report, place, ON_PAGE, doc.TEXT)
-    several = len({group.format for group in report.groups}) > 1
     yield doc.table(
         (
-            "kernel",
-            Column("", align="left"),
-            *("heads", "moved", "same bits"),
-            Column("metric", align="left", width=120),
-            *("A", "B", "largest"),
-            Column("where", align="left", width=140),
+            *("kernel", Column("tensor", align="left"), "heads", "moved", "same bits", "A", "B"),
+            *(Column("unit", align="left"), "B / A"),
+            Column("where", align="left", width=100),
         ),
-        ((*_group(g, several), place(g.where) if g.where else "") for g in report.groups),
+        ((*_group(g), place(g.where) if g.where else "") for g in report.groups),
         [g.role != "kernel" for g in report.groups],
-        title="Every tensor",
+        title="Every tensor: the error in A and in B",
     )
+    yield from doc.notes((LEGEND,))
     yield doc.words(
-        ("", "kernel", "", "rows", "first at", "why"),
+        ("", "kernel", "tensor", "rows", "first at", "why"),
         (
             (
                 Cell(p.what, style="strong" if p.what == "new" else "bad"),
@@ -56,28 +57,19 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         ),
         title="Gone, new and failed",
     )
-    if report.summary.notes:
-        yield doc.Heading("Notes", doc.TEXT)
-        yield from doc.notes(report.summary.notes)
+    yield from doc.notes(report.summary.notes)
     yield doc.words(
         ("", "A", "B"),
         (
+            ("report", *(str(report.request.get(side)) for side in "ab")),
+            ("made", report.a.created, report.b.created),
+            ("command", report.a.command, report.b.command),
             *((Cell(f"{d.key} (allowed)", style="strong"), d.a, d.b) for d in report.allowed),
             *((d.key, d.a, d.b) for d in report.changes),
         ),
-        title="What else is different",
+        title="The two reports, and what else differs",
     )
     yield from _history(report.history)
-    yield from doc.notes((LEGEND,))
-    yield doc.words(
-        ("", "report", "made", "numdev", "command"),
-        (
-            (name.upper(), str(report.request.get(name)), side.created, side.numdev, side.command)
-            for name, side in (("a", report.a), ("b", report.b))
-        ),
-        title="The two",
-        only=doc.TEXT,
-    )
 
 
 def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
@@ -104,32 +96,33 @@ def _moves(
     report: CompareReport, place: Places, limit: int, only: tuple[doc.Medium, ...]
 ) -> doc.Table:
     count = len(report.moves)
-    limited = f": the first {limit} of {count}, all in moves.csv" if count > limit else ""
+    limited = f" ({limit} of {count}, all in moves.csv)" if count > limit else ""
     return doc.words(
-        ("kernel", "", "where", "what", "noise explains"),
+        ("kernel", "tensor", "where", "before and after", "factor", "noise explains"),
         (
             (
                 Cell(labelled(m.kernel, m.options), style="strong"),
                 f"{m.tensor} {m.format}",
                 place(m.place),
                 m.words,
+                NONE if m.change is None else f"{times(m.change)}×",
                 NONE if m.noise is None else f"{m.noise:.2f}×",
             )
             for m in report.moves[:limit]
         ),
-        title=f"What moved{limited}",
+        title=f"What moved, the farthest beyond noise first{limited}",
         only=only,
     )
 
 
-def _group(g: Group, several: bool) -> tuple[str | Cell, ...]:
-    """Its numbers; with its format where there are several, since the answer has a single one."""
+def _group(g: Group) -> tuple[str | Cell, ...]:
+    """Its numbers; that of the moved stands out."""
     write = si if g.metric == "rms" else ratio
     return (
         Cell(labelled(g.kernel, g.options), style="strong" if g.moved else ""),
-        f"{g.tensor} {g.format}" if several else g.tensor,
+        f"{g.tensor} {g.format}",
         str(g.pairs),
         Cell(str(g.moved), style="bad" if g.moved else ""),
-        *(str(g.same_bits), g.metric or NONE),
-        *(write(g.a), write(g.b), ratio(g.change)),
+        *(str(g.same_bits), write(g.a), write(g.b)),
+        *(UNITS.get(g.metric or "", g.metric or NONE), ratio(g.change)),
     )

@@ -7,30 +7,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, judged, leading, percent
+from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, T, at_fault, judged, leading, percent
 from numdev.diagnose.report import DiagnoseReport, Place, Ranked
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, shade, si
 
 SHOWN = 10  # heads in the ranked table; heads.csv has all
-LEGEND = (
-    "of layer: |error of the head's dW_Q| over |dW_Q| of its layer. O bias, ulp: along the sign of "
-    "O, + is away from zero. δ error: its mean, over the rms of what delta is summed from; t: of "
-    "that mean. dW_Q by δ: what delta makes of its dW_Q by not fitting its dP, P. meets: how many "
-    f"of the chain ({', '.join(CONDITIONS)}), of those that could be judged."
+ABOUT = (
+    "A head is at fault where its rounding errors have one sign: they add up in dW_Q, the gradient "
+    "of its query weights, instead of cancelling, and can spoil training (arXiv 2510.04212)."
 )
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
+LEGEND = (
+    "layer's dW_Q off: |error of the head's dW_Q| over |dW_Q| of its layer; heads are in its "
+    f"order; darker from {', '.join(f'{100 * limit:.2g}' for limit in SHADES)} % on.",
+    "tied rows: share of query rows whose largest score several keys have.",
+    "O bias: mean error of the output along its sign, + is away from zero; 1 ulp is its last bit.",
+    "δ error: mean error of δ = rowsum(dO∘O), over the rms of what it is summed from. Its t: that "
+    f"mean over its standard error; |t| of {T:g} is hardly chance.",
+    "dW_Q by δ: how far δ alone moves the head's own dW_Q, by not fitting its dP and P.",
+    f"conditions: how many of the chain it meets ({', '.join(CONDITIONS)}), of those judged.",
+)
+
+
+def styles(report: DiagnoseReport) -> tuple[doc.Style]:
+    """Of the first sentence."""
+    return ("bad" if any(map(at_fault, report.summary.ranking)) else "",)
 
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     ranking = report.summary.ranking
+    yield doc.Paragraph(ABOUT)
     if ranking:
         first = leading(ranking)
         yield _ranked(report)
-        yield from doc.notes((LEGEND,))
+        yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
         yield _map(report)
-        limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
-        yield from doc.notes((f"Darker from {limits} on.",), doc.PAGE)
         cures = [row for row in report.cures if row.is_of(first)]
         yield doc.table(
             ("cure", *_titles(CURE),
@@ -60,9 +72,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
     emulated = f"Emulated: attention with {options} in {report.request.get('format')}, against fp64"
     yield doc.Paragraph(f"{emulated}: {what}.", "soft")
-    if report.summary.notes:
-        yield doc.Heading("Notes", doc.TEXT)
-        yield from doc.notes(report.summary.notes)
+    yield from doc.notes(report.summary.notes)
 
 
 def _score(report: DiagnoseReport) -> str:
@@ -77,7 +87,7 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
 
     def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:
         yield doc.Cell(ranked.brief, style="strong")
-        yield doc.Cell(percent(ranked.score), shade=shade(ranked.score, SHADES))
+        yield doc.Cell(percent(ranked.score).removesuffix(" %"), shade=shade(ranked.score, SHADES))
         yield from _cells(next(head for head in report.heads if head.is_of(ranked)), HEAD)
         verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
         verdicts |= dict.fromkeys(ranked.missing, "missing")
@@ -85,7 +95,7 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
         states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
         yield doc.Cell(f"{len(ranked.conditions)} of {known}", title=states)
 
-    columns = ("head", "of layer", *_titles(HEAD), "meets")
+    columns = ("head", "layer's dW_Q off, %", *_titles(HEAD), "conditions")
     first, count = report.summary.ranking[:SHOWN], len(report.summary.ranking)
     title = f"Heads by {_score(report)}, the first {len(first)} of {count}"
     return doc.table(columns, map(cells, first), title=title)
@@ -113,13 +123,13 @@ def _map(report: DiagnoseReport) -> doc.Table:
 
 # By the field of a row, what its column is called and how its numbers are written.
 NUMBERS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
-    "tied": ("tied rows", percent),
+    "tied": ("tied rows, %", percent),
     "out_bias": ("O bias, ulp", "{:+.3f}".format),
-    "delta_mean": ("δ error", partial(percent, sign=True)),
-    "delta_t": ("t", si),
-    "moved": ("dW_Q by δ", percent),
-    "dw_q_error": ("dW_Q", percent),
-    "dq_rel": ("dQ", percent),
+    "delta_mean": ("δ error, %", partial(percent, sign=True)),
+    "delta_t": ("its t", si),
+    "moved": ("dW_Q by δ, %", percent),
+    "dw_q_error": ("dW_Q error, %", percent),
+    "dq_rel": ("dQ error, %", percent),
     "nonfinite": ("NaN/inf", lambda count: str(count or NONE)),
 }
 HEAD = ("tied", "out_bias", "delta_mean", "delta_t", "moved")
@@ -133,4 +143,4 @@ def _titles(fields: Sequence[str]) -> list[str]:
 
 def _cells(row: Place, fields: Sequence[str]) -> list[str]:
     values = ((NUMBERS[name][1], getattr(row, name)) for name in fields)
-    return [NONE if value is None else write(value) for write, value in values]
+    return [NONE if x is None else write(x).removesuffix(" %") for write, x in values]

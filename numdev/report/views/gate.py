@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from numdev.gate.findings import kernel_verdicts, label
 from numdev.gate.rows import grouped
-from numdev.gate.verdict import Held, Judgement, Power, Verdict
+from numdev.gate.verdict import Judgement, Power, Verdict
 from numdev.report import VERDICTS, Finding, Place, Places
 from numdev.report import document as doc
 from numdev.report.numbers import three
@@ -75,7 +75,8 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
             yield Problem("exceeded", f"{f.kernel}: {f.rule}", f.sentence)
     for f in findings:
         if f.severity == "unmeasured":
-            yield Problem("unmeasured", f"{f.kernel} did not run", f.sentence)
+            title = f"{f.kernel} {'crashed' if f.tensor else 'did not run'}"
+            yield Problem("unmeasured", title, f.sentence)
     for name in judgement.missing:
         sentence = f"{name} is required and not in this report."
         yield Problem("unmeasured", "a required kernel", sentence)
@@ -113,7 +114,7 @@ def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
             rule,
             doc.Cell(OUTCOMES[worst.outcome], style=STYLES[worst.outcome]),
             f"{bad}/{judged}" if bad else str(judged or "-"),
-            number(worst),
+            number(worst.observed),
             worst.limit.removeprefix(f"{worst.metric} "),
             " ".join((worst.kernel or "-", worst.tensor or "", worst.format or "")),
         )
@@ -125,11 +126,9 @@ def _nearness(verdict: Verdict) -> float:
     return abs(verdict.observed) / (verdict.bound or 1.0)
 
 
-def number(verdict: Verdict) -> str:
+def number(observed: float | str | None) -> str:
     """What was observed, in three digits or in words; - where nothing was."""
-    if isinstance(verdict.observed, float):
-        return three(verdict.observed)
-    return verdict.observed or "-"
+    return three(observed) if isinstance(observed, float) else str(observed or "-")
 
 
 def _beyond(verdicts: Iterable[Verdict], place: Places) -> doc.Table:
@@ -142,7 +141,7 @@ def _beyond(verdicts: Iterable[Verdict], place: Places) -> doc.Table:
             label(verdict),
             f"{verdict.tensor} {verdict.format}",
             place(Place.of(held.row)),
-            _observed(held),
+            number(held.row.suspicion if held.limit.absent else held.value),
             str(held.limit),
             verdict.rule,
         )
@@ -151,11 +150,6 @@ def _beyond(verdicts: Iterable[Verdict], place: Places) -> doc.Table:
     more = f", the first {SHOWN} of {len(beyond)}" if len(beyond) > SHOWN else ""
     columns = ("over", "kernel", "in", "where", "number", "limit", "rule")
     return doc.words(columns, rows, title=f"Heads beyond a limit{more}")
-
-
-def _observed(held: Held) -> str:
-    value = held.row.suspicion if held.limit.absent else held.value
-    return three(value) if isinstance(value, float) else str(value)
 
 
 def _doses(power: Sequence[Power]) -> doc.Table:

@@ -12,6 +12,8 @@ from pydantic import Field
 from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
+PAIRED = "mean_abs"
+MERGED = 2.0  # the largest perturbation over the smallest null where curves have merged
 Window = Literal["first", "early", "saturated", "start"]
 """Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
 from where they have merged; the first gradient, before any update."""
@@ -35,6 +37,7 @@ class Comparison(Record):
     metric: str
     variant: str
     against: str
+    role: VariantRole | None = None  # of the variant
     against_role: VariantRole
     window: Window
     steps: tuple[int, ...]
@@ -43,6 +46,27 @@ class Comparison(Record):
     high: float | None
     by_seed: dict[int, float] = Field(default_factory=dict)
     nulls: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def standing(self) -> str:
+        """By the interval. A null is of chance: what is up to twice as far is within it."""
+        if self.low is None or self.high is None:
+            return "Not known beside" if self.ratio is None else "Too few seeds to tell from"
+        most = MERGED if self.against_role.startswith("null") else 1.0
+        within = self.low <= 1 and self.high <= most
+        return "Within" if within else "Beyond" if self.low > 1 else "Not told apart from"
+
+
+def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
+    """Those that the answer is made of: each flash run early beside low precision, the null that
+    re-rounds (else that of one ulp) and another seed, by the mean |difference|."""
+    chosen: dict[tuple[str, str], Comparison] = {}
+    for c in sorted(compared, key=lambda c: c.ratio is None):
+        about, beside = (c.role, c.metric, c.window), c.against_role
+        early = about == ("flash", PAIRED, "early")
+        if early and beside not in ("attention_precision", "null_repeat"):
+            chosen.setdefault((c.variant, beside.partition("_")[0]), c)
+    return tuple(chosen.values())
 
 
 class BoundsSummary(Record):

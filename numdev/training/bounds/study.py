@@ -30,14 +30,15 @@ import pandas as pd
 import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
+from numdev.gate.rows import grouped
 from numdev.metrics.statistics import Mean, factor
 from numdev.report import Figure, Provenance
 from numdev.report.numbers import si, times
 from numdev.training import figures
-from numdev.training.bounds.report import BoundsReport, BoundsSummary, Comparison, Saturation
+from numdev.training.bounds import report as records
+from numdev.training.bounds.report import MERGED, PAIRED, Comparison, Saturation, said
 from numdev.training.report import TrainReport, VariantRecord, VariantRole
 
-PAIRED = "mean_abs"
 METRICS = {PAIRED: "paired mean |difference|", "max_abs": "", "w1": "Wasserstein distance W1"}
 """What is compared, and the title of its figure if it has one."""
 PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
@@ -56,7 +57,6 @@ BESIDE: Mapping[VariantRole, tuple[VariantRole, ...]] = {
 }
 """What the distance of a role is divided by, in the order of a sentence."""
 COLUMNS = ("of", "metric", "role", "label", "seed", "step", "value")
-MERGED = 2.0  # the largest perturbation over the smallest null where curves have merged
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 NOT_DETERMINISTIC = (
@@ -64,21 +64,17 @@ NOT_DETERMINISTIC = (
     "holds that too."
 )
 NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
-RATIO = "{lead}: {label} changes weights {beside}."
-PAPER = ", where the first paper reports 0.2 to 0.5"
-MERGED_FROM = (
-    "From step {step} on curves have merged: a distance there says how chaotic training is, not "
-    "how large flash's deviation was."
-)
-NOT_MERGED = "Merging: by step {step} the curves have not merged with the null's."
-NO_MARK = "Merging: where curves merge is not known, since {reason}."
-PROXIES = (
-    "Proxies: distances between weights say how far runs part, as in the first paper (Golden et "
-    "al. 2024), and not whether either trains well. W1 does not know which weight moved."
-)
+PAPER = "; the first paper reports 0.2 to 0.5"
+WORDS: Mapping[VariantRole, tuple[str, str]] = {
+    "low_precision": ("low precision", "another format does"),
+    "null_rounding": ("chance", "re-rounding attention's output at random"),
+    "null_ulp": ("chance", "one ulp in every weight"),
+    "other_seed": ("another seed", "another initialisation"),
+}
+"""What the answer sets a distance beside: its name, and what is done there."""
 
 
-def bounds(path: Path, *, command: str = "") -> BoundsReport:
+def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     """The bounds of a training run: a report.json of `numdev train`, or a directory with one.
 
     Raises UsageError where there is none or it is of another command, MeasurementError where no
@@ -105,7 +101,7 @@ def bounds(path: Path, *, command: str = "") -> BoundsReport:
     compared = tuple(_comparisons(tables, roles, mark, steps))
     off = distances.value[distances.role == "null_repeat"].max()
     axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
-    return BoundsReport(
+    return records.BoundsReport(
         provenance=Provenance(
             numdev=numdev.__version__,
             command=command,
@@ -114,8 +110,8 @@ def bounds(path: Path, *, command: str = "") -> BoundsReport:
             source={"config": str(path), "sha256": sha256, "run": run.provenance.source},
         ),
         request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
-        summary=BoundsSummary(
-            answer=(*_warnings(run, off), *answer(roles, mark, compared, steps)),
+        summary=records.BoundsSummary(
+            answer=(*_warnings(run, off), *answer(compared)),
             seeds=tuple(sorted({row.seed for row in run.distances})),
             deterministic=None if pd.isna(off) else bool(off == 0),
             axis=axis,
@@ -220,14 +216,12 @@ def _geometric(values: pd.Series[float]) -> float:
 
 def _pairs(roles: Mapping[str, VariantRole], table: pd.DataFrame) -> list[tuple[str, str]]:
     """The labels of a table that are set beside each other."""
+    here = grouped((label for label in roles if label in table), lambda label: roles[label])
     return [
         (a, b)
         for role, others in BESIDE.items()
-        for a in roles
-        if roles[a] == role and a in table
-        for other in others
-        for b in roles
-        if roles[b] == other and b in table
+        for a in here.get(role, ())
+        for b in itertools.chain.from_iterable(here.get(other, ()) for other in others)
     ]
 
 
@@ -254,7 +248,7 @@ def _comparisons(
                 nulls["ratio"] = none if these else why
             elif len(by_seed) < FEWEST_SEEDS:
                 nulls = dict.fromkeys(("low", "high"), f"fewer than {FEWEST_SEEDS} seeds")
-            place: Any = {"variant": a, "against": b, "against_role": roles[b]}
+            place: Any = {"variant": a, "against": b, "role": roles[a], "against_role": roles[b]}
             place |= {"metric": metric, "window": window, "steps": these, "nulls": nulls}
             yield Comparison(**place, ratio=mean, low=low, high=high, by_seed=by_seed)
 
@@ -301,48 +295,17 @@ def _warnings(run: TrainReport, off: float) -> Iterator[str]:
         yield NOT_FINITE.format(label=label, where=", ".join(where))
 
 
-def answer(
-    roles: Mapping[str, VariantRole],
-    mark: Saturation,
-    compared: Sequence[Comparison],
-    steps: Sequence[int],
-) -> Iterator[str]:
-    """Flash beside low precision, another seed and chance while curves have not merged; where they
-    have; and that all are proxies."""
-    early = [c for c in compared if c.window == "early"]
-    w1 = {(c.variant, c.against): c.ratio for c in early if c.metric == "w1"}
-    for label in (label for label, role in roles.items() if role == "flash"):
-        here = [c for c in early if (c.variant, c.metric) == (label, PAIRED)]
-        known = [_beside(c, w1.get((label, c.against))) for c in here if c.ratio is not None]
-        if known:
-            yield RATIO.format(lead=_early(mark, steps), label=label, beside="; ".join(known))
-        elif here:
-            yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
-    if mark.reason is not None:
-        yield NO_MARK.format(reason=mark.reason)
-    elif mark.saturated is None:
-        yield NOT_MERGED.format(step=steps[-1])
-    else:
-        yield MERGED_FROM.format(step=mark.saturated)
-    yield PROXIES
-
-
-def _beside(c: Comparison, w1: float | None) -> str:
-    """`0.97× [0.93 to 1.00] as much as null: re-rounded, no larger (W1 0.95×)`. An interval that
-    reaches far above a null shows as little that a distance is not larger."""
-    ends = "" if c.low is None or c.high is None else f" [{times(c.low)} to {times(c.high)}]"
-    words = f"{times(c.ratio)}×{ends} as much as {c.against}"
-    if c.against_role in NULLS and ((c.ratio or 0.0) if c.low is None else c.low) <= 1:
-        words += ", no larger" if c.high is None or c.high <= MERGED else ", not told apart"
-    return f"{words} (W1 {times(w1)}×){PAPER if c.against_role == 'low_precision' else ''}"
-
-
-def _early(mark: Saturation, steps: Sequence[int]) -> str:
-    """Which steps the first window is."""
-    if mark.reason is not None:
-        return f"At step {steps[0]}"
-    if mark.chance is not None and (mark.bends is None or mark.chance < mark.bends):
-        return f"Before step {mark.chance}, where chance begins to decide"
-    if mark.bends is None:
-        return f"Up to step {steps[-1]}, with no sign that curves merge"
-    return f"Before step {mark.bends}, where curves begin to merge"
+def answer(compared: Sequence[Comparison]) -> Iterator[str]:
+    """Flash beside low precision, chance and another seed, while curves have not merged; or why
+    nothing can be said. Only an interval says within or beyond."""
+    for c in said(compared):
+        name, what = WORDS[c.against_role]
+        over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
+        if c.low is not None:
+            over = f"95 % interval over {over} {times(c.low)} to {times(c.high)}"
+        paper = PAPER if c.against_role == "low_precision" else ""
+        distance = f"{c.variant} moves the trained weights {times(c.ratio)} times as far as {what}"
+        distance += f" ({c.against}; {over}{paper})"
+        if c.ratio is None:
+            distance = f"nothing can be said of {c.variant}, since {c.nulls['ratio']}"
+        yield f"{c.standing} {name}: {distance}."
