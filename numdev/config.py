@@ -280,6 +280,43 @@ class DiagnoseRequest(Reading):
     """Cures and real kernels for every checkpoint of a series, not for the last alone."""
 
 
+class EffectsRequest(Reading):
+    """A resolved study of what rounding does to a model's output."""
+
+    target: str  # what it is called
+    checkpoint: str
+    kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
+    """Kernel for the model's attention: a name of `numdev kernels`, or package.module:function.
+    Repeatable; replaces the default, all SDPA backends."""
+    formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
+    """Format the model runs in, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
+    against: Annotated[str, Option(metavar="KERNEL")] = "baseline"
+    """Kernel from which every other one's distance is taken too.  [baseline, eager attention]"""
+    sites: Annotated[bool, Option("--sites/--no-sites")] = True
+    """Whether to round one site of the model at a time, for the budget.  [sites]"""
+    by_layer: Annotated[bool, Option()] = False
+    """Attention of one layer at a time in the format, with the first kernel."""
+    generate: Annotated[Positive | None, Option(metavar="N")] = None
+    """Compare decoding the last N tokens with a cache to one pass."""
+    compile: Annotated[bool, Option()] = False
+    """Compare the model under torch.compile to the model as it is."""
+    stream: Annotated[bool, Option()] = False
+    """Read the model's weights from disk layer by layer while it runs."""
+    time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
+    """What an isolated kernel may take.  [60]"""
+    isolate: Annotated[bool, Option()] = False
+    """Run kernels in a process of their own."""
+
+
+def effects_request(target: str, flags: Mapping[str, Any]) -> EffectsRequest:
+    """What `numdev effects` is asked of a checkpoint, a cached model's name, or `demo`."""
+    name, path = Path(target).resolve().name, target
+    if target == "demo" or not Path(target).exists():
+        name, path = target, target if target == "demo" else _cached(target)
+    asked = {**_asked(flags), "target": name, "checkpoint": path}
+    return validated(asked, EffectsRequest, f"numdev effects {target}")
+
+
 def audit_request(
     target: str | None, flags: Mapping[str, Any], given: Mapping[str, Any] | None = None
 ) -> AuditRequest:

@@ -12,18 +12,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {
-    "numdev (top)": 2100,
-    "numdev/cli": 1060,
+    "numdev (top)": 2150,
+    "numdev/cli": 1110,
     "numdev/sources": 3400,
     "numdev/kernels": 5600,
     "numdev/metrics": 2060,
     "numdev/explain": 1180,
     "numdev/audit": 3200,
-    "numdev/gate": 1960,
+    "numdev/gate": 2060,
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
-    "numdev/report": 3200,
-    "numdev": 29000,
+    "numdev/effects": 1500,
+    "numdev/report": 3320,
+    "numdev": 31000,
     "tests": 20000,
 }
 WHOLE = ("numdev",)  # the total has no tenth to spare

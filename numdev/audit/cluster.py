@@ -20,7 +20,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from numdev.system import System, visible_gpus
 if TYPE_CHECKING:
     from distributed import Client, Future
 
+T = TypeVar("T")
 CONNECT_S = 30.0
 TICK_S = 1.0  # how often it is looked whether the scheduler is there
 CONFIG = {
@@ -102,15 +103,19 @@ def at_work(
     if cluster is None:
         yield None
         return
-    same = {name: header[name] for name in ("environment", "kernels")}
-    expected = json.dumps({**same, "torch": torch_settings()}, default=str)
     with contextlib.ExitStack() as stack:
         with watch.stopped():
-            client = stack.enter_context(_client(cluster, plan.system))
-        team = Workers(plan, expected, limit_s, watch, client)
+            client = stack.enter_context(client_of(cluster, plan.system))
+        team = Workers(plan, shared_by(header), limit_s, watch, client)
         if not team.present():
             say("Waiting for workers.")
         yield team
+
+
+def shared_by(header: Mapping[str, Any]) -> str:
+    """As JSON, what of a run must be the same on a worker."""
+    same = {name: header[name] for name in ("environment", "kernels")}
+    return json.dumps({**same, "torch": torch_settings()}, default=str)
 
 
 @dataclass(eq=False)
@@ -196,8 +201,31 @@ class Workers:
         return len(threads)
 
 
+def shared_out(
+    client: Client, expected: str, function: Callable[..., T], parts: Sequence[tuple[Any, ...]]
+) -> Iterator[T]:
+    """What `function(*part)` returns on the workers for each part, as it comes. Raises what it
+    raises there, MeasurementError for anything but a NumdevError."""
+    from distributed import as_completed
+
+    futures = [client.submit(_called, expected, function, part, pure=False) for part in parts]
+    for future in as_completed(futures, loop=client.loop):
+        try:
+            yield future.result()
+        except NumdevError:
+            raise
+        except Exception as error:
+            raise MeasurementError(f"a worker failed: {one_line(error)}", hint=KEPT) from error
+
+
+def _called(expected: str, function: Callable[..., T], part: tuple[Any, ...]) -> T:
+    with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
+        check_here(json.loads(expected))
+        return function(*part)
+
+
 @contextlib.contextmanager
-def _client(cluster: Cluster, system: System) -> Iterator[Client]:
+def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
     """A client of the cluster's scheduler; on leaving, nothing that was started here is left."""
     import dask
     from distributed import Client, Nanny, Scheduler, SpecCluster
@@ -245,7 +273,7 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             known = json.loads(expected)
-            _check(known)  # first: another version might not even read the parcel
+            check_here(known)  # first: another version might not even read the parcel
             plan, tasks, located, limit_s = pickle.loads(parcel)
             planned = [(_planned(task, known["kernels"]), task) for task in tasks]
             process, watch = _isolated(), Stopwatch(plan.system.device)
@@ -270,7 +298,7 @@ def leave() -> None:
 SAME = "install the same on all workers and restart them"
 
 
-def _check(expected: Mapping[str, Any]) -> None:
+def check_here(expected: Mapping[str, Any]) -> None:
     """Take over torch's settings. Raises UsageError where anything else is different here, but for
     the number of GPUs: a worker mostly sees one."""
     set_torch(expected["torch"])

@@ -18,7 +18,6 @@ from numdev.cli.session import FILE, command
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
-    from numdev.gate.rows import Measured
     from numdev.gate.rules import Rules
 
 INIT = Path("thresholds.yaml")
@@ -48,18 +47,28 @@ class Verdict:
 
         return read_rules(self.rules) if self.rules else default_rules()
 
-    def of(self, found: Measured, show: Literal["page", "json", "nothing"]) -> int:
+    def of(self, found: Any, show: Literal["page", "json", "nothing"]) -> int:
         """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
+        from numdev.effects.report import EffectsReport
+        from numdev.effects.verdict import tests_of
         from numdev.gate import findings as sentences
         from numdev.gate.judging import judge_report
+        from numdev.gate.tests import judgement
         from numdev.report import Places
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import document
 
-        judged = judge_report(found, self.limits)
-        findings, tested = sentences.findings_in(judged, found.rows)
+        tested: tuple[str, ...] = ()
+        if isinstance(found, EffectsReport):
+            of = (found.summary.runs, found.checks, found.narrower)
+            tests = list(tests_of(*of, self.limits.effects))
+            judged, findings = judgement(tests, self.limits.name, named=found.named)
+            places = Places(())
+        else:
+            judged, places = judge_report(found, self.limits), Places(found.rows)
+            findings, tested = sentences.findings_in(judged, found.rows)
         click.get_current_context().find_root().obj = judged.exit_code
-        page = document(judged, findings, tested, Places(found.rows))
+        page = document(judged, findings, tested, places)
         if show == "json":
             told = [finding.model_dump(mode="json") for finding in findings]
             verdicts = judged.model_dump(mode="json")
@@ -158,12 +167,14 @@ def gate(
     context.exit(verdict.of(_read(path), "json" if as_json else "page"))
 
 
-def _read(path: Path) -> Measured:
+def _read(path: Path) -> Any:
     from numdev.report import AuditReport, SweepReport, read
 
     found = read(path)
-    if not isinstance(found, AuditReport | SweepReport):
-        what = f"{path}: expected the report of an audit or a sweep, got one of {found.kind}"
+    if not isinstance(found, AuditReport | SweepReport) and found.kind != "effects":
+        what = (
+            f"{path}: expected the report of an audit, a sweep or effects, got one of {found.kind}"
+        )
         raise UsageError(what)
     return found
 

@@ -28,6 +28,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Study": {
         "sweep": ("audit", "Measure how deviation depends on length, format, tile or kernel."),
+        "effects": ("effects", "Say what rounding does to a model's output, and which site."),
         "train": ("train", "Train small networks side by side; measure how far they drift."),
         "bounds": ("train", "Set flash beside low precision, another seed, and chance."),
         "weights": ("train", "Compare sets of weights, tensor by tensor."),

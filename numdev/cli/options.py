@@ -18,10 +18,11 @@ from numdev.yamlfile import parts_of
 F = TypeVar("F", bound=Callable[..., Any])
 DEVICES = ("auto", "cpu", "cuda")
 GROUPS = {
-    "First": "kernels kernel formats format backward length output",
+    "First": "kernels kernel formats format backward against sites length output",
     "What the model reads": "text tokenizer inputs sequences seed generate denoise steps",
     "How it is built": "model model_dtype stream",
-    "What is measured": "layers heads rows repeats control explain save_cases preset attention",
+    "What is measured": "layers heads rows repeats control explain save_cases preset attention "
+    "by_layer compile",
     "Where and how it runs": "device isolate time_limit workers scheduler dry_run",
     "Cures": "cures every_checkpoint",
     "Verdict": "gate rules junit summary github",

@@ -198,6 +198,19 @@ class Threshold(Limit):
         return self if least <= (self.at_most or 0) else self.model_copy(update={"at_most": least})
 
 
+AtMost = Annotated[float, Field(ge=0)]
+
+
+class EffectsLimits(Strict):
+    """What `numdev effects` is held to; of a ratio the lower end of its interval."""
+
+    kernel_over_predicted: AtMost
+    kernel_over_baseline: AtMost
+    model_over_sites: AtMost
+    model_over_sites_float32: AtMost
+    unexplained_flips: AtMost
+
+
 class Rules(Strict):
     name: str = "default"
     holds_for: dict[str, str] = Field(default_factory=dict)
@@ -210,13 +223,15 @@ class Rules(Strict):
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()
-    """Where a file does not say any, those of configs/gate/default.yaml."""
+    """Where a file does not say any, those of configs/gate/default.yaml; so with `effects`."""
+    effects: EffectsLimits
 
     @model_validator(mode="before")
     @classmethod
     def _default(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "thresholds" not in values:
-            return {**values, "thresholds": default_rules().thresholds}
+        if isinstance(values, Mapping) and not {"thresholds", "effects"} <= values.keys():
+            own = {name: getattr(default_rules(), name) for name in ("thresholds", "effects")}
+            return {**own, **values}
         return values
 
     @field_validator("thresholds")

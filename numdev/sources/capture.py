@@ -32,7 +32,7 @@ from numdev.sources.files import naming, quiet, some
 from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
 
 T = TypeVar("T")
-OnCall = Callable[[AttentionCase], None]
+OnCall = Callable[[AttentionCase], Tensor | None]  # what it returns, if anything, is the answer
 NAME = "numdev"  # Under which numdev's function is registered with transformers
 
 # What models pass to their attention function and no SDPA call depends on.
@@ -147,6 +147,16 @@ def capture_run(
     return None
 
 
+def answered(
+    model: nn.Module, run: Callable[[], T], answer: Callable[[AttentionCase], Tensor]
+) -> T:
+    """What `run` returns when every attention call that the model makes in it is answered by
+    `answer`, [batch, heads, q_len, v_dim]. Raises as `capture` does."""
+    watch = Watch(model, source="")
+    with led(model), watch.watching(), _Interceptor(answer, watch).meeting():
+        return run()
+
+
 def first_call(run: Callable[[], Any]) -> AttentionCase | None:
     """The first attention call that `run` makes, hanging in whatever graph made its tensors; `run`
     gets no further. None where it makes none; what it raises before comes out unchanged."""
@@ -168,7 +178,7 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
 
 # The projections by their names, whole words between underscores: q_proj, to_k, linear_v, c_attn.
 _FUSED = "qkv|wqkv|query_key_value|c_attn|att_proj"
-_ROLES = tuple(
+QKV = tuple(
     re.compile(rf"(?:^|_)(?:{words}|{_FUSED})(?:_|$)")
     for words in ("q|wq|query", "k|kv|wk|wkv|key", "v|kv|wv|wkv|value")
 )
@@ -186,7 +196,7 @@ def _owns_projections(module: nn.Module) -> bool:
     if any("conv1d" in name for name in children):  # a linear attention
         return False
     names = [name for name in children if "norm" not in name]
-    return all(any(role.search(name) for name in names) for role in _ROLES)
+    return all(any(role.search(name) for name in names) for role in QKV)
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
@@ -378,8 +388,9 @@ class _Interceptor(TorchFunctionMode):
             )
         except UsageError as error:
             raise MeasurementError(error.message, hint="numdev cannot audit this call") from error
-        if self.step is None:
-            self.on_call(case)
+        answer = self.on_call(case) if self.step is None else None
+        if answer is not None:
+            return answer.reshape(*query.shape[:-1], answer.shape[-1])
         if case.softcap is None and case.sinks is None:
             call = (query, key, value, attn_mask, dropout_p, is_causal)
             out = F.scaled_dot_product_attention(*call, **options)

@@ -63,6 +63,9 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
+    if "architecture" in report.provenance.source:
+        target = report.request.get("checkpoint")
+        yield from doc.notes((f"What this does at the model's output: numdev effects {target}",))
     yield doc.Choice(tuple(maps(report)))
     yield from by_layer(report)
     yield from spread(report.profiles)

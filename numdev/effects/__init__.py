@@ -1,0 +1,1 @@
+"""What rounding does to a model's output: `numdev effects`."""

@@ -1,0 +1,241 @@
+"""A model in one format, run as a user runs it, exactly, or exactly but for chosen roundings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from numdev.audit.isolation import Failure, Runner
+from numdev.audit.plan import Planned
+from numdev.audit.rows import given
+from numdev.cases import AttentionCase
+from numdev.effects.sites import ATTENTION, Places
+from numdev.effects.wide import Running, Wide, widened
+from numdev.errors import MeasurementError, Refused
+from numdev.formats import Format, dtype_of, round_to
+from numdev.kernels import Output, find
+from numdev.kernels.emulation.kernel import MOST_BITS
+from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
+from numdev.kernels.reference import attend
+from numdev.sources.capture import answered
+from numdev.sources.checkpoint import Checkpoint, Deferred, InMemory, Streamed
+from numdev.sources.loss import at_home
+from numdev.sources.opening import CheckpointSource
+from numdev.system import System
+
+Attention = Callable[[AttentionCase], Tensor]  # the output of a call, in any dtype
+LOWEST = torch.finfo(torch.float64).min
+
+
+class Subject:
+    """The model of a source in the format `fmt`: `real`, as it is used, and `wide`, which holds the
+    source's own weights, in fp64. Where these stay on disk, so do the model's."""
+
+    def __init__(self, source: CheckpointSource, fmt: Format, device: str) -> None:
+        self.format, self.device, checkpoint = fmt, device, source.checkpoint
+
+        def load() -> Any:
+            if source.streamed and isinstance(checkpoint, Checkpoint):
+                return checkpoint.deferred_model(dtype=dtype_of(fmt))
+            assert not isinstance(checkpoint, InMemory)
+            return checkpoint.load_model(dtype=dtype_of(fmt), device=device)
+
+        self.real, self.wide = models = load(), load()
+        if hasattr(self.wide, "set_experts_implementation"):
+            self.wide.set_experts_implementation("eager")  # transformers' default has no fp64
+        _widen(self.wide, source.model, device)
+        self.streamed = {m: Streamed(m, device=device) for m in models if source.streamed}
+        self.places = Places(self.wide)
+        self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
+        self.routes = False  # whether it chooses among its parts, as a router of experts does
+
+    def as_used(
+        self, inputs: Mapping[str, Any], attention: Attention, moved: int | None = None
+    ) -> Any:
+        """What the model returns as it computes in its format, its attention calls answered by
+        `attention`. `moved`: a seed; the embedded inputs then lie one unit in the last place off,
+        up or down. Raises what `attention` and the model raise."""
+        moving = nullcontext() if moved is None else _moving(self.real, self.format, moved)
+        with torch.no_grad(), self._weights(self.real), moving:
+            home = at_home(self.real, inputs)
+            answer = lambda case: attention(case).to(case.q.dtype)  # noqa: E731
+            return answered(self.real, lambda: self.real(**home), answer)
+
+    def exactly(
+        self,
+        inputs: Mapping[str, Any],
+        attention: Attention | None = None,
+        *,
+        sites: Collection[str] = (),
+        drawn: int | None = None,
+        run: Callable[..., Any] | None = None,
+        answers: bool = True,
+    ) -> Any:
+        """What the model returns, computed in fp64 but for roundings at `sites` (up or
+        down at random with the seed `drawn`, where there is one), its attention
+        answered by `attention` (exactly, where there is none; without `answers` by the model's own
+        code). `run`: what to do with the model's inputs in place of running it on them."""
+        running = Running(self.places.site_of, self.format, sites)
+        if drawn is not None:
+            running.how = {"mode": "stochastic", "generator": seeded(drawn, self.device)}
+        answer = (lambda case: attend(case).out) if attention is None else attention
+
+        def met(case: AttentionCase) -> Tensor:
+            self.places.met()
+            with running.paused():
+                wide: Tensor = Wide.of(answer(_unwrapped(case)).double(), case.q.dtype)
+                return wide
+
+        wide = self.inputs(inputs, rounded="embedding" in sites)
+        call = self.wide if run is None else run
+        with torch.no_grad(), self._weights(self.wide), self.places.followed(), running:
+            result = answered(self.wide, lambda: call(**wide), met) if answers else call(**wide)
+        self.narrower |= running.narrower
+        self.routes |= running.routes
+        return result
+
+    def inputs(self, inputs: Mapping[str, Any], *, rounded: bool = False) -> dict[str, Any]:
+        """The inputs as the model takes them, floating-point ones wide."""
+        home = {n: x.to(self.device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+        for name, x in home.items():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                values = round_to(x.double(), self.format) if rounded else x.double()
+                home[name] = Wide.of(values, dtype_of(self.format))
+        return home
+
+    def _weights(self, model: nn.Module) -> Any:
+        return self.streamed[model].running() if self.streamed else nullcontext()
+
+
+def _widen(model: nn.Module, exact: nn.Module, device: str) -> None:
+    """Put `Wide` tensors with the values of `exact` in the place of a model's own: where these stay
+    on disk, what makes them."""
+    modules = dict(exact.named_modules())
+    made: dict[int, Any] = {}  # a tied weight stays one
+    for name, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            own, values = getattr(module, kind), getattr(modules[name], kind)
+            for leaf, x in own.items():
+                if x is None or not x.is_floating_point():
+                    continue
+                if id(x) not in made:
+                    is_weight = kind == "_parameters"
+                    wide = partial(_wide, values[leaf], x.dtype, is_weight)
+                    on_disk = isinstance(x, Deferred)
+                    made[id(x)] = Deferred.of(x._empty, wide) if on_disk else wide(device)
+                own[leaf] = made[id(x)]
+
+
+def _wide(values: Any, dtype: torch.dtype, is_weight: bool, device: Any) -> Any:
+    with _disable_current_modes():  # it may be read from disk while the model runs
+        values = values.made(device) if isinstance(values, Deferred) else values.detach()
+        wide = Wide.of(values.to(device).double(), dtype, is_weight=is_weight)
+        return nn.Parameter(wide, requires_grad=False) if is_weight else wide
+
+
+def _unwrapped(case: AttentionCase) -> AttentionCase:
+    """The call with its values in fp64. In a mask the lowest number of a dtype hides a key."""
+    wide = {n: x for n, x in vars(case).items() if isinstance(x, Tensor) and x.is_floating_point()}
+    values: dict[str, Any] = {name: widened(x) for name, x in wide.items()}
+    if "mask" in wide:
+        hidden = values["mask"] == torch.finfo(wide["mask"].dtype).min
+        values["mask"] = values["mask"].masked_fill(hidden, LOWEST)
+    return dataclasses.replace(case, **values)
+
+
+@contextmanager
+def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
+    """What the model's first table or layer gives lies one unit in the last place off."""
+
+    def move(_module: nn.Module, _args: Any, x: Tensor) -> Tensor:
+        up = torch.rand(x.shape, generator=seeded(seed, x.device), device=x.device) < 0.5
+        spacing = 2.0 * fmt.unit_roundoff
+        return round_to(x.double() * (1 + torch.where(up, spacing, -spacing)), fmt).to(x.dtype)
+
+    first = next(m for m in model.modules() if isinstance(m, nn.Embedding | nn.Conv2d | nn.Linear))
+    handle = first.register_forward_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# --- how attention is answered ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Ways to answer attention calls, whose inputs come unrounded, in a format. They raise Refused
+    where a kernel declines or cannot run here, MeasurementError where it fails."""
+
+    format: Format
+    run: Runner
+    system: System
+
+    def kernel(self, planned: Planned, layer: int | None = None) -> Attention:
+        """By a kernel, on rounded inputs; in one layer alone (else exactly), or in all."""
+
+        def attention(case: AttentionCase) -> Tensor:
+            if layer not in (None, case.ref.layer):
+                return attend(case).out
+            return self._ran(planned, case.rounded_to(self.format)).out
+
+        return attention
+
+    def predicted(self, planned: Planned) -> Attention:
+        """As the kernel's rounding model has it, on rounded inputs."""
+
+        def attention(case: AttentionCase) -> Tensor:
+            rounded = case.rounded_to(self.format)
+            return find("emulated").attend(rounded, **self._claim(planned, rounded)).out
+
+        return attention
+
+    def at_sites(self, kernels: Iterable[Planned], site: str | None, **how: Any) -> Attention:
+        """On unrounded inputs, rounded at the sites of the first kernel that has a rounding model
+        here (else of FlashAttention-2), or at those of one group of `ATTENTION`. `how`: further
+        options of `emulated`."""
+
+        def attention(case: AttentionCase) -> Tensor:
+            said: Mapping[str, Any] = {"preset": "fa2"}
+            for planned in kernels:
+                with suppress(Refused, MeasurementError):
+                    said = self._claim(planned, case.rounded_to(self.format))
+                    break
+            made, own = recipe(**said), FORWARD if site is None else ATTENTION[site]
+            values = {s: made.sites[s] for s in own if made.sites[s] not in (EXACT, "wide")}
+            values = {s: self.format.name if x == WORKING else x for s, x in values.items()}
+            chosen = {**said, **dict.fromkeys(FORWARD, EXACT), **values, **how}
+            if site not in (None, "attention scores"):  # of which a quick exponential is part
+                chosen["exponential"] = "exact"
+            return find("emulated").attend(case, **chosen).out
+
+        return attention
+
+    def _ran(self, planned: Planned, case: AttentionCase) -> Output:
+        kernel = planned.kernel
+        if missing := kernel.missing(self.system):
+            raise Refused(missing)
+        output = self.run(kernel, case, given(planned.options, kernel))
+        if isinstance(output, Failure):
+            raise (Refused if output.status == "skipped" else MeasurementError)(output.reason)
+        return output
+
+    def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, Any]:
+        """The options of `emulated` that the kernel rounds like on a rounded case."""
+        claim = planned.kernel.claims(case, self._ran(planned, case), self.system)
+        if claim is None or case.format.precision > MOST_BITS:
+            raise Refused(f"nothing predicts {planned.kernel.name} in {case.format.name}")
+        return claim
+
+
+def seeded(seed: int, device: Any) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)

@@ -1,0 +1,257 @@
+"""`numdev effects`: the model's output in each format with each kernel beside the exact one, and
+what single rounding sites do to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from numdev.audit.cluster import Cluster, client_of, shared_by, shared_out
+from numdev.audit.isolation import Failure, Isolated, Runner, attempt
+from numdev.audit.journal import Journal
+from numdev.audit.plan import Planned, digest, header, plan_formats, plan_kernels
+from numdev.audit.run import Progress, Say, provenance
+from numdev.audit.timing import Stopwatch
+from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
+from numdev.effects.checks import checks_of
+from numdev.effects.outputs import Scored, compared, largest_error, output_of
+from numdev.effects.report import Check, EffectsReport, OutputRow
+from numdev.effects.running import Answers, Subject
+from numdev.effects.sites import ATTENTION, SITES
+from numdev.effects.verdict import summarise, tests_of
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.formats import Format
+from numdev.gate.rules import default_rules
+from numdev.gate.tests import judged
+from numdev.kernels import find
+from numdev.sources.capture import attention_modules, layer_of
+from numdev.sources.opening import CheckpointSource
+from numdev.sources.pipeline import is_pipeline
+from numdev.system import System
+
+LOGITS = 1 << 27  # that are held at once for one run: 1 GB in fp64
+ELSEWHERE = [site for site in SITES if site not in ATTENTION]
+SEEDS = {"random": 1, "moved": 2}  # beside the request's: what is drawn is another thing
+
+
+Measured = tuple[int, dict[str, list[Any]]]  # the number of a run, and its rows by kind
+
+
+class Run(NamedTuple):
+    """One way to run the model, by the fields of `OutputRow`."""
+
+    kind: Any
+    planned: Planned | None = None
+    site: str = ""
+    layer: int | None = None
+
+    def row(self, fmt: Format) -> dict[str, Any]:
+        """The fields of its rows that say which it is."""
+        own = {"kind": self.kind, "format": fmt.name, "site": self.site, "layer": self.layer}
+        if self.planned is not None:
+            own |= {"kernel": self.planned.kernel.name, "options": dict(self.planned.options)}
+        return own
+
+
+def effects(
+    request: EffectsRequest,
+    directory: Path,
+    *,
+    workers: Cluster | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda what, done, total: None,
+    say: Say = lambda text: None,
+    command: str = "",
+) -> EffectsReport:
+    """Run `request`, journalling into `directory`; returns the report, which the caller writes.
+    Raises UsageError for a request that cannot be run here, and MeasurementError where the model
+    cannot be run exactly."""
+    watch = Stopwatch(System.here(request.device).device, ("model", "runs", "checks", "other"))
+    isolated = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
+    with isolated as run, contextlib.ExitStack() as stack:
+        with watch("model"):
+            study = Study(request, run)
+        for note in study.source.notes:
+            say(note)
+        asked, described = request.model_dump(mode="json"), study.source.describe()
+        head = header(asked, study.system, study.kernels, described)
+        with Journal.open(directory, head, overwrite=overwrite) as journal:
+            measure = study.measured
+            if workers is not None:
+                client = stack.enter_context(client_of(workers, study.system))
+                measure = partial(measured_on, client, shared_by(head), request)
+            for fmt in study.formats:
+                study.fill(journal, fmt, measure, watch, progress)
+            rows, checks = journal.records("row", OutputRow), journal.records("check", Check)
+            about = journal.rows("about")
+    logits = any(x["logits"] for x in about if "logits" in x)
+    narrower = {x["format"]: x["narrower"] for x in about if x.get("narrower")}
+    named = "kernels" in request.model_fields_set
+    summary = summarise(rows, study.against.kernel.name, logits=logits)
+    tests = list(tests_of(summary.runs, checks, narrower, default_rules().effects))
+    return EffectsReport(
+        provenance=provenance(study.system, described, command),
+        request=asked,
+        timings=watch.seconds(),
+        output="logits" if logits else "states",
+        summary=summary,
+        checks=checks,
+        narrower=narrower,
+        rows=rows,
+        named=named,
+        tokens=tuple(int(token) for token in study.chunks[0].get("input_ids", [()])[0]),
+        **judged(tests, named=named),
+    )
+
+
+class Study:
+    """An opened request: the model, what it reads, and all ways in which it is to run."""
+
+    def __init__(self, request: EffectsRequest, run: Runner) -> None:
+        self.request, self.run, self.system = request, run, System.here(request.device)
+        planned = plan_kernels((Choice(name=request.against), *request.kernels))
+        self.kernels = [p for p in planned if p.role in ("baseline", "kernel")]
+        self.against = next(p for p in self.kernels if p.kernel.name == find(request.against).name)
+        self.formats = plan_formats(request.formats, self.kernels)
+        fields: dict[str, Any] = {name: getattr(request, name) for name in Reading.model_fields}
+        fields |= {"model_dtype": "float64", "stream": request.stream}
+        if is_pipeline(Path(request.checkpoint)):
+            what = f"{request.target}: expected a transformers checkpoint or a state dict"
+            raise UsageError(f"{what}, got a diffusers pipeline", hint="audit it instead")
+        asked = AuditRequest(target=request.target, checkpoint=request.checkpoint, **fields)
+        self.source = CheckpointSource(asked, self.system)
+        self._subject: Subject | None = None
+
+    def subject(self, fmt: Format) -> Subject:
+        """The model in a format; of several the last one is kept."""
+        if self._subject is None or self._subject.format != fmt:
+            self._subject = None
+            self._subject = Subject(self.source, fmt, self.system.device)
+        return self._subject
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The runs in any format: first what others are held against."""
+        mine, model = [p for p in self.kernels if p is not self.against], self.source.model
+        floor = Planned(role="floor", kernel=find("floor"), options={})
+        runs = [Run("random"), Run("emulated"), Run("whole", self.against)]
+        runs += [Run("whole", p) for p in mine]
+        runs += [Run("repeat", self.against), Run("moved", self.against)]
+        runs += [Run("attention", p) for p in (floor, *self.kernels)]
+        runs += [Run("predicted", p) for p in self.kernels]
+        runs += [Run("site", site=site) for site in SITES if self.request.sites]
+        names = attention_modules(model) if self.request.by_layer else ()
+        layers: Any = {layer_of(model.get_submodule(name), name) for name in names} - {None}
+        return runs + [Run("attention", (*mine, self.against)[0], layer=n) for n in sorted(layers)]
+
+    @cached_property
+    def chunks(self) -> list[dict[str, Any]]:
+        """The inputs, as many sequences at a time as a gigabyte of logits holds."""
+        inputs = self.source.prompt.inputs
+        count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
+        tokens = max((x.shape[1] for x in inputs.values() if x.ndim == 2), default=1)
+        vocabulary = getattr(self.source.checkpoint, "vocab_size", None) or 1
+        step = max(1, LOGITS // (tokens * vocabulary))
+        parts = [slice(at, at + step) for at in range(0, count, step)]
+        return [{n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts]
+
+    def fill(
+        self, journal: Journal, fmt: Format, measure: Any, watch: Stopwatch, progress: Progress
+    ) -> None:
+        """All that is to be measured in one format, into the journal, but for what is there;
+        `measure` is `measured`, here or on workers."""
+        done, total = 0, len(self.chunks) * len(self.runs)
+        for number in range(len(self.chunks)):
+            keys = [digest([fmt.name, number, run.row(fmt)]) for run in self.runs]
+            todo = [i for i, key in enumerate(keys) if not journal.visit(key)]
+            with watch("runs"):
+                for i, rows in measure(fmt, number, todo) if todo else ():
+                    journal.append(keys[i], rows)
+                    done += 1
+                    progress(f"{fmt.name} {self.runs[i].kind} {self.runs[i].site}", done, total)
+        if not journal.visit(key := digest([fmt.name, "checks"])):
+            with watch("checks"):
+                subject = self.subject(fmt)
+                generate, compiles = self.request.generate, self.request.compile
+                checks = list(checks_of(subject, self.chunks[0], generate, compiles=compiles))
+                about = {"format": fmt.name, "narrower": subject.narrower}
+                journal.append(key, {"check": checks, "about": [about]})
+
+    def measured(self, fmt: Format, number: int, todo: Sequence[int]) -> Iterator[Measured]:
+        """Of one part of the inputs, the rows of runs, each with its number."""
+        subject, inputs = self.subject(fmt), self.chunks[number]
+        first = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
+        answer = subject.exactly(inputs)
+        truth, how = output_of(answer), Scored.of(subject.wide, answer, inputs)
+        del answer
+        held = {i: self._attempted(subject, inputs, self.runs[i]) for i in range(3)}
+        *roundings, beside = (x if isinstance(x, Tensor) else None for x in held.values())
+        errors = [largest_error(x, truth) for x in roundings if x is not None]
+        by_chance = torch.stack(errors).amax(dim=0) if errors else None
+        if subject.routes:  # a choice of experts that changes moves one token, and may move it far
+            by_chance = None
+        for i in todo:
+            run = self.runs[i]
+            out = held[i] if i in held else self._attempted(subject, inputs, run)
+            other = beside if run.kind in ("whole", "repeat", "moved") else None
+            if isinstance(out, Failure):
+                rows: list[Any] = [{"status": out.status, "reason": out.reason}] * len(truth)
+            else:
+                rows = compared(out, truth, how, by_chance, other)
+            named = [OutputRow(**run.row(fmt), sequence=first + n, **r) for n, r in enumerate(rows)]
+            yield i, {"row": named, "about": [{"logits": how.logits}]}
+
+    def _attempted(self, subject: Subject, inputs: Mapping[str, Any], run: Run) -> Tensor | Failure:
+        """The output of one run, [sequences, positions, width] in fp64, or why there is none."""
+        try:
+            return output_of(self._answer(subject, inputs, run))
+        except (Refused, MeasurementError) as error:
+            return Failure("skipped" if isinstance(error, Refused) else "failed", error.message)
+
+    def _answer(self, subject: Subject, inputs: Mapping[str, Any], run: Run) -> Any:
+        seed = self.request.seed + SEEDS.get(run.kind, 0)
+        by, mine = self.answers(subject.format), [p for p in self.kernels if p is not self.against]
+        if run.planned is not None:
+            if run.kind == "predicted":
+                return subject.exactly(inputs, by.predicted(run.planned))
+            attention = by.kernel(run.planned, run.layer)
+            if run.kind == "attention":
+                return subject.exactly(inputs, attention)
+            return subject.as_used(inputs, attention, seed if run.kind == "moved" else None)
+        if run.kind == "site":
+            if run.site in ATTENTION:
+                return subject.exactly(inputs, by.at_sites(mine, run.site))
+            return subject.exactly(inputs, sites=(run.site,))
+        if run.kind == "emulated":
+            return subject.exactly(inputs, by.at_sites(mine, None), sites=ELSEWHERE)
+        attention = by.at_sites(mine, None, rounding="stochastic", seed=seed)
+        return subject.exactly(inputs, attention, sites=ELSEWHERE, drawn=seed)
+
+    def answers(self, fmt: Format) -> Answers:
+        return Answers(fmt, self.run, self.system)
+
+
+def measured_on(
+    client: Any, expected: str, request: EffectsRequest, fmt: Format, number: int, todo: Any
+) -> Iterator[Measured]:
+    """As `Study.measured`, the runs shared out among the workers of a client."""
+    count, asked = max(1, len(client.nthreads())), (request.model_dump_json(), fmt.name, number)
+    parts = [(*asked, todo[i::count]) for i in range(min(count, len(todo)))]
+    for rows in shared_out(client, expected, _there, parts):
+        yield from rows
+
+
+def _there(request: str, name: str, number: int, todo: Sequence[int]) -> list[Measured]:
+    study = _opened(request)
+    return list(study.measured(next(f for f in study.formats if f.name == name), number, todo))
+
+
+@cache
+def _opened(request: str) -> Study:
+    return Study(EffectsRequest.model_validate_json(request), attempt)

@@ -1,0 +1,225 @@
+"""From runs to what they mean: shares, the budget, sentences, findings. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from numdev.effects import report as records
+from numdev.effects.report import Budget, Check, Estimate, OutputRow, RunSummary
+from numdev.gate.rows import grouped
+from numdev.gate.rules import EffectsLimits
+from numdev.gate.tests import MODEL, Test
+from numdev.metrics.statistics import BIAS_FORMATS, factor, interval
+from numdev.report.numbers import labelled, si, three
+
+LEAST, MOST = 0.9, 1.1  # of the whole, what the sites may come to together
+USED = "sdpa-default"  # what a model calls that asks for no backend
+
+# --- numbers ------------------------------------------------------------------------------------
+
+Costs = Mapping[int, float]  # by sequence
+LARGEST = ("cost_p999", "cost_max", "log_prob_p999", "log_prob_max")
+OVER_ROWS: Mapping[str, Any] = {
+    **dict.fromkeys(LARGEST, max), "first_flip": min, "flips": sum, "unexplained": sum
+}  # fmt: skip
+MEANS = ("log_perplexity", "error", "angle", "apart")
+ABOUT = ("kind", "format", "kernel", "options", "site", "layer")
+
+
+def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> records.EffectsSummary:
+    """The runs over their sequences, the budgets of the formats, the answer, and notes."""
+    runs: list[RunSummary] = []
+    budgets: list[Budget] = []
+    answer: list[str] = []
+    for fmt, of_format in grouped(rows, lambda row: row.format).items():
+        by_run = grouped(of_format, lambda row: row.run)
+        costs = {run: _costs(own) for run, own in by_run.items()}
+        used = _used(list(by_run), costs, against)
+        whole = costs.get(used, {})
+        own = [_summary(x, whole, _yardstick(run, costs, against)) for run, x in by_run.items()]
+        parts = [c for run, c in costs.items() if run[0] == "site" and c]
+        if whole and parts:
+            sums = {i: sum(c.get(i, 0.0) for c in parts) for i in whole}
+            ratio = sum(sums.values()) / (sum(whole.values()) or 1.0)
+            budget = {"format": fmt, "kernel": used[2], "adds_up": LEAST <= ratio <= MOST}
+            part = (_ratio(sums, whole) or Estimate(mean=ratio)).model_copy(update={"mean": ratio})
+            budgets.append(Budget(**budget, parts=part))
+        main = next((run for run in own if run.run == used), None)
+        if main:
+            answer += _answer(main, own, against, budgets[-1] if parts else None, logits=logits)
+        runs += own
+    off = ", ".join(b.format for b in budgets if not b.adds_up)
+    note = f"In {off} the sites do not add up to the whole: draw no conclusion from shares."
+    return records.EffectsSummary(
+        answer=tuple(answer), runs=tuple(runs), budgets=tuple(budgets), notes=(note,) if off else ()
+    )
+
+
+def _costs(rows: Sequence[OutputRow]) -> Costs:
+    return {row.sequence: row.cost for row in rows if row.cost is not None}
+
+
+def _used(runs: Sequence[Any], costs: Mapping[Any, Costs], against: str) -> Any:
+    """The run of the whole model that stands for what a user runs; None where none ran."""
+    wholes = [run for run in runs if run[0] == "whole" and costs[run]]
+    rank = {USED: 0, against: 2}
+    return min(wholes, key=lambda run: rank.get(run[2], 1), default=None)
+
+
+def _yardstick(run: Any, costs: Mapping[Any, Costs], against: str) -> Costs:
+    """What a run's cost is held against, as `RunSummary.over` says."""
+    kind, fmt, *which = run
+    if kind == "whole":
+        return costs.get(("emulated", fmt, "", "{}", "", None), {})
+    if kind != "attention" or run[-1] is not None:
+        return {}
+    eager = ("attention", fmt, against, "{}", "", None)
+    return costs.get(("predicted", fmt, *which)) or costs.get(eager, {})
+
+
+def _summary(rows: Sequence[OutputRow], whole: Costs, yardstick: Costs) -> RunSummary:
+    about: dict[str, Any] = {name: getattr(rows[0], name) for name in ABOUT}
+    about["reason"] = next((row.reason for row in rows if row.reason), None)
+    ok = [row for row in rows if row.cost is not None]
+    if not ok:
+        return RunSummary(**about)
+
+    def values(name: str) -> list[Any]:
+        return [x for row in ok if (x := getattr(row, name)) is not None]
+
+    numbers: dict[str, Any] = {n: of(x) for n, of in OVER_ROWS.items() if (x := values(n))}
+    numbers |= {n: sum(x) / len(x) for n in MEANS if (x := values(n))}
+    growth = zip(*(row.growth for row in ok if row.growth), strict=True)
+    log_prob = values("log_prob")
+    return RunSummary(
+        **about,
+        **numbers,
+        cost=_estimate(interval, values("cost")),
+        log_prob=_estimate(interval, log_prob) if log_prob else None,
+        positions=sum(row.positions for row in ok),
+        growth=tuple(sum(x) / len(x) for x in growth),
+        share=_ratio(_costs(ok), whole),
+        over=_ratio(_costs(ok), yardstick),
+    )
+
+
+def _estimate(of: Callable[[Sequence[float]], Any], values: Sequence[float]) -> Estimate:
+    mean, low, high = of(values)
+    return Estimate(mean=mean, low=low, high=high)
+
+
+def _ratio(above: Costs, below: Costs) -> Estimate | None:
+    """The ratio of two costs, geometric over the sequences that have both."""
+    ratios = [above[i] / below[i] for i in above if below.get(i, 0.0) > 0]
+    return _estimate(factor, ratios) if ratios else None
+
+
+# --- sentences ----------------------------------------------------------------------------------
+
+
+def _answer(
+    main: RunSummary,
+    runs: Sequence[RunSummary],
+    against: str,
+    budget: Budget | None,
+    *,
+    logits: bool,
+) -> Iterator[str]:
+    """What a reader wants to know of one format, the answer first."""
+    fmt, name, size = main.format, labelled(main.kernel, main.options), main.error or 1.0
+    what, unit = ("logits", " nats a position") if logits else ("final states", "")
+    alone = _alone(main, runs)
+    if main.apart is not None and alone and alone.share:
+        moved = next((r.apart for r in runs if r.kind == "moved" and r.apart), None)
+        ulp = f" (inputs one unit in the last place off: {three(moved / size)})" if moved else ""
+        share, far = _between(alone.share, percent), three(main.apart / size)
+        yield (
+            f"{fmt}: {name} in place of {against} moves the {what} {far} times as far as {fmt} "
+            f"does{ulp}; attention, with its inputs rounded, is {share} of what {fmt} costs."
+        )
+    text = f"{fmt}: costs {_between(main.cost)}{unit} in all" if main.cost else ""
+    if budget is not None and budget.adds_up:
+        shares = {r.site: r.share.mean for r in runs if r.kind == "site" and r.share}
+        first = sorted(shares, key=lambda site: -shares[site])[:3]
+        largest = ", ".join(f"{site} {percent(shares[site])}" for site in first)
+        text += f"; its sites add up to {three(budget.parts.mean)} of that, the largest: {largest}"
+    yield f"{text}."
+    if main.flips is not None:
+        many, near = f"{main.flips} of {main.positions:,}", main.flips - (main.unexplained or 0)
+        yield f"{fmt}: another token is the likeliest at {many} positions, {near} by near ties."
+
+
+def _between(x: Estimate, write: Callable[[float | None], str] = si) -> str:
+    return write(x.mean) + ("" if x.low is None else f" ({write(x.low)} to {write(x.high)})")
+
+
+def percent(x: float | None) -> str:
+    return f"{three(100 * (x or 0.0))} %"
+
+
+# --- findings -----------------------------------------------------------------------------------
+
+INTERFACE = "computes another function than the model's attention interface"
+PROPERTIES: Mapping[str, str] = {
+    "eager": f"The model's eager attention {INTERFACE}",
+    "sdpa": f"The model's own call of SDPA {INTERFACE}",
+    "causality": "The model is not causal: later tokens change earlier outputs",
+    "mask": "The attention mask is ignored: hidden tokens change other outputs",
+    "cache": "Decoding with a cache computes another function than one pass over the same tokens",
+    "compiled": "The compiled model computes another function",
+}
+
+
+def tests_of(
+    runs: Sequence[RunSummary], checks: Sequence[Check],
+    narrower: Mapping[str, Mapping[str, str]], limits: EffectsLimits,
+) -> Iterator[Test]:  # fmt: skip
+    """Everything that is judged: of the model, then of each kernel in each format."""
+    formats = ", ".join(dict.fromkeys(run.format for run in runs))
+    about: dict[str, Any] = {"kernel": MODEL, "options": {}, "format": formats}
+    for fmt, sites in narrower.items():
+        for site, smaller in sites.items():
+            text = f"The model's own code computes in {smaller} at `{site}`, not in {fmt}"
+            yield Test(about, "format", True, text)
+    for check in (check for check in checks if check.holds is not None):
+        text = f"its error is {three(check.difference)} times that of the model as it is"
+        if check.name != "compiled":
+            text = f"in fp64 outputs differ by {three(check.difference)} of their size"
+        text = f"{PROPERTIES[check.name]}: {text}"
+        if check.layer is not None:
+            text += f"; layer {check.layer} is the first whose attention differs"
+        if check.holds:
+            text = "in fp64 its output depends on nothing that it should not"
+        yield Test(about, check.name, not check.holds, text, check.difference, check.limit)
+    for run in (run for run in runs if run.kind == "whole"):
+        about = {"kernel": run.kernel, "options": run.options, "format": run.format}
+        if run.cost is None:
+            yield Test(about, "runs", False, run.reason or "")
+            continue
+        said = any(r.run == ("predicted", *run.run[1:]) and r.cost for r in runs)
+        what = "its rounding model makes" if said else "eager attention costs"
+        limit = limits.kernel_over_predicted if said else limits.kernel_over_baseline
+        if (alone := _alone(run, runs)) and alone.over:
+            yield _of_ratio(about, "own share", f"alone costs {{}}× what {what}", alone.over, limit)
+        narrow = run.format in BIAS_FORMATS
+        limit = limits.model_over_sites if narrow else limits.model_over_sites_float32
+        if run.over:
+            text = "in the model costs {}× what all rounding sites make together"
+            yield _of_ratio(about, "model", text, run.over, limit)
+        if (flips := run.unexplained) is not None:
+            text = f"makes another token the likeliest at {flips} of {run.positions:,} positions "
+            most = limits.unexplained_flips
+            text += "where no rounding explains it"
+            yield Test(about, "flips", flips > most, text, flips, most)
+
+
+def _of_ratio(about: Any, rule: str, text: str, x: Estimate, limit: float) -> Test:
+    """A ratio exceeds a limit where the lower end of its interval does."""
+    fails = (x.mean if x.low is None else x.low) > limit
+    text = f"{text.format(three(x.mean, limit))} at the output (limit {three(limit)}×)"
+    return Test(about, rule, fails, text, x.mean, limit)
+
+
+def _alone(whole: RunSummary, runs: Sequence[RunSummary]) -> RunSummary | None:
+    return next((r for r in runs if r.run == ("attention", *whole.run[1:])), None)

@@ -1,0 +1,123 @@
+"""What rounding does to a model's output, shown: the kernels, the budget of sites, how the error
+grows with position, layers, and the model's own checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from numdev.effects.report import EffectsReport, Estimate, RunSummary
+from numdev.effects.verdict import percent
+from numdev.report import document as doc
+from numdev.report.numbers import NONE, labelled, ratio, si
+
+LOGITS = (
+    "cost: Kullback-Leibler divergence from the exact distribution of the next token, nats a "
+    "position. |Δ log p|: change of the log-probability of the text's own tokens. flips: positions "
+    "where another token is the likeliest."
+)
+STATES = (
+    "cost: squared relative error of the final states. error: its root. angle: between final "
+    "states and the exact ones."
+)
+BOTH = (
+    "attention alone: its cost with all else in fp64, of the whole's. over: that beside what the "
+    "kernel's rounding model makes. apart: rms difference of the output from that with {}, of the "
+    "exact output's rms."
+)
+STANDARD = {
+    "repeat": "{}, again", "moved": "{}, inputs one ulp off",
+    "emulated": "all sites together", "random": "all sites, rounded at random",
+}  # fmt: skip
+BAR = 24  # the width of the longest bar
+
+
+def blocks(report: EffectsReport) -> Iterator[doc.Node]:
+    runs, logits = report.summary.runs, report.output == "logits"
+    for fmt in dict.fromkeys(run.format for run in runs):
+        yield _kernels(fmt, [run for run in runs if run.format == fmt], logits=logits)
+    legend = f"{LOGITS if logits else STATES} {BOTH.format(report.request.get('against'))}"
+    yield from doc.notes((legend,))
+    for budget in report.summary.budgets:
+        sites = [r for r in runs if r.format == budget.format and r.kind == "site"]
+        title = f"One site alone in {budget.format}, of the whole with {budget.kernel}; together "
+        yield _sites(sites, f"{title}{ratio(budget.parts.mean)}")
+    yield from doc.notes(report.summary.notes)
+    layers = [run for run in runs if run.layer is not None and run.cost]
+    if layers:
+        yield doc.table(
+            ("layer", "of the whole", "cost"),
+            ([str(r.layer), _share(r), si(_mean(r.cost))] for r in layers),
+            title=f"{layers[0].kernel} in {layers[0].format} in one layer, all else in fp64",
+        )
+    grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
+    parts = len(grown[0].growth) if grown else 0
+    yield doc.table(
+        ("part of the sequence", *(str(i + 1) for i in range(parts))),
+        ([f"{r.format} {_name(r)}", *map(si, r.growth)] for r in grown),
+        [run.kind != "whole" for run in grown],
+        title="Cost by position, in equal parts of the sequence",
+        kind="series",
+    )
+    yield doc.words(
+        ("the model in fp64", "", "largest difference", ""),
+        (
+            (c.name, _state(c.holds), NONE if c.holds is None else si(c.difference), c.reason)
+            for c in report.checks
+        ),
+        title="Two ways to compute one thing",
+    )
+
+
+def _mean(x: Estimate | None) -> float | None:
+    return None if x is None else x.mean
+
+
+def _name(run: RunSummary) -> str:
+    return STANDARD.get(run.kind, "{}").format(labelled(run.kernel, run.options))
+
+
+def _share(run: RunSummary | None) -> str:
+    return NONE if run is None or run.share is None else percent(run.share.mean)
+
+
+def _state(holds: bool | None) -> doc.Cell:
+    if holds is None:
+        return doc.Cell("not tried", style="soft")
+    return doc.Cell("agree", style="good") if holds else doc.Cell("DIFFER", style="bad")
+
+
+def _kernels(fmt: str, runs: Sequence[RunSummary], *, logits: bool) -> doc.Table:
+    """The model with each kernel, and what it is held against below."""
+    alone = {r.run[2:4]: r for r in runs if r.kind == "attention" and r.layer is None}
+    wholes = [run for run in runs if run.kind == "whole" and run.cost]
+    shown = [*wholes, *(run for kind in STANDARD for run in runs if run.kind == kind)]
+
+    def cells(run: RunSummary) -> Iterator[str | doc.Cell]:
+        own = alone.get(run.run[2:4]) if run.kind == "whole" else None
+        yield doc.Cell(_name(run), style="strong", title=run.reason or "")
+        yield si(_mean(run.cost))
+        yield si(_mean(run.log_prob)) if logits else si(run.error)
+        if logits:
+            yield NONE if run.flips is None else f"{run.flips:,}"
+        else:
+            yield NONE if run.angle is None else f"{si(run.angle)}°"
+        yield _share(own)
+        yield ratio(own.over.mean) if own and own.over else NONE
+        yield si(run.apart)
+
+    own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
+    columns = (f"the model in {fmt} with", *own, "attention alone", "over", "apart")
+    standard = [run.kind != "whole" for run in shown]
+    return doc.table(columns, map(cells, shown), standard, title=f"{fmt} beside fp64")
+
+
+def _sites(runs: Sequence[RunSummary], title: str) -> doc.Table:
+    """The sites as bars, the largest first; those that change nothing are left out."""
+    shares = {run.site: run.share.mean for run in runs if run.share and run.share.mean >= 5e-5}
+    longest = max(shares.values(), default=1.0)
+    rows = (
+        (site, percent(x), doc.Cell("█" * max(1, round(BAR * x / longest)), style="soft"))
+        for site, x in sorted(shares.items(), key=lambda item: -item[1])
+    )
+    bar = doc.Column("", align="left")
+    return doc.table(("site", doc.Column("share"), bar), rows, title=title)

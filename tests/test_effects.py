@@ -1,0 +1,313 @@
+"""`numdev effects`: what rounding does to a model's output, and what is no rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+import transformers.cache_utils
+from commands import ran
+from torch import nn
+from transformers.models.llama import modeling_llama as llama
+
+from numdev.audit.isolation import attempt
+from numdev.cases import AttentionCase
+from numdev.config import effects_request
+from numdev.effects.outputs import output_of
+from numdev.effects.report import EffectsReport, RunSummary
+from numdev.effects.study import Study
+from numdev.kernels import find
+from numdev.report import read
+
+
+def studied(capsys: Any, tmp_path: Path, target: object, *more: object) -> EffectsReport:
+    code, _, err = ran(
+        capsys,
+        "effects",
+        target,
+        "--device",
+        "cpu",
+        "--length",
+        "32",
+        "-q",
+        *more,
+        "-o",
+        tmp_path / "out",
+    )
+    assert code == 0, err
+    found = read(tmp_path / "out")
+    assert isinstance(found, EffectsReport)
+    return found
+
+
+def run_of(report: EffectsReport, kind: str, **which: Any) -> RunSummary:
+    [own] = [
+        run for run in report.summary.runs
+        if run.kind == kind and all(getattr(run, name) == x for name, x in which.items())
+    ]  # fmt: skip
+    return own
+
+
+def plant_late_keys(patch: pytest.MonkeyPatch) -> None:
+    original = llama.LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **how: Any) -> Any:
+        if self.layer_idx == 1:
+            how["attention_mask"], self.is_causal = None, False
+        return original(self, hidden_states, *args, **how)
+
+    patch.setattr(llama.LlamaAttention, "forward", forward)
+
+
+def plant_no_mask(patch: pytest.MonkeyPatch) -> None:
+    original = llama.LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **how: Any) -> Any:
+        how["attention_mask"] = None
+        return original(self, hidden_states, *args, **how)
+
+    patch.setattr(llama.LlamaAttention, "forward", forward)
+
+
+def plant_eager_scale(patch: pytest.MonkeyPatch) -> None:
+    original = llama.eager_attention_forward
+
+    def forward(module: Any, query: Any, *args: Any, **how: Any) -> Any:
+        if module.layer_idx == 1:
+            factor = query.new_ones(1, query.shape[1], 1, 1)
+            factor[:, 2] = 1.01
+            query = query * factor
+        return original(module, query, *args, **how)
+
+    patch.setattr(llama, "eager_attention_forward", forward)
+
+
+def plant_narrow(module: type[nn.Module]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = module.forward
+
+        def forward(self: Any, x: Any, *args: Any, **how: Any) -> Any:
+            out = original(self, x, *args, **how)
+            if isinstance(out, tuple):
+                return tuple(y.to(torch.bfloat16).to(y.dtype) for y in out)
+            return out.to(torch.bfloat16).to(out.dtype) if out.shape[-1] == 96 else out
+
+        patch.setattr(module, "forward", forward)
+
+    return plant
+
+
+def plant_lost_key(patch: pytest.MonkeyPatch) -> None:
+    original = transformers.cache_utils.DynamicLayer.update
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **how: Any) -> Any:
+        keys, values = original(self, keys, values, *args, **how)
+        if keys.shape[-2] > 30:
+            values = values.clone()
+            values[:, :, 5] = 0
+        return keys, values
+
+    patch.setattr(transformers.cache_utils.DynamicLayer, "update", update)
+
+
+# The rules that find it, the first with these words. Without a mask a layer sees later keys too,
+# and eager attention, to which nothing else says that it is causal, is another function.
+PLANTED = {
+    "late keys": (plant_late_keys, (), "causality mask", "layer 1 is the first"),
+    "no mask": (plant_no_mask, (), "eager mask", "eager attention computes another function"),
+    "eager scale": (plant_eager_scale, (), "eager", "layer 1 is the first"),
+    "logits": (plant_narrow(nn.Linear), ("--format", "float32"), "format", "at `logits`"),
+    "rotary": (
+        plant_narrow(llama.LlamaRotaryEmbedding), ("--format", "float32"), "format", "at `rotary`"
+    ),
+    "lost key": (plant_lost_key, ("--generate", "4"), "cache", "Decoding with a cache"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_what_is_no_rounding_is_found_and_named(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """Each planted fault is the one finding, with its layer or site."""
+    plant, flags, rules, words = PLANTED[fault]
+    target = models.saved("llama", tmp_path)
+    plant(monkeypatch)
+    more = ("--sequences", "2", "--no-sites", "--kernel", "sdpa-math", *flags)
+    report = studied(capsys, tmp_path, target, *more)
+    assert {f.rule for f in report.findings} == set(rules.split())
+    assert words in report.findings[0].sentence
+    assert report.outcome == "exceeded"
+    assert not report.passed
+
+
+def test_a_finding_has_a_script_that_shows_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """Without the planted fault the script exits with 0, with it with 1."""
+    target = models.saved("llama", tmp_path)
+    with monkeypatch.context() as patch:
+        plant_eager_scale(patch)
+        studied(capsys, tmp_path, target, "--sequences", "2", "--no-sites", "--kernel", "sdpa-math")
+        [script] = (tmp_path / "out").glob("reproducers/*/reproduce.py")
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(script))
+        assert stop.value.code == 1
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(script))
+    assert stop.value.code == 0
+    assert "largest difference" in capsys.readouterr().out
+
+
+def independent(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of a llama, computed from its weights in numpy."""
+    w = {name: x.detach().double().numpy() for name, x in model.state_dict().items()}
+    config, n = model.config, ids.shape[1]
+    group, size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    angles = np.outer(np.arange(n), model.model.rotary_emb.inv_freq.double().numpy())
+    cos, sin = (np.concatenate([f(angles)] * 2, axis=-1) for f in (np.cos, np.sin))
+
+    def norm(x: Any, name: str) -> Any:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * w[name]
+
+    def turned(x: Any) -> Any:
+        one, two = np.split(x, 2, axis=-1)
+        return x * cos + np.concatenate([-two, one], axis=-1) * sin
+
+    x = w["model.embed_tokens.weight"][ids.numpy()]
+    for layer in range(config.num_hidden_layers):
+        own = {name.split(".", 3)[3]: x for name, x in w.items() if f".layers.{layer}." in name}
+        y = norm(x, f"model.layers.{layer}.input_layernorm.weight")
+        q, k, v = (
+            (y @ own[f"self_attn.{p}_proj.weight"].T).reshape(*ids.shape, -1, size).swapaxes(1, 2)
+            for p in "qkv"
+        )
+        k, v = turned(k).repeat(group, axis=1), v.repeat(group, axis=1)
+        S = turned(q) @ k.swapaxes(2, 3) / np.sqrt(size)
+        P = np.exp(np.where(np.tril(np.ones((n, n), bool)), S - S.max(-1, keepdims=True), -np.inf))
+        out = (P / P.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(*ids.shape, -1)
+        x = x + out @ own["self_attn.o_proj.weight"].T
+        y = norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
+        gate, up = (y @ own[f"mlp.{p}_proj.weight"].T for p in ("gate", "up"))
+        x = x + gate / (1 + np.exp(-gate)) * up @ own["mlp.down_proj.weight"].T
+    return torch.tensor(norm(x, "model.norm.weight") @ w["lm_head.weight"].T)
+
+
+def opened(target: Path, **asked: Any) -> tuple[Study, Any]:
+    study = Study(effects_request(str(target), {"length": 24, "device": "cpu", **asked}), attempt)
+    return study, study.subject(study.formats[0])
+
+
+def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
+    """Computed from the weights in numpy, to 1e-12 of the logits' size; and in float32 the model
+    is nearer to it than in bfloat16 by the ratio of their unit roundoffs, within a factor of 4."""
+    target = models.saved("llama", tmp_path)
+    study, subject = opened(target)
+    inputs = study.chunks[0]
+    truth = output_of(subject.exactly(inputs))
+    expected = independent(study.source.model, inputs["input_ids"])
+    assert float((truth - expected).abs().max() / expected.std()) < 1e-12
+    errors = []
+    for name in ("bfloat16", "float32"):
+        _, own = opened(target, formats=(name,))
+        attention = study.answers(own.format).kernel(study.against)
+        real = output_of(own.as_used(inputs, attention))
+        errors.append(float((real - truth).norm()))
+    assert 2**14 < errors[0] / errors[1] < 2**18
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_truth_is_that_of_the_model_in_fp64(name: str, tmp_path: Path) -> None:
+    """These compute in fp64 throughout when they are loaded so, by eager attention."""
+    study, subject = opened(models.saved(name, tmp_path))
+    model: Any = study.source.model
+    truth = output_of(subject.exactly(study.chunks[0]))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(**study.chunks[0]).logits
+    assert float((truth - expected).abs().max() / expected.std()) < 1e-12
+
+
+def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
+    """With sdpa-math, whose sums are fp32's, up to the order of sums: half of the logits lie within
+    a tenth of what bfloat16 errs, as nothing that rounds elsewhere would."""
+    study, subject = opened(models.saved("llama", tmp_path), kernels=("sdpa-math",))
+    inputs, (_, emulated, *_) = study.chunks[0], study.runs
+    whole = next(r for r in study.runs if r.kind == "whole" and r.planned is not study.against)
+    truth, real, made = (
+        output_of(x) for x in (
+            subject.exactly(inputs),
+            study._answer(subject, inputs, whole),
+            study._answer(subject, inputs, emulated),
+        )
+    )  # fmt: skip
+    first = slice(0, 2)  # where hardly anything was summed in another order yet
+    apart = (real - made)[:, first].abs().median()
+    assert float(apart) < 0.1 * float((real - truth)[:, first].abs().median())
+
+
+def test_the_demo(capsys: Any, tmp_path: Path) -> None:
+    """Its sites add up, every kernel costs what its rounding model says, attention is a small part
+    and eager attention a larger one; repeats are equal, and all that must agree agrees."""
+    report = studied(capsys, tmp_path, "demo", "--sequences", "4", "--length", "64", "--by-layer")
+    [budget] = report.summary.budgets
+    assert budget.adds_up
+    assert not report.findings
+    assert report.outcome == "passed"
+    assert all(check.holds for check in report.checks)
+    alone = {
+        run.kernel: run for run in report.summary.runs
+        if run.kind == "attention" and run.layer is None and run.cost
+    }  # fmt: skip
+    assert all(0.8 < alone[k].over.mean < 1.25 for k in ("baseline", "sdpa-math", "sdpa-flash"))
+    assert alone["sdpa-flash"].share.mean < 1.2 * alone["floor"].share.mean < 0.15
+    assert alone["baseline"].share.mean > 2 * alone["sdpa-flash"].share.mean
+    assert run_of(report, "repeat").apart == 0
+    assert sum(run.layer is not None for run in report.summary.runs) == 4
+    assert any("of what bfloat16 costs" in line for line in report.summary.answer)
+    assert run_of(report, "whole", kernel="sdpa-math").unexplained == 0
+
+
+def one_head_off(case: AttentionCase) -> Any:
+    factor = torch.where(torch.arange(case.heads) == 1, 1.01, 1.0)[:, None, None]
+    return find("sdpa-math").attend(dataclasses.replace(case, q=case.q * factor))
+
+
+def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path) -> None:
+    """At the output, by its own share; and the gate says the same of the stored report."""
+    flags = ("--no-sites", "--kernel", "test_effects:one_head_off", "--format", "float32")
+    report = studied(capsys, tmp_path, "demo", "--sequences", "2", *flags)
+    assert {(f.rule, f.kernel) for f in report.findings} == {
+        ("own share", "test_effects:one_head_off"),
+        ("model", "test_effects:one_head_off"),
+    }
+    code, out, _ = ran(capsys, "gate", tmp_path / "out")
+    assert code == 1
+    assert "alone costs" in out
+
+
+def test_final_states_are_compared_where_there_are_no_logits(capsys: Any, tmp_path: Path) -> None:
+    report = studied(capsys, tmp_path, models.saved("t5", tmp_path), "--no-sites", "--length", "16")
+    whole = run_of(report, "whole", kernel="sdpa-math")
+    assert report.output == "states"
+    assert whole.flips is None
+    assert whole.cost.mean == pytest.approx(whole.error**2, rel=0.5)
+    assert 0 < whole.angle < 5
+
+
+def test_it_continues_and_workers_and_streams_find_the_same(capsys: Any, tmp_path: Path) -> None:
+    """Cut off after some runs, shared out, or with weights on disk: the same rows."""
+    target, more = models.saved("llama", tmp_path), ("--sequences", "2", "--no-sites")
+    whole = studied(capsys, tmp_path / "a", target, *more)
+    for name, flags in {"b": ("--workers", "1"), "c": ("--stream",)}.items():
+        assert studied(capsys, tmp_path / name, target, *more, *flags).rows == whole.rows, name
+    journal = tmp_path / "a" / "out" / "rows.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:6]))
+    (tmp_path / "a" / "out" / "report.json").unlink()
+    assert studied(capsys, tmp_path / "a", target, *more).rows == whole.rows
