@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from numdev.audit.isolation import Failure, Runner
@@ -97,7 +98,11 @@ class Subject:
         wide = self.inputs(inputs, rounded="embedding" in sites)
         call = self.wide if run is None else run
         with torch.no_grad(), self._weights(self.wide), self.places.followed(), running:
-            result = answered(self.wide, lambda: call(**wide), met) if answers else call(**wide)
+            if answers:
+                result = answered(self.wide, lambda: call(**wide), met)
+            else:  # fused operators, chosen by what tensors say they are, have no fp64
+                with sdpa_kernel(SDPBackend.MATH):
+                    result = call(**wide)
         self.narrower |= running.narrower
         self.routes |= running.routes
         return result
