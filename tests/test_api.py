@@ -511,7 +511,7 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
         numdev.audit(model, ids, kernels=kernels, output=tmp_path, **given)
     for wrong, words in (
         (dict(target=model), "inputs: expected the model's inputs"),
-        (dict(target=model, inputs=ids, length=8), "in memory, to which 'length' does not apply"),
+        (dict(target=model, inputs=ids, length=8), "'length' does not apply: "),
         (dict(target=model, inputs=ids, lenght=8), "did you mean 'length'"),
         (dict(target=[calls[0], calls[0]]), "2 cases are named 'model.layers.0.self_attn#0'"),
         (dict(target=calls, kernels=[plain, plain]), "two functions are named '"),

@@ -206,7 +206,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             if code < 0:
                 what = f"its process was killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
-                what += ", as a system does that runs out of memory"
+                what += ", perhaps out of memory"
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip()
         return Failure("failed", f"{what} ({said.splitlines()[-1].strip()})" if said else what)

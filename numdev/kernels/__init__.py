@@ -130,7 +130,7 @@ class Kernel:
         Raises as `attend` does, Refused without a backward, UsageError without grad_out."""
         upstream(case)
         if self.backward is None:
-            raise Refused("it has no backward")
+            raise Refused("no backward pass")
         self.accept(case)
         options = {**self.options, **options}
         if self.backward == "autograd":

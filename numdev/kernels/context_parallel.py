@@ -82,7 +82,7 @@ def _computed(
     refuse(
         (lacking, f"needs {world} CUDA devices, found {torch.cuda.device_count()}"),
         (inner not in OPERATORS[device], f"{inner} is not there on a CPU"),
-        (odd, f"the lengths {case.q_len} and {case.kv_len} are no multiples of {parts}"),
+        (odd, f"the lengths {case.q_len} and {case.kv_len} are not multiples of {parts}"),
     )
     tensors = {"q": case.q, "k": case.k, "v": case.v, **upstream}
     task = {

@@ -145,7 +145,7 @@ def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
         fits = case.is_causal and plain and case.q_len == case.kv_len
         refuse(
             (not fits, "zigzag balances plain causal calls, with as many queries as keys"),
-            (case.q_len % (2 * shards), f"the length {case.q_len} is no multiple of {2 * shards}"),
+            (case.q_len % (2 * shards), f"length {case.q_len} is not a multiple of {2 * shards}"),
         )
         at = chunks(case.q_len, 2 * shards)
         keys_of: list[Slices] = [(at[rank], at[-1 - rank]) for rank in range(shards)]
