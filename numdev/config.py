@@ -244,7 +244,7 @@ class SweepConfig(Measuring):
     seeds: Seeds = (0, 1, 2, 3, 4)
     """A list, or how many, counted from 0. Every case gets new inputs for each."""
     baseline: Named = Choice(name="baseline")
-    """Whom ratios are taken to. An emulation stands in where plain attention has no format."""
+    """What ratios are relative to. An emulation replaces it where plain attention has no format."""
     x: str | None = None
     """The axis curves run along: a key with several values, `format`, or a kernel's option."""
     y: Names = ("max_abs", "rms")

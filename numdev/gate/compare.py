@@ -108,9 +108,9 @@ def _past(report: Measured) -> Past:
     return Past(
         created=report.provenance.created,
         numdev=report.provenance.numdev,
-        torch=system.get("packages", {}).get("torch", "not told"),
-        on=system.get("gpu") or system.get("cpu") or "not told",
-        outcome=report.outcome or "not told",
+        torch=system.get("packages", {}).get("torch", "unknown"),
+        on=system.get("gpu") or system.get("cpu") or "unknown",
+        outcome=report.outcome or "unknown",
         errors={k: statistics.median(r.floor_ratio or 0.0 for r in its) for k, its in by_kernel},
     )
 
@@ -148,7 +148,7 @@ def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> lis
     for key in () if differences else MUST:
         hashes = [source.get(HASHES.get(key, "")) for source in sources]
         if any(hashes):
-            differences += unequal(key, *(str(x or "not told")[:16] for x in hashes))
+            differences += unequal(key, *(str(x or "unknown")[:16] for x in hashes))
         elif not (same_prompt and key in PROMPT):
             differences += unequal(key, a.request.get(key), b.request.get(key))
     refused = [d for d in differences if d.root not in allow]

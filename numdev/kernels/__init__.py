@@ -146,7 +146,7 @@ class Kernel:
         part = case.positions is not None and not self.any_rows
         reason = why_not(
             (case.working and not self.any_format, f"no torch dtype stores {case.format.name}"),
-            (part, "it computes whole calls, not some of their rows"),
+            (part, "computes whole calls only, not some of their rows"),
         ) or self.supports(case)
         if reason:
             raise Refused(reason)

@@ -348,8 +348,8 @@ def _backward(
     odd = case.q.shape[-1] % 8 or case.v.shape[-1] != case.q.shape[-1]
     refuse(
         (inner != "sdpa-flash", f"{inner} has no backward over shards"),
-        (mask is not None, "its backward over shards takes no mask on CUDA"),
-        (odd, "its backward over shards takes head dimensions divisible by 8"),
+        (mask is not None, "backward over shards takes no mask on CUDA"),
+        (odd, "backward over shards takes head dimensions divisible by 8"),
     )
     seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(

@@ -295,4 +295,4 @@ def check_stabilised(options: Mapping[str, Any]) -> None:
         if options["softmax"] != "stabilised":
             raise UsageError(f"{name} is of the stabilised softmax", hint="softmax: stabilised")
         if type(value) not in (int, float) or not least <= value < math.inf:
-            raise UsageError(f"{name}: expected at least {least}, got {value!r}")
+            raise UsageError(f"{name}: expected a finite number, at least {least}, got {value!r}")
