@@ -378,7 +378,7 @@ def _problems(case: AttentionCase) -> Iterator[str]:
     if q.shape[3] != k.shape[3]:
         yield f"q and k differ in head_dim: {q.shape[3]} and {k.shape[3]}"
     if q.shape[1] % k.shape[1]:
-        yield f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads"
+        yield f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} kv heads"
     if any(n is not None and abs(n) > 1 << 60 for n in (case.causal_offset, *(case.window or ()))):
         yield f"causal_offset {case.causal_offset} or window {case.window} is beyond 2^60"
     if not math.isfinite(case.scale):

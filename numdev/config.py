@@ -140,20 +140,20 @@ class Reading(Placed):
     model_dtype: Annotated[str, Option(metavar="NAME")] = "float32"
     """Format the model itself runs in.  [float32]"""
     text: Annotated[tuple[str, ...], Option(metavar="PATH")] = ()
-    """Text file the model reads. Repeatable. Without it token ids are drawn."""
+    """Text file the model reads. Repeatable. Default: random token ids."""
     tokenizer: Annotated[str | None, Option(metavar="DIR")] = None
     """Directory of the tokenizer for --text.  [the checkpoint's]"""
     inputs: Annotated[str | None, Option(metavar="FILE")] = None
-    """Safetensors file of further inputs, named as the model's forward names them, for example
-    pixel_values. What a model needs and nobody gives is drawn."""
+    """Safetensors file of further inputs, named like the arguments of the model's forward, e.g.
+    pixel_values. Missing required inputs are random."""
     length: Annotated[Positive, Option(metavar="N")] = 256
     """Tokens in a sequence.  [256]"""
     sequences: Annotated[Positive, Option(metavar="N")] = 8
-    """Independent sequences; a bias needs at least 8.  [8]"""
+    """Independent sequences (bias test: 8 or more).  [8]"""
     layers: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
-    """Only these layers, for example 0,3-5.  [all]"""
+    """Only these layers, e.g. 0,3-5.  [all]"""
     seed: Annotated[int, Option(metavar="N")] = 0
-    """Seed of all drawn numbers.  [0]"""
+    """Seed of all random data.  [0]"""
 
 
 class Measuring(Placed):
@@ -162,16 +162,16 @@ class Measuring(Placed):
     backward: Annotated[bool, Option()] = False
     """Measure the backward pass too: dq, dk and dv."""
     rows: Annotated[Positive | None, Option(metavar="N")] = None
-    """Measure N query rows of each head, drawn with the seed and spread over positions, and the 32
-    in which a kernel, run whole, looks most suspicious. Exact for these rows in the output and dq.
-    With --backward also keys in the same way, which takes an fp64 forward pass of all queries.
-    Averages get 95 % intervals, maxima are lower bounds. [all]"""
+    """Measure only N random query rows of each head, spread over positions, plus the 32 that look
+    worst in a full run of the kernel. The output and dq of these rows are exact. --backward samples
+    keys too, which needs an fp64 forward pass of all queries. Averages get 95 % intervals; maxima
+    are lower bounds. [all]"""
     isolate: Annotated[bool, Option()] = False
     """Run kernels in a process of their own, so that a crash or a hang costs one row."""
     reproducers: Annotated[Count, Option(metavar="N")] = 8
-    """Write a script that shows it for the first N findings.  [8]"""
+    """Write reproducer scripts for the first N findings.  [8]"""
     time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
-    """What an isolated kernel may take, and any with --workers or --scheduler.  [60]"""
+    """Time limit of a kernel with --isolate, --workers or --scheduler.  [60]"""
 
 
 class AuditConfig(Measuring, Reading):
@@ -184,25 +184,25 @@ class AuditConfig(Measuring, Reading):
     """Kernel to audit: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
     the default, all SDPA backends."""
     formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
-    """Format to audit, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
+    """Format to audit, e.g. bfloat16, float16, float32. Repeatable.  [bfloat16]"""
     generate: Annotated[Positive | None, Option(metavar="N")] = None
-    """Let the model write: audit the prefill and N decode steps, with a cache, in place of one
-    forward pass."""
+    """Let the model generate: audit the prefill and N decode steps with a cache, not one forward
+    pass."""
     denoise: Annotated[Positive | None, Option(metavar="N")] = None
     """For a diffusers pipeline: run N denoising steps.  [4]"""
     steps: Annotated[tuple[Count, ...] | None, Option(metavar="LIST")] = None
-    """Only these denoising steps, from 0: 0,3.  [all]"""
+    """Denoising steps to audit, 0-based: 0,3.  [all]"""
     stream: Annotated[bool, Option()] = False
-    """Read the model's weights from disk layer by layer while it runs, in memory for one layer: for
-    models that are too large to be loaded whole."""
+    """Read weights from disk layer by layer during the run, with one layer in memory: for models
+    too large to load whole."""
     heads: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
     """Only these query heads.  [all]"""
     explain: Annotated[bool, Option()] = False
-    """Find out which roundings make each kernel's errors."""
+    """Find which roundings cause each kernel's errors."""
     control: Annotated[bool, Option()] = False
     """Measure planted faults of growing size too, to show which of them a gate would catch."""
     repeats: Annotated[Positive, Option(metavar="N")] = 2
-    """Run each kernel N times on the same inputs; from 2 on its noise is measured.  [2]"""
+    """Run each kernel N times on the same inputs; 2 or more measure its noise.  [2]"""
 
     @model_validator(mode="after")
     def _one_source(self) -> AuditConfig:
@@ -239,20 +239,20 @@ class SweepConfig(Measuring):
     """Kernel to sweep: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
     the file's."""
     formats: Annotated[Names, Option("--format", "NAME")] = ("bfloat16",)
-    """Format, for example bfloat16, or e8m10 for kernels that take any. Repeatable; replaces the
+    """Format, e.g. bfloat16, or e8m10 for kernels that take any. Repeatable; replaces the
     file's."""
     seeds: Seeds = (0, 1, 2, 3, 4)
-    """A list, or how many, counted from 0. Each draws every case anew."""
+    """A list, or how many, counted from 0. Every case gets new inputs for each."""
     baseline: Named = Choice(name="baseline")
-    """Whom ratios are taken to. An emulation stands in where plain attention has no format."""
+    """What ratios are relative to. An emulation replaces it where plain attention has no format."""
     x: str | None = None
     """The axis curves run along: a key with several values, `format`, or a kernel's option."""
     y: Names = ("max_abs", "rms")
-    """Metrics to draw."""
+    """Metrics to plot."""
     keep: Literal["head", "cell"] = "head"
     """`head`: the report keeps a row for every head and seed. `cell`: only what they come to."""
     repeats: Annotated[Positive, Option(metavar="N")] = 1
-    """Run each kernel N times on the same inputs; from 2 on its noise is measured.  [1]"""
+    """Run each kernel N times on the same inputs; 2 or more measure its noise.  [1]"""
 
 
 class SweepRequest(SweepConfig):
@@ -272,7 +272,7 @@ class DiagnoseRequest(Reading):
     format: Annotated[str, Option(metavar="NAME")] = "bfloat16"
     """Format of q, k, v and of the attention's roundings.  [bfloat16]"""
     kernels: Annotated[tuple[Named, ...] | None, Option("--kernel", "NAME")] = None
-    """Real kernel to set beside it on the same inputs. Repeatable.  [sdpa-flash and baseline, where
+    """Real kernel to compare on the same inputs. Repeatable.  [sdpa-flash and baseline, where
     they run]"""
     cures: Annotated[bool, Option("--cures/--no-cures")] = True
     """Whether to measure what each cure changes.  [cures]"""

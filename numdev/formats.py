@@ -205,10 +205,8 @@ def round_to(
     rounded = _rounded(wide.double(), format, mode, uniform)
     narrow = rounded.to(wide.dtype)
     if not bool(((narrow == rounded) | rounded.isnan()).all()):  # it would be rounded twice
-        raise UsageError(
-            f"rounded to {format.name}, some values do not fit in {wide.dtype}",
-            hint="pass the tensor as float64",
-        )
+        what = f"rounded to {format.name}, some values do not fit in {wide.dtype}"
+        raise UsageError(what, hint="pass the tensor as float64")
     return narrow
 
 

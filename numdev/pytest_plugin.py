@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "numdev_cases(*cases): run the test once for each case, given as `numdev_case`: names from "
-        "numdev's default set, regimes of inputs, files, or mappings",
+        "numdev's default set, input regimes, files, or mappings",
     )
 
 

@@ -103,15 +103,15 @@ class Requirement:
 
     def missing(self, system: System) -> str | None:
         """The first thing `system` lacks, as a sentence; None when nothing is missing."""
-        here = f"this audit runs on {system.device.upper()}"
+        here = f"but this run is on {system.device.upper()}"
         if self.devices and system.devices < self.devices:
             return f"needs {self.devices} CUDA devices, found {system.devices}"
         if self.device and system.device != self.device:
-            return f"needs {self.device.upper()}, and {here}"
+            return f"needs {self.device.upper()}, {here}"
         if self.capability and (system.capability or (0, 0)) < self.capability:
             need = f"needs compute capability {'.'.join(map(str, self.capability))} or newer"
             if system.capability is None:
-                return f"{need}, and {here}"
+                return f"{need}, {here}"
             return f"{need}; {system.gpu} has {'.'.join(map(str, system.capability))}"
         if self.package and _normalised(self.package) not in system.packages:
             return f"needs the package {self.package}, which is not installed"

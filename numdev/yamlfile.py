@@ -53,7 +53,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
-                problem = f"the key {key.value!r} stands twice"
+                problem = f"the key {key.value!r} is repeated"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
             seen.add(str(key.value))
         return node
@@ -78,7 +78,7 @@ def read_yaml(path: Path, model: type[M]) -> M:
         problem = getattr(error, "problem", None) or "malformed"
         raise UsageError(f"{path}{line}: not valid YAML: {problem}") from error
     if not isinstance(raw, dict):
-        raise UsageError(f"{path}: holds no mapping of keys", hint="see the files under configs/")
+        raise UsageError(f"{path}: expected a mapping", hint="see examples in configs/")
     return validated(raw, model, str(path), node)
 
 

@@ -62,7 +62,7 @@ def test_images_from_a_file(tmp_path: Path, capsys: Any) -> None:
     given = tmp_path / "cats.safetensors"
     save_file({"pixel_values": torch.rand(3, 3, 12, 12)}, given)
     found, _ = audit(capsys, target, "--inputs", str(given))
-    prompt = "pixel_values of cats.safetensors, 3 x 6 token ids drawn with seed 0"
+    prompt = "pixel_values of cats.safetensors, 3 x 6 random token ids, seed 0"
     assert found.provenance.source["prompt"] == prompt
     assert {c.batch for c in found.cases} == {3}
     assert found.request["inputs"] == str(given)
@@ -102,9 +102,9 @@ def test_what_is_written_fits_after_what_is_read(
 @pytest.mark.parametrize(("name", "flags", "words"), [
     ("vit", ("--generate", "1"), "ViTForImageClassification does not generate text"),
     ("vit", ("--text", "a.txt"), "ViTForImageClassification reads no text"),
-    ("wav2vec2", (), "reads input_values, which numdev cannot draw"),
+    ("wav2vec2", (), "reads input_values, which numdev cannot make"),
     ("vit", ("--inputs", "none.safetensors"), "none.safetensors: no such file"),
-    ("gpt2", ("--generate", "64"), "the model has 64 positions"),
+    ("gpt2", ("--generate", "64"), "expected < 64 (the model's positions)"),
 ])  # fmt: skip
 def test_requests_that_cannot_be_met(
     name: str, flags: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
@@ -114,7 +114,7 @@ def test_requests_that_cannot_be_met(
 
 
 PAD, CLS, SEP, UNKNOWN = range(4)
-IMAGES = "3 images of 3 x 12 x 12 drawn with seed 5"
+IMAGES = "3 images of 3 x 12 x 12, random, seed 5"
 
 
 def tokenizer(*, special: bool = False, **options: Any) -> PreTrainedTokenizerFast:
@@ -159,7 +159,7 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
 
 @pytest.mark.parametrize(("name", "argument", "shape", "words"), [
     *[(n, "pixel_values", (3, 3, 12, 12), IMAGES) for n in ("vit", "clip")],
-    ("whisper", "input_features", (3, 8, 24), "3 spectrograms of 8 x 24 drawn with seed 5"),
+    ("whisper", "input_features", (3, 8, 24), "3 spectrograms of 8 x 24, random, seed 5"),
 ])  # fmt: skip
 def test_images_and_spectrograms_have_the_configs_size(
     name: str, argument: str, shape: tuple[int, ...], words: str

@@ -153,7 +153,7 @@ def test_a_call_the_loss_does_not_reach_is_not_lost(how: str) -> None:
     """Its gradient is drawn and said to be; the other's is the loss's."""
     cases, drawn, _ = handed_over(Scored(how).double(), text(), seed=3)
     assert drawn == ("first#0",)
-    assert [c.grad_out_from for c in cases] == ["drawn from N(0, 1), seed 3", OWN]
+    assert [c.grad_out_from for c in cases] == ["random from N(0, 1), seed 3", OWN]
     assert all(c.grad_out is not None for c in cases)
 
 
@@ -170,7 +170,7 @@ def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(how: str, times:
     cases, drawn, upstream = handed_over(model, text())
     assert upstream.loss == OWN
     assert drawn == ("first#0", "second#0")
-    assert {c.grad_out_from for c in cases} == {"drawn from N(0, 1), seed 0"}
+    assert {c.grad_out_from for c in cases} == {"random from N(0, 1), seed 0"}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_without_a_usable_loss_gradients_are_drawn(how: str, why: str) -> None:
     model = Scored(how)
     cases, drawn, upstream = handed_over(model, text(), seed=5)
     assert upstream.loss is None
-    assert upstream.describe() == "drawn from N(0, 1), seed 5" + why
+    assert upstream.describe() == "random from N(0, 1), seed 5" + why
     assert drawn == ()
-    assert [c.grad_out_from for c in cases] == ["drawn from N(0, 1), seed 5"] * 2
+    assert [c.grad_out_from for c in cases] == ["random from N(0, 1), seed 5"] * 2
     again, _, _ = handed_over(model, text(), seed=5)
     other, _, _ = handed_over(model, text(), seed=6)
     for a, b, c in zip(cases, again, other, strict=True):

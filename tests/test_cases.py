@@ -27,7 +27,7 @@ zeros = torch.zeros
     ({"q": zeros(1, 2, 4, 4, dtype=torch.float64)}, "expected one floating-point dtype"),
     ({"q": zeros(3, 2, 4, 4)}, "do not fit together"),
     ({"q": zeros(1, 2, 4, 8)}, "q and k differ in head_dim: 8 and 4"),
-    ({"q": zeros(1, 3, 4, 4)}, "3 query heads are no multiple of 2 kv heads"),
+    ({"q": zeros(1, 3, 4, 4)}, "3 query heads are not a multiple of 2 kv heads"),
     ({"scale": math.nan}, "scale: expected a finite number, got nan"),
     ({"softcap": 0.0}, "softcap: expected a positive number, got 0.0"),
     ({"sinks": zeros(3)}, r"sinks: expected \[2\], one per head, got \[3\]"),
@@ -151,6 +151,6 @@ def test_a_kernel_sees_the_strides(layout: str) -> None:
     kernel = Kernel(name="k", function=attend)
     bench = prepare(case, "bfloat16")
     (row, *_) = rows_on(bench, kernel)
-    assert (row.status, row.reason) == ("failed", "it writes into its inputs (k)")
+    assert (row.status, row.reason) == ("failed", "writes into its inputs (k)")
     assert met == [STRIDES[layout]]
     assert bool(bench.case.k.any())

@@ -496,7 +496,7 @@ def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> No
     forward_only = dataclasses.replace(find("floor"), name="forward", backward=None)
     for kernel, reason in (
         (Kernel(name="mine", function=raises), "ValueError: no"),
-        (forward_only, "it has no backward"),
+        (forward_only, "no backward pass"),
     ):
         rows = seen_from_outside(found, kernel, {})
         assert [row.head for row in rows] == [0, 1, 2, 3]

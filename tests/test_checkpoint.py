@@ -264,7 +264,7 @@ def test_sizes_far_beyond_what_is_stored_are_refused(llama: Path) -> None:
 def test_a_weight_the_model_has_no_place_for_is_named(llama: Path, name: str) -> None:
     """One layer too many, a normalisation not applied, an unknown parameter, another shape."""
     rewrite(llama, lambda state: state.update({name: torch.zeros(4)}))
-    failure(llama, MeasurementError, "no place", name)
+    failure(llama, MeasurementError, "does not use", name)
     rewrite(llama, lambda state: state.update({"model.norm.weight": torch.zeros(4)}))
     failure(llama, MeasurementError, "model.norm.weight [4] instead of [32]")
 
@@ -382,7 +382,7 @@ def test_a_nanogpt_checkpoint_needs_a_two_line_factory(tmp_path: Path) -> None:
     assert run("audit", path, "--model", "factories:nanogpt", *KERNELS, "-o", tmp_path / "o") == 0
     found = report(tmp_path / "o")
     source = found["provenance"]["source"]
-    assert source["prompt"] == "8 x 24 token ids drawn with seed 0"
+    assert source["prompt"] == "8 x 24 random token ids, seed 0"
     assert (source["model"], source["prefix_removed"]) == ("factories:nanogpt", "_orig_mod.")
     cases = [(c["case"], c["is_causal"], c["q_len"]) for c in found["cases"]]
     assert cases == [("h.0#0", True, 24), ("h.1#0", True, 24)]
@@ -437,7 +437,7 @@ def test_missing_left_over_and_misshapen_weights_are_named_together(tmp_path: Pa
     changed["h.7.extra"] = changed.pop("h.1.c_proj.bias")
     changed["wpe.weight"] = torch.zeros(5, 16)
     path = torch_saved(tmp_path / "w.pt", changed)
-    words = ("needs the weights h.1.c_proj.bias,", "has no place for h.7.extra")
+    words = ("lacks weights h.1.c_proj.bias,", "does not use h.7.extra")
     fails(lambda: built(path), MeasurementError, *words, "wpe.weight [5, 16] instead of [24, 16]")
 
 

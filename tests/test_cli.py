@@ -113,9 +113,9 @@ USAGE = [
     ("audit tiny.yaml --format bf17", "unknown format 'bf17'", "did you mean 'bf16'?"),
     ("audit tiny.yaml --format float8_e4m3fn", "no kernel takes plain 8-bit", "float16"),
     ("audit tiny.yaml --format tf32", "format tf32: PyTorch has no dtype", "use float64"),
-    ("audit demo --layers 5-3", "--layers: expected a list as 0,3-5, got '5-3'", ""),
-    ("audit demo --heads 3-", "--heads: expected a list", "got '3-'"),
-    ("audit demo --heads \u00b2", "--heads: expected a list", "got '\u00b2'"),
+    ("audit demo --layers 5-3", "--layers: expected e.g. 0,3-5, got '5-3'", ""),
+    ("audit demo --heads 3-", "--heads: expected e.g. 0,3-5", "got '3-'"),
+    ("audit demo --heads \u00b2", "--heads: expected e.g. 0,3-5", "got '\u00b2'"),
     ("audit org/none", "org/none: no such file", "`hf download org/none`"),
     ("audit tiny.yaml --layers 0", "tiny.yaml", "leave"),
     ("audit demo --length 0", "--length", "numdev audit --help"),
@@ -210,7 +210,7 @@ def test_a_model_that_was_downloaded_is_found_by_its_name(run: Any, monkeypatch:
     (model / "refs/main").write_text("1" * 40)
     shutil.copytree(demo_checkpoint(), model / "snapshots" / ("1" * 40))
     ran = run("audit", "org/tiny", "--layers", "0", "--kernel", "sdpa-math", "--length", "9")
-    assert (ran.code, "org/tiny, 8 x 9 token ids" in ran.out) == (0, True)
+    assert (ran.code, "org/tiny, 8 x 9 random token ids" in ran.out) == (0, True)
 
 
 def test_an_audit_judges_itself(run: Any) -> None:
@@ -291,7 +291,7 @@ def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path, number: in
     if number == signal.SIGINT:
         assert (process.returncode, out) == (130, b""), err
         assert err.decode().strip() == (
-            "numdev: error: interrupted; finished rows are kept, run the same command to continue"
+            "numdev: error: interrupted; finished rows are kept; run the same command to resume"
         )
         assert undisturbed.startswith(journal.read_bytes())
     else:

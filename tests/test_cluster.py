@@ -163,7 +163,7 @@ def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path
             assert team == alone
             continue
         lost = [row for row in team["row"] if row["status"] == "failed"]
-        reason = "its worker died, twice, as one does where memory runs out"
+        reason = "its worker died twice, perhaps out of memory"
         assert {row["reason"] for row in lost} == {reason}
         assert len(lost) == len(list(plan.tasks(source.cases[0].ref)))
         assert [row for row in alone["row"] if row in team["row"]]

@@ -247,8 +247,8 @@ def test_rows_that_are_gone_and_why() -> None:
         ("failed", "theirs", 1, "in B: illegal access"),
     ]
     assert {p.what for p in found(b, a).presences} == {"new", "failed"}
-    assert first(a, b).startswith("CHANGED: 9 rows gone, 1 row failed; nothing was measured in ")
-    assert first(b, b).startswith("CRASHED: 2 rows failed; ")
+    assert first(a, b).startswith("CHANGED: 4 rows of mine gone, 2 rows of theirs gone, ")
+    assert first(b, b).startswith("CRASHED: 2 rows of theirs failed; ")
     assert first((), ()).startswith("NOT JUDGED: nothing was measured in both reports; ")
 
 
@@ -361,7 +361,7 @@ def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
     shown = document_of(found).shown_in("html")
     assert any(isinstance(node, Figures) for node in shown)
     assert not compare(night(1, 1.0), night(2, 1.0)).history
-    with pytest.raises(UsageError, match="differ in length"):
+    with pytest.raises(UsageError, match="different things: length"):
         compare(night(1, 1.0, length=77), night(2, 1.0), night(3, 1.0))
 
 
@@ -377,7 +377,7 @@ OTHER: dict[str, Any] = {
 def test_every_key_that_must_be_the_same(tmp_path: Path, key: str) -> None:
     """Refused by its name, compared where it is allowed, which is said."""
     a, b = audit(head()), audit(head(), request={key: OTHER[key]})
-    with pytest.raises(UsageError, match=f"they differ in {key}.* --allow {key}"):
+    with pytest.raises(UsageError, match=f"different things: {key}.* --allow {key}"):
         of(tmp_path, a, b)
     found = of(tmp_path, a, b, allow=(key,))
     assert [d.root for d in found.allowed] == [key]
@@ -394,7 +394,7 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read a report there"):
         compare(a, tmp_path / "nothing")
     (tmp_path / "torn.json").write_text('{"kind": "audit"')
-    with pytest.raises(MeasurementError, match="not a report this version understands"):
+    with pytest.raises(MeasurementError, match="not a report this numdev can read"):
         compare(a, tmp_path / "torn.json")
     assert command(a, tmp_path / "torn.json") == 3
 
@@ -451,7 +451,7 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
     (lambda: swept(*seeded(), formats=["float16"]), "formats"),
     (lambda: swept(*seeded(), cases=[{"name": "c", "seq_len": 9}]), "cases.0.seq_len"),
     (lambda: swept(), "kept one result per cell"),
-    (lambda: audit(head()), "kind (sweep in A, audit in B); measure the same"),
+    (lambda: audit(head()), "kind (sweep in A, audit in B); repeat A's request"),
 ])  # fmt: skip
 def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: str) -> None:
     """Other seeds, formats or cases, a sweep without rows, an audit."""

@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_fault(dose: float) -> None:
 def test_doses_that_cannot_be_had() -> None:
     """A case with too few keys or bits is refused."""
     case = make_case(dtype=torch.bfloat16, kv_len=5)
-    with pytest.raises(Refused, match="it has 5 keys, so 16 cannot be dropped"):
+    with pytest.raises(Refused, match="the case has 5 keys, so 16 cannot be dropped"):
         CONTROLS["keys-dropped"].kernel().attend(case, dose=16)
     with pytest.raises(Refused, match="has only 3 significant bits"):
         CONTROLS["p-bits"].kernel().attend(case.rounded_to(format_named("float8_e5m2")), dose=2)

@@ -125,7 +125,7 @@ def test_what_is_somebody_elses_is_refused(tmp_path: Path, overwrite: bool) -> N
         directory = tmp_path / str(index)
         directory.mkdir()
         (directory / name).write_text(text)
-        assert f"holds something else ({name})" in refused(directory, overwrite=overwrite)
+        assert f"holds other files ({name})" in refused(directory, overwrite=overwrite)
     for text in ('{"head', '{"header'):
         (tmp_path / text[1:]).mkdir()
         (tmp_path / text[1:] / JOURNAL).write_text(text)

@@ -50,8 +50,8 @@ def test_gradients_inherit_a_wrong_output() -> None:
 
 
 @pytest.mark.parametrize(("metric", "at_most", "words"), [
-    ("baseline_ratio", 2, "errs 3× as much as eager attention in the output (limit 2×;"),
-    ("expected_ratio", 0.5, "errs too much: the rms error of the output is 1× what its"),
+    ("baseline_ratio", 2, "has 3× eager attention's error in the output (limit 2×;"),
+    ("expected_ratio", 0.5, "is inaccurate: the rms error of the output is 1× what its"),
     ("worst_row", 1.1, "has a row of the output with 1.2× the error predicted for it (limit"),
     ("mean_abs", 3e-5, "breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5"),
 ])  # fmt: skip

@@ -223,7 +223,7 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
     assert required.exit_code == 3
     assert required.calls[0].reasons == ("no element of this tensor could be judged",)
     (finding,) = _not_run(required.calls)
-    said = "mine (bfloat16) is required, but has nothing to judge in 1 of 1 calls: no el"
+    said = "mine (bfloat16) is required, but gave no result in 1 of 1 calls: no el"
     assert said in finding.sentence
 
 

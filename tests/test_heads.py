@@ -159,10 +159,10 @@ PEAKED = {"tied": 0.0, "ones": 0.0}
         ([guilty(**PEAKED, powers=0.1, one_signed=None)],
          ("Not the published cause: ", "missing conditions: tied maxima, weights at powers of ")),
         ([innocent(0, 1), innocent(2, 3, moved=1e-3)],
-         ("No head of 2 is at fault: delta's error has one sign in 0; its mean of 2.0e-3 % moves a "
-          "dW_Q by at most 0.1 % (L2H3, t = 0.6).",)),
+         ("No head of 2 is at fault: delta's error has one sign in 0 of 2 heads (largest |t|: 0.6, "
+          "L2H3); it moves a dW_Q by at most 0.1 % (L2H3, mean error +2.0e-3 %).",)),
         ([guilty(1, 1, moved=1e-4), innocent(moved=0.2)],
-         ("has one sign in 1; ", "by at most 0.01 % (L1H1, t = -14).")),
+         ("has one sign in 1 of 2 heads (largest |t|: 14, L1H1); ", "0.01 % (L1H1, mean error -")),
         ([NULL], ("Sign of delta's error not known in 1 of 1: no query sees more than one key.",)),
         ([LOUD, innocent(1, 1, dw_q_error=0.01, dw_q_norm=1.0)],
          ("L1H0: rounding changes its layer's dW_Q by 2.8e3 % (1 of 2 heads ≥ 50 %); the errors "

@@ -82,7 +82,7 @@ CUDA_ERROR = "RuntimeError: CUDA error: an illegal memory access was encountered
 BROKEN = {
     "segfault": KILLED + "SEGV",
     "abort": KILLED + "ABRT (free(): invalid pointer)",
-    "out_of_memory": KILLED + "KILL, as a system does that runs out of memory",
+    "out_of_memory": KILLED + "KILL, perhaps out of memory",
     "leaves": ENDED + "3",
     "interrupts": KILLED + "INT (KeyboardInterrupt: from within)",
     "raises": CUDA_ERROR,
@@ -190,7 +190,7 @@ def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
     """Exceptions, refusals and the end of the program become failures, Ctrl-C does not."""
     for name, status, reason in (
         ("raises", "failed", CUDA_ERROR),
-        ("exits", "failed", "it ended the program (exit code 4)"),
+        ("exits", "failed", "ended the program (exit code 4)"),
         ("refuses", "skipped", "head_dim 4 is too small"),
     ):
         assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure(status, reason)

@@ -241,7 +241,7 @@ def test_the_usual_scale_needs_no_parameter() -> None:
     ("q, k, *, v", "q, k and v must be its first three arguments"),
     ("q, k, v, lengths", r"takes \(q, k, v, lengths\): numdev does not know what to pass"),
     ("q, k, v, a, b, *, c", "know what to pass for a, b, c"),
-    ("qkv, causal, scale", "causal stands where q, k and v belong"),
+    ("qkv, causal, scale", "expected q, k or v, got causal"),
 ])  # fmt: skip
 def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     """Parameters of unknown meaning are named; nothing is guessed."""
@@ -275,7 +275,7 @@ def test_a_plugin_that_raises(source: str, says: str, tmp_path: Path, monkeypatc
 # --- machines we do not have ---------------------------------------------------------------------
 
 
-NO_CUDA = "needs CUDA, and this audit runs on CPU"
+NO_CUDA = "needs CUDA, but this run is on CPU"
 
 
 @pytest.mark.parametrize(("system", "needs", "missing"), [
@@ -286,7 +286,7 @@ NO_CUDA = "needs CUDA, and this audit runs on CPU"
     (V100, "triton-flash", "needs the package triton, which is not installed"),
     (A100, "sdpa-cudnn", None), (A100, Requirement(devices=1, device="cuda"), None),
     (A100, Requirement(devices=2), "needs 2 CUDA devices, found 1"),
-    (A100, Requirement(device="cpu"), "needs CPU, and this audit runs on CUDA"),
+    (A100, Requirement(device="cpu"), "needs CPU, but this run is on CUDA"),
 ])  # fmt: skip
 def test_availability_anywhere(system: System, needs: Any, missing: str | None) -> None:
     """Whether a kernel can run on a machine is a function of that machine's snapshot. What is
@@ -381,5 +381,5 @@ def test_the_tutorials_example(tmp_path: Path, capsys: Any, monkeypatch: Any) ->
     assert code == 0
     assert " ".join(out.split()).startswith(
         "FAIL mine:my_attention bfloat16 does not compute the requested attention: the causal mask "
-        "is off by one: each query sees one key too many (computed that way, the fp64 result is "
+        "is off by one: each query sees one key too many (with this change the fp64 result is "
     )

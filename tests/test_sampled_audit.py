@@ -133,9 +133,9 @@ def test_an_audit_of_rows(tmp_path: Path) -> None:
     first = invoked(*arguments, "--rows", "50")
     assert first.exit_code == 0, first.output
     assert "≥" in first.stdout
-    assert "50 query rows per head" in " ".join(first.stdout.split())
+    assert "50 random query rows per head" in " ".join(first.stdout.split())
     found = read(tmp_path / "out")
-    assert "50 query rows per head" in (tmp_path / "out" / "report.html").read_text()
+    assert "50 random query rows per head" in (tmp_path / "out" / "report.html").read_text()
     assert found.request["rows"] == 50
     assert all(row.rows_measured == 50 for row in found.rows if row.status == "ok")
     assert invoked("gate", tmp_path / "out").exit_code == 0

@@ -273,7 +273,7 @@ def test_ranks_that_hang_are_ended() -> None:
     (drawn(64, mask=torch.ones(64, 64, dtype=torch.bool)), "no masks"),
     (drawn(64, is_causal=True, causal_offset=1), "from the top left"),
     (drawn(32, 64, is_causal=True), "as many queries as keys"),
-    (drawn(62, is_causal=True), "62 and 62 are no multiples of 4"),
+    (drawn(62, is_causal=True), "62 and 62 are not multiples of 4"),
 ])  # fmt: skip
 def test_what_it_refuses(case: Any, reason: str) -> None:
     """Each in words, before a rank is asked."""

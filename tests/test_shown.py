@@ -151,7 +151,7 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     nodes = list(compare.blocks(report))
     assert cells(nodes, "Every tensor") == (
         "kernel: k | tensor: dq bfloat16 | heads: 9 | moved: 4 | same bits: 2 | A: 1.50 | "
-        "B: 2.50 | unit: × the floor | B / A: 3.50 | where: "
+        "B: 2.50 | unit: × the floor | one head's B/A: 3.50 | which head: "
     )
     assert "A: 1.5e-3" in cells(nodes, "Every tensor", 1)
     assert cells(nodes, "What moved") == (

@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> Callable[..., SweepReport]:
     ({"seeds": 0}, "expected 1 to 100,000 seeds"), ({"seeds": [1, 1]}, "names 1 twice"),
     ({"seeds": [-1]}, "greater than or equal to 0"), ({"keep": "heads"}, "'head' or 'cell'"),
     ({"cases": [{**SIZES, "seq_len": 8}]}, "a single cell"),
-    ({"x": "seqlen"}, "did you mean 'seq_len'"), ({"x": "head_dim"}, "no axis of this grid"),
+    ({"x": "seqlen"}, "did you mean 'seq_len'"), ({"x": "head_dim"}, "not an axis of this grid"),
     ({"y": "max_ab"}, "did you mean 'max_abs'"),
     ({"kernels": [{"name": "off", "bye": 1}]}, "no option 'bye'; did you mean 'by'"),
     ({"baseline": "basline"}, "did you mean 'baseline'"),

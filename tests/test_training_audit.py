@@ -40,7 +40,7 @@ def unfinished(case: AttentionCase) -> Output:
 
 
 @pytest.mark.parametrize(("kernel", "status", "reason"), [
-    (Kernel(name="a", function=unfinished, backward=None), "skipped", "it has no backward"),
+    (Kernel(name="a", function=unfinished, backward=None), "skipped", "no backward pass"),
     (Kernel(name="b", function=unfinished), "failed",
      "in a training step: NotImplementedError: to be written"),
 ])  # fmt: skip

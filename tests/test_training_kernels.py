@@ -88,8 +88,8 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
     """A kernel without a backward, one whose gradients stop on the way, and one that declines."""
     given = case()
     for kernel, words in (
-        (Kernel(name="a", function=lambda c: Output(out=c.q), backward=None), "no backward"),
-        (Kernel(name="b", function=lambda c: Output(out=c.q.detach())), "cannot follow"),
+        (Kernel(name="a", function=lambda c: Output(out=c.q), backward=None), "no backward pass"),
+        (Kernel(name="b", function=lambda c: Output(out=c.q.detach())), "no autograd graph"),
         (Kernel(name="c", function=lambda c: Output(out=c.q), supports=lambda c: "no"), "no"),
     ):
         with pytest.raises(Refused, match=words):

@@ -41,9 +41,9 @@ def call(here: AttentionCase, **options: Any) -> Call:
     ({"block_kv": 48}, "block_kv"), ({"block_kv": 64.0}, "block_kv"),
     ({"softmax": "guarded", "beta": 2.0}, "of the stabilised softmax"),
     ({"tie_tolerance": 0.0}, "of the stabilised softmax"),
-    ({"softmax": "stabilised", "beta": 0.5}, "from 1.0 on"),
-    ({"softmax": "stabilised", "tie_tolerance": -1.0}, "from 0.0 on"),
-    ({"softmax": "stabilised", "beta": math.nan}, "from 1.0 on"),
+    ({"softmax": "stabilised", "beta": 0.5}, "at least 1.0"),
+    ({"softmax": "stabilised", "tie_tolerance": -1.0}, "at least 0.0"),
+    ({"softmax": "stabilised", "beta": math.nan}, "at least 1.0"),
 ])  # fmt: skip
 def test_senseless_options_are_refused(options: dict[str, Any], words: str) -> None:
     """Before anything runs, with the option's name and what it could be."""

@@ -282,4 +282,4 @@ def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(wrong: int, passes: b
     over = {(r.tensor, bool(r.overflow)) for r in found.report.rows if r.role == "kernel"}
     assert over == {("out", False), ("dq", True), ("dk", True), ("dv", False)}
     assert found.passed == passes
-    assert "intermediate values exceed float16" in str(found) or not passes
+    assert "intermediates overflow float16" in str(found) or not passes

@@ -430,7 +430,7 @@ def test_metadata_that_calls_is_refused(content: Any, tmp_path: Any, monkeypatch
     """A pickle that would call or build anything is refused by its name, and nothing runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(MeasurementError, match=r"asks for .*, which is no part of a checkpoint"):
+    with pytest.raises(MeasurementError, match=r"asks for .*, which is not part of a checkpoint"):
         read_metadata(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [".metadata"]
 

@@ -143,7 +143,7 @@ def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
     numbers = (first.ratio, first.error, first.cancellation)
     assert numbers == pytest.approx((0.5, 0.5 * terms, size / terms), rel=1e-6)
     where = f"{'key' if keys else 'row'} 7 (of {first.rows}; batch entry 1)"
-    assert first.sentence.startswith(f"{where} errs by 0.5 of the size of its terms: ")
+    assert first.sentence.startswith(f"{where} has an error of 0.5 of the size of its terms: ")
     assert len({(w.batch, w.row) for w in found}) == 3
     assert {w.head for w in found} == {1}
     assert found[1].ratio > found[2].ratio

@@ -99,7 +99,7 @@ class CheckSource(ConfigSource):
         self, named: Sequence[Named] | None, seeds: Sequence[int], device: str, *, gradients: bool
     ) -> None:
         if not seeds:
-            raise UsageError("no seed is given", hint="give one, for example seeds=0")
+            raise UsageError("seeds: expected at least one, got none", hint="for example seeds=0")
         self._seeds, self._device, self._gradients = tuple(seeds), device, gradients
         self.target = "default cases" if named is None else "given cases"
         self.cases = [] if named is not None else self._drawn(default_cases())
@@ -146,10 +146,8 @@ def _by_name(name: str) -> Sequence[CaseConfig]:
     if name in known:
         return [known[name]]
     if name not in REGIMES:
-        raise UsageError(
-            f"no case, no regime of inputs and no file is named {name!r}",
-            hint=closest(name, [*known, *REGIMES]),
-        )
+        what = f"{name!r} is not a case, an input regime or a file"
+        raise UsageError(what, hint=closest(name, [*known, *REGIMES]))
     return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
 
 

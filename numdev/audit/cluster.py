@@ -167,7 +167,7 @@ class Workers:
         try:
             answer = future.result()
         except KilledWorker:
-            reason = "its worker died, twice, as one does where memory runs out"
+            reason = "its worker died twice, perhaps out of memory"
             for _, task in tasks:
                 row = bare_row(task, Failure("failed", reason))
                 yield task.key, {"row": [row]}, f"{task.case.module} {task.kernel}"
@@ -175,10 +175,8 @@ class Workers:
         except (CancelledError, OSError, TimeoutError) as error:
             raise MeasurementError(GONE, hint=KEPT) from error
         except Exception as error:
-            raise MeasurementError(
-                f"a worker failed: {one_line(error)}",
-                hint="is the same numdev installed there?",
-            ) from error
+            what = f"a worker failed: {one_line(error)}"
+            raise MeasurementError(what, hint="is the same numdev installed there?") from error
         if isinstance(answer, NumdevError):
             raise answer
         finished, seconds = answer
@@ -240,10 +238,8 @@ def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
                 resolve_address(str(cluster.scheduler))  # else a client's own end takes a minute
                 client = Client(cluster.scheduler, timeout=CONNECT_S, set_as_default=False)
             except (OSError, ValueError, TimeoutError) as error:
-                raise UsageError(
-                    f"--scheduler {cluster.scheduler}: no Dask scheduler answers there",
-                    hint="an address is, for example, tcp://10.0.0.1:8786",
-                ) from error
+                what = f"--scheduler {cluster.scheduler}: no Dask scheduler answers there"
+                raise UsageError(what, hint="give an address, e.g. tcp://10.0.0.1:8786") from error
             stack.enter_context(client)
             stack.callback(client.run, leave, on_error="ignore")
             yield client

@@ -59,14 +59,14 @@ def attempt(
         if case.q.is_cuda:
             torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
         if written := [n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))]:
-            return Failure("failed", f"it writes into its inputs ({', '.join(written)})")
+            return Failure("failed", f"writes into its inputs ({', '.join(written)})")
         return output
     except Refused as refusal:
         return Failure("skipped", refusal.message)
     except Exception as error:
         return Failure("failed", one_line(error))
     except SystemExit as stop:
-        return Failure("failed", f"it ended the program (exit code {stop.code})")
+        return Failure("failed", f"ended the program (exit code {stop.code})")
 
 
 def copied(record: Any, device: str | torch.device | None = None) -> Any:
@@ -206,7 +206,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             if code < 0:
                 what = f"its process was killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
-                what += ", as a system does that runs out of memory"
+                what += ", perhaps out of memory"
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip()
         return Failure("failed", f"{what} ({said.splitlines()[-1].strip()})" if said else what)

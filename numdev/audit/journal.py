@@ -91,7 +91,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         header = _parse(first, {"header"})
         others = sorted(p.name for p in self.directory.iterdir())
         if others and not (path.exists() and (blank or (header and header["header"]))):
-            what = f"{self.directory}: holds something else ({others[0]})"
+            what = f"{self.directory}: holds other files ({others[0]})"
             raise UsageError(what, hint="choose an empty or a new --output")
         good = len(first)
         for raw in lines[1:] if header and not overwrite else ():
@@ -115,7 +115,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 raise UsageError(
                     f"{self.directory}: holds a run with a different {part}: "
                     f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
-                    hint="choose another --output, or --overwrite to start anew",
+                    hint="choose another --output, or --overwrite to replace it",
                 )
         self._file = path.open("r+", encoding="utf-8")
         self._file.truncate(good)  # a torn last line belongs to a task that was not finished

@@ -192,10 +192,8 @@ def _function(
     """A function of q, k, v: the arguments that numdev gives it, by their names."""
     module, _, name = path.partition(":")
     if not name:  # no module has it under its name
-        raise UsageError(
-            f"a script of its own cannot import {path}",
-            hint="define it with `def` at the top of a module",
-        )
+        what = f"a script of its own cannot import {path}"
+        raise UsageError(what, hint="define it with `def` at the top of a module")
     seen: dict[str, Any] = {}
 
     def recorder(*args: Any, **named: Any) -> None:

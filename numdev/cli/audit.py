@@ -20,7 +20,7 @@ from numdev.config import AuditConfig, SweepConfig, audit_request, sweep_request
 @cluster_options
 @click.option(
     "--save-cases", type=FILE, metavar="DIR",
-    help="Write every attention call, unrounded, to this new directory, which is a TARGET itself.",
+    help="Write every attention call, unrounded, to this new directory, usable as a TARGET.",
 )  # fmt: skip
 @gated
 def audit(
@@ -38,9 +38,8 @@ def audit(
     Hugging Face (org/model), a state dict (.safetensors, its sharded index,
     .pt, .pth, .bin, or a torch.distributed.checkpoint directory; with --model), a diffusers
     pipeline's directory, a .safetensors file of captured tensors or a directory of them,
-    a YAML configuration, or `demo` (the checkpoint that ships with numdev). Without it,
-    configs/audit/default.yaml. The same request into the same
-    directory continues where it stopped."""
+    a YAML configuration, or `demo` (the checkpoint that ships with numdev). Default:
+    configs/audit/default.yaml. The same request with the same --output resumes where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.run import audit as run
     from numdev.audit.run import reproducers
@@ -74,7 +73,8 @@ def sweep(
 
     CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every cell is
     measured with every seed, and the report gives means with confidence intervals. With --seed N
-    the seeds are counted from N. The same request continues where it stopped."""
+    the seeds are counted from N. The same request with the same --output resumes
+    where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.run import reproducers
     from numdev.audit.sweep import plan

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 SHOWN = 4  # findings
 CODES = {"PASS": 0, "FAIL": 1, "NOT JUDGED": 3}
 CASE = (
-    "Case to run: a name in configs/check/default.yaml, a regime of inputs (docs/hazards.md), a "
+    "Case to run: a name in configs/check/default.yaml, an input regime (docs/hazards.md), a "
     "YAML file of cases, or captured tensors. Repeatable.  [default: configs/check/default.yaml]"
 )
-BACKWARD = "Whether dq, dk and dv are checked too.  [default: where autograd can follow]"
+BACKWARD = "Whether dq, dk and dv are checked too.  [default: if autograd supports it]"
 RULES = "YAML file of thresholds.  [default: configs/gate/check.yaml and default.yaml]"
-OUTPUT = "Where the script of a failure goes.  [default: a temporary folder]"
+OUTPUT = "Directory for failure scripts.  [default: a temporary folder]"
 DEVICE = "Where to run.  [default: auto]"
 CLAIM = (
-    "How the kernel rounds by design, as an option of `emulated`: preset=eager. Repeatable.  "
-    "[default: what it declares, else preset=fa2]"
+    "The kernel's intended rounding, as an `emulated` option: preset=eager. Repeatable.  [default: "
+    "as declared, else preset=fa2]"
 )
 
 
@@ -48,7 +48,7 @@ CLAIM = (
 @click.option("--thresholds", type=FILE, metavar="FILE", help=RULES)
 @click.option(
     "--seed", "seeds", multiple=True, type=click.IntRange(min=0), metavar="N",
-    help="Seed of the drawn inputs. Repeatable.  [default: 0]",
+    help="Seed for random inputs. Repeatable.  [default: 0]",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help=DEVICE)
 @click.option("--json", "as_json", is_flag=True, help="The verdict and the report as JSON.")
@@ -69,10 +69,10 @@ def check(
     """Check one kernel on small cases: is it attention, and as exact as its format allows?
 
     TARGET is FILE.py:function, package.module:function (the current folder is searched too) or a
-    name of `numdev kernels`. The answer comes first, then what is wrong and where, what was not
-    tested, and a script that shows the failure by itself. Exit code 0: passed. 1: a limit is
-    exceeded. 2: a wrong option, or a function that cannot be imported. 3: nothing could be judged,
-    which is no pass."""
+    name of `numdev kernels`. Prints the verdict, what is wrong and where, what was not tested, and
+    a standalone script that reproduces the failure. Exit code 0: passed. 1: a limit is exceeded.
+    2: a wrong option, or a function that cannot be imported. 3: nothing could be judged (not a
+    pass)."""
     from numdev.kernels import find
     from numdev.report.renderers import terminal
     from numdev.system import System

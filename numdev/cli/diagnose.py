@@ -21,13 +21,13 @@ from numdev.yamlfile import Scalar, validated
 @click.option(
     "--preset",
     metavar="NAME",
-    help="The attention that is diagnosed: a preset of `emulated`. qiu2025 is the paper's.  [fa2]",
+    help="The attention to diagnose: a preset of `emulated`. qiu2025 is the paper's.  [fa2]",
 )
 @click.option(
     "--attention",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Another option of `emulated`, for example pv=bfloat16 or delta_from=dP*P. Repeatable.",
+    help="Another option of `emulated`, e.g. pv=bfloat16 or delta_from=dP*P. Repeatable.",
 )
 @options_of(DiagnoseRequest)
 def diagnose(
@@ -41,7 +41,7 @@ def diagnose(
 
     TARGET is what `numdev audit` takes: a checkpoint, `demo`, or captured tensors with grad_out.
     Several checkpoints, or a directory of them such as that of a `numdev train`, are a series over
-    training. The same request into the same directory continues where it stopped."""
+    training. The same request with the same --output resumes where it stopped."""
     from numdev.diagnose.study import diagnose as run
 
     first = targets[0]

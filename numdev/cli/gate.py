@@ -102,7 +102,8 @@ def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
     junit = click.option(
         "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."
     )
-    summary = click.option("--summary", type=FILE, metavar="FILE", help="Write them as Markdown.")
+    markdown = "Write the verdicts as Markdown."
+    summary = click.option("--summary", type=FILE, metavar="FILE", help=markdown)
     github = click.option("--github", is_flag=True, help=GITHUB)
 
     @functools.wraps(function)

@@ -24,13 +24,13 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "check": ("check", "Check one kernel on small cases, in seconds."),
         "audit": ("audit", "Audit the attention of a model, a pipeline, or stored tensors."),
         "gate": ("gate", "Judge a finished report by thresholds, for CI."),
-        "compare": ("report", "Say what moved from one audit to another beyond noise."),
+        "compare": ("report", "Show what changed between two audits beyond noise."),
     },
     "Study": {
         "sweep": ("audit", "Measure how deviation depends on length, format, tile or kernel."),
         "effects": ("effects", "Say what rounding does to a model's output, and which site."),
         "train": ("train", "Train small networks side by side; measure how far they drift."),
-        "bounds": ("train", "Set flash beside low precision, another seed, and chance."),
+        "bounds": ("train", "Compare flash with low precision, another seed, and chance."),
         "weights": ("train", "Compare sets of weights, tensor by tensor."),
         "diagnose": ("diagnose", "Find heads whose rounding errors do not cancel, and a cure."),
     },
@@ -87,7 +87,7 @@ def cli(context: click.Context, debug: bool) -> None:
     """Are my numbers right? Numeric-deviation audits for attention kernels.
 
     numdev measures flash attention, the plain baseline and your own kernels against an fp64
-    reference on the same inputs, and sets what it finds beside the cost of low precision."""
+    reference on the same inputs, and compares their errors with the cost of low precision."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except NumdevError as error:
         _fail(str(error), error.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        _fail("interrupted; finished rows are kept, run the same command to continue", 130)
+        _fail("interrupted; finished rows are kept; run the same command to resume", 130)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
@@ -120,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise  # click has answered the shell, and ends the program so
         _fail(f"the code of a kernel ended the program (exit code {stop.code})", 3)
     except MemoryError:
-        _fail("the memory is full; ask for less", 3)
+        _fail("out of memory; request less", 3)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}; is there room, and may you write there?", 3)
+        _fail(f"{where}{error.strerror or error}; is the disk full or not writable?", 3)
     except Exception as error:
         if "--debug" in typed:
             raise

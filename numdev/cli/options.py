@@ -18,7 +18,7 @@ from numdev.yamlfile import parts_of
 F = TypeVar("F", bound=Callable[..., Any])
 DEVICES = ("auto", "cpu", "cuda")
 GROUPS = {
-    "First": "kernels kernel formats format backward against sites length output",
+    "Common options": "kernels kernel formats format backward against sites length output",
     "What the model reads": "text tokenizer inputs sequences seed generate denoise steps",
     "How it is built": "model model_dtype stream",
     "What is measured": "layers heads rows repeats control explain save_cases preset attention "
@@ -59,7 +59,7 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
             match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
             numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
             if not numbers:
-                raise UsageError(f"{param.opts[0]}: expected a list as 0,3-5, got {value!r}")
+                raise UsageError(f"{param.opts[0]}: expected e.g. 0,3-5, got {value!r}")
             chosen += numbers
         return tuple(dict.fromkeys(chosen))
 
@@ -107,7 +107,7 @@ def cluster_options(function: F) -> F:
     """Who measures, where it is not this process."""
     scheduler = click.option(
         "--scheduler", metavar="ADDRESS",
-        help="Measure on the workers of the Dask scheduler at ADDRESS, as tcp://10.0.0.1:8786.",
+        help="Measure on the workers of the Dask scheduler at ADDRESS, e.g. tcp://10.0.0.1:8786.",
     )  # fmt: skip
     workers = click.option(
         "--workers", type=click.IntRange(min=1), metavar="N",

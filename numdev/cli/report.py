@@ -50,20 +50,20 @@ def report(path: Path, form: str | None, as_json: bool) -> None:
 @click.argument("reports", type=FILE, nargs=-1, required=True)
 @click.option(
     "--allow", multiple=True, metavar="KEY",
-    help="Compare although the requests differ in this key, for example seed. Repeatable.",
+    help="Compare even if the requests differ in this key, e.g. seed. Repeatable.",
 )  # fmt: skip
 @click.pass_context
 def compare(
     context: click.Context, reports: tuple[Path, ...], allow: tuple[str, ...], results: Results
 ) -> None:
-    """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel. Or
-    from sweep to sweep, which must have kept the rows of heads. Of three reports or more the last
-    is compared with the one before, by when they were made, and all are shown as a history.
+    """Show what changed between audits A and B: across versions, machines or kernel commits. Or
+    between two sweeps, both run with `keep: head`. Three or more reports are sorted by date: the
+    last is compared with the one before, and all are shown as a history.
 
-    Each is a report.json or a directory with one, of the same request. Needs neither torch nor a
-    GPU. Exit code 0: nothing moved. 1: a number moved beyond noise, something else ran, or a row is
-    gone. 2: the two are not comparable, or a wrong option. 3: a report cannot be read, a kernel
-    failed, or no row is in both."""
+    Each is a report.json, or its directory, of the same request. Needs neither torch nor a GPU.
+    Exit code 0: no change. 1: a number changed beyond noise, another kernel ran, or a row is gone
+    (also where a kernel failed besides). 2: the two are not comparable, or a wrong option. 3: a
+    report is unreadable, a kernel failed, or no row is common."""
     from numdev.gate.compare import compare as run
 
     found = run(*reports, allow=allow, command=command_line())

@@ -140,8 +140,8 @@ def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
         made = named(with_results)
         made.params += [
             click.Option(["--output", "-o"], type=FILE, help=OUTPUT),
-            click.Option(["--overwrite"], is_flag=True, help="Start anew in a directory in use."),
-            click.Option(["--json", "as_json"], is_flag=True, help="The report on stdout, alone."),
+            click.Option(["--overwrite"], is_flag=True, help="Replace the directory's results."),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print only the JSON report."),
             click.Option(["--quiet", "-q"], is_flag=True, help="Print nothing but errors."),
         ]
         return made

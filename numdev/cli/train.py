@@ -11,8 +11,8 @@ from numdev.cli.options import device_option, seed_option
 from numdev.cli.session import FILE, Results, command, command_line
 from numdev.errors import MeasurementError, UsageError
 
-STEPS = "Steps to take, in place of the file's."
-STOP = "Stop then, with everything saved; the same command continues."
+STEPS = "Steps to take instead of the file's."
+STOP = "Stop after this time with everything saved; the same command resumes."
 
 
 @command("train configs/train/tiny-ci.yaml")
@@ -29,7 +29,7 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
     CONFIG is a YAML file. Its variants (another attention kernel, format, seed, optimiser, or a
     difference of rounding alone) start from the same weights and see the same batches; at recorded
     steps their weights are compared with the golden run's. With --seed N the seeds are counted from
-    N. The same request into the same directory continues where it stopped, bit for bit."""
+    N. The same request with the same --output resumes where it stopped, bit for bit."""
     from numdev.training.config import TrainConfig, resolve
     from numdev.training.study import train as run
     from numdev.yamlfile import read_yaml
@@ -69,7 +69,7 @@ def weights(targets: tuple[str, ...], device: str | None, results: Results) -> N
 @command("bounds numdev-reports/proxy-1234abcd")
 @click.argument("run", type=FILE)
 def bounds(run: Path, results: Results) -> None:
-    """Set how far flash moves weights beside low precision, another seed, and chance.
+    """Compare how far flash moves weights with low precision, another seed, and chance.
 
     RUN is the report of a `numdev train`, or its directory. Needs neither torch nor a GPU.
     Distances between weights are proxies."""

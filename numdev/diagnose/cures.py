@@ -44,14 +44,14 @@ CURES: Mapping[str, Cure] = {
         {"softmax": "stabilised", "beta": 7.0, "tie_tolerance": 0.0},
     ),
     "stabilised": Cure(
-        "as with exact ties, but from a larger r_m on",
+        "as with exact ties, but only above a larger r_m",
         {"softmax": "stabilised", "beta": 2.0, "tie_tolerance": 1e-3},
     ),
     # P times a number of the row's own, one of 64 between 1/2 and 1 with odd significands, which
     # O / l takes back: no P is 1, whatever is tied.
     "guarded": Cure(
         "changes how P V is rounded, not the last cast of O; rows at one position have the same "
-        "number in all heads and batches; backward has P normalised, as ever",
+        "number in all heads and batches; P is normalised in backward as without this cure",
         {"softmax": "guarded"},
     ),
     "l from rounded P": Cure(
@@ -63,7 +63,7 @@ CURES: Mapping[str, Cure] = {
         "O is stored twice, or in fp32", {**_PV, "out": "float32", "delta_o": "float32"}
     ),
     "dP in fp32": Cure(
-        "what fused kernels do; where dP is stored it takes twice the room", {"dp": "float32"}
+        "what fused kernels do; a stored dP needs twice the memory", {"dp": "float32"}
     ),
     # delta = rowsum(dP o P): from the dP and P that it is subtracted from, in fp32, as are S - m
     # and l, so that P sums to 1 and each row of dS to zero.

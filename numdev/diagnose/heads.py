@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from numdev.diagnose.report import CureRow, HeadRow, Ranked
-from numdev.report.numbers import NONE, si
+from numdev.report.numbers import percent, si
 
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that is lost
 # in the scatter of some hundred rows, 0.3 ulp / sqrt(rows).
@@ -106,6 +106,11 @@ def at_fault(ranked: Ranked) -> bool:
     return DELTA in ranked.conditions and WRONG not in ranked.missing
 
 
+def harms(ranked: Ranked) -> bool:
+    """Whether a head is at fault, or moves half of its layer's dW_Q however its errors lie."""
+    return at_fault(ranked) or ranked.score >= DROWNED
+
+
 def judged(ranked: Ranked, condition: str = DELTA) -> bool:
     """Whether it is known if a head meets a condition: that its error of delta has one sign."""
     return condition in (*ranked.conditions, *ranked.missing)
@@ -139,12 +144,6 @@ def _cured_by(rows: Sequence[CureRow]) -> tuple[str, ...]:
 
 
 # --- the words -----------------------------------------------------------------------------------
-
-
-def percent(share: float | None, *, sign: bool = False) -> str:
-    """`3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1 %`."""
-    plus = "+" if sign and share is not None and share > 0 else ""
-    return NONE if share is None else f"{plus}{si(100 * share)} %"
 
 
 def answer(
@@ -187,10 +186,12 @@ def answer(
     elif known:
         shifted = [head for head in known if meets(head, DELTA)]
         row = max(shifted or known, key=lambda head: (head.moved or 0.0, _mean_of(head)))
+        top = max(known, key=lambda head: abs(head.delta_t or 0.0))
         said = [
-            f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)}; "
-            f"its mean of {percent(_mean_of(row))} moves a dW_Q by at most {percent(row.moved)} "
-            f"({row.brief}, t = {si(row.delta_t)})."
+            f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)} of "
+            f"{len(known)} heads (largest |t|: {si(abs(top.delta_t or 0.0))}, {top.brief}); it "
+            f"moves a dW_Q by at most {percent(row.moved)} ({row.brief}, mean error "
+            f"{percent(row.delta_mean, sign=True)})."
         ]
     if len(known) < len(ranking):
         unknown = next(head for r, head in pairs if not judged(r))

@@ -51,10 +51,8 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     (step, times), *_ = Counter(steps.values()).most_common(1)
     if None not in steps.values():
         if times > 1:
-            raise UsageError(
-                f"{targets[0]}: {times} checkpoints are from step {step}",
-                hint="name one series, such as run/checkpoints/bf16-seed0-*",
-            )
+            what = f"{targets[0]}: {times} checkpoints are from step {step}"
+            raise UsageError(what, hint="name one series, such as run/checkpoints/bf16-seed0-*")
         found.sort(key=lambda path: steps[path] or 0)
     sound, left_out = list[Stage](), list[str]()
     for path in found:

@@ -228,8 +228,8 @@ def _values(case: AttentionCase) -> Changes:
         yield "V is shifted by one row, the other way", {"v": case.v.roll(-1, 2)}
         yield "K is shifted by one row", {"k": case.k.roll(1, 2)}
     if case.k.shape == case.v.shape:
-        yield "K stands in V's place", {"v": case.k}
-        yield "V stands in K's place", {"k": case.v}
+        yield "K is used in place of V", {"v": case.k}
+        yield "V is used in place of K", {"k": case.v}
         yield "K and V are swapped", {"k": case.v, "v": case.k}
     if case.q.shape == case.k.shape and case.q_len > 1:
         cause = "Q and K are swapped (the softmax is over the wrong axis)"

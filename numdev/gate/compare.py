@@ -84,7 +84,8 @@ def compare(
         given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
     (old, first), (new, last) = given[-2:]
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
-    result = compared(old, new, apart)
+    sides = f"{last} against {first}: " if len(given) > 2 else ""
+    result = compared(old, new, apart, sides)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
@@ -107,9 +108,9 @@ def _past(report: Measured) -> Past:
     return Past(
         created=report.provenance.created,
         numdev=report.provenance.numdev,
-        torch=system.get("packages", {}).get("torch", "not told"),
-        on=system.get("gpu") or system.get("cpu") or "not told",
-        outcome=report.outcome or "not told",
+        torch=system.get("packages", {}).get("torch", "unknown"),
+        on=system.get("gpu") or system.get("cpu") or "unknown",
+        outcome=report.outcome or "unknown",
         errors={k: statistics.median(r.floor_ratio or 0.0 for r in its) for k, its in by_kernel},
     )
 
@@ -119,10 +120,8 @@ def _measured(given: Path | Report) -> Measured:
     if not isinstance(report, Measured):
         raise UsageError(f"{name}: expected a report of an audit or a sweep, got {report.kind}")
     if isinstance(report, SweepReport) and not report.rows:
-        raise UsageError(
-            f"{name}: is a sweep that kept one result per cell; compare needs one per head",
-            hint="run the sweep with `keep: head`",
-        )
+        what = f"{name}: is a sweep that kept one result per cell; compare needs one per head"
+        raise UsageError(what, hint="run the sweep with `keep: head`")
     return report
 
 
@@ -149,7 +148,7 @@ def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> lis
     for key in () if differences else MUST:
         hashes = [source.get(HASHES.get(key, "")) for source in sources]
         if any(hashes):
-            differences += unequal(key, *(str(x or "not told")[:16] for x in hashes))
+            differences += unequal(key, *(str(x or "unknown")[:16] for x in hashes))
         elif not (same_prompt and key in PROMPT):
             differences += unequal(key, a.request.get(key), b.request.get(key))
     refused = [d for d in differences if d.root not in allow]
@@ -157,10 +156,8 @@ def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> lis
         words = ", ".join(f"{d.key} ({d.a} in A, {d.b} in B)" for d in refused)
         keys = dict.fromkeys(d.root for d in refused if d.root in MUST)
         options = f", or {' '.join(f'--allow {key}' for key in keys)}" if keys else ""
-        raise UsageError(
-            f"the two do not measure the same: they differ in {words}",
-            hint=f"measure the same{options}",
-        )
+        what = f"the two reports measure different things: {words}"
+        raise UsageError(what, hint=f"repeat A's request{options}")
     return differences
 
 
@@ -198,7 +195,9 @@ class Compared(NamedTuple):
     presences: tuple[Presence, ...]
 
 
-def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Compared:
+def compared(
+    a: Measured, b: Measured, allowed: Sequence[Difference] = (), sides: str = ""
+) -> Compared:
     """The rows of B beside those of A. A row that is there twice counts once."""
     old, new = ([r for r in x.rows if r.role != "control"] for x in (a, b))
     names, pairs = Names(old, new), pairs_of(old, new, b.cases)
@@ -217,10 +216,13 @@ def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Co
     notes = [THRESHOLD.format(tests=noise.tests)]
     if other := inputs["other"]:
         notes.insert(0, OTHER.format(count=other, every=len(pairs)))
+    ran = {label(r) for r in new if r.status != "skipped"}
+    for who, why in {label(r): r.reason for r in new if label(r) not in ran}.items():
+        notes.insert(0, f"Skipped in B: {who} ({why}).")
     if unjudged := sum(group.unjudged for group in groups):
         notes.insert(0, f"{unjudged} rows have no number that could be judged.")
     summary = CompareSummary(
-        answer=tuple(answer(groups, moves, presences, allowed, Places(new))),
+        answer=tuple(answer(groups, moves, presences, allowed, Places(new), sides)),
         notes=tuple(notes),
         inputs={str(k): v for k, v in inputs.items()},
     )
@@ -351,26 +353,31 @@ def answer(
     presences: Sequence[Presence],
     allowed: Sequence[Difference],
     place: Places,
+    sides: str = "",
 ) -> Iterator[str]:
-    """The verdict and the largest move, then a sentence for each kernel."""
+    """The verdict on the two `sides` and the largest moves, then a sentence for each kernel."""
     by_kernel = grouped(groups, _name)
     moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
-    counts: Counter[str] = Counter()
-    for presence in presences:
-        counts[presence.what] += presence.rows
-    there = ", ".join(f"{count} row{'s' * (count != 1)} {what}" for what, count in counts.items())
-    verdict = "CHANGED" if moves or counts["gone"] else "CRASHED" if counts["failed"] else ""
+    counts: Counter[tuple[str, str]] = Counter()
+    for p in presences:
+        counts[p.what, label(p)] += p.rows
+    there = ", ".join(f"{n} row{'s' * (n != 1)} of {k} {what}" for (what, k), n in counts.items())
+    states = {p.what for p in presences}
+    verdict = "CHANGED" if moves or "gone" in states else "CRASHED" if "failed" in states else ""
     what = f"{listed(moved) or 'nothing'} moved beyond noise"
-    for m in [m for m in moves if m.metric != "ran"][:1]:
-        of = f" of {label(m)}" if len(moved) > 1 else ""
-        change = f" ({times(m.change)} times as much)" if m.change else ""
-        what += f", farthest in {m.tensor}{of}, {place(m.place)}, {m.words}{change}"
+    first = [m for m in moves if m.metric != "ran"][:1]
+    for m in first:
+        what += f", farthest beyond noise {_where(m, moved, place)}, {m.words}"
+        what += f" ({times(m.change)} times as much)" if m.change else ""
+    largest = max(moves, key=lambda m: abs(math.log(m.change or 1.0)), default=None)
+    if largest and largest.change and largest not in first:
+        what += f"; the largest factor, {times(largest.change)}×, {_where(largest, moved, place)}"
     if not groups:
         verdict, what = verdict or "NOT JUDGED", "nothing was measured in both reports"
     elif moves and not moved:
         what = f"other code ran, {what}"
     parts = [there, what] if there and verdict and not moves else [what, there or NEITHER]
-    yield f"{verdict or 'NO CHANGE'}: {'; '.join(parts)}."
+    yield f"{verdict or 'NO CHANGE'}: {sides}{'; '.join(parts)}."
     if allowed:
         keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
         yield f"Compared although they differ: {keys}."
@@ -382,6 +389,12 @@ def answer(
         what = f"moved in {listed(tensors)}" if tensors else "within noise"
         pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
         yield f"{kernel}: {what}; the same bits in {same} of {pairs} rows."
+
+
+def _where(move: Move, moved: Sequence[str], place: Places) -> str:
+    """Where it moved; which kernel, where several did."""
+    of = f" of {label(move)}" if len(moved) > 1 else ""
+    return f"in {move.tensor}{of}, {place(move.place)}"
 
 
 def _name(of: Group | Move) -> str:

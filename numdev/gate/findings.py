@@ -24,15 +24,15 @@ WRONG = {
     "exact result, rounded once, is finite{reverse}",
     "empty_nonfinite": "returns NaN or infinity in fully masked rows: {empty_nonfinite} elements "
     "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to dk and dv",
-    "suspicion": "does not compute the requested attention: {suspicion} (computed that way, the "
+    "suspicion": "does not compute the requested attention: {suspicion} (with this change the "
     "fp64 result is {cut}× closer to the kernel's)",
-    "expected_ratio": "errs too much: the rms error of {tensor}{median} is {number}× what {claim} "
+    "expected_ratio": "is inaccurate: the rms error of {tensor}{median} is {number}× what {claim} "
     "predicts (limit {bound}×)",
-    "baseline_ratio": "errs {number}× as much as eager attention in {tensor} (limit {bound}×)",
+    "baseline_ratio": "has {number}× eager attention's error in {tensor} (limit {bound}×)",
     "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for it (limit "
     "{bound}×)",
-    "bias_size": "is biased: {tensor} lies on one side of the exact result by up to {bias:+.3f} "
-    "ulp ({bias_of}, {sequences} sequences; limit {bound} ulp); such errors do not average out",
+    "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp ("
+    "{bias_of}, {sequences} sequences; limit {bound} ulp); such errors do not average out",
     "noise_ratio": "is not reproducible: {tensor} changes between runs on the same inputs by up to "
     "{number}× the error of one rounding ({allowed})",
     "lse_error": "returns a wrong log-sum-exp: its error is {number} × (1 + |log-sum-exp|) (limit "
@@ -140,7 +140,7 @@ def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
     for at, finding in enumerate(findings):
         rules = listed(f"`{rule}`" for rule in also.get(at, ()))
-        added = f" The same heads also break {rules}." if rules else ""
+        added = f" The same heads also fail {rules}." if rules else ""
         if _is_function(finding) and label(finding) in heirs:
             added += " Its gradients are wrong for the same reason."
         if not inherits[at]:
@@ -210,7 +210,7 @@ def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
         bound=bound,
         number=three(observed, verdict.bound) if isinstance(observed, float) else f"{observed}",
         tensor=TENSORS.get(verdict.tensor, verdict.tensor),
-        reverse=", or are finite where it overflows" if verdict.format in OVERFLOWS else "",
+        reverse=", or finite where it is infinite" if verdict.format in OVERFLOWS else "",
         median=" (median over heads)" if verdict.median else "",
         sampled=" sampled" if worst.sampled else "",
         claim=_whose(rows),
@@ -238,7 +238,7 @@ def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
     for call in calls:
         if call.outcome == "unmeasured":
             words = f"{'is required' if call.required else 'was requested'}, but "
-            words += "skipped" if call.skipped else "has nothing to judge in"
+            words += "not run in" if call.skipped else "gave no result in"
             yield _call(call, "runs", "failed in" if call.failed else words)
     for call in calls:
         if call.ok and call.outcome == "untested":
@@ -273,15 +273,15 @@ def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterato
         listed(dict.fromkeys(getattr(v, name) for v in verdicts if v.judged))
         for name in ("kernel", "format")
     )
-    start = "Checked" if any(f.severity != "note" for f in findings) else "No rule was broken"
+    start = "Checked" if any(f.severity != "note" for f in findings) else "All applied rules passed"
     what = f"{kernels} in {formats}, {max(heads.values())} results (one per head and tensor)"
     sentence = f"{start}: {what}; rules: {listed(applied)}."
     lacking = []
     for rule, these in by_rule.items():
         reasons = list(dict.fromkeys(chain.from_iterable(v.reasons for v in these)))
-        why = f"{'in part: ' if heads[rule] else ''}{'; '.join(reasons[:2])}"
+        why = f"{'partly: ' if heads[rule] else ''}{'; '.join(reasons[:2])}"
         if any(reason.startswith(NOTHING) for reason in reasons):
-            why = "no result here has the number it needs"
+            why = "no result has the metric it needs"
         lacking += [f"{rule} ({why})"] if reasons else []
     yield sentence + (f" Rules not applied: {'; '.join(lacking)}." if lacking else "")
 
@@ -299,16 +299,16 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
         yield f"{kernel} returns {wide or instead} where {fmt} was requested ({tensors}){more}."
     other = [r for r in kernels if r.tensor == "out" and "lse_error" in r.nulls]
     for kernel, own in grouped(other, attrgetter("kernel")).items():
-        yield f"{kernel}: {own[0].nulls['lse_error']}; its log-sum-exp was not judged."
+        yield f"{kernel}: log-sum-exp not judged: {own[0].nulls['lse_error']}."
     found = [r for r in kernels if (r.claim or "").startswith(FOUND)]
     for kernel, own in grouped(found, attrgetter("kernel")).items():
         yield (
-            f"{kernel} does not say how it rounds and errs more than `fa2` predicts. Element by "
-            f"element it errs {listed(dict.fromkeys(str(r.claim) for r in own))}; judged by that."
+            f"{kernel} declares no rounding model and exceeds `fa2`'s predicted error. Element by "
+            f"element it rounds {listed(dict.fromkeys(str(r.claim) for r in own))}; judged so."
         )
     over = grouped((r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor"))
     for (kernel, fmt, tensor), own in over.items():
         yield (
             f"{tensor} of {kernel} overflows in {sum(r.overflow or 0 for r in own)} elements where "
-            f"the exact result is finite; with its rounding, intermediate values exceed {fmt}."
+            f"the exact result is finite; by its rounding model, intermediates overflow {fmt}."
         )

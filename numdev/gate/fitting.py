@@ -39,10 +39,8 @@ def fitted(report: Measured, name: str) -> str:
     Raises MeasurementError where nothing was measured, or a kernel is wrong outright."""
     groups = measured(row for row in report.rows if row.role == "kernel")
     if not groups:
-        raise MeasurementError(
-            f"{name}: no kernel under audit was measured, so nothing can be fitted",
-            hint="audit a kernel that runs here",
-        )
+        what = f"{name}: no kernel under audit was measured, so nothing can be fitted"
+        raise MeasurementError(what, hint="audit a kernel that runs here")
     rules = default_rules()
     verdicts = verdicts_of(report.rows, report.plan, rules)
     broken = [v for v in verdicts if v.outcome in ("exceeded", "unmeasured")]
@@ -56,10 +54,8 @@ def fitted(report: Measured, name: str) -> str:
     if judged.outcome != "passed":
         wrong = (v for v in judged.verdicts if v.outcome == "exceeded")
         why = [f"{v.kernel} breaks the rule {v.rule} in {v.tensor} ({v.format})" for v in wrong]
-        raise MeasurementError(
-            f"{name}: cannot serve as a standard: {[*why, 'something was not measured'][0]}",
-            hint="see numdev gate on it; fix the kernel, or audit without it",
-        )
+        what = f"{name}: cannot serve as a standard: {[*why, 'something was not measured'][0]}"
+        raise MeasurementError(what, hint="see numdev gate on it; fix the kernel, or leave it out")
     return text
 
 

@@ -52,7 +52,7 @@ def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
         if value is None or not fnmatchcase(str(value), pattern):
             raise MeasurementError(
                 f"the rules {rules.name} hold for {key} {pattern!r}, but this report has {value!r}",
-                hint="calibrate rules for that system, or gate a report from this one",
+                hint="calibrate rules for the report's system, or gate another one",
             )
     check_whole(report)
     return judge(report.rows, report.plan, rules)
@@ -224,7 +224,7 @@ def _of_sample(held: Held) -> Held | str:
     if metric in MAXIMA:
         # flash-attention's rule compares two maxima: beyond it, the other may be too small.
         proven = held.excess > 1 and metric != "fa_rule"
-        return held if proven else "the maximum over sampled rows is no bound for the other rows"
+        return held if proven else "the maximum over sampled rows does not bound the other rows"
     if metric not in ESTIMATED:
         return held
     interval = interval_of(held.row, metric)

@@ -83,14 +83,12 @@ def check_whole(report: Measured) -> None:
             beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
             wrong = _lacking(rows, heads, plan, planned.role)
             if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
-                raise MeasurementError(
-                    f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}", hint=CUT
-                )
+                what = f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}"
+                raise MeasurementError(what, hint=CUT)
     if tasks:
         name, _, fmt, _, kernel, _ = next(iter(tasks))
-        raise MeasurementError(
-            f"the report has rows that were not planned: {kernel} ({fmt}) of {name}", hint=CUT
-        )
+        what = f"the report has rows that were not planned: {kernel} ({fmt}) of {name}"
+        raise MeasurementError(what, hint=CUT)
 
 
 def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:

@@ -34,7 +34,7 @@ def _among(known: tuple[str, ...]) -> AfterValidator:
         for pattern in patterns:
             bare = pattern.removeprefix("!")
             if not any(fnmatchcase(name, bare) for name in known):
-                raise ValueError(f"there is no {bare!r}; {closest(bare.lower(), known)}")
+                raise ValueError(f"unknown name {bare!r}; {closest(bare.lower(), known)}")
         return patterns
 
     return AfterValidator(check)

@@ -130,7 +130,7 @@ class Kernel:
         Raises as `attend` does, Refused without a backward, UsageError without grad_out."""
         upstream(case)
         if self.backward is None:
-            raise Refused("it has no backward")
+            raise Refused("no backward pass")
         self.accept(case)
         options = {**self.options, **options}
         if self.backward == "autograd":
@@ -146,7 +146,7 @@ class Kernel:
         part = case.positions is not None and not self.any_rows
         reason = why_not(
             (case.working and not self.any_format, f"no torch dtype stores {case.format.name}"),
-            (part, "it computes whole calls, not some of their rows"),
+            (part, "computes whole calls only, not some of their rows"),
         ) or self.supports(case)
         if reason:
             raise Refused(reason)

@@ -50,9 +50,9 @@ def _unsupported(case: AttentionCase) -> str | None:
     masked = case.mask is not None or case.window is not None or case.causal_offset
     unlike = case.is_causal and case.q_len != case.kv_len
     return why_not(
-        (case.softcap is not None or case.sinks is not None, "it has no soft cap and no sinks"),
-        (masked, "it has causality from the top left, and no masks"),
-        (unlike, "it takes causal calls with as many queries as keys alone"),
+        (case.softcap is not None or case.sinks is not None, "no soft cap and no sinks"),
+        (masked, "only causality from the top left, no masks"),
+        (unlike, "a causal call needs as many queries as keys"),
     )
 
 
@@ -82,7 +82,7 @@ def _computed(
     refuse(
         (lacking, f"needs {world} CUDA devices, found {torch.cuda.device_count()}"),
         (inner not in OPERATORS[device], f"{inner} is not there on a CPU"),
-        (odd, f"the lengths {case.q_len} and {case.kv_len} are no multiples of {parts}"),
+        (odd, f"the lengths {case.q_len} and {case.kv_len} are not multiples of {parts}"),
     )
     tensors = {"q": case.q, "k": case.k, "v": case.v, **upstream}
     task = {

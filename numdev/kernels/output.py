@@ -93,7 +93,7 @@ def upstream(case: AttentionCase) -> Tensor:
     """The gradient of the output, [batch, heads, q_len, v_dim]. Raises UsageError without one."""
     if case.grad_out is None:
         what = f"attention case {case.ref.case!r}: gradients need a grad_out, got none"
-        raise UsageError(what, hint="draw one, or take it from the model's loss")
+        raise UsageError(what, hint="use a random one, or take it from the model's loss")
     return case.grad_out
 
 
@@ -117,7 +117,7 @@ def differentiate(
     with torch.enable_grad():
         done = as_output(function(dataclasses.replace(case, q=q, k=k, v=v)), case)
     if not done.out.requires_grad:
-        raise Refused("it has no backward: autograd cannot follow it")
+        raise Refused("no backward: output has no autograd graph")
     dO = upstream_in(case, done.out.dtype)
     with during_backward or contextlib.nullcontext(), warnings.catch_warnings():
         # On its own thread autograd is the first to need a CUDA context, and says so.

@@ -60,7 +60,7 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     few = len(first) < 3 or any(p.kind not in POSITIONAL for p in first)
     wrong = why_not(
         (few, "q, k and v must be its first three arguments"),
-        (misplaced, f"{', '.join(misplaced[:1])} stands where q, k and v belong"),
+        (misplaced, f"expected q, k or v, got {', '.join(misplaced[:1])}"),
         (unknown, f"numdev does not know what to pass for {', '.join(unknown)}"),
     )
     if wrong:

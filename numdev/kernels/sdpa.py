@@ -237,4 +237,4 @@ _register("sdpa-math", SDPBackend.MATH, "PyTorch's unfused path: 16 bits in fp32
 _register("sdpa-flash", SDPBackend.FLASH_ATTENTION, "FlashAttention-2; on a CPU PyTorch's own.")
 _register("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, "Memory-efficient attention.", CUDA)
 _register("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, "cuDNN's fused attention.", AMPERE)
-_register("sdpa-default", None, "What PyTorch picks for this call, as in a user's own.")
+_register("sdpa-default", None, "What PyTorch picks for this call by default.")

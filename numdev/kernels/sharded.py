@@ -145,7 +145,7 @@ def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
         fits = case.is_causal and plain and case.q_len == case.kv_len
         refuse(
             (not fits, "zigzag balances plain causal calls, with as many queries as keys"),
-            (case.q_len % (2 * shards), f"the length {case.q_len} is no multiple of {2 * shards}"),
+            (case.q_len % (2 * shards), f"length {case.q_len} is not a multiple of {2 * shards}"),
         )
         at = chunks(case.q_len, 2 * shards)
         keys_of: list[Slices] = [(at[rank], at[-1 - rank]) for rank in range(shards)]
@@ -348,8 +348,8 @@ def _backward(
     odd = case.q.shape[-1] % 8 or case.v.shape[-1] != case.q.shape[-1]
     refuse(
         (inner != "sdpa-flash", f"{inner} has no backward over shards"),
-        (mask is not None, "its backward over shards takes no mask on CUDA"),
-        (odd, "its backward over shards takes head dimensions divisible by 8"),
+        (mask is not None, "backward over shards takes no mask on CUDA"),
+        (odd, "backward over shards takes head dimensions divisible by 8"),
     )
     seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(

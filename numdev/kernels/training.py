@@ -32,7 +32,7 @@ def attended(
     it, MeasurementError where what it returned is no output of this case."""
     kernel.accept(case)
     if kernel.backward is None:
-        raise Refused("it has no backward")
+        raise Refused("no backward pass")
     options = {**kernel.options, **options}
     with torch.autocast(case.q.device.type, enabled=False):
         if kernel.training is not None:
@@ -48,7 +48,7 @@ def attended(
 
             out = _applied(kernel, case, options, whole_step)
     if torch.is_grad_enabled() and case.q.requires_grad and not out.requires_grad:
-        raise Refused("it cannot be trained with: autograd cannot follow it")
+        raise Refused("cannot train with it: no autograd graph")
     return out
 
 

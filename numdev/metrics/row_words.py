@@ -103,7 +103,7 @@ def _error(row: WorstRow) -> str:
     if row.nonfinite:
         return f"is not finite in {row.nonfinite} elements where the exact result is"
     if row.ratio is None:
-        return f"errs by {row.error or 0.0:.2g} where nothing is predicted or added up"
+        return f"has an error of {row.error or 0.0:.2g} where none is predicted or summed"
     if row.predicted:
-        return f"errs {row.ratio:.3g}× what is predicted for it"
-    return f"errs by {row.ratio:.2g} of the size of its terms"
+        return f"has {row.ratio:.3g}× the error predicted for it"
+    return f"has an error of {row.ratio:.2g} of the size of its terms"

@@ -151,15 +151,11 @@ class Grid:
             if name not in METRICS:
                 raise UsageError(f"{target}: y is {name!r}, no metric", hint=closest(name, METRICS))
         if not self.axes:
-            raise UsageError(
-                f"{target}: the grid has a single cell",
-                hint="give some key a list of values, or use `numdev audit`",
-            )
+            what = f"{target}: the grid has a single cell"
+            raise UsageError(what, hint="give some key a list of values, or use `numdev audit`")
         if asked is not None and asked not in self.axes:
-            raise UsageError(
-                f"{target}: x is {asked!r}, which is no axis of this grid",
-                hint=closest(asked, self.axes),
-            )
+            what = f"{target}: x is {asked!r}, which is not an axis of this grid"
+            raise UsageError(what, hint=closest(asked, self.axes))
         numeric = [n for n, values in self.axes.items() if n == "format" or _numbers(values)]
         return asked or max(numeric or self.axes, key=lambda name: len(self.axes[name]))
 
@@ -285,8 +281,8 @@ def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
     formats and why, each reason once."""
     if sampled := max((row.rows_measured or 0 for row in rows if row.sampled), default=0):
         yield (
-            f"At most {sampled} query rows of each head, drawn anew for every seed, and a kernel's "
-            "most suspicious: maxima are lower bounds, and intervals over seeds have this in them."
+            f"At most {sampled} random query rows of each head for each seed, and a kernel's most "
+            "suspicious: maxima are lower bounds, and intervals over seeds include this scatter."
         )
     formats: dict[str, dict[str, None]] = {}
     for row in rows:

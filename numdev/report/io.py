@@ -51,10 +51,8 @@ def read(path: Path) -> Report:
         path = path / "report.json" if path.is_dir() else path
         text = path.read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"{path}: cannot read a report there ({error.strerror})",
-            hint="give a report.json, or a directory an audit wrote",
-        ) from error
+        what = f"{path}: cannot read a report there ({error.strerror})"
+        raise UsageError(what, hint="give a report.json, or a directory an audit wrote") from error
     head = _Head()
     try:
         head = _Head.model_validate(from_json(text[:HEAD], allow_partial=True))
@@ -63,7 +61,7 @@ def read(path: Path) -> Report:
                 raise ValueError(f"{name}: expected {', '.join(map(str, known))}, got {got!r}")
         body, _, digest = text.rstrip().rpartition(b',"digest":')
         if digest != f'"{hashlib.sha256(body).hexdigest()}"}}'.encode():
-            raise ValueError("digest: it was cut off or changed after numdev wrote it")
+            raise ValueError("digest: the file was truncated or edited")
         module, _, name = KINDS[head.kind].partition(":")
         model: type[Report] = getattr(importlib.import_module(module), name)
         return model.model_validate_json(body + b"}", strict=True)
@@ -72,11 +70,11 @@ def read(path: Path) -> Report:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        raise MeasurementError(
-            f"{path}: not a report this version understands: {problem}",
-            hint=f"numdev {head.provenance.get('numdev', '?')} wrote it, and this is "
-            f"{numdev.__version__}: update numdev, or measure again",
-        ) from error
+        wrote = f"numdev {head.provenance.get('numdev', '?')} wrote it, and this is "
+        hint = f"{wrote}{numdev.__version__}: update numdev, or measure again"
+        hint = "measure again" if problem.startswith("digest:") else hint
+        what = f"{path}: not a report this numdev can read: {problem}"
+        raise MeasurementError(what, hint=hint) from error
 
 
 def text_of(report: Report) -> str:
@@ -137,7 +135,5 @@ def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: 
     older = read(directory)
     if older.kind != kind or (older.request != request and not overwrite):
         same = older.kind == kind
-        raise UsageError(
-            f"{directory}: already holds the report of a different numdev {older.kind}",
-            hint=f"give another --output{', or --overwrite' if same else ''}",
-        )
+        what = f"{directory}: already holds the report of a different numdev {older.kind}"
+        raise UsageError(what, hint=f"give another --output{', or --overwrite' if same else ''}")

@@ -18,6 +18,12 @@ def si(value: float | None) -> str:
     return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 100 else power(f"{value:.1e}")
 
 
+def percent(share: float | None, *, sign: bool = False) -> str:
+    """`3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1 %`."""
+    plus = "+" if sign and share is not None and share > 0 else ""
+    return NONE if share is None else f"{plus}{si(100 * share)} %"
+
+
 def power(number: str) -> str:
     """Numbers as Python writes them, without zeros in the exponent: 1.2e-3, 1.2e3."""
     return re.sub(r"(?<=\d)e(?:\+|(-))0*(?=\d)", r"e\1", number)

@@ -362,7 +362,7 @@ class _Interceptor(TorchFunctionMode):
         for its gradient; the right answer to it."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
-            what = f"{ref.module}: attention with dropout {dropout_p} has no one answer"
+            what = f"{ref.module}: attention with dropout {dropout_p} is random"
             raise MeasurementError(what, hint="put the model in eval mode")
         q, mask, scale = query, attn_mask, options.get("scale")
         if q.shape != self.passed.get("query", q).shape:
@@ -437,7 +437,7 @@ def _window(
         back = i - torch.arange(q_len + offset, device=mask.device)
         right = size - 1 if bool((open_ & (back < 0)).any()) else 0
         reaches = bool((open_ & ((back >= size) | (back < -right))).any())
-        beyond = " and a mask that reaches beyond it" if reaches else ""
+        beyond = " and a mask wider than it" if reaches else ""
     if beyond:
         raise MeasurementError(f"{ref.module}: passes a window of {size}{beyond}")
     return (size - 1, right)

@@ -29,14 +29,7 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.files import (
-    SplitTensor,
-    blaming,
-    is_distributed,
-    name_of,
-    quiet,
-    read_json,
-)
+from numdev.sources.files import SplitTensor, blaming, is_distributed, name_of, quiet, read_json
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = (
@@ -329,7 +322,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         raise UsageError(f"{path}: expected {accepted}", hint="see docs/inputs.md")
     if not factory or ":" not in factory:
-        what = f"{path}: weights only: expected --model package.module:factory, got {factory!r}"
+        what = f"{path}: needs --model package.module:factory, got {factory!r}"
         raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
     build = imported(factory, "model")
     config: Mapping[str, Any] = {}

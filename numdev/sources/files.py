@@ -27,7 +27,7 @@ from torch import Tensor
 
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 
-FETCH = "fetch or write it again"
+FETCH = "download or resave it"
 DISTRUST = "do not use this checkpoint unless you know why"
 PICKLES = (".bin", ".pt", ".pth")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where scripts put a state dict
@@ -170,9 +170,9 @@ def refuse_misfits(
     """Raises MeasurementError, which names them, where weights at `path` do not fit their model.
     `misshapen` has a weight's name, its stored shape and the model's."""
     problems = {
-        "needs the weights": missing,
-        "has no place for": unused,
-        "needs other shapes than the stored": [
+        "lacks weights": missing,
+        "does not use": unused,
+        "expects other shapes: stored": [
             f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen
         ],
     }
@@ -388,7 +388,7 @@ class _Unpickler(pickle.Unpickler):
             return _VALUES[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        what = f"asks for {module}.{name}, which is no part of a checkpoint's metadata"
+        what = f"asks for {module}.{name}, which is not part of a checkpoint's metadata"
         raise MeasurementError(f"{self._path}: {what}: it is not unpickled", hint=DISTRUST)
 
 
@@ -396,5 +396,5 @@ def _sizes(values: Any) -> tuple[int, ...]:
     """Whole numbers, none of them negative."""
     sizes = tuple(values)
     if not all(type(n) is int and n >= 0 for n in sizes):
-        raise ValueError(f"{sizes!r} are no sizes")
+        raise ValueError(f"{sizes!r} are not sizes")
     return sizes

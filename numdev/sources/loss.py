@@ -82,7 +82,7 @@ def loss_of(answer: Any) -> Tensor | None:
 
 def drawn_from(seed: int) -> str:
     """A drawn gradient's origin in words."""
-    return f"drawn from N(0, 1), seed {seed}"
+    return f"random from N(0, 1), seed {seed}"
 
 
 def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:

@@ -79,7 +79,7 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
     if holds_cases(path):
         refuse_options(request, "a file of captured tensors", FOR_MODELS)
         return TensorFileSource(request, system)
-    refuse_options(request, "no diffusers pipeline", FOR_PIPELINES)
+    refuse_options(request, "not a diffusers pipeline", FOR_PIPELINES)
     return CheckpointSource(request, system, projections=projections)
 
 
@@ -87,7 +87,7 @@ def refuse_options(request: AuditRequest, kind: str, meaningless: Collection[str
     """Raises UsageError for an option that was set and means nothing for a target of this kind."""
     for name in meaningless:
         if getattr(request, name) != AuditRequest.model_fields[name].default:
-            what = f"{request.target} is {kind}, to which {name!r} does not apply"
+            what = f"{name!r} does not apply: {request.target} is {kind}"
             raise UsageError(what, hint=f"leave --{name.replace('_', '-')} out")
 
 

@@ -156,7 +156,7 @@ class PipelineSource:
         needed = [n for n, p in takes.items() if p.default is p.empty and p.kind not in VARIADIC]
         unknown = [n for n in needed if n not in ("self", "prompt", "class_labels")]
         if unknown or not takes.keys() & {"prompt", "class_labels"}:
-            what = f"{self.kind} needs {', '.join(unknown) or 'noise'}, which numdev cannot draw"
+            what = f"{self.kind} needs {', '.join(unknown) or 'noise'}, which numdev cannot make"
             raise UsageError(what, hint="audit tensors captured from it: docs/inputs.md says how")
         generator = torch.Generator().manual_seed(seed)
         if self.request.text:
@@ -170,14 +170,14 @@ class PipelineSource:
             return {"prompt": prompts}, f"{count} images, prompts: {len(set(prompts))} of {names}"
         if "prompt" in takes:
             if (tokenizer := getattr(self.pipeline, "tokenizer", None)) is None:
-                raise UsageError(f"{self.kind} has no tokenizer to draw from", hint="give --text")
+                raise UsageError(f"{self.kind} has no tokenizer", hint="give --text")
             length = min(PROMPT_TOKENS, max(1, tokenizer.model_max_length - 2))
             ids = torch.randint(len(tokenizer), (count, length), generator=generator).tolist()
             drawn = [tokenizer.decode(row, skip_special_tokens=True).strip() or "a" for row in ids]
-            return {"prompt": drawn}, f"{count} images, prompts drawn with seed {seed}"
+            return {"prompt": drawn}, f"{count} images, random prompts, seed {seed}"
         classes = getattr(self.denoiser.config, "num_embeds_ada_norm", None) or 1000
         labels = torch.randint(classes, (count,), generator=generator).tolist()
-        return {"class_labels": labels}, f"{count} images, of classes drawn with seed {seed}"
+        return {"class_labels": labels}, f"{count} images of random classes, seed {seed}"
 
     def _run(self, handle: Callable[[capturing.Captured], None]) -> None:
         """Hand over the calls of chosen steps; latents are drawn on the CPU for every device."""

@@ -103,7 +103,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     features = _by_head(q, out, spread, _touched(grad))
     batch, heads, length, head_dim = q.shape
     if features is None or x.numel() != batch * length * x.shape[-1]:
-        raise _none(case, f"the heads are no parts of the output of {name}")
+        raise _none(case, f"the heads are not parts of the output of {name}")
 
     def pull(dq: Tensor) -> Tensor:
         back = cast(Tensor, _vjp(q, [out], dq.to(q.device, q.dtype))[0])

@@ -97,13 +97,14 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
         positions = room
         room -= request.generate or 0  # what it writes follows what it reads
         if room < 1:
-            raise UsageError(f"--generate {request.generate}: the model has {positions} positions")
+            what = f"--generate: expected < {positions} (the model's positions)"
+            raise UsageError(f"{what}, got {request.generate}")
     length = min(request.length, room or request.length)
     if texts:
         place = Path(request.tokenizer) if request.tokenizer else checkpoint.path
         tokenizer = load_tokenizer(place)
         if tokenizer is None:
-            hint = "give --tokenizer DIR, or leave --text out: token ids are then drawn"
+            hint = "give --tokenizer DIR, or leave --text out for random token ids"
             raise UsageError(f"{place}: has no tokenizer, so --text cannot be read", hint=hint)
         if writes_on:
             tokenizer.padding_side = "left"  # what is written must follow the text itself
@@ -126,7 +127,7 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
         raise UsageError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
     special = len(tokenizer("")["input_ids"])
     if length <= special:
-        raise UsageError(f"--length: expected more than its {special} special tokens, got {length}")
+        raise UsageError(f"--length: expected more than {special} (special tokens), got {length}")
     by_file = []
     for file in files:
         chunks = tokenizer(
@@ -153,7 +154,7 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     """Token ids drawn uniformly from [0, vocab_size), without padding or special tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
-    words = f"{sequences} x {length} token ids drawn with seed {seed}"
+    words = f"{sequences} x {length} random token ids, seed {seed}"
     return Prompt(inputs={"input_ids": ids}, description=words)
 
 
@@ -219,10 +220,10 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
         sides = size if isinstance(size, list | tuple) else (size, size)
         shape = [getattr(place, "num_channels", 3), *sides]
     if not all(shape):
-        what = f"{type(model).__name__} reads {name}, which numdev cannot draw for it"
+        what = f"{type(model).__name__} reads {name}, which numdev cannot make for it"
         raise UsageError(what, hint="give it with --inputs FILE")
     x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
-    words = f"{count} {what} of {' x '.join(map(str, shape))} drawn with seed {seed}"
+    words = f"{count} {what} of {' x '.join(map(str, shape))}, random, seed {seed}"
     return Prompt(inputs={name: x}, description=words)
 
 

@@ -386,7 +386,7 @@ def draw(
         inputs = regime(shapes, draws, **options)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        what = f"input regime {name} cannot be drawn with {given}: {error}"
+        what = f"input regime {name} does not work with {given}: {error}"
         raise UsageError(what, hint="its parameters must be numbers") from error
     grad_out = inputs.grad_out if gradients else None
     if gradients and grad_out is None:

@@ -51,7 +51,7 @@ def _checked(layouts: Any) -> Any:
     for name, layout in layouts.items() if isinstance(layouts, dict) else [("q", layouts)]:
         axes = _axes(name, len(layout))
         if name not in (*REQUIRED, "mask", "grad_out") or sorted(layout) != sorted(axes):
-            raise ValueError(f"{layout!r} is no order of the axes {axes!r} of {name}")
+            raise ValueError(f"{layout!r} is not an order of the axes {axes!r} of {name}")
     return layouts
 
 
@@ -294,7 +294,7 @@ def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     if path.suffix != ".safetensors":
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
     if not cases or len(names) < len(cases):
-        raise UsageError(f"{path}: expected different names, got {len(cases)} of {len(names)}")
+        raise UsageError(f"{path}: {len(cases)} cases have {len(names)} names")
     write(path, cases)
 
 

@@ -100,7 +100,7 @@ def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
     """The last keys left out; positions stay, and the gradient of what was dropped is 0."""
     kept, rows = case.kv_len - int(dose), (0, 0, 0, int(dose))
     if kept < 1:
-        raise Refused(f"it has {case.kv_len} keys, so {dose:g} cannot be dropped")
+        raise Refused(f"the case has {case.kv_len} keys, so {dose:g} cannot be dropped")
     mask = case.mask
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., :kept]

@@ -107,7 +107,7 @@ def emulated_step(case: AttentionCase, claim: Mapping[str, Any]) -> dict[str, Te
 def unpredictable(claim: Mapping[str, Any] | None, working: Format, returned: Format) -> str | None:
     """Why nothing is expected of an output, as a clause; None where something is."""
     if claim is None:
-        return "no emulation stands for this kernel"
+        return "no emulation predicts this kernel"
     if working.precision > MOST_BITS or not FORMATS["float32"].contains(working):
         return f"an emulation leaves out arithmetic, which is not small in {working.name}"
     rounded = (s for s, value in recipe_of(claim).sites.items() if value == "working")

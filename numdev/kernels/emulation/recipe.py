@@ -252,7 +252,7 @@ def changed(
     early = made.softmax == "guarded" or made.l_from == "rounded"
     no_error = made.delta_sign == "random" and made.delta_from == "dP*P"
     contradictions = {  # options of which one would be ignored
-        "delta_sign with delta_from dP*P: delta has no error whose sign could be drawn": no_error,
+        "delta_sign with delta_from dP*P: delta has no error whose sign could be random": no_error,
         "max_lag with an algorithm other than fa2": made.max_lag and made.algorithm != "fa2",
         "block_kv, memory or splits with algorithm plain, which has a single tile": plain and cut,
         "softmax guarded or l_from rounded with algorithm plain, which divides P by l before P is "
@@ -295,4 +295,4 @@ def check_stabilised(options: Mapping[str, Any]) -> None:
         if options["softmax"] != "stabilised":
             raise UsageError(f"{name} is of the stabilised softmax", hint="softmax: stabilised")
         if type(value) not in (int, float) or not least <= value < math.inf:
-            raise UsageError(f"{name} is {value!r}", hint=f"expected a number from {least} on")
+            raise UsageError(f"{name}: expected a finite number, at least {least}, got {value!r}")

@@ -274,10 +274,10 @@ def _unsupported(case: AttentionCase) -> str | None:
     largest = max(case.q.shape[-1], case.v.shape[-1])
     wide_mask = case.mask is not None and case.mask.dtype == torch.float64
     return why_not(
-        (case.softcap is not None, "it has no soft cap"),
-        (case.q.dtype == torch.float64, "it takes float16, bfloat16 and float32, not float64"),
-        (wide_mask, "it computes in float32, and the mask is in float64"),
-        (largest > LARGEST_HEAD, f"its heads have at most {LARGEST_HEAD} features"),
+        (case.softcap is not None, "no soft cap"),
+        (case.q.dtype == torch.float64, "takes float16, bfloat16 and float32, not float64"),
+        (wide_mask, "computes in float32, and the mask is in float64"),
+        (largest > LARGEST_HEAD, f"heads have at most {LARGEST_HEAD} features"),
     )
 
 

@@ -7,15 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from numdev.report.records.rows import (
-    OfKernel,
-    Phase,
-    Record,
-    Role,
-    SiteShare,
-    Tensor,
-    WorstRow,
-)
+from numdev.report.records.rows import OfKernel, Phase, Record, Role, SiteShare, Tensor, WorstRow
 
 
 class Explanation(Record):

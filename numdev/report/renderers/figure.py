@@ -21,9 +21,8 @@ def draw(
     several rows (calls, seeds) the largest. `format`: None: the report's first. Returns the axes,
     one for each kernel. Raises UsageError without matplotlib, and where no row has the number."""
     if metric not in DeviationRow.model_fields:
-        raise UsageError(
-            f"plot: no metric {metric!r}", hint=closest(metric, DeviationRow.model_fields)
-        )
+        hint = closest(metric, DeviationRow.model_fields)
+        raise UsageError(f"plot: no metric {metric!r}", hint=hint)
     every: Sequence[DeviationRow] = getattr(report, "rows", ())
     format, places = format or next((r.format for r in every), ""), Places(every)
     told = [

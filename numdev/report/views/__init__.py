@@ -35,9 +35,7 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
     target = report.request.get("target") or report.provenance.command
     findings = tuple(_findings(report, directory))
     lines, answer = list(verdicts(report)), [doc.headed(line) for line in summary.answer]
-    styles = (
-        view.styles(report) if hasattr(view, "styles") else ()
-    )  # of sentences that are verdicts
+    styles = view.styles(report) if hasattr(view, "styles") else ()  # of those that are verdicts
     lines += [replace(answer.pop(0), style=style) for style in styles]
     return doc.Document(
         str(report.request.get("title") or f"{report.kind.capitalize()}: {target}"),
@@ -59,7 +57,7 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
     eager = {k.format: k for k in kernels if k.role == "baseline"}
     sizes = {(k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"}
-    ordered = sorted(report.verdicts, key=lambda v: _word(v)[1] != "bad")
+    ordered = sorted(report.verdicts, key=_order)
     names = [labelled(v.kernel, v.options) for v in ordered]
     width = max(map(len, names), default=0)
     wide = max((len(_word(v)[0]) for v in ordered), default=0)
@@ -68,6 +66,8 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
         if v.finding is not None:
             finding = report.findings[v.finding]
             text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
+            if k and v.outcome == "exceeded" and not k.nonfinite and (k.floor_ratio or MOST) < MOST:
+                text += f" The output's rms error: {ratio(k.floor_ratio)}× the least possible."
         elif v.reason is not None:
             text = v.reason
         elif k is not None and k.max_abs is not None:
@@ -80,6 +80,11 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
         word, style = _word(v)
         lead = f"{word:{wide}}  {name:{width}}  {v.format} "
         yield doc.Item(text, link=link, lead=lead, style=style)
+
+
+def _order(verdict: KernelVerdict) -> int:
+    """What is wrong first, then not judged, then passed; last what this machine cannot run."""
+    return ("bad", "warn", "good", "soft").index(_word(verdict)[1])
 
 
 def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
@@ -111,9 +116,13 @@ def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
 
 
 def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
-    """Findings as lines: those that no verdict shows, and those that have a script."""
+    """Findings as lines: those that no verdict shows, and those that have a script. Kernels are in
+    the order of their verdicts."""
     shown = {v.finding for v in report.verdicts}
-    for number, finding in enumerate(report.findings):
+    ordered: tuple[Any, ...] = (*sorted(report.verdicts, key=_order), *report.findings)
+    names = [labelled(x.kernel, x.options) for x in ordered]
+    places = [names.index(labelled(f.kernel, f.options)) for f in report.findings]
+    for number, finding in sorted(enumerate(report.findings), key=lambda pair: places[pair[0]]):
         script = _script(finding, directory)
         if number not in shown or script:
             (name, style), link = _word(finding), _link(report, finding)

@@ -39,7 +39,7 @@ LEGEND = (
     "eager: divided by eager attention's. Mean and max error are in the output's units."
 )
 SAMPLED = (
-    "Only {} query rows per head were measured, drawn at random over all positions, and the {} "
+    "Only {} random query rows per head were measured, over all positions, and the {} "
     "where the kernel looked worst. Averages and ratios are estimates (95 % intervals in "
     "report.json), maxima lower bounds (≥). NaN and infinity are counted in all rows."
 )
@@ -334,7 +334,7 @@ def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
     """The rows that err most, where they stand, and what is special about them."""
     if rows:
-        yield doc.Heading("The rows that err most" + (", of those measured" if sampled else ""))
+        yield doc.Heading(f"Rows with the largest errors{', of those measured' * sampled}")
     items, named = [], Places(rows)
     for w in rows:
         text = f"({w.format}), {named(w)}, {w.tensor}: {w.sentence}"

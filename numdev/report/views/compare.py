@@ -16,7 +16,7 @@ ON_PAGE = 500
 LEGEND = (
     "heads: measured in both, one head of one call each; moved: beyond noise; same bits: equal "
     "outputs, by a checksum of them. A, B: the median head's error before and after, in the unit "
-    "beside it; B / A: the ratio farthest from 1, and where it is."
+    "beside them. One head's B/A: of the head named beside it, the farthest from 1 of all heads."
 )
 UNITS = {"floor_ratio": "× the floor", "expected_ratio": "× what is predicted", "rms": "rms"}
 
@@ -29,13 +29,14 @@ def styles(report: CompareReport) -> tuple[doc.Style]:
 def blocks(report: CompareReport) -> Iterator[doc.Node]:
     where = [m.place for m in report.moves] + [p.place for p in report.presences]
     place = Places([*(g.where for g in report.groups if g.where), *where])
+    yield from _history(report.history)
     yield _moves(report, place, SHOWN, doc.TERMINAL)
     yield _moves(report, place, ON_PAGE, doc.TEXT)
     yield doc.table(
         (
             *("kernel", Column("tensor", align="left"), "heads", "moved", "same bits", "A", "B"),
-            *(Column("unit", align="left"), "B / A"),
-            Column("where", align="left", width=100),
+            *(Column("unit", align="left"), "one head's B/A"),
+            Column("which head", align="left", width=100),
         ),
         ((*_group(g), place(g.where) if g.where else "") for g in report.groups),
         [g.role != "kernel" for g in report.groups],
@@ -69,7 +70,6 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         ),
         title="The two reports, and what else differs",
     )
-    yield from _history(report.history)
 
 
 def _history(past: Sequence[Past]) -> Iterator[doc.Node]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, T, at_fault, judged, leading, percent
+from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, T, at_fault, harms, judged, leading
 from numdev.diagnose.report import DiagnoseReport, Place, Ranked
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, shade, si
+from numdev.report.numbers import NONE, percent, shade, si
 
 SHOWN = 10  # heads in the ranked table; heads.csv has all
 ABOUT = (
@@ -19,8 +19,9 @@ ABOUT = (
 )
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
 LEGEND = (
-    "layer's dW_Q off: |error of the head's dW_Q| over |dW_Q| of its layer; heads are in its "
-    f"order; darker from {', '.join(f'{100 * limit:.2g}' for limit in SHADES)} % on.",
+    "layer's dW_Q off: |error of the head's dW_Q| over |dW_Q| of its layer, the largest first; "
+    "coloured where the head is at fault or it is half or more, darker from "
+    f"{', '.join(f'{100 * limit:.2g}' for limit in SHADES)} %.",
     "tied rows: share of query rows whose largest score several keys have.",
     "O bias: mean error of the output along its sign, + is away from zero; 1 ulp is its last bit.",
     "δ error: mean error of δ = rowsum(dO∘O), over the rms of what it is summed from. Its t: that "
@@ -31,8 +32,9 @@ LEGEND = (
 
 
 def styles(report: DiagnoseReport) -> tuple[doc.Style]:
-    """Of the first sentence."""
-    return ("bad" if any(map(at_fault, report.summary.ranking)) else "",)
+    """Of the first sentence: good where every head is known not to be at fault."""
+    clear = len(report.summary.answer) == 1 and report.summary.answer[0].startswith("No head ")
+    return ("bad" if any(map(at_fault, report.summary.ranking)) else "good" if clear else "",)
 
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
@@ -78,8 +80,14 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
 def _score(report: DiagnoseReport) -> str:
     """What heads are ordered by."""
     if any(judged(ranked, WRONG) for ranked in report.summary.ranking):
-        return "dW_Q of the layer moved by each head"
+        return "error in the layer's dW_Q"
     return "|mean error of delta|"
+
+
+def _scored(head: Ranked) -> doc.Cell:
+    """A head's score; the colour of one that does no harm would accuse it."""
+    shown = shade(head.score, SHADES) if harms(head) else None
+    return doc.Cell(percent(head.score).removesuffix(" %"), shown)
 
 
 def _ranked(report: DiagnoseReport) -> doc.Table:
@@ -87,7 +95,7 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
 
     def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:
         yield doc.Cell(ranked.brief, style="strong")
-        yield doc.Cell(percent(ranked.score).removesuffix(" %"), shade=shade(ranked.score, SHADES))
+        yield _scored(ranked)
         yield from _cells(next(head for head in report.heads if head.is_of(ranked)), HEAD)
         verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
         verdicts |= dict.fromkeys(ranked.missing, "missing")
@@ -109,15 +117,13 @@ def _map(report: DiagnoseReport) -> doc.Table:
     calls = {r.case: r.layer for r in ranking}
     alone = None not in calls.values() and len(set(calls.values())) == len(calls)
     heads = sorted({r.head for r in ranking})
-    scores: dict[str, list[float | None]] = {}
+    cells: dict[str, list[doc.Cell]] = {}
     for r in ranking:
-        of_call = scores.setdefault(str(r.layer) if alone else r.case, [None] * len(heads))
-        of_call[heads.index(r.head)] = r.score if judged(r, WRONG) or not of_weights else None
+        name = str(r.layer) if alone else r.case
+        of_call = cells.setdefault(name, [doc.Cell(NONE)] * len(heads))
+        if judged(r, WRONG) or not of_weights:
+            of_call[heads.index(r.head)] = _scored(r)
     title = f"Layer by head, in %: {_score(report)}"
-    cells = {
-        layer: [doc.Cell(percent(score).removesuffix(" %"), shade(score, SHADES)) for score in own]
-        for layer, own in scores.items()
-    }
     return doc.heat_map(title, heads, cells, only=("terminal", "html"))
 
 

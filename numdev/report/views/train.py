@@ -34,7 +34,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
         f"{s.model} of {s.parameters:,} parameters, {s.data}; {s.steps} steps, seeds {seeds}. "
         "Lines are geometric means over seeds, bands reach from the smallest to the largest. "
         "Distances are from the weights of the golden run of the same seed at the same step. They "
-        "grow whatever the difference was, and then saturate: beside the nulls they say something, "
-        "alone nothing.",
+        "grow whatever the difference was, and then saturate: they mean something only beside "
+        "those of the nulls.",
         "soft",
     )

@@ -13,6 +13,7 @@ from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
 PAIRED = "mean_abs"
+FAR_BELOW = 0.1  # the end of the interval of what is far below
 MERGED = 2.0  # the largest perturbation over the smallest null where curves have merged
 Window = Literal["first", "early", "saturated", "start"]
 """Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
@@ -51,10 +52,11 @@ class Comparison(Record):
     def standing(self) -> str:
         """By the interval. A null is of chance: what is up to twice as far is within it."""
         if self.low is None or self.high is None:
-            return "Not known beside" if self.ratio is None else "Too few seeds to tell from"
+            return "Not known against" if self.ratio is None else "Too few seeds to tell from"
         most = MERGED if self.against_role.startswith("null") else 1.0
-        within = self.low <= 1 and self.high <= most
-        return "Within" if within else "Beyond" if self.low > 1 else "Not told apart from"
+        if self.low <= 1 and self.high <= most:
+            return "Far below" if self.high < FAR_BELOW else "Within"
+        return "Beyond" if self.low > 1 else "Not distinguishable from"
 
 
 def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
@@ -95,7 +97,7 @@ class BoundsReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        return "no distance could be set beside another"
+        return "no two distances could be compared"
 
     def tables(self) -> dict[str, Sequence[Record]]:
         return {"comparisons": self.comparisons}

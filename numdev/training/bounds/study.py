@@ -60,10 +60,11 @@ COLUMNS = ("of", "metric", "role", "label", "seed", "step", "value")
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 NOT_DETERMINISTIC = (
-    "NOT DETERMINISTIC: the golden run repeated is off by up to {off}, and every distance below "
-    "holds that too."
+    "NOT DETERMINISTIC: the golden run, repeated, differs from itself, first at step {first:.0f}, "
+    "by up to {off}. Distances from that step contain this difference."
 )
 NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
+UNSURE = "Not deterministic, so not judged against"
 PAPER = "; the first paper reports 0.2 to 0.5"
 WORDS: Mapping[VariantRole, tuple[str, str]] = {
     "low_precision": ("low precision", "another format does"),
@@ -81,17 +82,13 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     weights were compared in it."""
     run = reports.read(path)
     if not isinstance(run, TrainReport):
-        raise UsageError(
-            f"{path}: expected the report of a training run, got one of {run.kind}",
-            hint="give the directory of a `numdev train`",
-        )
+        what = f"{path}: expected the report of a training run, got one of {run.kind}"
+        raise UsageError(what, hint="give the directory of a `numdev train`")
     distances = distances_of(run)
     weights = distances[distances.of == "weights"]
     if weights.empty:
-        raise MeasurementError(
-            f"{path}: holds no distance between weights",
-            hint="did the run record a step with more than one variant?",
-        )
+        what = f"{path}: holds no distance between weights"
+        raise MeasurementError(what, hint="did the run record a step with more than one variant?")
     file = path / "report.json" if path.is_dir() else path
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     roles = {label_of(v): v.role for v in run.variants}
@@ -99,7 +96,9 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     tables = {key: curves(part) for key, part in distances.groupby(["of", "metric"])}
     mark = saturation(weights[weights.metric == PAIRED])
     compared = tuple(_comparisons(tables, roles, mark, steps))
-    off = distances.value[distances.role == "null_repeat"].max()
+    repeat = distances[distances.role == "null_repeat"]
+    off, first = repeat.value.max(), float(repeat.step[repeat.value > 0].min())
+    formats = {"" if v.role == "golden" else label_of(v): v.format for v in run.variants}
     axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
     return records.BoundsReport(
         provenance=Provenance(
@@ -111,7 +110,7 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
         ),
         request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
         summary=records.BoundsSummary(
-            answer=(*_warnings(run, off), *answer(compared)),
+            answer=(*_warnings(run, off, first), *answer(compared, formats, first)),
             seeds=tuple(sorted({row.seed for row in run.distances})),
             deterministic=None if pd.isna(off) else bool(off == 0),
             axis=axis,
@@ -280,11 +279,11 @@ def _figures(
 # --- the first sentences -------------------------------------------------------------------------
 
 
-def _warnings(run: TrainReport, off: float) -> Iterator[str]:
-    """What voids the rest: a repeat that is `off`, and runs that diverged, each with the seeds in
-    which it has no finite distance, and from which step on."""
+def _warnings(run: TrainReport, off: float, step: float) -> Iterator[str]:
+    """What voids the rest: a repeat that is `off` from a step on; runs that diverged, each with the
+    seeds in which it has no finite distance, and from which step on."""
     if off > 0:
-        yield NOT_DETERMINISTIC.format(off=si(off))
+        yield NOT_DETERMINISTIC.format(off=si(off), first=step)
     labels = {v.name: label_of(v) for v in run.variants}
     seeds: dict[str, dict[int, int]] = {}
     for d in sorted(run.distances, key=lambda d: d.step):
@@ -295,17 +294,20 @@ def _warnings(run: TrainReport, off: float) -> Iterator[str]:
         yield NOT_FINITE.format(label=label, where=", ".join(where))
 
 
-def answer(compared: Sequence[Comparison]) -> Iterator[str]:
+def answer(known: Sequence[Comparison], formats: Mapping[str, str], off: float) -> Iterator[str]:
     """Flash beside low precision, chance and another seed, while curves have not merged; or why
-    nothing can be said. Only an interval says within or beyond."""
-    for c in said(compared):
+    nothing can be said. Only an interval says within or beyond, before a repeat is `off`. `formats`
+    are by label, that of the golden run by the empty one."""
+    for c in said(known):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
         if c.low is not None:
             over = f"95 % interval over {over} {times(c.low)} to {times(c.high)}"
         paper = PAPER if c.against_role == "low_precision" else ""
         distance = f"{c.variant} moves the trained weights {times(c.ratio)} times as far as {what}"
-        distance += f" ({c.against}; {over}{paper})"
+        whose = f"{c.against} in {formats[c.against]}, golden run in {formats['']}" if paper else ""
+        distance += f" ({whose or c.against}; {over}{paper})"
         if c.ratio is None:
             distance = f"nothing can be said of {c.variant}, since {c.nulls['ratio']}"
-        yield f"{c.standing} {name}: {distance}."
+        unsure = any(step >= off for step in c.steps) and c.low is not None
+        yield f"{UNSURE if unsure else c.standing} {name}: {distance}."

@@ -86,7 +86,7 @@ def _files(path: Path) -> list[Path]:
         return list(storage.shards(path, lack=True))
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise UsageError(f"{path}: is no file of weights", hint=f"give {ACCEPTED}")
+            raise UsageError(f"{path}: is not a file of weights", hint=f"give {ACCEPTED}")
         return [path]
     usual = [path / name for whole in WHOLE for name in (whole, f"{whole}{INDEX}")]
     indexes, safe = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
