@@ -25,6 +25,7 @@ from numdev.effects.outputs import Scored, compared, output_of
 from numdev.effects.report import EffectsReport, RunSummary
 from numdev.effects.sites import Places
 from numdev.effects.study import Study
+from numdev.gate.compare import compare
 from numdev.kernels import find
 from numdev.report import read
 
@@ -382,3 +383,28 @@ def test_operations_stand_where_their_module_does(name: str, sites: str) -> None
         module, _, site = said.partition(" ")
         found = {kind for m, kind in kinds.items() if m.endswith(f".0.{module}")}
         assert found == {site}, (module, [m for m in kinds if ".0." in m])
+
+
+def test_a_comparison_tells_a_moved_cost_from_scatter(capsys: Any, tmp_path: Path) -> None:
+    """Costs that scatter by a factor of 1.3 either way have not moved; all of a kernel's doubled
+    beside that have, and theirs alone."""
+    stored = read(Path(__file__).parent / "data" / "reports" / "effects.json")
+    assert isinstance(stored, EffectsReport)
+    rows, scatter = [], np.random.default_rng(0)
+    for row in stored.rows:
+        for i in range(4):
+            cost = row.cost and row.cost * float(np.exp(0.2 * scatter.normal()))
+            rows.append(row.model_copy(update={"sequence": 4 * row.sequence + i, "cost": cost}))
+    doubled = [
+        r.model_copy(update={"cost": 2 * r.cost}) if r.kernel == "sdpa-math" and r.cost else r
+        for r in rows
+    ]
+    same, moved = (
+        compare(
+            stored.model_copy(update={"rows": tuple(old)}), stored.model_copy(update={"rows": x})
+        )
+        for old, x in ((rows, tuple(rows[::-1])), (rows, tuple(doubled)))
+    )
+    assert same.exit_code == 0
+    assert {move.kernel for move in moved.moves} == {"sdpa-math"}
+    assert moved.exit_code == 1

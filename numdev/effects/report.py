@@ -54,6 +54,10 @@ class OfRun(Record):
     growth: tuple[float, ...] = ()  # the cost in eight equal parts of the sequence
 
     @property
+    def role(self) -> str:
+        return "kernel"
+
+    @property
     def run(self) -> tuple[Any, ...]:
         """What tells one run from another."""
         return self.kind, self.format, self.kernel, str(self.options), self.site, self.layer

@@ -11,7 +11,7 @@ from numdev.gate.rows import grouped
 from numdev.gate.rules import EffectsLimits
 from numdev.gate.tests import MODEL, Test
 from numdev.metrics.statistics import BIAS_FORMATS, factor, interval
-from numdev.report.numbers import labelled, si, three
+from numdev.report.numbers import labelled, percent, si, three
 
 LEAST, MOST = 0.9, 1.1  # of the whole, what the sites may come to together
 USED = "sdpa-default"  # what a model calls that asks for no backend
@@ -152,10 +152,6 @@ def _answer(
 
 def _between(x: Estimate, write: Callable[[float | None], str] = si) -> str:
     return write(x.mean) + ("" if x.low is None else f" ({write(x.low)} to {write(x.high)})")
-
-
-def percent(x: float | None) -> str:
-    return f"{three(100 * (x or 0.0))} %"
 
 
 # --- findings -----------------------------------------------------------------------------------

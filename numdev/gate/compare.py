@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from numdev.errors import UsageError, closest
+from numdev.gate.compare_effects import moves_of
 from numdev.gate.compare_report import (
     CompareReport,
     CompareSummary,
@@ -66,7 +67,7 @@ OTHER = (
 def compare(
     *reports: Path | Report, allow: Collection[str] = (), command: str = ""
 ) -> CompareReport:
-    """Report B beside report A, each of an audit or a sweep: the report, its file or its directory.
+    """Report B beside report A, of an audit, a sweep or effects: the report, its file or directory.
     Of three or more, the last beside the one before, by when they were made, and their history.
 
     Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
@@ -80,12 +81,14 @@ def compare(
         (_measured(x), f"report of {x.provenance.created}" if isinstance(x, Report) else str(x))
         for x in reports
     ]
+    if len(given) > 2 and given[0][0].kind == "effects":
+        raise UsageError(f"compare: of effects, expected two reports, got {len(given)}")
     if len(given) > 2:
         given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
     (old, first), (new, last) = given[-2:]
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
     sides = f"{last} against {first}: " if len(given) > 2 else ""
-    result = compared(old, new, apart, sides)
+    result = (_effects if new.kind == "effects" else compared)(old, new, apart, sides)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
@@ -115,10 +118,12 @@ def _past(report: Measured) -> Past:
     )
 
 
-def _measured(given: Path | Report) -> Measured:
+def _measured(given: Path | Report) -> Any:
     report, name = (given, "report") if isinstance(given, Report) else (read(given), given)
-    if not isinstance(report, Measured):
-        raise UsageError(f"{name}: expected a report of an audit or a sweep, got {report.kind}")
+    if not isinstance(report, Measured) and report.kind != "effects":
+        raise UsageError(
+            f"{name}: expected a report of an audit, a sweep or effects, got {report.kind}"
+        )
     if isinstance(report, SweepReport) and not report.rows:
         what = f"{name}: is a sweep that kept one result per cell; compare needs one per head"
         raise UsageError(what, hint="run the sweep with `keep: head`")
@@ -227,6 +232,13 @@ def compared(
         inputs={str(k): v for k, v in inputs.items()},
     )
     return Compared(summary, tuple(groups), tuple(moves), presences)
+
+
+def _effects(a: Any, b: Any, allowed: Sequence[Difference] = (), sides: str = "") -> Compared:
+    """The costs of the runs of two reports of `numdev effects`."""
+    groups, moves, note = moves_of(a, b)
+    sentences = answer(groups, moves, (), allowed, Places([m.place for m in moves]), sides)
+    return Compared(CompareSummary(answer=tuple(sentences), notes=(note,)), groups, moves, ())
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
@@ -385,7 +397,8 @@ def answer(
         if move.metric == "ran":
             yield f"{_name(move)}, {move.tensor}: {move.words}."
     for kernel, its in by_kernel.items():
-        tensors = [f"{g.tensor} ({g.moved} of {g.pairs} heads)" for g in its if g.moved]
+        each = "sequences" if its[0].metric == "cost" else "heads"
+        tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in its if g.moved]
         what = f"moved in {listed(tensors)}" if tensors else "within noise"
         pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
         yield f"{kernel}: {what}; the same bits in {same} of {pairs} rows."

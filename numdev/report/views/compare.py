@@ -117,7 +117,7 @@ def _moves(
 
 def _group(g: Group) -> tuple[str | Cell, ...]:
     """Its numbers; that of the moved stands out."""
-    write = si if g.metric == "rms" else ratio
+    write = si if g.metric in ("rms", "cost") else ratio
     return (
         Cell(labelled(g.kernel, g.options), style="strong" if g.moved else ""),
         f"{g.tensor} {g.format}",

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from numdev.effects.report import EffectsReport, Estimate, RunSummary
-from numdev.effects.verdict import percent
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, labelled, ratio, si
+from numdev.report.numbers import NONE, labelled, percent, ratio, si
 
 LOGITS = (
     "cost: Kullback-Leibler divergence from the exact distribution of the next token, nats a "
