@@ -390,21 +390,18 @@ def test_a_comparison_tells_a_moved_cost_from_scatter(capsys: Any, tmp_path: Pat
     beside that have, and theirs alone."""
     stored = read(Path(__file__).parent / "data" / "reports" / "effects.json")
     assert isinstance(stored, EffectsReport)
-    rows, scatter = [], np.random.default_rng(0)
-    for row in stored.rows:
-        for i in range(4):
-            cost = row.cost and row.cost * float(np.exp(0.2 * scatter.normal()))
-            rows.append(row.model_copy(update={"sequence": 4 * row.sequence + i, "cost": cost}))
-    doubled = [
-        r.model_copy(update={"cost": 2 * r.cost}) if r.kernel == "sdpa-math" and r.cost else r
-        for r in rows
-    ]
-    same, moved = (
-        compare(
-            stored.model_copy(update={"rows": tuple(old)}), stored.model_copy(update={"rows": x})
-        )
-        for old, x in ((rows, tuple(rows[::-1])), (rows, tuple(doubled)))
-    )
-    assert same.exit_code == 0
-    assert {move.kernel for move in moved.moves} == {"sdpa-math"}
+    scatter = np.random.default_rng(0)
+
+    def drawn(factor: float) -> EffectsReport:
+        rows = []
+        for i, row in enumerate(12 * stored.rows):
+            times = float(np.exp(0.2 * scatter.normal())) * (factor if row.kernel else 1.0)
+            cost = row.cost and row.cost * times
+            rows.append(row.model_copy(update={"sequence": i, "cost": cost}))
+        return stored.model_copy(update={"rows": tuple(rows)})
+
+    same, moved = (compare(drawn(1.0), drawn(factor)) for factor in (1.0, 2.0))
+    assert (same.exit_code, same.moves) == (0, ())
     assert moved.exit_code == 1
+    assert {(m.kernel == "model") for m in moved.moves} == {False}
+    assert len(moved.moves) == sum(group.kernel != "model" for group in moved.groups)
