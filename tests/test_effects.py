@@ -12,7 +12,7 @@ import models
 import numpy as np
 import pytest
 import torch
-import transformers.cache_utils
+import transformers
 from commands import ran
 from scipy.special import rel_entr
 from torch import nn
@@ -25,6 +25,7 @@ from numdev.effects.outputs import Scored, compared, output_of
 from numdev.effects.report import EffectsReport, RunSummary
 from numdev.effects.sites import Places
 from numdev.effects.study import Study
+from numdev.effects.wide import CHOOSES
 from numdev.gate.compare import compare
 from numdev.kernels import find
 from numdev.report import read
@@ -296,6 +297,29 @@ def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path)
     code, out, _ = ran(capsys, "gate", tmp_path / "out")
     assert code == 1
     assert "alone costs" in out
+
+
+def nan_once(case: AttentionCase) -> Any:
+    out = find("sdpa-math").attend(case).out
+    out[0, 0, 0, 0] = torch.nan
+    return out
+
+
+def test_a_sequence_without_a_number_is_no_pass(capsys: Any, tmp_path: Path) -> None:
+    """NaN in one of four sequences fails the kernel, whatever the others cost."""
+    flags = ("--no-sites", "--sequences", "4", "--kernel", "test_effects:nan_once")
+    report = studied(capsys, tmp_path, models.saved("llama", tmp_path), *flags)
+    assert [(f.rule, f.kernel) for f in report.findings] == [("runs", "test_effects:nan_once")]
+    assert "failed in 1 sequences" in report.findings[0].sentence
+
+
+def test_what_chooses_is_not_judged_by_flips_and_what_has_no_places_not_by_causality() -> None:
+    """A router by argmax; a classifier that pools, whose output has no positions."""
+    assert {"topk", "argmax"} <= CHOOSES
+    model = transformers.LlamaForSequenceClassification(models.build("llama").config)
+    ids = torch.arange(1, 17)[None]
+    how = Scored.of(model, model(input_ids=ids), {"input_ids": ids})
+    assert (how.logits, how.targets) == (True, None)
 
 
 def test_final_states_are_compared_where_there_are_no_logits(capsys: Any, tmp_path: Path) -> None:

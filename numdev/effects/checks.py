@@ -35,10 +35,16 @@ class _NotMeant(Exception):
 
 
 def checks_of(
-    subject: Subject, inputs: Mapping[str, Any], generate: int | None, *, compiles: bool
+    subject: Subject,
+    inputs: Mapping[str, Any],
+    generate: int | None,
+    *,
+    exact: bool,
+    compiles: bool,
 ) -> Iterator[Check]:
-    """The checks that apply to a model and its inputs; those that cannot be tried say why."""
-    tries: dict[str, Callable[[], Check]] = {}
+    """The checks that apply to a model and its inputs; those that cannot be tried say why. `exact`:
+    whether to try those in fp64, which have nothing to do with the format."""
+    tries: dict[str, Callable[[], Check]] = {"repeat": partial(_repeat, subject, inputs)}
     if hasattr(subject.wide, "set_attn_implementation"):
         for way in ("eager", "sdpa"):
             tries[way] = partial(_implementation, subject, inputs, way)
@@ -49,11 +55,14 @@ def checks_of(
             tries["cache"] = partial(_cache, subject, inputs, generate)
     if read in inputs and inputs[read].shape[1] > 2 * HIDDEN:
         tries["mask"] = partial(_mask, subject, inputs, decodes=name != read)
+    tries = tries if exact else {}
     if compiles:
         tries["compiled"] = partial(_compiled, subject, inputs)
     for what, attempt in tries.items():
         try:
-            yield attempt()
+            yield (check := attempt())
+            if what == "repeat" and not check.holds:
+                return
         except _NotMeant:
             continue
         except Exception as error:  # the model's own code: it may lack an argument or a way to run
@@ -87,6 +96,8 @@ def _compared(name: str, subject: Subject, one: Exact, other: Exact, counted: Te
         error = (a - b).abs().max() / a.square().mean().sqrt().clamp_min(1e-300)
         return float(error.nan_to_num(nan=1e300, posinf=1e300))
 
+    if one[0].shape != other[0].shape:
+        raise MeasurementError(f"outputs of {[*one[0].shape]} and of {[*other[0].shape]}")
     far, first = apart(one[0], other[0]), None
     if far > LIMIT:
         parted = (n for n, x in one[1].items() if n in other[1] and apart(x, other[1][n]) > LIMIT)
@@ -100,6 +111,12 @@ def _counted(inputs: Mapping[str, Any], out: Tensor) -> Tensor:
     if isinstance(mask, Tensor) and mask.shape == out.shape[:2]:
         return mask.to(out.device).bool()
     return torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)
+
+
+def _repeat(subject: Subject, inputs: Mapping[str, Any]) -> Check:
+    """Two runs alike; where they are not, nothing else can be tried."""
+    one = _exact(subject, inputs)
+    return _compared("repeat", subject, one, _exact(subject, inputs), _counted(inputs, one[0]))
 
 
 def _implementation(subject: Subject, inputs: Mapping[str, Any], way: str) -> Check:
@@ -128,6 +145,8 @@ def _causality(subject: Subject, inputs: Mapping[str, Any], name: str) -> Check:
         return attend(case).out
 
     one, ids, model = _exact(subject, inputs, attention=attention), inputs[name], subject.wide
+    if one[0].shape[:2] != ids.shape:
+        raise _NotMeant
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     if not (causal or name.startswith("decoder") or 2 * sum(hides) > len(hides)):
         raise _NotMeant
@@ -199,4 +218,5 @@ def _compiled(subject: Subject, inputs: Mapping[str, Any]) -> Check:
     counts = _counted(inputs, exact)
     errors = [float((x - exact)[counts].norm()) for x in (own, compiled)]
     ratio = errors[1] / max(errors[0], 1e-300)
-    return Check(name="compiled", holds=ratio <= COMPILED, difference=ratio, limit=COMPILED)
+    numbers: Any = {"difference": ratio, "limit": COMPILED}
+    return Check(name="compiled", holds=ratio <= COMPILED, format=subject.format.name, **numbers)

@@ -24,10 +24,10 @@ TINY = 1e-300  # a divisor that is never 0
 def output_of(answer: Any) -> Tensor:
     """What a model's answer is compared by, [sequences, positions, width] in fp64: its logits, else
     its last hidden state, else what it returns first. Raises MeasurementError for anything else."""
-    parts = answer if isinstance(answer, Mapping) else {}
+    parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: Any = next((x for x in named if isinstance(x, Tensor)), answer)
-    x = x[0] if isinstance(x, tuple) and x else x
+    x = x[0] if isinstance(x, tuple | list) and x else x
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
         what = f"the model returns {type(answer).__name__}, with no logits and no hidden state"
         raise MeasurementError(what)
@@ -75,8 +75,9 @@ class Scored:
         if isinstance(mask, Tensor) and mask.shape == counted.shape:
             counted = mask.to(out.device).bool()
         targets = None
-        if logits and name and inputs[name].shape == counted.shape:
-            targets = inputs[name].to(out.device)
+        is_text = out.shape[-1] in (getattr(text, "vocab_size", None), *tables[:1])
+        if logits and is_text and name and inputs[name].shape == counted.shape:
+            targets = inputs[name].to(out.device).masked_fill(~counted, -1)
             if predicts_next(model):
                 targets = torch.cat([targets[:, 1:], targets.new_full((len(out), 1), -1)], dim=1)
         return cls(logits=logits, counted=counted, targets=targets)
@@ -97,6 +98,9 @@ def compared(
     rows: list[dict[str, Any]] = []
     for i, counts in enumerate(how.counted):
         own, exact = x[i][counts], truth[i][counts]
+        if not len(own):
+            rows.append({"status": "skipped", "reason": "the sequence is all padding"})
+            continue
         if bad := int((~own.isfinite()).any(dim=-1).sum()):
             reason = f"NaN or infinity in the output at {bad} of {len(own)} positions"
             rows.append({"status": "failed", "reason": reason})
@@ -105,7 +109,7 @@ def compared(
         cost = row.pop("cost")
         row |= {**_spread("cost", cost), "positions": len(own), "growth": _growth(cost)}
         row["error"] = _relative(own - exact, exact, how.logits)
-        if beside is not None:
+        if beside is not None and bool(beside[i][counts].isfinite().all()):
             row["apart"] = _relative(own - beside[i][counts], exact, how.logits)
         margin, change = row.pop("margin", None), row.pop("change", None)
         if margin is not None and by_chance is not None:
@@ -113,6 +117,7 @@ def compared(
         if change is not None and how.targets is not None:
             targets = how.targets[i][counts]
             known = targets >= 0
+        if change is not None and how.targets is not None and bool(known.any()):
             change = change[known].gather(1, targets[known][:, None])
             row |= _spread("log_prob", change.abs().flatten())
             row["log_perplexity"] = -float(change.mean())

@@ -81,12 +81,14 @@ class Estimate(Record):
 
 
 class RunSummary(OfRun):
-    """One run over all sequences."""
+    """One run over all sequences, of which `failed` have no number since the run failed."""
 
+    failed: int = 0
     cost: Estimate | None = None
     log_prob: Estimate | None = None
     share: Estimate | None = None  # of the whole's cost
     over: Estimate | None = None
+    over_worst: Value = None  # of the one sequence where it is largest
     """The cost over what it should be: of attention alone, what the kernel's rounding model makes
     (where there is none, eager attention); of the whole, all sites together."""
 
@@ -108,6 +110,7 @@ class Check(Record):
     difference: Value = None  # the largest, over the rms of the exact output
     limit: Value = None
     layer: int | None = None  # the first whose attention differs
+    format: str = ""  # where it is a check in a format
     reason: str = ""
 
 

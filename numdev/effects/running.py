@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from numdev.cases import AttentionCase
 from numdev.effects.sites import ATTENTION, Places
 from numdev.effects.wide import Running, Wide, widened
 from numdev.errors import MeasurementError, Refused
-from numdev.formats import Format, dtype_of, round_to
+from numdev.formats import Format, dtype_of, format_of, round_to
 from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
@@ -91,7 +91,10 @@ class Subject:
 
         def met(case: AttentionCase) -> Tensor:
             self.places.met()
-            with running.paused():
+            kind = case.q.device.type
+            if torch.is_autocast_enabled(kind):  # the model's own
+                running.narrower["attention"] = format_of(torch.get_autocast_dtype(kind)).name
+            with running.paused(), torch.autocast(kind, enabled=False):
                 wide: Tensor = Wide.of(answer(_unwrapped(case)).double(), case.q.dtype)
                 return wide
 
@@ -132,18 +135,17 @@ def _widen(model: nn.Module, exact: nn.Module, device: str) -> None:
                 if x is None or not x.is_floating_point():
                     continue
                 if id(x) not in made:
-                    is_weight = kind == "_parameters"
-                    wide = partial(_wide, values[leaf], x.dtype, is_weight)
+                    wide = partial(_wide, values[leaf], x.dtype, kind == "_parameters")
                     on_disk = isinstance(x, Deferred)
                     made[id(x)] = Deferred.of(x._empty, wide) if on_disk else wide(device)
                 own[leaf] = made[id(x)]
 
 
-def _wide(values: Any, dtype: torch.dtype, is_weight: bool, device: Any) -> Any:
+def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> Any:
     with _disable_current_modes():  # it may be read from disk while the model runs
         values = values.made(device) if isinstance(values, Deferred) else values.detach()
-        wide = Wide.of(values.to(device).double(), dtype, is_weight=is_weight)
-        return nn.Parameter(wide, requires_grad=False) if is_weight else wide
+        wide = Wide.of(values.to(device).double(), dtype, is_weight=True)
+        return nn.Parameter(wide, requires_grad=False) if is_parameter else wide
 
 
 def _unwrapped(case: AttentionCase) -> AttentionCase:
@@ -158,19 +160,19 @@ def _unwrapped(case: AttentionCase) -> AttentionCase:
 
 @contextmanager
 def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
-    """What the model's first table or layer gives lies one unit in the last place off."""
+    """What the first table or layer to run gives lies one unit in the last place off."""
 
     def move(_module: nn.Module, _args: Any, x: Tensor) -> Tensor:
+        stack.close()  # the first to run is moved, and no other
         up = torch.rand(x.shape, generator=seeded(seed, x.device), device=x.device) < 0.5
         spacing = 2.0 * fmt.unit_roundoff
         return round_to(x.double() * (1 + torch.where(up, spacing, -spacing)), fmt).to(x.dtype)
 
-    first = next(m for m in model.modules() if isinstance(m, nn.Embedding | nn.Conv2d | nn.Linear))
-    handle = first.register_forward_hook(move)
-    try:
+    with ExitStack() as stack:
+        for m in model.modules():
+            if isinstance(m, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Linear):
+                stack.callback(m.register_forward_hook(move).remove)
         yield
-    finally:
-        handle.remove()
 
 
 # --- how attention is answered ------------------------------------------------------------------

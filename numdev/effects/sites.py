@@ -94,6 +94,8 @@ class Places:
             if name in PRODUCTS:
                 return "MLP"
             return "residual" if name in SUMS and _alike(args) else "activation"
+        if kind == "outside" and not self.layers.isdisjoint(self.running):
+            return "other"  # a helper that layers share
         if kind == "outside":
             return "logits" if self.begun else "embedding"
         return kind

@@ -31,10 +31,12 @@ from numdev.gate.rules import default_rules
 from numdev.gate.tests import judged
 from numdev.kernels import find
 from numdev.sources.capture import attention_modules, layer_of
+from numdev.sources.files import naming
 from numdev.sources.opening import CheckpointSource
 from numdev.sources.pipeline import is_pipeline
 from numdev.system import System
 
+HINT = "does it take as many tokens as --length, and these --inputs?"
 LOGITS = 1 << 27  # that are held at once for one run: 1 GB in fp64
 ELSEWHERE = [site for site in SITES if site not in ATTENTION]
 SEEDS = {"random": 1, "moved": 2}  # beside the request's: what is drawn is another thing
@@ -115,7 +117,13 @@ class Study:
 
     def __init__(self, request: EffectsRequest, run: Runner) -> None:
         self.request, self.run, self.system = request, run, System.here(request.device)
+        for name in ("layers", "model_dtype"):
+            if getattr(request, name) != EffectsRequest.model_fields[name].default:
+                raise UsageError(f"--{name.replace('_', '-')}: does not apply to effects")
         planned = plan_kernels((Choice(name=request.against), *request.kernels))
+        for choice in (Choice(name=request.against), *request.kernels):
+            if choice.name in ("floor", "reference"):
+                raise UsageError(f"expected a kernel, got the {choice.name}, which always runs")
         self.kernels = [p for p in planned if p.role in ("baseline", "kernel")]
         self.against = next(p for p in self.kernels if p.kernel.name == find(request.against).name)
         self.formats = plan_formats(request.formats, self.kernels)
@@ -179,7 +187,9 @@ class Study:
             with watch("checks"):
                 subject = self.subject(fmt)
                 generate, compiles = self.request.generate, self.request.compile
-                checks = list(checks_of(subject, self.chunks[0], generate, compiles=compiles))
+                exact = fmt == self.formats[0]  # in fp64 every format comes to the same
+                how: Any = {"compiles": compiles, "exact": exact}
+                checks = list(checks_of(subject, self.chunks[0], generate, **how))
                 about = {"format": fmt.name, "narrower": subject.narrower}
                 journal.append(key, {"check": checks, "about": [about]})
 
@@ -187,7 +197,8 @@ class Study:
         """Of one part of the inputs, the rows of runs, each with its number."""
         subject, inputs = self.subject(fmt), self.chunks[number]
         first = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
-        answer = subject.exactly(inputs)
+        with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
+            answer = subject.exactly(inputs)
         truth, how = output_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
         held = {i: self._attempted(subject, inputs, self.runs[i]) for i in range(3)}
@@ -210,7 +221,8 @@ class Study:
     def _attempted(self, subject: Subject, inputs: Mapping[str, Any], run: Run) -> Tensor | Failure:
         """The output of one run, [sequences, positions, width] in fp64, or why there is none."""
         try:
-            return output_of(self._answer(subject, inputs, run))
+            with naming(type(subject.wide).__name__, "failed", HINT):
+                return output_of(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
             return Failure("skipped" if isinstance(error, Refused) else "failed", error.message)
 

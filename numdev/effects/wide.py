@@ -27,6 +27,9 @@ MOVES = frozenset(
     new_zeros new_ones new_empty new_full zeros full empty fill_ zero_ lift_fresh dropout empty_like
     lift_fresh_copy native_dropout scalar_tensor""".split()  # noqa: SIM905
 )
+# Operators that turn a small change of numbers into another choice, as a router's of experts.
+CHOOSES = frozenset(("topk", "argmax", "argmin", "sort", "argsort", "round", "floor", "bucketize"))
+SINGLE = 24  # significant bits of float32, in which sound models compute norms and rotary tables
 RoundsAt = Callable[[Any, Any, Tensor, torch.dtype], Tensor]
 
 
@@ -102,7 +105,8 @@ class Running(TorchDispatchMode):
     ) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
-        self.routes |= func.overloadpacket is torch.ops.aten.topk
+        name = func.overloadpacket.__name__
+        self.routes |= name in CHOOSES and isinstance(args[0], Wide)
         return _computed(func, args, kwargs or {}, self._input, self._output)
 
     def _input(self, x: Any) -> Any:
@@ -114,7 +118,7 @@ class Running(TorchDispatchMode):
         if func.is_view or func.overloadpacket.__name__ in MOVES:
             return x
         fmt, site = format_of(dtype), self.site_of(func, args)
-        if fmt.precision < self.format.precision:
+        if fmt.precision < self.format.precision and fmt.precision < SINGLE:
             self.narrower[site] = fmt.name
         return self._rounded(x, dtype) if site in self.sites else x
 

@@ -63,16 +63,17 @@ def judgement(
     tests: Sequence[Test], rules: str, *, named: bool
 ) -> tuple[Judgement, tuple[Finding, ...]]:
     """The tests of a finished report held to the rules of this name, for `numdev gate`."""
-    fields, verdicts, calls = judged(tests, named=named), [], []
+    fields, verdicts = judged(tests, named=named), []
+    calls: dict[str, Calls] = {}
     for t in tests:
         ran = t.fails or t.observed is not None
         more: dict[str, Any] = {"ok": int(ran), "skipped": int(not ran), "failed": 0}
         more |= {"reasons": () if ran else (t.sentence,), "required": named}
         more["outcome"] = "passed" if ran else "unmeasured" if named else "untested"
-        calls.append(Calls(**t.about, **more, backward=False))
+        calls.setdefault(str(t.about), Calls(**t.about, **more, backward=False))
         if ran:
             more = {"observed": t.observed, "bound": t.limit, "limit": f"at most {three(t.limit)}"}
             more |= {"rule": t.rule, "outcome": "exceeded" if t.fails else "passed"}
             verdicts.append(Verdict(**t.about, **more, judged=1))
-    made: Any = {"rules": rules, "outcome": fields["outcome"], "calls": tuple(calls)}
+    made: Any = {"rules": rules, "outcome": fields["outcome"], "calls": tuple(calls.values())}
     return Judgement(**made, verdicts=tuple(verdicts)), fields["findings"]

@@ -21,7 +21,10 @@ def si(value: float | None) -> str:
 def percent(share: float | None, *, sign: bool = False) -> str:
     """`3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1 %`."""
     plus = "+" if sign and share is not None and share > 0 else ""
-    return NONE if share is None else f"{plus}{si(100 * share)} %"
+    if share is None:
+        return NONE
+    number = f"{100 * share:.0f}" if 0.995 <= abs(share) < 10 else si(100 * share)
+    return f"{plus}{number} %"
 
 
 def power(number: str) -> str:

@@ -69,7 +69,7 @@ def _verdict(verdict: Verdict, findings: Sequence[Finding]) -> _Case:
     suite, name = GATE, verdict.rule
     if verdict.kernel is not None:
         suite = label(verdict) + (" (baseline)" if verdict.role == "baseline" else "")
-        name = f"{verdict.rule} ({verdict.tensor}, {verdict.format})"
+        name = f"{verdict.rule} ({', '.join(filter(None, (verdict.tensor, verdict.format)))})"
     message = "; ".join(verdict.reasons[:3])
     if verdict.outcome == "exceeded":
         what = f"expected {verdict.limit}, got {number(verdict.observed)}"
