@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +18,9 @@ from numdev.cli.session import FILE, command
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
-    from numdev.gate.rows import Measured
     from numdev.gate.rules import Rules
+    from numdev.gate.verdict import Judgement
+    from numdev.report import Finding
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
@@ -48,18 +49,30 @@ class Verdict:
 
         return read_rules(self.rules) if self.rules else default_rules()
 
-    def of(self, found: Measured, show: Literal["page", "json", "nothing"]) -> int:
-        """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
+    def judged(self, found: Any) -> tuple[Judgement, Sequence[Finding], Sequence[str]]:
+        """The rules, of its kind, on a report; what it says in sentences; what was tested."""
+        if found.kind == "invariance":
+            from numdev.invariance.verdict import read_rules, rejudged
+
+            again = rejudged(found, read_rules(self.rules))
+            return again.judgement, again.findings, again.tested
         from numdev.gate import findings as sentences
         from numdev.gate.judging import judge_report
+
+        judgement = judge_report(found, self.limits)
+        return judgement, *sentences.findings_in(judgement, found.rows)
+
+    def of(self, found: Any, show: Literal["page", "json", "nothing"]) -> int:
+        """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
         from numdev.report import Places
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import document
 
-        judged = judge_report(found, self.limits)
-        findings, tested = sentences.findings_in(judged, found.rows)
+        judged, findings, tested = self.judged(found)
         click.get_current_context().find_root().obj = judged.exit_code
-        page = document(judged, findings, tested, Places(found.rows))
+        audited = found.kind != "invariance"
+        places = Places(found.rows if audited else ())
+        page = document(judged, findings, tested, places, plants=audited)
         if show == "json":
             told = [finding.model_dump(mode="json") for finding in findings]
             verdicts = judged.model_dump(mode="json")
@@ -111,7 +124,7 @@ def gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_gate(*args: Any, verdict: Verdict, gate: bool, **given: Any) -> Any:
         asked = gate or any(vars(verdict).values())
-        if asked:
+        if asked and function.__name__ != "invariance":
             _ = verdict.limits  # refuse a wrong file before anything is measured
         return function(*args, verdict=verdict if asked else None, **given)
 
@@ -153,16 +166,18 @@ def gate(
         return
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init")
-    _ = verdict.limits
     gc.disable()  # a sixth of the time of a large report, whose records all stay
-    context.exit(verdict.of(_read(path), "json" if as_json else "page"))
+    found = _read(path, "audit", "sweep", "invariance")
+    if found.kind != "invariance":
+        _ = verdict.limits
+    context.exit(verdict.of(found, "json" if as_json else "page"))
 
 
-def _read(path: Path) -> Measured:
-    from numdev.report import AuditReport, SweepReport, read
+def _read(path: Path, *kinds: str) -> Any:
+    from numdev.report import read
 
     found = read(path)
-    if not isinstance(found, AuditReport | SweepReport):
+    if found.kind not in (kinds or ("audit", "sweep")):
         what = f"{path}: expected the report of an audit or a sweep, got one of {found.kind}"
         raise UsageError(what)
     return found

@@ -18,7 +18,7 @@ from numdev.yamlfile import parts_of
 F = TypeVar("F", bound=Callable[..., Any])
 DEVICES = ("auto", "cpu", "cuda")
 GROUPS = {
-    "First": "kernels kernel formats format backward length output",
+    "First": "kernels kernel formats format axes backward length output",
     "What the model reads": "text tokenizer inputs sequences seed generate denoise steps",
     "How it is built": "model model_dtype stream",
     "What is measured": "layers heads rows repeats control explain save_cases preset attention",

@@ -28,6 +28,7 @@ KINDS = {
     "train": "numdev.training.report:TrainReport",
     "bounds": "numdev.training.bounds.report:BoundsReport",
     "diagnose": "numdev.diagnose.report:DiagnoseReport",
+    "invariance": "numdev.invariance.report:InvarianceReport",
     "compare": "numdev.gate.compare_report:CompareReport",
 }
 """Where the class of each kind of report is; imported when one is read."""

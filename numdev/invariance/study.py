@@ -1,0 +1,282 @@
+"""`numdev invariance`: every kernel on a call and on the same rows computed another way.
+
+The line of an audit: a source gives cases, each goes along every axis, every kernel runs both
+forms, and what differs is one row for each tensor. What is finished is journalled variant by
+variant."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numdev.audit.isolation import Failure, Isolated, Runner, Within, attempt, fitting, threads
+from numdev.audit.journal import Journal
+from numdev.audit.plan import Planned, digest, header, plan_formats, plan_kernels
+from numdev.audit.rows import given
+from numdev.audit.run import Progress, Say, provenance
+from numdev.audit.timing import Stopwatch
+from numdev.cases import AttentionCase
+from numdev.config import AuditRequest, InvarianceRequest, Reading
+from numdev.errors import MeasurementError, UsageError, closest
+from numdev.formats import Format
+from numdev.invariance import cause
+from numdev.invariance.axes import AXES, Variant, settled
+from numdev.invariance.differences import EXACT, compared, exact_change, keys_seen
+from numdev.invariance.names import ASKED
+from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary
+from numdev.invariance.verdict import answer, judged, read_rules
+from numdev.invariance.ways import wrapped
+from numdev.kernels import Output
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.reference.blocked import Reference
+from numdev.sources.opening import Source, open_source
+from numdev.system import System
+
+SEARCHES = 2  # for a cause, of one kernel along one axis
+SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
+
+
+def invariance(
+    request: InvarianceRequest,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda what, done, total: None,
+    say: Say = lambda text: None,
+    command: str = "",
+) -> InvarianceReport:
+    """Run `request`, journalling into `directory`; returns the report, which the caller writes.
+    Raises UsageError for a request that cannot be run here, and MeasurementError where an axis
+    changes the exact answer, which would be an error of numdev's."""
+    system = System.here(request.device)
+    kernels = [p for p in plan_kernels(request.kernels) if p.role == "kernel"]
+    formats, axes = plan_formats(request.formats, kernels), axes_of(request.axes)
+    watch = Stopwatch(system.device, SECTIONS)
+    with watch("capture"):
+        source = opened(request, system)
+    for note in source.notes:
+        say(note)
+    asked, described = request.model_dump(mode="json"), source.describe()
+    runs = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
+    head = header(asked, system, kernels, described)
+    with Journal.open(directory, head, overwrite=overwrite) as journal, runs as run:
+        study = Study(kernels, axes, system, run, watch, backward=request.backward)
+        total, done = source.count() * len(formats) * len(axes), 0
+        with watch("capture"):
+            for located in source:
+                with watch("other"):
+                    for fmt in formats:
+                        case = prepared(located.load().rounded_to(fmt), backward=request.backward)
+                        memory = Memory(study)
+                        for axis in axes:
+                            progress(f"{located.ref.case} {axis}", done, total)
+                            done += 1
+                            study.along(axis, case, fmt, journal, memory)
+                            memory.forget(case)
+        rows = journal.records("row", InvarianceRow)
+    if not rows:
+        what = f"{request.target}: no attention call was selected"
+        raise UsageError(what, hint="check --layers and --axis")
+    rules = read_rules(None)
+    result = judged(rows, rules, named="kernels" in request.model_fields_set)
+    return InvarianceReport(
+        provenance=provenance(system, described, command),
+        request=asked,
+        timings=watch.seconds(),
+        rules=rules.name,
+        outcome=result.judgement.outcome,
+        verdicts=result.verdicts,
+        findings=result.findings,
+        tested=result.tested,
+        summary=InvarianceSummary(answer=tuple(answer(rows))),
+        rows=rows,
+    )
+
+
+def axes_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The axes by name; by default all but those that are only asked for. Raises UsageError for a
+    name that none has."""
+    for name in names:
+        if name not in AXES:
+            raise UsageError(f"there is no axis {name!r}", hint=closest(name, AXES))
+    return tuple(names) or tuple(name for name in AXES if name not in ASKED)
+
+
+def opened(request: InvarianceRequest, system: System) -> Source:
+    """What the request names, as an audit opens it."""
+    fields: dict[str, Any] = {name: getattr(request, name) for name in Reading.model_fields}
+    fields |= {"cases": request.cases} if request.cases else {"checkpoint": request.checkpoint}
+    fields |= {"formats": request.formats, "backward": request.backward, "kernels": ()}
+    return open_source(AuditRequest(target=request.target, **fields), system)
+
+
+def prepared(case: AttentionCase, *, backward: bool) -> AttentionCase:
+    """The case as it is compared; without gradients there is no grad_out."""
+    if case.positions is not None:
+        raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
+    return settled(case if backward else dataclasses.replace(case, grad_out=None))
+
+
+@dataclass
+class Study:
+    """Kernels and how they are run."""
+
+    kernels: Sequence[Planned]
+    axes: Sequence[str]
+    system: System
+    run: Runner
+    watch: Stopwatch
+    backward: bool = False
+    searches: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def along(
+        self, axis: str, case: AttentionCase, fmt: Format, journal: Journal, memory: Memory
+    ) -> None:
+        """One case along one axis, into the journal, but for what is there."""
+        scores = case.q.shape[:3].numel() * case.kv_len
+        with threads(fitting(scores)):
+            for variant in AXES[axis](case):
+                ref = {"case": vars(case.ref), "format": fmt.name}
+                key = digest([ref, axis, variant.name, variant.options])
+                if not journal.visit(key):
+                    journal.append(key, {"row": list(self.rows(axis, variant, case, fmt, memory))})
+
+    def rows(
+        self, axis: str, variant: Variant, case: AttentionCase, fmt: Format, memory: Memory
+    ) -> Iterator[InvarianceRow]:
+        """All kernels on one variant. Raises MeasurementError where the exact answer changes."""
+        base = case if variant.base is None else variant.base
+        exact = memory.exact(base)
+        for call in variant.calls:
+            if call.case is not base:
+                change = exact_change(call, exact, memory.exact(call.case, keep=False))
+                if not change <= EXACT:
+                    what = f"{case.ref.case}: {axis} ({variant.name}) changes the exact answer"
+                    raise MeasurementError(f"{what} by {change:.1e}", hint="a bug of numdev")
+        for planned in self.kernels:
+            fields: dict[str, Any] = {
+                "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
+                "options": dict(planned.options) if planned.kernel.options else {},
+                "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
+                "axis": axis, "variant": variant.name,
+            }  # fmt: skip
+            changed = _changed(planned, variant)
+            if changed is None:
+                continue
+            first = memory.output(planned, base, variant.base_within)
+            others = first if isinstance(first, Failure) else self._outputs(changed, variant)
+            if isinstance(first, Failure) or isinstance(others, Failure):
+                yield InvarianceRow(**fields, **vars(others), tensor="out")
+                continue
+            with self.watch("comparing"):
+                numbers = list(compared(variant.calls, exact, first, others, fmt))
+            for tensor, own in numbers:
+                if own["first"] is not None and tensor not in ("dk", "dv"):
+                    own["keys"] = keys_seen(base, own["first"])
+                row = InvarianceRow(**fields, tensor=tensor, **own)  # type: ignore[arg-type]
+                if tensor == "out" and row.differ:
+                    row = self._with_cause(row, planned, changed, variant, base, first, others)
+                yield row
+
+    def _outputs(self, planned: Planned, variant: Variant) -> list[Output] | Failure:
+        outputs = []
+        for call in variant.calls:
+            done = self.output(planned, call.case, variant.within, variant.wrap)
+            if isinstance(done, Failure):
+                return done
+            outputs.append(done)
+        return outputs
+
+    def output(
+        self, planned: Planned, case: AttentionCase, within: Within | None, wrap: str | None = None
+    ) -> Output | Failure:
+        """A kernel on a case, if need be laid out and run another way."""
+        kernel = planned.kernel
+        if missing := kernel.missing(self.system):
+            return Failure("skipped", missing)
+        if wrap is not None:
+            if self.backward or isinstance(self.run, Isolated):
+                return Failure("skipped", "only the forward pass, in this process, is run so")
+            kernel = wrapped(kernel, wrap)
+        how: dict[str, Any] = {} if within is None else {"within": within}
+        options = given(planned.options, kernel)
+        with self.watch("kernels"):
+            return self.run(kernel, case, options, gradients=self.backward, **how)
+
+    def _with_cause(
+        self, row: InvarianceRow, planned: Planned, changed: Planned, variant: Variant,
+        base: AttentionCase, first: Output, others: Sequence[Output],
+    ) -> InvarianceRow:  # fmt: skip
+        """The row with what explains its difference, where something does."""
+        found = next((c for o in others if (c := cause.by_operator(first, o))), None)
+        left = None
+        at = (planned.kernel.name + str(planned.options), row.axis)
+        if self.searches[at] < SEARCHES and row.first is not None and not row.nonfinite:
+            self.searches[at] += 1
+            with self.watch("causes"):
+                number = next(
+                    i for i, c in enumerate(variant.calls) if _holds(c.there.row, row.first[2])
+                )
+                call, other = variant.calls[number], others[number]
+                claims = (
+                    cause.claim_of(planned.kernel, planned.options, base, first, self.system),
+                    cause.claim_of(changed.kernel, changed.options, call.case, other, self.system),
+                )
+                tiling, left = cause.by_tiling(call, base, first, other, row.first, claims)
+                found = tiling or found
+        return row.model_copy(update={"cause": found, "closest": left})
+
+
+def _holds(rows: slice, row: int) -> bool:
+    return (rows.start or 0) <= row < (1 << 62 if rows.stop is None else rows.stop)
+
+
+def _changed(planned: Planned, variant: Variant) -> Planned | None:
+    """The kernel with the options and the wrap of a variant; None where they are not for it."""
+    kernel, options = planned.kernel, planned.options
+    if variant.options:
+        if not variant.options.keys() <= kernel.options.keys():
+            return None
+        try:
+            options = kernel.with_options({**options, **variant.options})
+        except UsageError:
+            return None
+    return Planned(role="kernel", kernel=kernel, options=options)
+
+
+class Memory:
+    """References and outputs of one case and of the bases that stand for it."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.references: dict[int, tuple[AttentionCase, Reference]] = {}
+        self.outputs: dict[Any, Output | Failure] = {}
+
+    def forget(self, case: AttentionCase) -> None:
+        """All but what is of the case itself, as it is."""
+        self.references = {at: x for at, x in self.references.items() if at == id(case)}
+        plain = (id(case), "None")
+        self.outputs = {at: x for at, x in self.outputs.items() if at[:2] == plain}
+
+    def exact(self, case: AttentionCase, *, keep: bool = True) -> Reference:
+        """The fp64 answer; with gradients where they are compared."""
+        if id(case) in self.references:
+            return self.references[id(case)][1]
+        with self.study.watch("reference"):
+            reference = gradients(case) if self.study.backward else attend(case)
+        if keep:
+            self.references[id(case)] = case, reference
+        return reference
+
+    def output(
+        self, planned: Planned, case: AttentionCase, within: Within | None
+    ) -> Output | Failure:
+        key = (id(case), repr(within), planned.kernel.name, str(planned.options))
+        if key not in self.outputs:
+            self.outputs[key] = self.study.output(planned, case, within)
+        return self.outputs[key]
