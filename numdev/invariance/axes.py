@@ -26,7 +26,7 @@ from numdev.cases import AttentionCase, empty_rows, explicit_mask, key_limits
 from numdev.invariance import ways
 
 SIZES = (1, 2, 8, 64)  # sequences in a batch
-LARGEST = 1 << 28  # scores of a call that an axis makes larger than the case
+LARGEST = 1 << 33  # scores of a call that an axis makes larger than the case
 LARGEST_CPU = 1 << 23
 AROUND = 4  # sequences of a batch whose order or neighbours change
 PAD = 37  # tokens: no multiple of a tile

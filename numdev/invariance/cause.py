@@ -68,7 +68,8 @@ def by_tiling(
         return None, None
     cases, difference = looked
     size, best = difference.norm(), None
-    for searched in (False, True):  # first as the kernel says that it cuts the keys
+    few = int((difference != 0).sum()) < FEW
+    for searched in (False, True)[: 1 if few else 2]:  # first as the kernel says that it cuts them
         pairs = [
             list(_emulated(x, c, searched=searched)) for x, c in zip(cases, claims, strict=True)
         ]
@@ -127,7 +128,7 @@ def _looked_at(
     rows = rows.nonzero()[:, 0]
     rows = rows[:: max(1, len(rows) // ROWS)][:ROWS]
     difference = two[:, :, rows].double() - one[:, :, rows].double()
-    if int((difference != 0).sum()) < FEW:
+    if not len(rows):
         return None
 
     def restricted(case: AttentionCase, of: Part) -> AttentionCase:

@@ -93,6 +93,7 @@ class InvarianceReport(Report):
 
     kind: Literal["invariance"] = "invariance"
     rules: str
+    named: bool = False  # whether the kernels were asked for by name
     summary: InvarianceSummary
     tested: tuple[str, ...] = ()
     rows: tuple[InvarianceRow, ...]
@@ -102,6 +103,11 @@ class InvarianceReport(Report):
     def measured(self) -> bool:
         """Whether any kernel ran along any axis."""
         return any(row.status == "ok" for row in self.rows)
+
+    @property
+    def unmeasured(self) -> str:
+        reasons = sorted({row.reason for row in self.rows if row.reason})
+        return f"no kernel ran along any axis: {', or '.join(reasons[:4])}"
 
     def tables(self) -> dict[str, Sequence[Record]]:
         return {"rows": self.rows, **({"models": self.models} if self.models else {})}

@@ -316,4 +316,4 @@ def answer(rows: Sequence[InvarianceRow]) -> Iterator[str]:
 
 def rejudged(report: InvarianceReport, rules: InvarianceRules) -> Judged:
     """A finished report by other rules."""
-    return judged(report.rows, rules, named=bool(report.request.get("named")))
+    return judged(report.rows, rules, named=report.named)
