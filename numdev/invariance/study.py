@@ -28,14 +28,15 @@ from numdev.formats import Format
 from numdev.invariance import cause
 from numdev.invariance.axes import AXES, Variant, settled
 from numdev.invariance.differences import EXACT, compared, exact_change, keys_seen
+from numdev.invariance.models import model_of, model_rows
 from numdev.invariance.names import ASKED
-from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary
+from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary, ModelRow
 from numdev.invariance.verdict import answer, judged, read_rules
 from numdev.invariance.ways import wrapped
 from numdev.kernels import Output
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
-from numdev.sources.opening import Source, open_source
+from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
 WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
@@ -80,7 +81,11 @@ def invariance(
                             if not journal.visit(key):
                                 journal.append(key, {"row": list(rows_of())})
                         done += len(axes)
+        if request.logits:
+            with watch("model"):
+                study.model(source, formats, journal)
         rows = journal.records("row", InvarianceRow)
+        models = journal.records("model", ModelRow)
     if not rows:
         what = f"{request.target}: no attention call was selected"
         raise UsageError(what, hint="check --layers and --axis")
@@ -96,8 +101,9 @@ def invariance(
         verdicts=result.verdicts,
         findings=result.findings,
         tested=result.tested,
-        summary=InvarianceSummary(answer=tuple(answer(rows))),
+        summary=InvarianceSummary(answer=tuple(answer(rows, models))),
         rows=rows,
+        models=models,
     )
 
 
@@ -147,6 +153,21 @@ class Study:
                 for variant in AXES[axis](case):
                     yield axis, variant, partial(self.rows, axis, variant, case, fmt, memory)
                 memory.forget(case)
+
+    def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
+        """The model's own output with each kernel, where the source has a model."""
+        for fmt in formats:
+            model = None
+            for planned in self.kernels:
+                key = digest(["model", fmt.name, planned.kernel.name, planned.options])
+                if journal.visit(key) or planned.kernel.missing(self.system):
+                    continue
+                model = model or model_of(source, fmt, self.system.device)
+                if not isinstance(source, CheckpointSource) or model is None:
+                    return
+                run = partial(self.output, planned, within=None, gradients=False)
+                found = model_rows(model, source.prompt.inputs, planned, fmt, run)
+                journal.append(key, {"model": list(found)})
 
     def rows(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format, memory: Memory
@@ -200,7 +221,12 @@ class Study:
         return outputs
 
     def output(
-        self, planned: Planned, case: AttentionCase, within: Within | None, wrap: str | None = None
+        self,
+        planned: Planned,
+        case: AttentionCase,
+        within: Within | None,
+        wrap: str | None = None,
+        gradients: bool | None = None,
     ) -> Output | Failure:
         """A kernel on a case, if need be laid out and run another way."""
         kernel = planned.kernel
@@ -213,7 +239,8 @@ class Study:
         how: dict[str, Any] = {} if within is None else {"within": within}
         options = given(planned.options, kernel)
         with self.watch("kernels"):
-            return self.run(kernel, case, options, gradients=self.backward, **how)
+            both = self.backward if gradients is None else gradients
+            return self.run(kernel, case, options, gradients=both, **how)
 
     def _with_cause(
         self, row: InvarianceRow, planned: Planned, changed: Planned, variant: Variant,
@@ -223,7 +250,8 @@ class Study:
         found = next((c for o in others if (c := cause.by_operator(first, o))), None)
         left = None
         at = (planned.kernel.name + str(planned.options), row.axis)
-        if self.searches[at] < SEARCHES and row.first is not None and not row.nonfinite:
+        searched = found is not None or row.nonfinite or self.searches[at] >= SEARCHES
+        if not searched and row.first is not None:
             self.searches[at] += 1
             with self.watch("causes"):
                 number = next(
@@ -234,8 +262,7 @@ class Study:
                     cause.claim_of(planned.kernel, planned.options, base, first, self.system),
                     cause.claim_of(changed.kernel, changed.options, call.case, other, self.system),
                 )
-                tiling, left = cause.by_tiling(call, base, first, other, row.first, claims)
-                found = tiling or found
+                found, left = cause.by_tiling(call, base, first, other, row.first, claims)
         return row.model_copy(update={"cause": found, "closest": left})
 
 

@@ -13,7 +13,7 @@ from numdev.gate.findings import listed
 from numdev.gate.rows import grouped
 from numdev.gate.verdict import Calls, Judgement, Outcome, Verdict
 from numdev.invariance.names import AXES
-from numdev.invariance.report import Cause, InvarianceReport, InvarianceRow
+from numdev.invariance.report import Cause, InvarianceReport, InvarianceRow, ModelRow
 from numdev.report import Finding, KernelVerdict
 from numdev.report.numbers import si, three
 from numdev.yamlfile import Strict, bundled, read_yaml
@@ -115,7 +115,7 @@ def size(row: InvarianceRow) -> str:
     """How much of a row differs, as a clause."""
     if row.differ == 0:
         return "the same bits"
-    text = f"{100 * row.differ / max(1, row.elements):.2g} % of elements differ"
+    text = f"{three(100 * row.differ / max(1, row.elements))} % of elements differ"
     if row.floor_ratio is not None:
         text += f", by {three(row.floor_ratio)}× the floor's error (rms)"
     return text
@@ -290,28 +290,45 @@ def _of_kernel(
 
 
 def summary_of(rows: Iterable[InvarianceRow]) -> str:
-    """Along which axes a kernel keeps its bits, and along which it does not, by how much."""
+    """Along which axes a kernel does not keep its bits, and by how much."""
     by_axis = grouped((r for r in rows if r.status == "ok"), lambda r: r.axis)
-    same = [axis for axis, own in by_axis.items() if all(r.same for r in own)]
     parts = []
     for axis, own in by_axis.items():
-        if axis not in same:
-            worst = max((r for r in own), key=lambda r: (r.tensor in JUDGED, r.floor_ratio or 0.0))
-            parts.append(f"{axis} ({si(worst.floor_ratio)}× the floor's error)")
-    differs = f"differs along {listed(parts)}" if parts else ""
-    bits = f"keeps its bits along {listed(same)}" if same else ""
-    if bits and not differs:
-        return f"keeps its bits along all {len(same)} axes that were tried"
-    return "; ".join(x for x in (differs, bits) if x)
+        moved = [r for r in own if r.differ]
+        large = [r for r in moved if r.tensor in JUDGED]
+        if any(r.nonfinite for r in moved):
+            parts.append(f"{axis} (NaN)")
+        elif large:
+            worst = max(r.floor_ratio or 0.0 for r in large)
+            parts.append(f"{axis} ({si(worst)}×)")
+        elif moved:
+            parts.append(f"{axis} (the log-sum-exp alone)")
+    if not parts:
+        return f"keeps its bits along all {len(by_axis)} axes that were tried"
+    rest = len(by_axis) - len(parts)
+    return f"differs along {listed(parts)}; keeps its bits along the other {rest} (× floor's error)"
 
 
-def answer(rows: Sequence[InvarianceRow]) -> Iterator[str]:
-    """Per kernel and format, the answer; then what explains it."""
+def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:
+    """What explains a difference, kernel by kernel and axis by axis; then what becomes of it in the
+    model's own output."""
     causes = [r for r in rows if r.cause is not None]
     for (label, _), own in grouped(causes, lambda r: (r.label, r.axis)).items():
         row = max(own, key=lambda r: r.floor_ratio or 0.0)
         assert row.cause is not None
         yield f"{label} along {row.axis} ({row.variant}): {in_words(row.cause)}; {size(row)}."
+    for (fmt, axis), ran in grouped(
+        (m for m in models if m.difference is not None), lambda m: (m.format, m.axis)
+    ).items():
+        shares = [f"{100 * (m.share or 0.0):.0f} % with {m.kernel}" for m in ran if m.difference]
+        if not shares:
+            yield f"The model's output in {fmt} keeps its bits along {axis}."
+            continue
+        worst = max(m.difference or 0.0 for m in ran)
+        yield (
+            f"The model's output in {fmt} moves by up to {si(worst)} of its size along {axis}; "
+            f"attention's share: {listed(shares)}."
+        )
 
 
 def rejudged(report: InvarianceReport, rules: InvarianceRules) -> Judged:

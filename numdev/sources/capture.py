@@ -32,7 +32,7 @@ from numdev.sources.files import naming, quiet, some
 from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
 
 T = TypeVar("T")
-OnCall = Callable[[AttentionCase], None]
+OnCall = Callable[[AttentionCase], Tensor | None]  # what it returns, if anything, is the answer
 NAME = "numdev"  # Under which numdev's function is registered with transformers
 
 # What models pass to their attention function and no SDPA call depends on.
@@ -145,6 +145,16 @@ def capture_run(
     with named, watch.watching(), suppress(Enough), _Interceptor(on_call, watch, step).meeting():
         return run()
     return None
+
+
+def answered(
+    model: nn.Module, run: Callable[[], T], answer: Callable[[AttentionCase], Tensor]
+) -> T:
+    """What `run` returns when every attention call that the model makes in it is answered by
+    `answer`, [batch, heads, q_len, v_dim]. Raises as `capture` does."""
+    watch = Watch(model, source="")
+    with led(model), watch.watching(), _Interceptor(answer, watch).meeting():
+        return run()
 
 
 def first_call(run: Callable[[], Any]) -> AttentionCase | None:
@@ -378,8 +388,9 @@ class _Interceptor(TorchFunctionMode):
             )
         except UsageError as error:
             raise MeasurementError(error.message, hint="numdev cannot audit this call") from error
-        if self.step is None:
-            self.on_call(case)
+        answer = self.on_call(case) if self.step is None else None
+        if answer is not None:
+            return answer.reshape(*query.shape[:-1], answer.shape[-1])
         if case.softcap is None and case.sinks is None:
             call = (query, key, value, attn_mask, dropout_p, is_causal)
             out = F.scaled_dot_product_attention(*call, **options)

@@ -11,7 +11,7 @@ from numdev.invariance.names import AXES
 from numdev.invariance.report import InvarianceReport, InvarianceRow
 from numdev.invariance.verdict import in_words
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, ratio, shade, three
+from numdev.report.numbers import NONE, ratio, shade, si, three
 
 SAME = "same"
 LEGEND = (
@@ -31,6 +31,15 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     moved = list(_differences(report.rows))
     yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
     yield _table(moved, len(moved), only=doc.TEXT)
+    yield doc.table(
+        ("the model along", "with", "differ", "change", "without attention's", "attention's share"),
+        (
+            (m.axis, doc.Cell(m.kernel, after=m.format), _percent(m.differ / (m.elements or 1)),
+             si(m.difference), si(m.rest), _percent(m.share), )
+            for m in report.models if m.reason is None
+        ),
+        title="The model's own output, over its size",
+    )  # fmt: skip
     yield doc.words(
         ("kernel", "axis", "not run"),
         (
@@ -42,6 +51,10 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
         title="Not run",
         only=doc.TEXT,
     )
+
+
+def _percent(x: float | None) -> str:
+    return NONE if x is None else f"{three(100 * x)} %"
 
 
 def _axes(fmt: str, tensor: str, rows: Sequence[InvarianceRow]) -> doc.Table:
@@ -86,7 +99,7 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
             r.axis,
             r.variant,
             r.tensor,
-            f"{100 * r.differ / r.elements:.2g} %",
+            _percent(r.differ / r.elements),
             "NaN" if r.nonfinite else ratio(r.floor_ratio),
             three(r.ulps),
             begins,
