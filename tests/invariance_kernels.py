@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from numdev.cases import AttentionCase
-from numdev.kernels import find
+from numdev.kernels import find, kernel
 
 CUTS: dict[str, dict[str, Any]] = {
     "split": {"splits": 4}, "tile": {"block_kv": 32}, "order": {"kv_order": "descending"},
@@ -40,10 +41,10 @@ def __getattr__(name: str) -> Any:
     if axis not in WHEN or cut not in CUTS:
         raise AttributeError(name)
 
-    def kernel(case: AttentionCase) -> torch.Tensor:
+    def switching(case: AttentionCase) -> torch.Tensor:
         return emulated(case, **(CUTS[cut] if WHEN[axis](case) else {}))
 
-    return kernel
+    return switching
 
 
 def sound(case: AttentionCase) -> torch.Tensor:
@@ -68,8 +69,6 @@ def shared_maximum(case: AttentionCase) -> torch.Tensor:
 
 
 def _sequence(case: AttentionCase, i: int) -> AttentionCase:
-    import dataclasses
-
     mask = case.mask
     if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
         mask = mask[i : i + 1]
@@ -131,8 +130,6 @@ def cast_in_chunks(case: AttentionCase) -> torch.Tensor:
 
 def lacks_a_key_in_decode(case: AttentionCase) -> torch.Tensor:
     """The last key is left out where there is one query."""
-    import dataclasses
-
     if WHEN["decode"](case):
         case = dataclasses.replace(case, k=case.k[:, :, :-1], v=case.v[:, :, :-1])
     return emulated(case)
@@ -141,3 +138,12 @@ def lacks_a_key_in_decode(case: AttentionCase) -> torch.Tensor:
 def other_mask(case: AttentionCase) -> torch.Tensor:
     """A mask that is added counts double; a hidden key is hidden either way."""
     return emulated(case) * (1.05 if case.mask is not None and case.mask.ndim == 2 else 1.0)
+
+
+@kernel("fp8-cache", claims=lambda *_: {"preset": "fa2", "p": "float8_e4m3fn"})
+def fp8_cache(case: AttentionCase) -> torch.Tensor:
+    """P in an 8-bit format; a prefill walks its keys from the first tile of 32, a decode step from
+    the last of 16."""
+    if WHEN["decode"](case):
+        return emulated(case, p="float8_e4m3fn", kv_order="descending")
+    return emulated(case, p="float8_e4m3fn", block_kv=32)

@@ -10,15 +10,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import invariance_kernels
 import pytest
 import torch
 import yaml
 from commands import ran
 
+from numdev.audit.bench import part
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import InvarianceRequest
+from numdev.formats import format_named
 from numdev.invariance import axes
 from numdev.invariance.differences import differs, exact_change
+from numdev.invariance.names import AXES
 from numdev.invariance.report import InvarianceReport
 from numdev.invariance.study import invariance
 from numdev.invariance.verdict import in_words
@@ -31,6 +35,9 @@ CASE = {
     "name": "c", "heads": 2, "kv_heads": 2, "seq_len": 64, "head_dim": 32, "causal": True,
     "batch": 2,
 }  # fmt: skip
+
+SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=40, kv_len=40, head_dim=8, v_dim=16)
+ROOT = Path(__file__).parent.parent
 
 
 def studied(path: Path, *kernels: Any, cases: Any = (CASE,), **more: Any) -> InvarianceReport:
@@ -118,9 +125,8 @@ def test_sound_kernels_keep_their_bits(tmp_path):
 
 def test_every_axis_keeps_the_exact_answer():
     """Each variant of calls of many kinds, with gradients, in fp64; nothing is left out."""
-    shapes = Shapes(batch=2, heads=4, kv_heads=2, q_len=40, kv_len=40, head_dim=8, v_dim=16)
-    drawn = draw("normal", shapes, seed=0, label="", options={}, gradients=True)
-    dO = torch.randn(shapes.out, generator=torch.Generator().manual_seed(1))
+    drawn = draw("normal", SHAPES, seed=0, label="", options={}, gradients=True)
+    dO = torch.randn(SHAPES.out, generator=torch.Generator().manual_seed(1))
     base = dict(zip("qkv", drawn, strict=True), grad_out=dO, scale=0.3)
     plain = AttentionCase(ref=CaseRef(case="c"), **base)
     made = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) > 0.3
@@ -227,11 +233,46 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
 
 def test_a_check_holds_a_function_to_axes(tmp_path):
     """The door for pytest: what keeps its bits passes, what does not names axis and cause."""
-    from invariance_kernels import cast_in_decode, sound
-
     how = {"cases": {**CASE, "name": "mine"}, "formats": "bfloat16", "backward": False,
            "claims": {"block_kv": 16}, "reproducers": tmp_path}  # fmt: skip
-    assert check_attention(sound, invariant=["batch", "decode"], **how).passed
+    assert check_attention(invariance_kernels.sound, invariant=["batch", "decode"], **how).passed
     with pytest.raises(CheckFailed, match=r"depends on whether a row is\s+decoded") as failed:
-        check_attention(cast_in_decode, invariant="decode", **how)
+        check_attention(invariance_kernels.cast_in_decode, invariant="decode", **how)
     assert failed.value.result.verdict == "FAIL"
+
+
+def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
+    """Where P has 8 bits, the running maximum under which each is rounded decides it: a decode step
+    that walks 16 keys a tile from the last one parts from a prefill of 32 keys a tile at 17 keys,
+    the first length of which one form makes two tiles. The cause says the tiles and the order."""
+    report = studied(tmp_path, "invariance_kernels:fp8_cache", axes=["decode"])
+    words = {in_words(r.cause) for r in report.rows if r.cause is not None}
+    assert words == {
+        "as 32 keys a tile in one split against 16 keys a tile, the last first, in one split"
+    }
+    q, k, v = draw("normal", SHAPES, seed=0, label="", options={})
+    case = AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=0.3, is_causal=True)
+    case = case.rounded_to(format_named("bfloat16"))
+    whole = invariance_kernels.fp8_cache(case)
+    parted = []
+    for length in range(1, 25):
+        one = part(case, row=range(length - 1, length), key=range(length))
+        step = invariance_kernels.fp8_cache(axes.without_positions(one))
+        parted.append(bool(differs(whole[:, :, length - 1 : length], step).any()))
+    assert parted.index(True) == 16
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_prints(capsys, monkeypatch, tmp_path):
+    """The example of docs/invariance.md is of this kind: tables, columns, axes and sentences."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "118")
+    page = (ROOT / "docs" / "invariance.md").read_text()
+    line = re.search(r"^numdev (invariance demo --layers.*)$", page, re.MULTILINE)[1]
+    code, out, _ = ran(capsys, *line.split(), "-o", "r")
+    assert code == 0
+    shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)[1]
+    for word in re.findall(r"[A-Za-z][\w'-]+", shown):
+        assert word in out, word
+    for axis in AXES:
+        assert f"| `{axis}` |" in page, axis

@@ -85,7 +85,7 @@ def by_tiling(
             # Of pairs that say the same the base's simplest, and what changes least.
             i, j = min(near, key=lambda x: (x[0], _changes(one[x[0]], two[x[1]]), x[1]))
             return Cause(base=one[i], variant=two[j], residual=float(left[i, j])), best
-    return None, best
+    return None, None if few else best
 
 
 def _changes(one: Claim, two: Claim) -> int:

@@ -40,7 +40,7 @@ from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
 WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
-SEARCHES = 3  # for a cause, of one kernel along one axis
+SEARCHES = 3  # for a cause, of one kernel along one axis on calls of one shape
 SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
 
 
@@ -141,7 +141,7 @@ class Study:
     run: Runner
     watch: Stopwatch
     backward: bool = False
-    searches: Counter[tuple[str, str]] = field(default_factory=Counter)
+    searches: Counter[Any] = field(default_factory=Counter)
 
     def variants(
         self, case: AttentionCase, fmt: Format
@@ -249,7 +249,7 @@ class Study:
         """The row with what explains its difference, where something does."""
         found = next((c for o in others if (c := cause.by_operator(first, o))), None)
         left = None
-        at = (planned.kernel.name + str(planned.options), row.axis)
+        at = (planned.kernel.name, str(planned.options), row.axis, base.q.shape, base.k.shape)
         searched = found is not None or row.nonfinite or self.searches[at] >= SEARCHES
         if not searched and row.first is not None:
             self.searches[at] += 1

@@ -32,7 +32,7 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
     yield _table(moved, len(moved), only=doc.TEXT)
     yield doc.table(
-        ("the model along", "with", "differ", "change", "without attention's", "attention's share"),
+        ("axis", "with", "differ", "change", "without attention's", "attention's share"),
         (
             (m.axis, doc.Cell(m.kernel, after=m.format), _percent(m.differ / (m.elements or 1)),
              si(m.difference), si(m.rest), _percent(m.share), )
@@ -65,7 +65,7 @@ def _axes(fmt: str, tensor: str, rows: Sequence[InvarianceRow]) -> doc.Table:
         [doc.Cell(axis, title=AXES[axis]), *(_cell(cells.get((axis, k), ())) for k in kernels)]
         for axis in dict.fromkeys(r.axis for r in rows)
     )
-    return doc.table((f"{tensor} along", *kernels), table, title=f"{tensor} in {fmt}")
+    return doc.table(("axis", *kernels), table, title=f"{tensor} in {fmt}")
 
 
 def _cell(rows: Sequence[InvarianceRow]) -> doc.Cell:
@@ -107,7 +107,7 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
         )
 
 
-COLUMNS = ("kernel", "axis", "variant", "tensor", "differ", "/ floor", "ulps", "begins", "cause")
+COLUMNS = ("kernel", "axis", "variant", "tensor", "differ", "over floor", "ulps", "begins", "cause")
 
 
 def _table(rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: Any) -> doc.Table:
