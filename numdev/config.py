@@ -21,9 +21,19 @@ Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
 MaskKind = Literal[
-    "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
+    "all_true",
+    "causal",
+    "random",
+    "mostly_masked",
+    "padding",
+    "one_empty",
+    "bias",
+    "bias_inf",
+    "bias_lowest",
 ]  # what `numdev.sources.regimes` can draw
-Layout = Literal["contiguous", "transposed", "packed"]  # of q, k and v (`numdev.cases.laid_out`)
+Layout = Literal[
+    "contiguous", "transposed", "packed", "strided"
+]  # of q, k and v (`numdev.cases.laid_out`)
 MOST_SEEDS = 100_000
 
 

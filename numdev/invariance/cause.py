@@ -76,7 +76,7 @@ def by_tiling(
         if not all(pairs):
             return None, best
         (one, a), (two, b) = (([o for o, _ in p], torch.stack([x for _, x in p])) for p in pairs)
-        left = _residuals(difference, a, b) / size
+        left = torch.stack([(difference - (b - x)).norm(dim=1) for x in a]) / size
         if not bool(left.isfinite().all()):
             return None, None
         best = float(left.min())
@@ -90,19 +90,6 @@ def by_tiling(
 
 def _changes(one: Claim, two: Claim) -> int:
     return sum(one.get(n) != two.get(n) for n in CUT)
-
-
-def _residuals(difference: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """|difference - (b_j - a_i)| for all i, j, from products of vectors; the smallest few by the
-    vectors themselves, since products lose half of the digits."""
-    da, db = a @ difference, b @ difference
-    squares = difference @ difference + 2 * da[:, None] - 2 * db[None, :]
-    squares = squares + a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.mT
-    left = squares.clamp_min(0).sqrt()
-    for flat in left.flatten().argsort()[:64].tolist():
-        i, j = divmod(flat, len(b))
-        left[i, j] = (difference - (b[j] - a[i])).norm()
-    return left
 
 
 def _looked_at(
@@ -153,7 +140,7 @@ def _emulated(
     for options in _candidates(case, claim) if searched else (claim,):
         with contextlib.suppress(NumdevError):
             made, out = recipe_of(options), emulation(case, options)
-            cut = {n: x for n in CUT if (x := getattr(made, n)) is not None}
+            cut = {"splits": 1, **{n: x for n in CUT if (x := getattr(made, n)) is not None}}
             if "block_kv" not in cut:  # by the rule of the preset; None: all keys at once
                 cut["block_kv"] = TILINGS[made.tiling][1](case.q.shape[-1], made.memory)[1]
             yield cut, out.double().flatten()
