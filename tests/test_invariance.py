@@ -220,7 +220,7 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     told = json.loads(out)
     assert (code, told["outcome"], told["rules"]) == (1, "exceeded", "mine")
     assert [v["rule"] for v in told["verdicts"] if v["outcome"] == "exceeded"] == ["decode bitwise"]
-    assert re.search(r"against 16 keys a tile in \d splits", told["findings"][0]["sentence"])
+    assert re.search(r"against 16 keys a tile", told["findings"][0]["sentence"])
     assert 'failures="1"' in Path("j.xml").read_text()
     report = read(Path("r"))
     assert isinstance(report, InvarianceReport)

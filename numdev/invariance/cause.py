@@ -31,7 +31,7 @@ FEW = 16  # elements: where fewer differ, some pair of thousands fits by chance
 TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)
 SPLITS = (1, 2, 3, 4, 8, 16)
 MOST_KEYS = 1 << 13  # of all sequences and heads together, where all are looked at
-MOST_TILES = 128  # of the keys: smaller tiles are not tried
+MOST_TILES = 64  # of the keys: smaller tiles are not tried
 CUT = ("block_kv", "splits", "kv_order")
 Claim = Mapping[str, Any]
 
@@ -60,16 +60,19 @@ def by_tiling(
     variant: Output,
     first: tuple[int, int, int, int],
     claims: tuple[Claim, Claim],
+    *,
+    search: bool,
 ) -> tuple[Cause | None, float | None]:
     """The pair that explains how `out` of a call differs from the base's, around the `first` row;
-    and the residual of the best pair. None where no two forms can be emulated."""
+    and the residual of the best pair. None where no two forms can be emulated. The claims are
+    tried alone, and with `search` then all candidates."""
     looked = _looked_at(call, base_case, base, variant, first)
     if looked is None:
         return None, None
     cases, difference = looked
     size, best = difference.norm(), None
     few = int((difference != 0).sum()) < FEW
-    for searched in (False, True)[: 1 if few else 2]:  # first as the kernel says that it cuts them
+    for searched in (False, True)[: 2 if search and not few else 1]:
         pairs = [
             list(_emulated(x, c, searched=searched)) for x, c in zip(cases, claims, strict=True)
         ]
@@ -85,7 +88,7 @@ def by_tiling(
             # Of pairs that say the same the base's simplest, and what changes least.
             i, j = min(near, key=lambda x: (x[0], _changes(one[x[0]], two[x[1]]), x[1]))
             return Cause(base=one[i], variant=two[j], residual=float(left[i, j])), best
-    return None, None if few else best
+    return None, best if search and not few else None
 
 
 def _changes(one: Claim, two: Claim) -> int:

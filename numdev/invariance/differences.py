@@ -33,30 +33,23 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 def exact_change(call: Call, base: Reference, variant: Reference) -> float:
     """How far the exact answer of the call's rows is from the base's, over the size of what is
     added up: beyond EXACT it is another answer."""
-    counted = call.there.of("out", ~base.empty)
-    if not torch.equal(counted, call.here.of("out", ~variant.empty)):  # type: ignore[arg-type]
+    counted: Any = call.there.of("out", ~base.empty)
+    if not counted.equal(call.here.of("out", ~variant.empty)):
         return math.inf
     worst = 0.0
     for tensor in TENSORS:
-        if not (hasattr(base, tensor) and hasattr(variant, tensor)):
-            continue
+        a, b = (getattr(x, tensor, None) for x in (base, variant))
         a, b = (
-            call.there.of(tensor, getattr(base, tensor)),
-            call.here.of(tensor, getattr(variant, tensor)),
+            None if x is None else p.of(tensor, x) for x, p in ((a, call.there), (b, call.here))
         )
         if a is None or b is None:
             continue
-        terms = (
-            call.there.of(tensor, getattr(base, TERMS[tensor])) if tensor in TERMS else a.abs() + 1
-        )
+        terms: Any = a.abs() + 1
+        if tensor in TERMS:
+            terms = call.there.of(tensor, getattr(base, TERMS[tensor]))
         apart = torch.where(a == b, 0.0, (a - b).abs() / terms.clamp_min(1e-300))  # -inf is -inf
         apart = apart if tensor in ("dk", "dv") else apart[counted]
-        worst = max(
-            [
-                worst,
-                *apart.nan_to_num(nan=math.inf).flatten().topk(min(1, apart.numel()))[0].tolist(),
-            ]
-        )
+        worst = max(worst, float(apart.nan_to_num(nan=math.inf).amax()) if apart.numel() else 0.0)
     return worst
 
 

@@ -23,7 +23,7 @@ from numdev.audit.run import Progress, Say, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, InvarianceRequest, Reading
-from numdev.errors import UsageError, closest
+from numdev.errors import UsageError
 from numdev.formats import Format
 from numdev.invariance import cause
 from numdev.invariance.axes import AXES, Variant, settled
@@ -31,7 +31,7 @@ from numdev.invariance.differences import EXACT, compared, exact_change, keys_se
 from numdev.invariance.models import model_of, model_rows
 from numdev.invariance.names import ASKED
 from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary, ModelRow
-from numdev.invariance.verdict import answer, judged, read_rules
+from numdev.invariance.verdict import answer, judged, known_axes, read_rules
 from numdev.invariance.ways import wrapped
 from numdev.kernels import Output
 from numdev.kernels.reference import attend, gradients
@@ -40,7 +40,8 @@ from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
 WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
-SEARCHES = 3  # for a cause, of one kernel along one axis on calls of one shape
+TRIES = 3  # for a cause, of one kernel along one axis on calls of one shape
+FAILURES = 2  # of a search over all tilings, along whatever axis
 SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
 
 
@@ -110,10 +111,10 @@ def invariance(
 def axes_of(names: Sequence[str]) -> tuple[str, ...]:
     """The axes by name; by default all but those that are only asked for. Raises UsageError for a
     name that none has."""
-    for name in names:
-        if name not in AXES:
-            raise UsageError(f"there is no axis {name!r}", hint=closest(name, AXES))
-    return tuple(names) or tuple(name for name in AXES if name not in ASKED)
+    try:
+        return known_axes(tuple(names)) or tuple(name for name in AXES if name not in ASKED)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def opened(request: InvarianceRequest, system: System) -> Source:
@@ -141,7 +142,7 @@ class Study:
     run: Runner
     watch: Stopwatch
     backward: bool = False
-    searches: Counter[Any] = field(default_factory=Counter)
+    tries: Counter[Any] = field(default_factory=Counter)
 
     def variants(
         self, case: AttentionCase, fmt: Format
@@ -196,10 +197,10 @@ class Study:
             first = memory.output(planned, base, variant.base_within)
             others = first if isinstance(first, Failure) else self._outputs(changed, variant)
             if isinstance(first, Failure) or isinstance(others, Failure):
-                failure = {**vars(others)}
-                if axis in WATCHED:
-                    failure["status"] = "skipped"
-                yield InvarianceRow(**fields, **failure, tensor="out")
+                why: Any = others
+                full = "OutOfMemory" in why.reason  # which is no fault of the kernel's
+                status: Any = "skipped" if axis in WATCHED or full else why.status
+                yield InvarianceRow(**fields, tensor="out", status=status, reason=why.reason)
                 continue
             with self.watch("comparing"):
                 numbers = list(compared(variant.calls, exact, first, others, fmt))
@@ -246,23 +247,25 @@ class Study:
         self, row: InvarianceRow, planned: Planned, changed: Planned, variant: Variant,
         base: AttentionCase, first: Output, others: Sequence[Output],
     ) -> InvarianceRow:  # fmt: skip
-        """The row with what explains its difference, where something does."""
+        """The row with what explains its difference, where something does. Searches are counted:
+        what three of them did not explain along an axis, or two on calls of a shape, stays so."""
         found = next((c for o in others if (c := cause.by_operator(first, o))), None)
-        left = None
-        at = (planned.kernel.name, str(planned.options), row.axis, base.q.shape, base.k.shape)
-        searched = found is not None or row.nonfinite or self.searches[at] >= SEARCHES
-        if not searched and row.first is not None:
-            self.searches[at] += 1
+        shape = (planned.kernel.name, str(planned.options), base.q.shape, base.k.shape)
+        at, left = (*shape, row.axis), None
+        if found is None and row.first and not row.nonfinite and self.tries[at] < TRIES:
+            self.tries[at] += 1
+            pairs = zip(variant.calls, others, strict=True)
+            call, other = next(x for x in pairs if _holds(x[0].there.row, row.first[2]))
             with self.watch("causes"):
-                number = next(
-                    i for i, c in enumerate(variant.calls) if _holds(c.there.row, row.first[2])
-                )
-                call, other = variant.calls[number], others[number]
                 claims = (
                     cause.claim_of(planned.kernel, planned.options, base, first, self.system),
                     cause.claim_of(changed.kernel, changed.options, call.case, other, self.system),
                 )
-                found, left = cause.by_tiling(call, base, first, other, row.first, claims)
+                search = self.tries[shape] < FAILURES
+                found, left = cause.by_tiling(
+                    call, base, first, other, row.first, claims, search=search
+                )
+            self.tries[shape] += left is not None and found is None
         return row.model_copy(update={"cause": found, "closest": left})
 
 

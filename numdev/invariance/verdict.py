@@ -111,25 +111,14 @@ def _cut(options: Any) -> str:
     return f"{text} in {'one split' if splits == 1 else f'{splits} splits'}"
 
 
-def size(row: InvarianceRow) -> str:
-    """How much of a row differs, as a clause."""
-    if row.differ == 0:
-        return "the same bits"
-    text = f"{three(100 * row.differ / max(1, row.elements))} % of elements differ"
-    if row.floor_ratio is not None:
-        text += f", by {three(row.floor_ratio)}× the floor's error (rms)"
-    return text
-
-
 def where(row: InvarianceRow) -> str:
-    """`sequence 0 head 1 row 17, which sees 18 keys`."""
-    if row.first is None:
-        return ""
+    """`sequence 0 head 1 row 17, which sees 18 keys`, of a row that differs."""
+    assert row.first is not None
     sequence, head, place, _ = row.first
-    what = "key" if row.tensor in ("dk", "dv") else "row"
-    text = f"sequence {sequence} head {head} {what} {place}"
-    seen = f", which sees {row.keys} key{'s' * (row.keys != 1)}" if row.keys is not None else ""
-    return text + seen
+    text = (
+        f"sequence {sequence} head {head} {'key' if row.tensor in ('dk', 'dv') else 'row'} {place}"
+    )
+    return text + (f", which sees {row.keys} key{'s' * (row.keys != 1)}" if row.keys else "")
 
 
 WRONG = {
@@ -225,7 +214,12 @@ def _worst(
     """The row that breaks the gravest rule by most."""
     pairs = [(row, b) for row in rows for b in held(row, rules) if b.observed > b.limit]
     order = list(WRONG)
-    return min(pairs, key=lambda x: (order.index(x[1].rule), -x[1].excess), default=None)
+
+    def gravity(pair: tuple[InvarianceRow, Broken]) -> tuple[float, ...]:
+        row, broken = pair
+        return order.index(broken.rule), -broken.excess, -(row.floor_ratio or 0.0)
+
+    return min(pairs, key=gravity, default=None)
 
 
 def _findings(rows: Sequence[InvarianceRow], rules: InvarianceRules) -> Iterator[Finding]:
@@ -312,23 +306,20 @@ def summary_of(rows: Iterable[InvarianceRow]) -> str:
 def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:
     """What explains a difference, kernel by kernel and axis by axis; then what becomes of it in the
     model's own output."""
-    causes = [r for r in rows if r.cause is not None]
-    for (label, _), own in grouped(causes, lambda r: (r.label, r.axis)).items():
-        row = max(own, key=lambda r: r.floor_ratio or 0.0)
-        assert row.cause is not None
-        yield f"{label} along {row.axis} ({row.variant}): {in_words(row.cause)}; {size(row)}."
-    for (fmt, axis), ran in grouped(
-        (m for m in models if m.difference is not None), lambda m: (m.format, m.axis)
-    ).items():
-        shares = [f"{100 * (m.share or 0.0):.0f} % with {m.kernel}" for m in ran if m.difference]
-        if not shares:
-            yield f"The model's output in {fmt} keeps its bits along {axis}."
-            continue
-        worst = max(m.difference or 0.0 for m in ran)
-        yield (
-            f"The model's output in {fmt} moves by up to {si(worst)} of its size along {axis}; "
-            f"attention's share: {listed(shares)}."
-        )
+    causes = grouped((r for r in rows if r.cause is not None), lambda r: (r.label, r.axis))
+    for (label, axis), own in causes.items():
+        row: Any = max(own, key=lambda r: r.floor_ratio or 0.0)
+        size = f"{three(100 * row.differ / row.elements)} % of elements differ"
+        by = f"by {three(row.floor_ratio)}× the floor's error (rms)"
+        yield f"{label} along {axis} ({row.variant}): {in_words(row.cause)}; {size}, {by}."
+    ran = grouped((m for m in models if m.reason is None), lambda m: (m.format, m.axis))
+    for (fmt, axis), of in ran.items():
+        shares = [f"{100 * (m.share or 0.0):.0f} % with {m.kernel}" for m in of if m.difference]
+        text = f"keeps its bits along {axis}"
+        if shares:
+            worst = si(max(m.difference or 0.0 for m in of))
+            text = f"moves by up to {worst} of its size along {axis}; attention's share: "
+        yield f"The model's output in {fmt} {text}{listed(shares) if shares else ''}."
 
 
 def rejudged(report: InvarianceReport, rules: InvarianceRules) -> Judged:
