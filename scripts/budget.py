@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {
-    "numdev (top)": 2100,
-    "numdev/cli": 1060,
+    "numdev (top)": 2200,
+    "numdev/cli": 1080,
     "numdev/sources": 3400,
     "numdev/kernels": 5600,
     "numdev/metrics": 2060,
@@ -22,9 +22,9 @@ BUDGET = {
     "numdev/gate": 1960,
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
-    "numdev/invariance": 1500,
-    "numdev/report": 3200,
-    "numdev": 30500,
+    "numdev/invariance": 1700,
+    "numdev/report": 3300,
+    "numdev": 31400,
     "tests": 20000,
 }
 WHOLE = ("numdev",)  # the total has no tenth to spare

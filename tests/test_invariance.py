@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -214,6 +217,10 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     journal = Path("r/rows.jsonl").read_text()
     assert ran(capsys, "invariance", "cases.yaml", "-o", "r")[0] == 0
     assert Path("r/rows.jsonl").read_text() == journal
+    whole = read(Path("r"))
+    Path("r/rows.jsonl").write_text("".join(journal.splitlines(keepends=True)[:4]))
+    assert ran(capsys, "invariance", "cases.yaml", "-o", "r")[0] == 0
+    assert read(Path("r")).rows == whole.rows  # causes too, though less was left to do
     assert ran(capsys, "gate", "r")[0] == 0
     gate = ("gate", "r", "--thresholds", "rules.yaml", "--junit", "j.xml")
     code, out, err = ran(capsys, *gate, "--json")
@@ -229,6 +236,22 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     code, _, err = ran(capsys, "gate", "r", "--thresholds", "rules.yaml")
     assert code == 2
     assert "there is no axis 'decoding'; did you mean 'decode'?" in err
+
+
+def test_a_finding_has_a_script(tmp_path, capsys, monkeypatch):
+    """It shows the finding by itself, along its axis alone, and ends with 1."""
+    monkeypatch.chdir(tmp_path)
+    request = {"cases": [CASE], "kernels": ["invariance_kernels:cast_in_decode"],
+               "axes": ["repeat", "decode"]}  # fmt: skip
+    Path("cases.yaml").write_text(yaml.safe_dump(request))
+    assert ran(capsys, "invariance", "cases.yaml", "-o", "r")[0] == 0
+    (script,) = Path("r/reproducers").glob("*/reproduce.py")
+    assert script.parent.name == read(Path("r")).findings[0].folder
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": path},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.strip() == read(Path("r")).findings[0].sentence
 
 
 def test_a_check_holds_a_function_to_axes(tmp_path):
@@ -276,3 +299,16 @@ def test_the_page_shows_what_the_command_prints(capsys, monkeypatch, tmp_path):
         assert word in out, word
     for axis in AXES:
         assert f"| `{axis}` |" in page, axis
+
+
+@pytest.mark.gpu
+def test_every_axis_runs_on_a_gpu(tmp_path):
+    """Nothing fails, the exact answers agree, and a CUDA graph is an axis."""
+    cases = [CASE, {**CASE, "name": "d", "seq_len": 1, "kv_len": 100, "causal": False}]
+    kernels = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "emulated")
+    report = studied(tmp_path, *kernels, cases=cases, device="cuda", backward=True)
+    assert not [r.reason for r in report.rows if r.status == "failed"]
+    assert not [r.reason for r in report.rows if "exact answer" in (r.reason or "")]
+    assert not report.findings
+    graphs = studied(tmp_path / "g", *kernels, cases=cases, device="cuda", axes=["graph"])
+    assert {r.status for r in graphs.rows} == {"ok"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ def invariance(target: str, results: Results, verdict: Verdict | None, **flags: 
     cases such as configs/invariance/decode.yaml. Every attention call is computed again in another
     batch, in chunks, row by row, padded, laid out another way, with poison around it, and compared
     bit by bit. The same request into the same directory continues where it stopped."""
+    from numdev.invariance.reproduce import reproducers
     from numdev.invariance.study import invariance as run
 
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"
     directory = results.directory(name, request.model_dump(mode="json"))
     found = results.study(run, request, directory, say=results.say)
-    results.hand_over(found, directory, verdict=verdict)
+    scripts = functools.partial(reproducers, request=request)
+    results.hand_over(found, directory, scripts, verdict)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,8 +39,9 @@ from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
 WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
-TRIES = 3  # for a cause, of one kernel along one axis on calls of one shape
-FAILURES = 2  # of a search over all tilings, along whatever axis
+# The variants of an axis whose cause is searched among all tilings, on the first call of a shape:
+# by number, so that an interrupted run says what one that was not says.
+SEARCHED = (0, 2, 3)
 SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
 
 
@@ -142,17 +142,21 @@ class Study:
     run: Runner
     watch: Stopwatch
     backward: bool = False
-    tries: Counter[Any] = field(default_factory=Counter)
+    shapes: set[Any] = field(default_factory=set)
 
     def variants(
         self, case: AttentionCase, fmt: Format
     ) -> Iterator[tuple[str, Variant, Callable[[], Iterator[InvarianceRow]]]]:
         """Every variant of a case along every axis, and what measures it."""
-        memory = Memory(self)
+        memory, shape = Memory(), (fmt.name, case.q.shape, case.k.shape)
+        new = shape not in self.shapes
+        self.shapes.add(shape)
         with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
             for axis in self.axes:
-                for variant in AXES[axis](case):
-                    yield axis, variant, partial(self.rows, axis, variant, case, fmt, memory)
+                for number, variant in enumerate(AXES[axis](case)):
+                    of = (axis, variant, case, fmt, memory)
+                    search = new and number in SEARCHED
+                    yield axis, variant, partial(self.rows, *of, search=search)
                 memory.forget(case)
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
@@ -171,15 +175,15 @@ class Study:
                 journal.append(key, {"model": list(found)})
 
     def rows(
-        self, axis: str, variant: Variant, case: AttentionCase, fmt: Format, memory: Memory
-    ) -> Iterator[InvarianceRow]:
-        """All kernels on one variant, whose exact answer is checked first."""
+        self, axis: str, variant: Variant, case: AttentionCase, fmt: Format, memory: Memory,
+        *, search: bool,
+    ) -> Iterator[InvarianceRow]:  # fmt: skip
+        """All kernels on one variant, whose exact answer is checked first; with `search` a cause is
+        looked for beyond what a kernel claims."""
         base = case if variant.base is None else variant.base
-        exact, change = memory.exact(base), 0.0
-        for call in variant.calls:
-            if call.case is not base:
-                other = memory.exact(call.case, keep=False)
-                change = max(change, exact_change(call, exact, other))
+        exact = memory.kept(base, "exact", make=partial(self.exact, base))
+        new = (call for call in variant.calls if call.case is not base)
+        change = max((exact_change(c, exact, self.exact(c.case)) for c in new), default=0.0)
         for planned in self.kernels:
             fields: dict[str, Any] = {
                 "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
@@ -194,23 +198,30 @@ class Study:
                 reason = f"the exact answer changes by {change:.0e} of its terms"
                 yield InvarianceRow(**fields, tensor="out", status="skipped", reason=reason)
                 continue
-            first = memory.output(planned, base, variant.base_within)
-            others = first if isinstance(first, Failure) else self._outputs(changed, variant)
+            own = partial(self.output, planned, base, variant.base_within)
+            of = (repr(variant.base_within), planned.kernel.name, str(planned.options))
+            first = memory.kept(base, *of, make=own)
+            others: Any = first if isinstance(first, Failure) else self._outputs(changed, variant)
             if isinstance(first, Failure) or isinstance(others, Failure):
-                why: Any = others
-                full = "OutOfMemory" in why.reason  # which is no fault of the kernel's
-                status: Any = "skipped" if axis in WATCHED or full else why.status
-                yield InvarianceRow(**fields, tensor="out", status=status, reason=why.reason)
+                full = "OutOfMemory" in others.reason  # which is no fault of the kernel's
+                status: Any = "skipped" if axis in WATCHED or full else others.status
+                yield InvarianceRow(**fields, tensor="out", status=status, reason=others.reason)
                 continue
             with self.watch("comparing"):
                 numbers = list(compared(variant.calls, exact, first, others, fmt))
-            for tensor, own in numbers:
-                if own["first"] is not None and tensor not in ("dk", "dv"):
-                    own["keys"] = keys_seen(base, own["first"])
-                row = InvarianceRow(**fields, tensor=tensor, **own)  # type: ignore[arg-type]
+            for tensor, found in numbers:
+                if found["first"] is not None and tensor not in ("dk", "dv"):
+                    found["keys"] = keys_seen(base, found["first"])
+                row = InvarianceRow(**fields, tensor=tensor, **found)  # type: ignore[arg-type]
                 if tensor == "out" and row.differ:
-                    row = self._with_cause(row, planned, changed, variant, base, first, others)
+                    forms = (planned, changed, variant, base, first, others)
+                    row = self._with_cause(row, *forms, search=search)
                 yield row
+
+    def exact(self, case: AttentionCase) -> Reference:
+        """The fp64 answer; with gradients where they are compared."""
+        with self.watch("reference"):
+            return gradients(case) if self.backward else attend(case)
 
     def _outputs(self, planned: Planned, variant: Variant) -> list[Output] | Failure:
         outputs = []
@@ -245,15 +256,11 @@ class Study:
 
     def _with_cause(
         self, row: InvarianceRow, planned: Planned, changed: Planned, variant: Variant,
-        base: AttentionCase, first: Output, others: Sequence[Output],
+        base: AttentionCase, first: Output, others: Sequence[Output], *, search: bool,
     ) -> InvarianceRow:  # fmt: skip
-        """The row with what explains its difference, where something does. Searches are counted:
-        what three of them did not explain along an axis, or two on calls of a shape, stays so."""
-        found = next((c for o in others if (c := cause.by_operator(first, o))), None)
-        shape = (planned.kernel.name, str(planned.options), base.q.shape, base.k.shape)
-        at, left = (*shape, row.axis), None
-        if found is None and row.first and not row.nonfinite and self.tries[at] < TRIES:
-            self.tries[at] += 1
+        """The row with what explains its difference, where something does."""
+        found, left = next((c for o in others if (c := cause.by_operator(first, o))), None), None
+        if found is None and row.first and not row.nonfinite:
             pairs = zip(variant.calls, others, strict=True)
             call, other = next(x for x in pairs if _holds(x[0].there.row, row.first[2]))
             with self.watch("causes"):
@@ -261,11 +268,8 @@ class Study:
                     cause.claim_of(planned.kernel, planned.options, base, first, self.system),
                     cause.claim_of(changed.kernel, changed.options, call.case, other, self.system),
                 )
-                search = self.tries[shape] < FAILURES
-                found, left = cause.by_tiling(
-                    call, base, first, other, row.first, claims, search=search
-                )
-            self.tries[shape] += left is not None and found is None
+                forms = (base, first, other, row.first, claims)
+                found, left = cause.by_tiling(call, *forms, search=search)
         return row.model_copy(update={"cause": found, "closest": left})
 
 
@@ -286,34 +290,17 @@ def _changed(planned: Planned, variant: Variant) -> Planned | None:
     return Planned(role="kernel", kernel=kernel, options=options)
 
 
-class Memory:
-    """References and outputs of one case and of the bases that stand for it."""
+class Memory(dict[Any, Any]):
+    """Cases, their references and what kernels return for them, by what they are of: of one case
+    and of the bases that stand for it."""
 
-    def __init__(self, study: Study) -> None:
-        self.study = study
-        self.references: dict[int, tuple[AttentionCase, Reference]] = {}
-        self.outputs: dict[Any, Output | Failure] = {}
+    def kept(self, case: AttentionCase, *of: Any, make: Callable[[], Any]) -> Any:
+        key = (id(case), *of)
+        if key not in self:
+            self[key], self[id(case),] = make(), case  # which stays, and its id with it
+        return self[key]
 
     def forget(self, case: AttentionCase) -> None:
         """All but what is of the case itself, as it is."""
-        self.references = {at: x for at, x in self.references.items() if at == id(case)}
-        plain = (id(case), "None")
-        self.outputs = {at: x for at, x in self.outputs.items() if at[:2] == plain}
-
-    def exact(self, case: AttentionCase, *, keep: bool = True) -> Reference:
-        """The fp64 answer; with gradients where they are compared."""
-        if id(case) in self.references:
-            return self.references[id(case)][1]
-        with self.study.watch("reference"):
-            reference = gradients(case) if self.study.backward else attend(case)
-        if keep:
-            self.references[id(case)] = case, reference
-        return reference
-
-    def output(
-        self, planned: Planned, case: AttentionCase, within: Within | None
-    ) -> Output | Failure:
-        key = (id(case), repr(within), planned.kernel.name, str(planned.options))
-        if key not in self.outputs:
-            self.outputs[key] = self.study.output(planned, case, within)
-        return self.outputs[key]
+        for key in [k for k in self if k[0] != id(case) or "partial" in str(k[1:2])]:
+            del self[key]

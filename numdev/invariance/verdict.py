@@ -14,6 +14,7 @@ from numdev.gate.rows import grouped
 from numdev.gate.verdict import Calls, Judgement, Outcome, Verdict
 from numdev.invariance.names import AXES
 from numdev.invariance.report import Cause, InvarianceReport, InvarianceRow, ModelRow
+from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import Finding, KernelVerdict
 from numdev.report.numbers import si, three
 from numdev.yamlfile import Strict, bundled, read_yaml
@@ -39,6 +40,7 @@ def known_axes(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+Limit = Annotated[float, Field(gt=0)]
 Axes = Annotated[tuple[str, ...], AfterValidator(known_axes)]
 
 
@@ -49,7 +51,8 @@ class InvarianceRules(Strict):
     bitwise: Axes = ("repeat", "beyond", "hidden", "unwritten")
     bitwise_tensors: tuple[Literal["out", "lse", "dq", "dk", "dv"], ...] = ("out", "lse")
     within_floor: Axes = ()
-    beyond_roundings: Annotated[float, Field(gt=0)] = 4.0
+    beyond_roundings: Limit = 4.0
+    beyond_roundings_float32: Limit = 64.0
     may_turn_nan: Axes = ("hidden-nan",)
 
 
@@ -79,7 +82,10 @@ def held(row: InvarianceRow, rules: InvarianceRules) -> Iterator[Broken]:
     if row.axis not in rules.may_turn_nan:
         yield Broken("finite", "nonfinite", row.nonfinite, 0)
         if row.tensor in JUDGED and row.elements:
-            yield Broken("rounding", "excess", row.excess, rules.beyond_roundings)
+            limit = rules.beyond_roundings_float32
+            if row.format in BIAS_FORMATS:
+                limit = rules.beyond_roundings
+            yield Broken("rounding", "excess", row.excess, limit)
     if row.axis in rules.bitwise and row.tensor in rules.bitwise_tensors:
         yield Broken("bitwise", "differ", row.differ, 0)
     if row.axis in rules.within_floor:
