@@ -48,9 +48,9 @@ def claim_of(
 
 
 def by_operator(base: Output, variant: Output) -> Cause | None:
-    """Two operators that ran."""
+    """Two operators that ran, where both are known."""
     a, b = (dict(x.did) if isinstance(x.did, Mapping) else {} for x in (base, variant))
-    return Cause(base=a, variant=b) if a != b else None
+    return Cause(base=a, variant=b) if a and b and a != b else None
 
 
 def by_tiling(

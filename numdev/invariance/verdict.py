@@ -107,7 +107,7 @@ def in_words(cause: Cause) -> str:
 
 def _operator(did: Any) -> str:
     words = ", ".join(f"{name} {value}" for name, value in did.items())
-    return str(did.get("operator", words or "nothing known"))
+    return str(did.get("operator", words))
 
 
 def _cut(options: Any) -> str:
@@ -303,10 +303,11 @@ def summary_of(rows: Iterable[InvarianceRow]) -> str:
             parts.append(f"{axis} ({si(worst)}×)")
         elif moved:
             parts.append(f"{axis} (the log-sum-exp alone)")
+    same = len(by_axis) - len(parts)
     if not parts:
-        return f"keeps its bits along all {len(by_axis)} axes that were tried"
-    rest = len(by_axis) - len(parts)
-    return f"differs along {listed(parts)}; keeps its bits along the other {rest} (× floor's error)"
+        return f"keeps its bits along {listed(by_axis) if same < 4 else f'all {same} axes'}"
+    rest = f"; keeps its bits along the other {same}" if same else ""
+    return f"differs along {listed(parts)}{rest} (× floor's error)"
 
 
 def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:
