@@ -333,8 +333,12 @@ def laid_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     """The same [batch, heads, length, dim] tensors as views.
 
     `contiguous`: as they are. `transposed`: [batch, length, heads, dim] in memory. `packed`: slices
-    of one tensor [batch, length, heads + 2 kv_heads, dim], as one projection makes them."""
+    of one tensor [batch, length, heads + 2 kv_heads, dim], as one projection makes them. `strided`:
+    every second number of the last dimension."""
     if layout == "contiguous":
+        return q, k, v
+    if layout == "strided":
+        q, k, v = (torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v))
         return q, k, v
     if layout == "packed":
         packed = torch.cat([x.transpose(1, 2) for x in (q, k, v)], dim=2).transpose(1, 2)

@@ -21,9 +21,19 @@ Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
 MaskKind = Literal[
-    "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
+    "all_true",
+    "causal",
+    "random",
+    "mostly_masked",
+    "padding",
+    "one_empty",
+    "bias",
+    "bias_inf",
+    "bias_lowest",
 ]  # what `numdev.sources.regimes` can draw
-Layout = Literal["contiguous", "transposed", "packed"]  # of q, k and v (`numdev.cases.laid_out`)
+Layout = Literal[
+    "contiguous", "transposed", "packed", "strided"
+]  # of q, k and v (`numdev.cases.laid_out`)
 MOST_SEEDS = 100_000
 
 
@@ -317,23 +327,67 @@ def effects_request(target: str, flags: Mapping[str, Any]) -> EffectsRequest:
     return validated(asked, EffectsRequest, f"numdev effects {target}")
 
 
+class InvarianceConfig(Reading):
+    """The keys of a YAML file for `numdev invariance`."""
+
+    checkpoint: str | None = None
+    """A checkpoint directory, a state dict, a file or directory of captured tensors, or `demo`."""
+    cases: Cases = ()
+    kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
+    """Kernel to ask: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
+    the default, all SDPA backends."""
+    formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
+    """Format, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
+    backward: Annotated[bool, Option()] = False
+    """Compare the backward pass too: dq, dk and dv."""
+    axes: Annotated[tuple[str, ...], Option("--axis", "NAME")] = ()
+    """Axis to go along, for example batch. Repeatable.  [all but compiled]"""
+    sequences: Annotated[Positive, Option(metavar="N")] = 2
+    """Sequences that the model reads.  [2]"""
+    logits: Annotated[bool, Option("--logits/--no-logits")] = True
+    """Whether to compare the model's own output too.  [logits]"""
+    isolate: Annotated[bool, Option()] = False
+    """Run kernels in a process of their own, so that a crash or a hang costs one row."""
+    time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
+    """What an isolated kernel may take.  [60]"""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InvarianceConfig:
+        if bool(self.checkpoint) == bool(self.cases):
+            raise ValueError("give either `checkpoint` or `cases`")
+        return self
+
+
+class InvarianceRequest(InvarianceConfig):
+    target: str  # what it is called
+
+
+def invariance_request(target: str, flags: Mapping[str, Any]) -> InvarianceRequest:
+    """What `target` names, and what was asked of it beside."""
+    name, fields = _target(target, InvarianceConfig)
+    return validated({**fields, **_asked(flags), "target": name}, InvarianceRequest, target)
+
+
 def audit_request(
     target: str | None, flags: Mapping[str, Any], given: Mapping[str, Any] | None = None
 ) -> AuditRequest:
     """What `target` names (None: configs/audit/default.yaml), and what was asked of it beside.
     `given`: its fields, where it is no file but what somebody has in memory."""
-    path = bundled("audit/default.yaml") if target is None else Path(target)
-    if given is not None:
-        name, fields = str(target), dict(given)
-    elif target == "demo":
-        name, fields = "demo", {"checkpoint": "demo"}
-    elif path.suffix in (".yaml", ".yml"):
-        name, fields = path.name, _given(read_yaml(path, AuditConfig))
-    elif path.exists():
-        name, fields = path.resolve().name, {"checkpoint": str(path)}
-    else:
-        name, fields = str(target), {"checkpoint": _cached(str(target))}
-    return validated({**fields, **_asked(flags), "target": name}, AuditRequest, str(path))
+    path = str(bundled("audit/default.yaml") if target is None else target)
+    named = (str(target), dict(given)) if given is not None else _target(path, AuditConfig)
+    return validated({**named[1], **_asked(flags), "target": named[0]}, AuditRequest, path)
+
+
+def _target(target: str, config: type[AuditConfig | InvarianceConfig]) -> tuple[str, Any]:
+    """What a target is called, and the fields of a request that it gives."""
+    path = Path(target)
+    if target == "demo":
+        return "demo", {"checkpoint": "demo"}
+    if path.suffix in (".yaml", ".yml"):
+        return path.name, _given(read_yaml(path, config))
+    if path.exists():
+        return path.resolve().name, {"checkpoint": str(path)}
+    return target, {"checkpoint": _cached(target)}
 
 
 def sweep_request(path: Path, flags: Mapping[str, Any]) -> SweepRequest:

@@ -16,6 +16,7 @@ from numdev.audit.isolation import attempt
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce import reproduce
 from numdev.audit.script import name_of
+from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.gate.findings import listed, remarks
@@ -25,7 +26,7 @@ from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain import never_set, parameters
-from numdev.report import AuditReport, Place
+from numdev.report import AuditReport, Finding, Place
 from numdev.report.foreign import plain
 from numdev.report.numbers import si
 from numdev.system import System
@@ -44,6 +45,7 @@ class CheckResult:
     passed: bool
     report: AuditReport = field(repr=False)  # as `numdev audit` makes it
     judgement: Judgement = field(repr=False)  # as `numdev gate` makes it
+    changes: tuple[Finding, ...] = ()  # along the axes of `invariant`
     skipped: tuple[str, ...] = ()  # what was not tested, a sentence for each reason
     notes: tuple[str, ...] = ()  # what else is to be known: another format, why there is no script
     reproducer: Path | None = None  # of a failed check: shows the gravest finding by itself
@@ -57,14 +59,15 @@ class CheckResult:
         """`PASS`, `FAIL`, or `NOT JUDGED`, which is no pass."""
         if self.passed:
             return "PASS"
-        return "FAIL" if self.judgement.outcome == "exceeded" else "NOT JUDGED"
+        return "FAIL" if self.judgement.outcome == "exceeded" or self.changes else "NOT JUDGED"
 
     @property
     def in_short(self) -> str:
         """A check in one line: what passed, or what is wrong first."""
         if self.passed:
             return f"{_tested(self.report)}, by the rules {self.judgement.rules}."
-        wrong = [f.sentence for f in self.report.findings if f.severity == "exceeded"]
+        every = (*self.report.findings, *self.changes)
+        wrong = [f.sentence for f in every if f.severity == "exceeded"]
         lacking = [*_unmeasured(self.report, self.judgement), *self.skipped, "nothing ran"]
         return plain(wrong[0] if wrong else f"not measured: {lacking[0]}")
 
@@ -88,6 +91,7 @@ def check(
     thresholds: Thresholds = None,
     claims: Mapping[str, Any] | None = None,
     reproducers: str | Path | None = None,
+    invariant: str | Sequence[str] = (),
 ) -> CheckResult:
     """Whether `function(q, k, v, ...)` computes attention as well as it can.
 
@@ -104,7 +108,8 @@ def check(
     measured; "auto": where autograd can follow. `seeds`: of drawn inputs. `thresholds`: a gate
     file, or its content; None: the default rules. `claims`: options of `emulated` that say how the
     function rounds; None: as it was registered, else as FlashAttention-2 does. `reproducers`: a
-    directory for the script of a failed check; None makes a temporary one.
+    directory for the script of a failed check; None makes a temporary one. `invariant`: axes
+    (docs/invariance.md) along which the output and the log-sum-exp must keep their bits.
 
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed, or nothing
     was measured. Raises UsageError for wrong arguments, MeasurementError for rules made for another
@@ -155,9 +160,14 @@ def check(
     if lacking:
         said.append("backward=True asks for gradients, and none could be measured.")
     left_out = tuple(_left_out(report, kernel.adapted))
+    names = (invariant,) if isinstance(invariant, str) else tuple(invariant)
+    changes = _changes(planned, source, plan, names) if names else ()
     words = _failure(name, report, judgement)
     if passed:
         words = [f"{name} passes the rules {rules.name}: {_tested(report)}."]
+    if changes:
+        words = [*(words if not passed else ()), *(f.sentence for f in changes)]
+        passed = False
     told = (*(() if scripts else dict.fromkeys(said)), *remarks(report.rows))
     every = (*words, *told, *left_out)
     filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in every]
@@ -165,7 +175,8 @@ def check(
     text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
     return CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
-        skipped=left_out, notes=told, reproducer=next(iter(scripts), None), words=text,
+        changes=tuple(changes), skipped=left_out, notes=told,
+        reproducer=next(iter(scripts), None), words=text,
     )  # fmt: skip
 
 
@@ -177,6 +188,29 @@ def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> Ch
     if not result.passed:
         raise CheckFailed(result)
     return result
+
+
+def _changes(
+    planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str]
+) -> Sequence[Finding]:
+    """What a kernel breaks along these axes, on the cases that it takes."""
+    from numdev.invariance.study import SECTIONS, Study, axes_of, prepared
+    from numdev.invariance.verdict import judged, read_rules
+
+    study = Study(
+        [planned], axes_of(names), plan.system, attempt, Stopwatch(plan.system.device, SECTIONS)
+    )
+    rules = read_rules(None).model_copy(update={"bitwise": tuple(names)})
+    return judged(
+        [
+            row
+            for located in source
+            for fmt in plan.formats
+            for _, _, rows_of in study.variants(prepared(located.load().rounded_to(fmt)), fmt)
+            for row in rows_of()
+        ],
+        rules,
+    ).findings
 
 
 def _rules(thresholds: Thresholds) -> Rules:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {
-    "numdev (top)": 2150,
-    "numdev/cli": 1110,
+    "numdev (top)": 2250,
+    "numdev/cli": 1130,
     "numdev/sources": 3400,
     "numdev/kernels": 5600,
     "numdev/metrics": 2060,
@@ -23,8 +23,9 @@ BUDGET = {
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
     "numdev/effects": 1550,
-    "numdev/report": 3320,
-    "numdev": 31200,
+    "numdev/invariance": 1700,
+    "numdev/report": 3430,
+    "numdev": 33600,
     "tests": 20000,
 }
 WHOLE = ("numdev",)  # the total has no tenth to spare

@@ -108,6 +108,7 @@ STRIDES = {
     "contiguous": ((H * N * D, N * D, D, 1), (H // 2 * N * D, N * D, D, 1)),
     "transposed": ((N * H * D, D, H * D, 1), (N * H // 2 * D, D, H // 2 * D, 1)),
     "packed": ((N * 2 * H * D, D, 2 * H * D, 1),) * 2,
+    "strided": ((2 * H * N * D, 2 * N * D, 2 * D, 2), (H * N * D, 2 * N * D, 2 * D, 2)),
 }
 
 

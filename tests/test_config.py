@@ -70,7 +70,7 @@ def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
         (one(heads=6, kv_heads=4), r"cases\.0: heads \(6\) must be a multiple of kv_heads \(4\)"),
         (one(window=-1), r"cases\.0\.window: .*greater than 0"),
         (one(mask="paddin"), r"cases\.0\.mask: Input should be 'all_true', 'causal', 'random'"),
-        (one(layout="bshd"), r"cases\.0\.layout: Input should be 'contiguous', 'transposed' or 'p"),
+        (one(layout="bshd"), r"cases\.0\.layout: Input should be 'contiguous', 'transposed', 'p"),
         (one(layout="packed", kv_len=9), r"cases\.0: layout packed: .* one length and head_dim"),
         (one(heads=[]), "heads is an empty list; give it values"),
         (one(inputs=[{"name": "sink", "strength": []}]), r"inputs\.strength is an empty list"),

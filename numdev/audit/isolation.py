@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,17 +46,25 @@ class Failure:
 
 
 Runner = Callable[..., Output | Failure]  # `attempt`, or an `Isolated`
+# How a case is laid out in memory, and in what state the process is, while a kernel runs. It can be
+# pickled, and leaves the values of the tensors as they are.
+Within = Callable[[AttentionCase], AbstractContextManager[AttentionCase]]
 
 
 def attempt(
-    kernel: Kernel, case: AttentionCase, options: Mapping[str, Any], *, gradients: bool = False
+    kernel: Kernel,
+    case: AttentionCase,
+    options: Mapping[str, Any],
+    *,
+    gradients: bool = False,
+    within: Within = contextlib.nullcontext,
 ) -> Output | Failure:
     """The kernel's output, with `gradients` that of one training step, or what went wrong. The
     kernel gets a copy of the inputs, so that writing into them, a failure, spoils no other's."""
     run = kernel.gradients if gradients else kernel.attend
     try:
-        with torch.set_grad_enabled(gradients):
-            output = run(here := copied(case), **options)
+        with torch.set_grad_enabled(gradients), within(copied(case)) as here:
+            output = run(here, **options)
         if case.q.is_cuda:
             torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
         if written := [n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))]:
@@ -118,14 +127,20 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         self.close()
 
     def __call__(
-        self, kernel: Kernel, case: AttentionCase, options: Any, *, gradients: bool = False
+        self,
+        kernel: Kernel,
+        case: AttentionCase,
+        options: Any,
+        *,
+        gradients: bool = False,
+        within: Within = contextlib.nullcontext,
     ) -> Output | Failure:
         """What `attempt` gives for the kernel of this name. The limit is for the kernel and its
         compilation, not for the start of a worker. Raises MeasurementError where none can be
         started; any exception, Ctrl-C included, ends the worker first."""
         device, on_cpu = case.q.device, copied(case, "cpu")
-        how = (kernel.name, dict(options), gradients, on_cpu, str(device), torch_settings())
-        task = pickle.dumps(how)
+        how = (dict(options), gradients, within)
+        task = pickle.dumps((kernel.name, how, on_cpu, str(device), torch_settings()))
         try:
             if self.process is None or self.process.poll() is not None:
                 self._start()
@@ -220,7 +235,7 @@ def serve(descriptor: int) -> None:
     pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:
-            name, options, gradients, case, device, settings = pickle.loads(pipe.recv_bytes())
+            name, how, case, device, settings = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os.killpg(0, signal.SIGKILL)
         set_torch(settings)
@@ -229,7 +244,8 @@ def serve(descriptor: int) -> None:
         except NumdevError as error:
             result: Any = Failure("failed", f"not found in the isolated process: {error}")
         else:
-            result = attempt(kernel, here, options, gradients=gradients)
+            options, gradients, within = how
+            result = attempt(kernel, here, options, gradients=gradients, within=within)
         answer = result if isinstance(result, Failure) else copied(result, "cpu")
         pipe.send_bytes(pickle.dumps(answer))
 

@@ -21,7 +21,7 @@ JOURNAL = "rows.jsonl"
 # What is built from a journal or goes on from it, and goes with it under --overwrite.
 RESULTS = (
     *("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv", "distances.csv"),
-    *("heads.csv", "cures.csv", "kernels.csv", "state.pt"),
+    *("heads.csv", "cures.csv", "kernels.csv", "models.csv", "state.pt"),
 )
 START = b'{"header":'
 Row = dict[str, Any] | BaseModel

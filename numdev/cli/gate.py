@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,8 @@ from numdev.errors import UsageError
 
 if TYPE_CHECKING:
     from numdev.gate.rules import Rules
+    from numdev.gate.verdict import Judgement
+    from numdev.report import Finding
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
@@ -47,28 +49,37 @@ class Verdict:
 
         return read_rules(self.rules) if self.rules else default_rules()
 
-    def of(self, found: Any, show: Literal["page", "json", "nothing"]) -> int:
-        """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
-        from numdev.effects.report import EffectsReport
-        from numdev.effects.verdict import tests_of
+    def judged(self, found: Any) -> tuple[Judgement, Sequence[Finding], Sequence[str]]:
+        """The rules, of its kind, on a report; what it says in sentences; what was tested."""
+        if found.kind == "invariance":
+            from numdev.invariance.verdict import read_rules, rejudged
+
+            again = rejudged(found, read_rules(self.rules))
+            return again.judgement, again.findings, again.tested
+        if found.kind == "effects":
+            from numdev.effects.verdict import tests_of
+            from numdev.gate.tests import judgement
+
+            of = (found.summary.runs, found.checks, found.narrower)
+            tests = list(tests_of(*of, self.limits.effects))
+            return *judgement(tests, self.limits.name, named=found.named), ()
         from numdev.gate import findings as sentences
         from numdev.gate.judging import judge_report
-        from numdev.gate.tests import judgement
+
+        judged = judge_report(found, self.limits)
+        return judged, *sentences.findings_in(judged, found.rows)
+
+    def of(self, found: Any, show: Literal["page", "json", "nothing"]) -> int:
+        """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
         from numdev.report import Places
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import document
 
-        tested: tuple[str, ...] = ()
-        if isinstance(found, EffectsReport):
-            of = (found.summary.runs, found.checks, found.narrower)
-            tests = list(tests_of(*of, self.limits.effects))
-            judged, findings = judgement(tests, self.limits.name, named=found.named)
-            places = Places(())
-        else:
-            judged, places = judge_report(found, self.limits), Places(found.rows)
-            findings, tested = sentences.findings_in(judged, found.rows)
+        judged, findings, tested = self.judged(found)
         click.get_current_context().find_root().obj = judged.exit_code
-        page = document(judged, findings, tested, places)
+        audited = found.kind in ("audit", "sweep")
+        places = Places(found.rows if audited else ())
+        page = document(judged, findings, tested, places, plants=audited)
         if show == "json":
             told = [finding.model_dump(mode="json") for finding in findings]
             verdicts = judged.model_dump(mode="json")
@@ -121,7 +132,7 @@ def gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_gate(*args: Any, verdict: Verdict, gate: bool, **given: Any) -> Any:
         asked = gate or any(vars(verdict).values())
-        if asked:
+        if asked and function.__name__ != "invariance":
             _ = verdict.limits  # refuse a wrong file before anything is measured
         return function(*args, verdict=verdict if asked else None, **given)
 
@@ -163,20 +174,20 @@ def gate(
         return
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init")
-    _ = verdict.limits
     gc.disable()  # a sixth of the time of a large report, whose records all stay
-    context.exit(verdict.of(_read(path), "json" if as_json else "page"))
+    found = _read(path, "audit", "sweep", "effects", "invariance")
+    if found.kind != "invariance":
+        _ = verdict.limits
+    context.exit(verdict.of(found, "json" if as_json else "page"))
 
 
-def _read(path: Path) -> Any:
-    from numdev.report import AuditReport, SweepReport, read
+def _read(path: Path, *kinds: str) -> Any:
+    from numdev.report import read
 
     found = read(path)
-    if not isinstance(found, AuditReport | SweepReport) and found.kind != "effects":
-        what = (
-            f"{path}: expected the report of an audit, a sweep or effects, got one of {found.kind}"
-        )
-        raise UsageError(what)
+    if found.kind not in (kinds or ("audit", "sweep")):
+        what = f"{path}: expected the report of {', '.join(kinds or ('audit', 'sweep'))}"
+        raise UsageError(f"{what}, got one of {found.kind}")
     return found
 
 

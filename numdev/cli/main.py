@@ -29,6 +29,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Study": {
         "sweep": ("audit", "Measure how deviation depends on length, format, tile or kernel."),
         "effects": ("effects", "Say what rounding does to a model's output, and which site."),
+        "invariance": ("invariance", "Ask whether batch, chunks or decode change the numbers."),
         "train": ("train", "Train small networks side by side; measure how far they drift."),
         "bounds": ("train", "Compare flash with low precision, another seed, and chance."),
         "weights": ("train", "Compare sets of weights, tensor by tensor."),
@@ -61,7 +62,7 @@ class _Commands(click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, section in SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl([(f"{name:8}", words) for name, (_, words) in section.items()])
+                formatter.write_dl([(f"{name:10}", words) for name, (_, words) in section.items()])
         click.Command.format_options(self, ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:

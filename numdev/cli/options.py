@@ -18,7 +18,7 @@ from numdev.yamlfile import parts_of
 F = TypeVar("F", bound=Callable[..., Any])
 DEVICES = ("auto", "cpu", "cuda")
 GROUPS = {
-    "Common options": "kernels kernel formats format backward against sites length output",
+    "Common options": "kernels kernel formats format axes backward against sites length output",
     "What the model reads": "text tokenizer inputs sequences seed generate denoise steps",
     "How it is built": "model model_dtype stream",
     "What is measured": "layers heads rows repeats control explain save_cases preset attention "

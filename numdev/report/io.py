@@ -29,6 +29,7 @@ KINDS = {
     "bounds": "numdev.training.bounds.report:BoundsReport",
     "diagnose": "numdev.diagnose.report:DiagnoseReport",
     "effects": "numdev.effects.report:EffectsReport",
+    "invariance": "numdev.invariance.report:InvarianceReport",
     "compare": "numdev.gate.compare_report:CompareReport",
 }
 """Where the class of each kind of report is; imported when one is read."""

@@ -140,7 +140,7 @@ class TrainingStep:
             grads = dict(zip(edges, wanted, strict=True))
         self.held = deque((case, grads.get(i), ()) for i, (case, _, _) in enumerate(self.held))
 
-    def hand_over(self, on_call: Callable[[AttentionCase], Any]) -> tuple[str, ...]:
+    def hand_over(self, on_call: Callable[[AttentionCase], object]) -> tuple[str, ...]:
         """Every call with its gradient, in the order they were made; none is kept. Where the loss
         has none for a call, only zeros, or one not finite, it is drawn; returns their names."""
         drawn = []

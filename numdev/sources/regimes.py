@@ -150,6 +150,17 @@ def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0)
     return Inputs(q, k, v)
 
 
+def border_ties(shapes: Shapes, draws: Draws, *, every: int = 64, strength: float = 8.0) -> Inputs:
+    """The keys on either side of every border of `every` keys are one, with the largest score."""
+    if every < 1:
+        raise ValueError("every must be at least 1")
+    q, k, v = sink(shapes, draws, strength=strength, value=1.0)
+    before = torch.arange(every - 1, shapes.kv_len, every)
+    for at in (before, before[before + 1 < shapes.kv_len] + 1):
+        k[:, :, at] = k[:, :, :1]
+    return Inputs(q, k, v)
+
+
 def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
@@ -350,7 +361,7 @@ def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
 
 _ALL: tuple[Callable[..., Inputs], ...] = (
     normal, outliers, sink, ties, one_signed_gradient, one_sign, far_below, massive_channel,
-    near_constant_keys, low_rank, correlated, near_overflow, biased_rounding,
+    border_ties, near_constant_keys, low_rank, correlated, near_overflow, biased_rounding,
     ones, one_key, uniform, one_hot, two_hot,
 )  # fmt: skip
 REGIMES = {regime.__name__: regime for regime in _ALL}
@@ -402,6 +413,8 @@ def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tenso
         entry = torch.arange(shapes.batch)[:, None, None, None]
         lengths = (shapes.kv_len * (entry + 1) + shapes.batch) // (shapes.batch + 1)
         return torch.arange(shapes.kv_len) < lengths
+    if kind == "one_empty":
+        return (torch.arange(shapes.batch) > 0)[:, None, None, None].expand(-1, 1, 1, len(keys))
     if kind in ("all_true", "causal"):
         whole = torch.ones((1, 1, len(rows), len(keys)), dtype=torch.bool, device="cpu")
         return whole if kind == "all_true" else whole.tril()

@@ -37,9 +37,15 @@ class Problem(NamedTuple):
 
 
 def document(
-    judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str], place: Places
+    judgement: Judgement,
+    findings: Sequence[Finding],
+    tested: Sequence[str],
+    place: Places,
+    *,
+    plants: bool = True,
 ) -> doc.Document:
-    """`findings` are the exceeded verdicts in sentences; `place` says what a place is called."""
+    """`findings` are the exceeded verdicts in sentences; `place` says what a place is called;
+    `plants`: whether a report of this kind can have planted faults."""
     leading = kernel_verdicts(judgement, findings)[:SENTENCES]
     lines = verdicts(SimpleNamespace(verdicts=leading, findings=findings))
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
@@ -62,7 +68,7 @@ def document(
             doc.words(("rule", "outcome", "heads", "worst", "limit", "in"), _rules(judgement)),
             _doses(judgement.power),
             *doc.notes((*declined, *tested, *_beside(judgement))),
-            *(() if judgement.power else doc.notes((NO_POWER,))),
+            *(() if judgement.power or not plants else doc.notes((NO_POWER,))),
         ),
     )
 

@@ -1,0 +1,36 @@
+"""`numdev invariance`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import click
+
+from numdev.cli.gate import Verdict, gated
+from numdev.cli.options import options_of
+from numdev.cli.session import Results, command
+from numdev.config import InvarianceConfig, invariance_request
+
+
+@command("invariance demo --axis batch --axis decode")
+@click.argument("target")
+@options_of(InvarianceConfig)
+@gated
+def invariance(target: str, results: Results, verdict: Verdict | None, **flags: Any) -> None:
+    """Ask whether the same tokens give the same numbers another way, and if not, why.
+
+    TARGET is what `numdev audit` takes: a checkpoint, `demo`, captured tensors, or a YAML file of
+    cases such as configs/invariance/decode.yaml. Every attention call is computed again in another
+    batch, in chunks, row by row, padded, laid out another way, with poison around it, and compared
+    bit by bit. The same request into the same directory continues where it stopped."""
+    from numdev.invariance.reproduce import reproducers
+    from numdev.invariance.study import invariance as run
+
+    request = invariance_request(target, flags)
+    name = f"invariance-{Path(request.target).stem}"
+    directory = results.directory(name, request.model_dump(mode="json"))
+    found = results.study(run, request, directory, say=results.say)
+    scripts = functools.partial(reproducers, request=request)
+    results.hand_over(found, directory, scripts, verdict)

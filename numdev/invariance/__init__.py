@@ -1,0 +1,1 @@
+"""The same tokens another way: are the numbers the same? `numdev invariance`."""

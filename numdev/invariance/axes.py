@@ -1,0 +1,443 @@
+"""The ways in which a call can change while some rows' exact answer stays: axes, as data.
+
+An axis is a function of a case that gives variants. A variant is one or more calls, and says where
+their rows stand in the call they are held against: the case itself, or a base of the variant's own
+where the case has too little around it (one sequence has no order). Rows depend on their own query
+and on the keys they see; the study checks in fp64 that they do not change.
+
+What stands around a sequence (neighbours, tokens that are added) is the case's own, rolled along
+its length with alternating sign: numbers of the same size, the same on every machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from numdev.audit.bench import part
+from numdev.audit.isolation import Within
+from numdev.cases import AttentionCase, empty_rows, explicit_mask, key_limits
+from numdev.invariance import ways
+
+SIZES = (1, 2, 8, 64)  # sequences in a batch
+LARGEST = 1 << 33  # scores of a call that an axis makes larger than the case
+LARGEST_CPU = 1 << 23
+AROUND = 4  # sequences of a batch whose order or neighbours change
+PAD = 37  # tokens: no multiple of a tile
+EXTEND = 16  # tokens that are added to a cache at once
+LARGE = 4.0  # what a neighbour's values are multiplied by: exact in every format
+FEATURES = ("q", "k", "v", "grad_out")
+
+
+class Part(NamedTuple):
+    """Where rows stand in a call: indices of its axes. `key` None: dk and dv are sums over other
+    queries, and not compared."""
+
+    batch: slice = slice(None)
+    head: slice = slice(None)
+    kv_head: slice = slice(None)
+    row: slice = slice(None)
+    key: slice | None = slice(None)
+
+    def of(self, tensor: str, x: Tensor) -> Tensor | None:
+        """These rows of `out`, `lse`, `dq`, `dk` or `dv`."""
+        if tensor not in ("dk", "dv"):
+            return x[self.batch, self.head, self.row]
+        return None if self.key is None else x[self.batch, self.kv_head, self.key]
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    case: AttentionCase
+    here: Part = WHOLE  # the rows that are compared, in this call
+    there: Part = WHOLE  # and in the base
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """One way to compute the base's rows again."""
+
+    name: str
+    calls: tuple[Call, ...]
+    base: AttentionCase | None = None  # None: the case itself
+    within: Within | None = None  # how the calls are laid out in memory, and run
+    base_within: Within | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the kernel, beside its own
+    wrap: Literal["graph", "compiled"] | None = None  # what the kernel is run as
+
+
+Variants = Iterator[Variant]
+
+
+def again(
+    name: str, case: AttentionCase, here: Part = WHOLE, there: Part = WHOLE, **more: Any
+) -> Variant:
+    """A variant of one call."""
+    return Variant(name=name, calls=(Call(case=case, here=here, there=there),), **more)
+
+
+# --- how cases change --------------------------------------------------------------------------
+
+
+def alike(x: Tensor, like: Tensor) -> Tensor:
+    """`x`, dense, with its axes in memory in the order of `like`'s: kernels choose by it."""
+    strides = like.stride()
+    order = sorted(range(like.ndim), key=lambda dim: (-strides[dim], dim))
+    back = [order.index(dim) for dim in range(like.ndim)]
+    return x.permute(order).contiguous().permute(back)
+
+
+def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
+    """The batch of these sequences of the case; from its batch on, neighbours that are made."""
+    count = case.q.shape[0]
+
+    def one(x: Tensor, index: int) -> Tensor:
+        own, times = x[index % count : index % count + 1], index // count
+        return own if not times else own.roll(times, dims=2) * (-1.0) ** times
+
+    changed: dict[str, Any] = {}
+    for name in FEATURES:
+        if (x := getattr(case, name)) is not None:
+            changed[name] = alike(torch.cat([one(x, i) for i in sequences]), x)
+    if case.mask is not None and case.mask.ndim == 4 and case.mask.shape[0] > 1:
+        changed["mask"] = case.mask[[i % count for i in sequences]]
+    return dataclasses.replace(case, **changed)
+
+
+def grown(
+    case: AttentionCase, *, rows: tuple[int, int] = (0, 0), keys: tuple[int, int] = (0, 0),
+    hidden: bool = False,
+) -> AttentionCase:  # fmt: skip
+    """The case with so many query rows and keys before and behind its own. Its rows see what they
+    saw by causality, window and mask; where keys are `hidden`, a mask of keys hides the new ones,
+    and nothing flows back through new rows."""
+
+    def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
+        times = -(-max(before, behind) // x.shape[2])
+        other = [x.roll(i, dims=2) * (-1.0) ** i for i in range(1, times + 1)]
+        tokens = torch.cat([x[:, :, :0], *other], dim=2) * float(not zero)
+        return alike(torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2), x)
+
+    changed: dict[str, Any] = {
+        "q": around(case.q, *rows), "k": around(case.k, *keys), "v": around(case.v, *keys),
+    }  # fmt: skip
+    if case.grad_out is not None:
+        changed["grad_out"] = around(case.grad_out, *rows, zero=True)
+    mask = case.mask
+    if mask is not None:
+        mask = _widened(mask, rows, keys)
+    if hidden:
+        shown = torch.ones(sum(keys) + case.kv_len, dtype=torch.bool, device=case.q.device)
+        shown[: keys[0]] = False
+        shown[keys[0] + case.kv_len :] = False
+        mask = _together(mask, shown[None, None, None])
+    if case.restricts_positions:
+        changed["causal_offset"] = case.causal_offset + keys[0] - rows[0]
+    return dataclasses.replace(case, mask=mask, **changed)
+
+
+def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """A mask for more rows, which see every key, and more keys, which no other row sees."""
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    bool_ = mask.dtype == torch.bool
+    if mask.shape[-1] > 1:
+        value = False if bool_ else torch.finfo(mask.dtype).min
+        mask = torch.nn.functional.pad(mask, keys, value=value)
+    if mask.shape[-2] > 1:
+        mask = torch.nn.functional.pad(mask, (0, 0, *rows), value=True if bool_ else 0.0)
+    return mask
+
+
+def _together(mask: Tensor | None, shown: Tensor) -> Tensor:
+    """A mask that hides what `mask` hides and what is not `shown`, bool."""
+    if mask is None:
+        return shown
+    if mask.dtype == torch.bool:
+        return mask & shown
+    return torch.where(shown, mask, torch.finfo(mask.dtype).min)
+
+
+def without_positions(case: AttentionCase) -> AttentionCase:
+    return dataclasses.replace(case, is_causal=False, causal_offset=0, window=None)
+
+
+def settled(case: AttentionCase) -> AttentionCase:
+    """The case with nothing that flows back through rows that see no key: what they return is a
+    convention."""
+    if case.grad_out is None:
+        return case
+    empty = empty_rows(case)[..., None]
+    return dataclasses.replace(case, grad_out=case.grad_out.masked_fill(empty, 0.0))
+
+
+def _some_rows(case: AttentionCase) -> list[int]:
+    """The last row, and two before it that end no tile."""
+    n = case.q_len
+    return sorted({n - 1, 2 * n // 3, n // 3 + 1} & set(range(n)))
+
+
+def _rows(case: AttentionCase, first: int, last: int) -> Part:
+    """These rows; dk and dv only where they are all there are."""
+    whole = (first, last) == (0, case.q_len)
+    return Part(row=slice(first, last), key=slice(None) if whole else None)
+
+
+def _own(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
+    """The case's rows and keys where so many stand before them."""
+    return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
+
+
+def _largest(case: AttentionCase) -> int:
+    return LARGEST if case.q.is_cuda else LARGEST_CPU
+
+
+# --- axes --------------------------------------------------------------------------------------
+
+
+def repeat(case: AttentionCase) -> Variants:
+    yield again("again", case)
+    yield again("a third time", case)
+
+
+def batch(case: AttentionCase) -> Variants:
+    count, own = case.q.shape[0], case.q.shape[:3].numel() * case.kv_len
+    for size in SIZES:
+        if size != count and own // count * size <= _largest(case):
+            first = Part(batch=slice(0, min(size, count)))
+            yield again(f"{size} in place of {count}", picked(case, range(size)), first, first)
+
+
+def order(case: AttentionCase) -> Variants:
+    base = picked(case, range(AROUND))
+    for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
+        at = places.index(0)
+        here, there = (Part(batch=slice(i, i + 1)) for i in (at, 0))
+        name = f"as number {at + 1} of {AROUND}"
+        yield again(name, picked(case, places), here, there, base=base)
+
+
+def neighbours(case: AttentionCase) -> Variants:
+    base, first = picked(case, range(AROUND)), Part(batch=slice(0, 1))
+    for name, factor in (("larger", LARGE), ("zero", 0.0)):
+        changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
+        for x in changed.values():
+            x[1:] *= factor
+        other = dataclasses.replace(base, **changed)
+        yield again(f"neighbours {name}", other, first, first, base=base)
+
+
+def lengths(case: AttentionCase) -> Variants:
+    """In a batch, by a mask of keys; packed, by a mask that is diagonal in blocks."""
+    around, n, m = picked(case, range(AROUND)), case.q_len, case.kv_len
+
+    def padded(*others: int) -> AttentionCase:
+        shown = torch.arange(m) < torch.tensor([m, *others])[:, None]
+        shown = shown[:, None, None].to(case.q.device)
+        return settled(dataclasses.replace(around, mask=_together(around.mask, shown)))
+
+    base, first = padded(m, m, m), Part(batch=slice(0, 1))
+    for name, others in (("shorter", (m // 2, 1, m - 1)), ("one of them empty", (m, 0, m))):
+        yield again(f"neighbours {name}", padded(*others), first, first, base=base)
+    if n != m or case.mask is not None or 9 * n * n * case.heads > _largest(case):
+        return
+    base, there = _packed(case, (n, n, n), 0), Part(row=slice(0, n), key=slice(0, n))
+    for name, sizes, start in (
+        ("packed, neighbours of other lengths", (n, n // 2, n + n // 2), 0),
+        ("packed, behind another", (n // 2 + 1, n, n + n // 2 - 1), n // 2 + 1),
+    ):
+        own = slice(start, start + n)
+        packed = _packed(case, sizes, int(start > 0))
+        yield again(name, packed, Part(row=own, key=own), there, base=base)
+
+
+def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
+    """Each sequence of the batch among others of these sizes; it is number `at` of them."""
+    around = sum(sizes[:at]), sum(sizes[at + 1 :])
+    whole = grown(without_positions(case), rows=around, keys=around)
+    numbers, (low, high) = torch.repeat_interleave(torch.tensor(sizes)), key_limits(case)
+    shown, place = numbers[:, None] == numbers, torch.arange(len(numbers))
+    if high is not None:
+        shown &= place <= place[:, None] + high
+    if low is not None:
+        shown &= place >= place[:, None] + low
+    return dataclasses.replace(whole, mask=shown.to(case.q.device))
+
+
+def padding(case: AttentionCase) -> Variants:
+    for side in ("right", "left"):
+        for amount in (1, PAD):
+            keys = (amount, 0) if side == "left" else (0, amount)
+            rows = keys if case.q_len == case.kv_len else (0, 0)
+            here = _own(case, rows[0], keys[0])
+            more = grown(case, rows=rows, keys=keys, hidden=True)
+            yield again(f"{amount} on the {side}", more, here)
+
+
+def heads(case: AttentionCase) -> Variants:
+    for g in sorted({0, case.kv_heads - 1}) if case.kv_heads > 1 else ():
+        of_group = slice(g * case.group, (g + 1) * case.group)
+        there = Part(head=of_group, kv_head=slice(g, g + 1))
+        yield again(f"kv head {g} alone", part(case, kv_head=range(g, g + 1)), there=there)
+
+
+def rows(case: AttentionCase) -> Variants:
+    n = case.q_len
+    for i in _some_rows(case) if n > 1 else ():
+        cut = part(case, row=range(i, i + 1))
+        yield again(f"row {i} alone", cut, there=_rows(case, i, i + 1))
+    if n > EXTEND:
+        cut = part(case, row=range(n - EXTEND, n))
+        yield again(f"the last {EXTEND} rows", cut, there=_rows(case, n - EXTEND, n))
+    elif n == 1 and not case.restricts_positions:
+        among, here = grown(case, rows=(EXTEND - 1, 0)), _rows(case, EXTEND - 1, EXTEND)
+        yield again(f"the last of {EXTEND} rows", among, here, Part(key=None))
+
+
+def longer(case: AttentionCase) -> Variants:
+    high = key_limits(case)[1]
+    if high is None or case.q_len - 1 + high > case.kv_len - 1:
+        return
+    text = case.q_len + case.causal_offset == case.kv_len
+    for more in (1, PAD, case.kv_len):
+        whole = grown(case, rows=(0, more if text else 0), keys=(0, more))
+        yield again(f"{more} tokens behind", whole, _own(case))
+
+
+def chunks(case: AttentionCase) -> Variants:
+    n, high = case.q_len, key_limits(case)[1]
+    for size in sorted({n // 2, 3 * n // 8, 64} if n >= 32 else ()):
+        calls = []
+        for first in range(0, n, size):
+            last = min(first + size, n)
+            stop = case.kv_len if high is None else min(case.kv_len, max(1, last + high))
+            cut = part(case, row=range(first, last), key=range(stop))
+            calls.append(Call(case=cut, there=_rows(case, first, last)))
+        if 1 < len(calls) <= 16:
+            yield Variant(name=f"chunks of {size}", calls=tuple(calls))
+
+
+def decode(case: AttentionCase) -> Variants:
+    n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
+    if n > 1 and high is not None:
+        for i in _some_rows(case):
+            start, stop = 0 if low is None else max(0, i + low), min(i + 1 + high, m)
+            if start < stop:
+                cut = without_positions(part(case, row=range(i, i + 1), key=range(start, stop)))
+                yield again(f"row {i} by itself", cut, there=_rows(case, i, i + 1))
+        if n > EXTEND and n - EXTEND + high >= 0 and low is None and n + high <= m:
+            cut = part(case, row=range(n - EXTEND, n), key=range(n + high))
+            there = _rows(case, n - EXTEND, n)
+            yield again(f"the last {EXTEND} by themselves", cut, there=there)
+    elif n == 1 and m > 1 and not case.restricts_positions and case.mask is None:
+        for rows in sorted({min(EXTEND, m), m}):
+            whole = grown(case, rows=(rows - 1, 0))
+            whole = dataclasses.replace(whole, is_causal=True, causal_offset=m - rows)
+            here = Part(row=slice(rows - 1, rows), key=None)
+            yield again(f"in a prefill of {rows}", whole, here, Part(key=None))
+
+
+def mask(case: AttentionCase) -> Variants:
+    shown, plain = explicit_mask(case), without_positions(case)
+    if shown is None:
+        shape = (case.q_len, case.kv_len)
+        shown = torch.ones(shape, dtype=torch.bool, device=case.q.device)
+    if case.restricts_positions or case.mask is None:
+        yield again("a tensor", dataclasses.replace(plain, mask=shown))
+    if shown.dtype == torch.bool:
+        zero = torch.zeros(shown.shape, dtype=case.q.dtype, device=shown.device)
+        added = zero.masked_fill(~shown, -math.inf)
+        yield again("a tensor that is added", dataclasses.replace(plain, mask=added))
+
+
+def strides(case: AttentionCase) -> Variants:
+    dense, half = partial(ways.laid, how="contiguous"), range(AROUND // 2)
+    alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
+    for how in ("transposed", "packed", "sliced", "every second"):
+        if how != "packed" or alike:
+            yield again(how, case, within=partial(ways.laid, how=how), base_within=dense)
+    if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
+        several = picked(case, half)
+        k, v = (x[:1].repeat(len(half), 1, 1, 1) for x in (case.k, case.v))
+        same = dataclasses.replace(several, k=k, v=v)
+        within = partial(ways.laid, how="expanded")
+        yield again("stride 0", same, base=same, within=within, base_within=dense)
+
+
+def paged(case: AttentionCase) -> Variants:
+    dense = partial(ways.laid, how="contiguous")
+    for size in (16, 64):
+        within = partial(ways.laid, how="paged", size=size)
+        yield again(f"pages of {size}", case, within=within, base_within=dense)
+
+
+def threads(case: AttentionCase) -> Variants:
+    here = torch.get_num_threads()
+    for count in (1, 2, 3) if not case.q.is_cuda else ():
+        if count != here:
+            within = partial(ways.on_threads, count=count)
+            yield again(f"{count} in place of {here}", case, within=within)
+
+
+def graph(case: AttentionCase) -> Variants:
+    if case.q.is_cuda:
+        yield again("CUDA graph", case, wrap="graph")
+
+
+def compiled(case: AttentionCase) -> Variants:
+    yield again("torch.compile", case, wrap="compiled")
+
+
+def tiles(case: AttentionCase) -> Variants:
+    """Options that cut the keys, or order them; the study leaves out what a kernel has not."""
+    for option, values in ways.TILINGS.items():
+        for value in values:
+            yield again(f"{option}={value}", case, options={option: value})
+
+
+# --- poison ------------------------------------------------------------------------------------
+
+
+def beyond(case: AttentionCase) -> Variants:
+    held = partial(ways.inside, value=None)
+    for name, value in ways.POISONS.items():
+        within = partial(ways.inside, value=value)
+        yield again(f"{name} there", case, within=within, base_within=held)
+
+
+def hidden(case: AttentionCase, *, poison: str) -> Variants:
+    more = (0, PAD if case.q_len == case.kv_len else 0)
+    base, own = grown(case, rows=more, keys=(0, PAD), hidden=True), _own(case)
+    for tensors in ("kv", "k", "v"):
+        changed = {}
+        for tensor in tensors:
+            changed[tensor] = x = getattr(base, tensor).clone()
+            x[:, :, case.kv_len :] = ways.POISONS[poison]
+        other = dataclasses.replace(base, **changed)
+        yield again(f"{poison} in {' and '.join(tensors)}", other, own, own, base=base)
+
+
+def unwritten(case: AttentionCase) -> Variants:
+    base = partial(ways.sentinel, value=0.0)
+    for name, value in ways.POISONS.items():
+        within = partial(ways.sentinel, value=value)
+        yield again(f"{name} before", case, within=within, base_within=base)
+
+
+AXES: Mapping[str, Callable[[AttentionCase], Variants]] = {
+    "repeat": repeat, "batch": batch, "order": order, "neighbours": neighbours, "lengths": lengths,
+    "padding": padding, "heads": heads, "rows": rows, "longer": longer, "chunks": chunks,
+    "decode": decode, "paged": paged, "mask": mask, "strides": strides, "threads": threads,
+    "graph": graph, "compiled": compiled, "tiles": tiles, "beyond": beyond,
+    "hidden": partial(hidden, poison="large numbers"), "hidden-nan": partial(hidden, poison="NaN"),
+    "unwritten": unwritten,
+}  # fmt: skip
+"""By the names of `numdev.invariance.names`."""

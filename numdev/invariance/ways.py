@@ -1,0 +1,167 @@
+"""How a call is laid out in memory and run, with the values of its tensors as they are.
+
+Functions of a case that can be pickled, for `numdev.audit.isolation`: they are entered where the
+kernel runs, after its inputs were copied."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from numdev.audit.isolation import threads
+from numdev.cases import AttentionCase, laid_out, transposed
+from numdev.kernels import Kernel, Output
+
+POISONS: Mapping[str, float] = {"NaN": math.nan, "large numbers": 1024.0}
+"""What stands in memory that must not matter: far above usual values, while its products with them
+stay finite in float16."""
+GUARD = 64  # rows of poison on each side of a head's
+TILINGS: Mapping[str, Sequence[Any]] = {
+    "block_kv": (32, 64, 128, 256), "block_n": (32, 64, 128), "splits": (2, 4),
+    "kv_order": ("descending",), "num_splits": (2, 4),
+}  # fmt: skip
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+LAID = ("q", "k", "v", "grad_out")
+
+
+def _each(case: AttentionCase, change: Any) -> AttentionCase:
+    tensors: dict[str, Any] = {n: change(x) for n in LAID if (x := getattr(case, n)) is not None}
+    return dataclasses.replace(case, **tensors)
+
+
+@contextlib.contextmanager
+def laid(case: AttentionCase, *, how: str, size: int = 16) -> Iterator[AttentionCase]:
+    """q, k, v and grad_out in another layout; of `expanded` and `paged` k and v alone."""
+    match how:
+        case "contiguous":
+            yield _each(case, lambda x: x.contiguous())
+        case "transposed":
+            yield _each(case, transposed)
+        case "packed":
+            q, k, v = laid_out("packed", case.q, case.k, case.v)
+            yield dataclasses.replace(case, q=q, k=k, v=v)
+        case "sliced":
+            yield _each(case, lambda x: _inside(x, 0.0))
+        case "every second":
+            yield _each(case, lambda x: torch.stack([x, x], dim=-1)[..., 0])
+        case "expanded":
+            k, v = (x[:1].expand_as(x) for x in (case.k, case.v))
+            yield dataclasses.replace(case, k=k, v=v)
+        case "paged":
+            k, v = (_gathered(x, size) for x in (case.k, case.v))
+            yield dataclasses.replace(case, k=k, v=v)
+
+
+def _gathered(x: Tensor, size: int) -> Tensor:
+    """[batch, heads, length, dim] from pages of `size` tokens that lie in another order, each
+    [size, heads, dim]; a view of what was gathered, whose last page holds NaN behind the end."""
+    b, h, n, d = x.shape
+    pages = -(-n // size)
+    whole = torch.full((b, pages * size, h, d), math.nan, dtype=x.dtype, device=x.device)
+    whole[:, :n] = x.transpose(1, 2)
+    places = torch.arange(b * pages, device=x.device).flip(0)
+    pool = whole.view(b * pages, size, h, d)[places]
+    table = places.argsort().view(b, pages)
+    return pool[table].view(b, pages * size, h, d)[:, :n].transpose(1, 2)
+
+
+@contextlib.contextmanager
+def inside(case: AttentionCase, *, value: float | None) -> Iterator[AttentionCase]:
+    """q, k, v and grad_out as slices of larger tensors that hold `value` around them, or, where it
+    is None, numbers as theirs."""
+    yield _each(case, lambda x: _inside(x, value))
+
+
+def _inside(x: Tensor, value: float | None) -> Tensor:
+    """x as a slice: GUARD rows before and behind those of every head, a sequence before and one
+    behind."""
+    b, h, n, d = x.shape
+    shape = (b + 2, h, n + 2 * GUARD, d)
+    if value is None:
+        rows = torch.arange(shape[2], device=x.device) % n
+        whole = x[:1].flip(2)[:, :, rows].repeat(b + 2, 1, 1, 1)
+    else:
+        whole = torch.full(shape, value, dtype=x.dtype, device=x.device)
+    if x.stride(1) < x.stride(2):
+        whole = transposed(whole)
+    own = whole[1 : b + 1, :, GUARD : GUARD + n]
+    return own.copy_(x)
+
+
+@contextlib.contextmanager
+def on_threads(case: AttentionCase, *, count: int) -> Iterator[AttentionCase]:
+    with threads(count):
+        yield case
+
+
+class _Filled(TorchDispatchMode):
+    """Fills what is allocated without a value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in EMPTY and result.is_floating_point():
+            result.fill_(self.value)
+        return result
+
+
+@contextlib.contextmanager
+def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
+    """Memory that a kernel allocates without a value holds this one: what Python allocates, by the
+    dispatcher; what C++ does, as far as the allocator gives back what was freed last."""
+    shape = (*case.q.shape[:3], case.v.shape[-1])
+    for dtype in (case.q.dtype, torch.float32):
+        freed = [torch.full(shape, value, dtype=dtype, device=case.q.device) for _ in range(2)]
+        del freed
+    with _Filled(value):
+        yield case
+
+
+# --- what a kernel is run as ---------------------------------------------------------------------
+
+
+def wrapped(kernel: Kernel, wrap: str) -> Kernel:
+    """The kernel's forward pass in a CUDA graph, or compiled."""
+    run = {"graph": _in_a_graph, "compiled": _compiled}[wrap]
+    return dataclasses.replace(kernel, function=run(kernel))
+
+
+def _in_a_graph(kernel: Kernel) -> Any:
+    def run(case: AttentionCase, **options: Any) -> Output:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kernel.attend(case, **options)
+        torch.cuda.current_stream().wait_stream(side)
+        whole = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(whole):
+            output = kernel.attend(case, **options)
+        whole.replay()
+        torch.cuda.synchronize()
+        copies: dict[str, Any] = {
+            n: x.clone() for n, x in vars(output).items() if isinstance(x, Tensor)
+        }
+        return dataclasses.replace(output, **copies)
+
+    return run
+
+
+def _compiled(kernel: Kernel) -> Any:
+    """Its output as an operation of autograd's graph where it has one: what is watched beside it
+    while it is measured is not compiled."""
+
+    def run(case: AttentionCase, **options: Any) -> Any:
+        torch.compiler.reset()
+        return torch.compile(kernel.training or kernel.function, dynamic=False)(case, **options)
+
+    return run

@@ -1,0 +1,102 @@
+"""The textbook's attention under torch.compile, in the spellings that public code has.
+
+The compiler recognises some of them and puts SDPA in their place, fuses others, and computes some
+as they are written: one function in other words can have other numbers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, explicit_mask
+from numdev.kernels import Output, kernel, no_claim
+from numdev.kernels.output import why_not
+
+
+def _matmul(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As transformers' eager attention without its cast."""
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    return torch.matmul(torch.softmax(_masked(scores, mask), dim=-1), v)
+
+
+def _divided(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As in Vaswani et al. and nanoGPT: divided by sqrt(d)."""
+    scores = (q @ k.transpose(-2, -1)) / (1.0 / scale)
+    return torch.softmax(_masked(scores, mask), dim=-1) @ v
+
+
+def _scaled_q(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As in BART and CLIP: q is multiplied first."""
+    return torch.softmax(_masked((q * scale) @ k.transpose(-2, -1), mask), dim=-1) @ v
+
+
+def _float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As in Llama: the softmax in float32, then a cast."""
+    scores = _masked(torch.matmul(q, k.transpose(2, 3)) * scale, mask)
+    p = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(p, v)
+
+
+def _einsum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As in lucidrains' and JAX ports."""
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * scale
+    return torch.einsum("bhij,bhjd->bhid", _masked(scores, mask).softmax(dim=-1), v)
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """exp of what is below the maximum, divided by its sum at the end."""
+    scores = _masked((q @ k.mT).float() * scale, mask)
+    p = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    return ((p.to(v.dtype) @ v) / p.sum(dim=-1, keepdim=True)).to(q.dtype)
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -math.inf)
+    return scores + mask
+
+
+SPELLINGS: Mapping[str, Callable[..., Tensor]] = {
+    "matmul": _matmul, "divided": _divided, "scaled-q": _scaled_q, "float32": _float32,
+    "einsum": _einsum, "by-hand": _by_hand,
+}  # fmt: skip
+
+
+@kernel(
+    "inductor",
+    options={"spelling": "matmul"},
+    values={"spelling": tuple(SPELLINGS)},
+    supports=lambda case: why_not(
+        (case.softcap is not None, "the textbook has no soft cap"),
+        (case.sinks is not None, "the textbook has no attention sinks"),
+    ),
+    claims=no_claim,
+)
+def inductor(case: AttentionCase, *, spelling: str) -> Output:
+    """The textbook's attention, compiled, in one of its public spellings."""
+    from torch._dynamo import config
+
+    mask = explicit_mask(case)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(case.q.dtype)
+    k, v = case.k, case.v
+    if case.group > 1:
+        k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
+    limits: dict[str, Any] = dict.fromkeys(
+        ("recompile_limit", "accumulated_recompile_limit"), 1_000_000
+    )
+    with config.patch(limits):  # every shape is compiled for itself, as by `flex`
+        out = _compiled(spelling)(case.q, k, v, mask, case.scale)
+    return Output(out=out, ran=f"torch.compile of the spelling {spelling}")
+
+
+@functools.cache
+def _compiled(spelling: str) -> Callable[..., Tensor]:
+    return torch.compile(SPELLINGS[spelling], fullgraph=True, dynamic=False)

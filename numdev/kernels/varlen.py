@@ -1,0 +1,99 @@
+"""PyTorch's own attention of packed sequences, `torch.nn.attention.varlen.varlen_attn`.
+
+The sequences of a batch are laid behind one another. A mask of keys that shows the first few of
+each sequence becomes their lengths, and the rest is not given to the operator at all. Causality is
+aligned bottom-right, as FlashAttention's, which it calls."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.kernels import Output, Requirement, kernel
+from numdev.kernels.output import refuse, why_not
+
+MODULE = "torch.nn.attention.varlen"
+
+
+def _unsupported(case: AttentionCase) -> str | None:
+    own, mask = case.kv_len - case.q_len, case.mask
+    of_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
+    return why_not(
+        (importlib.util.find_spec(MODULE) is None, "this PyTorch has no varlen_attn"),
+        (case.softcap is not None or case.sinks is not None, "it has no soft cap and no sinks"),
+        (case.window is not None, "its windows differ between versions"),
+        (not of_keys, "of masks it takes lengths alone: [batch, 1, 1, keys], bool"),
+        (mask is not None and case.is_causal, "lengths would move its causal diagonal"),
+        (case.is_causal and case.causal_offset != own, f"aligns bottom-right, an offset of {own}"),
+    )
+
+
+@kernel(
+    "varlen-attn",
+    requires=Requirement(device="cuda", capability=(8, 0)),
+    supports=_unsupported,
+)
+def varlen_attn(case: AttentionCase) -> Output:
+    """PyTorch's attention of packed sequences."""
+    attend: Any = importlib.import_module(MODULE).varlen_attn
+    takes = _takes()
+    lengths = _lengths(case)
+    given = {
+        "is_causal": case.is_causal,  # before the windows of 2.12
+        "window_size": (-1, 0 if case.is_causal else -1),
+        "scale": case.scale,
+        "enable_gqa": case.group > 1,
+    }
+    usual = math.isclose(case.scale, case.q.shape[-1] ** -0.5)
+    refuse(
+        ("scale" not in takes and not usual, "this PyTorch's varlen_attn takes no scale"),
+        (
+            case.is_causal and not takes & {"is_causal", "window_size"},
+            "this PyTorch's varlen_attn is not causal",
+        ),
+    )
+    b, _, n, _ = case.q.shape
+    seen = torch.arange(case.kv_len, device=case.q.device) < lengths[:, None]
+    q = case.q.transpose(1, 2).flatten(0, 1)
+    k, v = case.k.transpose(1, 2)[seen], case.v.transpose(1, 2)[seen]
+    if "enable_gqa" not in takes and case.group > 1:
+        k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    rows = torch.arange(b + 1, device=q.device, dtype=torch.int32) * n
+    aux = importlib.import_module(MODULE).AuxRequest(lse=True)
+    out, lse = attend(
+        *(q, k, v, rows, ends, n, int(lengths.max())),
+        return_aux=aux,
+        **{name: x for name, x in given.items() if name in takes},
+    )
+    return Output(
+        out=out.unflatten(0, (b, n)).transpose(1, 2),
+        lse=lse.unflatten(1, (b, n)).transpose(0, 1),
+        ran=f"{MODULE}.varlen_attn",
+    )
+
+
+@functools.cache
+def _takes() -> frozenset[str]:
+    """The parameters that this PyTorch's function has."""
+    return frozenset(inspect.signature(importlib.import_module(MODULE).varlen_attn).parameters)
+
+
+def _lengths(case: AttentionCase) -> Tensor:
+    """int64 [batch]: how many keys each sequence has. Refused for a mask that is no length."""
+    full = torch.full((case.q.shape[0],), case.kv_len, device=case.q.device)
+    if case.mask is None:
+        return full
+    shown = case.mask[:, 0, 0].expand(len(full), case.kv_len)
+    lengths: Tensor = shown.sum(dim=1)
+    first = torch.arange(case.kv_len, device=shown.device) < lengths[:, None]
+    refuse((not first.equal(shown), "its mask shows more than the first keys of a sequence"))
+    return lengths

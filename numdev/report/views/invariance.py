@@ -1,0 +1,115 @@
+"""What changes when the same rows are computed another way, shown: axes by kernels, what differs
+where and why, and the model's own output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from numdev.gate.rows import grouped
+from numdev.invariance.names import AXES
+from numdev.invariance.report import InvarianceReport, InvarianceRow
+from numdev.invariance.verdict import in_words
+from numdev.report import document as doc
+from numdev.report.numbers import NONE, ratio, shade, si, three
+
+SAME = "same"
+LEGEND = (
+    "same: the same bits in all calls and variants. Otherwise the largest rms difference over the "
+    "error of the exact result rounded once (the floor's), and in how many variants there is one. "
+    "A dash: not run."
+)
+SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
+
+
+def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
+    for fmt, rows in grouped(report.rows, lambda r: r.format).items():
+        tensors = dict.fromkeys(r.tensor for r in rows if r.status == "ok")
+        for tensor in tensors:
+            yield _axes(fmt, tensor, [r for r in rows if r.tensor == tensor or not r.elements])
+    yield from doc.notes((LEGEND,))
+    moved = list(_differences(report.rows))
+    yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
+    yield _table(moved, len(moved), only=doc.TEXT)
+    yield doc.table(
+        ("axis", "with", "differ", "change", "without attention's", "attention's share"),
+        (
+            (m.axis, doc.Cell(m.kernel, after=m.format), _percent(m.differ / (m.elements or 1)),
+             si(m.difference), si(m.rest), _percent(m.share), )
+            for m in report.models if m.reason is None
+        ),
+        title="The model's own output, over its size",
+    )  # fmt: skip
+    yield doc.words(
+        ("kernel", "axis", "not run"),
+        (
+            (kernel, axis, f"{len(own)}: {own[0].reason}")
+            for (kernel, axis, _), own in grouped(
+                (r for r in report.rows if r.status != "ok"), lambda r: (r.label, r.axis, r.reason)
+            ).items()
+        ),
+        title="Not run",
+        only=doc.TEXT,
+    )
+
+
+def _percent(x: float | None) -> str:
+    return NONE if x is None else f"{three(100 * x)} %"
+
+
+def _axes(fmt: str, tensor: str, rows: Sequence[InvarianceRow]) -> doc.Table:
+    """Axes down, kernels across."""
+    kernels = dict.fromkeys(r.label for r in rows if r.status == "ok")
+    cells = grouped(rows, lambda r: (r.axis, r.label))
+    table = (
+        [doc.Cell(axis, title=AXES[axis]), *(_cell(cells.get((axis, k), ())) for k in kernels)]
+        for axis in dict.fromkeys(r.axis for r in rows)
+    )
+    return doc.table(("axis", *kernels), table, title=f"{tensor} in {fmt}")
+
+
+def _cell(rows: Sequence[InvarianceRow]) -> doc.Cell:
+    ok = [r for r in rows if r.status == "ok"]
+    if not ok:
+        return doc.Cell(NONE, style="soft", title=next((r.reason or "" for r in rows), ""))
+    moved = [r for r in ok if not r.same]
+    if not moved:
+        return doc.Cell(SAME, style="good")
+    worst = max(moved, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
+    text = "NaN" if worst.nonfinite else ratio(worst.floor_ratio)
+    many = f"{len(moved)}/{len(ok)}"
+    return doc.Cell(text, shade(worst.floor_ratio, (0.1, 1.0, 4.0, 16.0)), after=many)
+
+
+def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
+    """Of every kernel, axis and variant the call and tensor that moves most."""
+    moved = (r for r in rows if r.status == "ok" and r.differ)
+    for own in grouped(moved, lambda r: (r.label, r.format, r.axis, r.variant, r.tensor)).values():
+        r = max(own, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
+        cause = next((x.cause for x in (r, *own) if x.cause is not None), None)
+        begins = NONE
+        if r.first is not None:
+            sequence, head, row, _ = r.first
+            begins = f"{sequence}, {head}, {row}" + ("" if r.keys is None else f" of {r.keys} keys")
+        why = in_words(cause) if cause is not None else ""
+        if not why and r.closest is not None:
+            why = f"no tiling or split (residual {three(r.closest)})"
+        yield (
+            doc.Cell(r.label, style="strong"),
+            r.axis,
+            r.variant,
+            r.tensor,
+            _percent(r.differ / r.elements),
+            "NaN" if r.nonfinite else ratio(r.floor_ratio),
+            three(r.ulps),
+            begins,
+            why,
+        )
+
+
+COLUMNS = ("kernel", "axis", "variant", "tensor", "differ", "over floor", "ulps", "begins", "cause")
+
+
+def _table(rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: Any) -> doc.Table:
+    title = "What differs" + (f", the first {len(rows)} of {count}" if len(rows) < count else "")
+    return doc.words(COLUMNS, rows, title=title, **more)

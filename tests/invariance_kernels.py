@@ -1,0 +1,149 @@
+"""Kernels that break along one axis each, and sound ones; named as `invariance_kernels:NAME`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from numdev.cases import AttentionCase
+from numdev.kernels import find, kernel
+
+CUTS: dict[str, dict[str, Any]] = {
+    "split": {"splits": 4}, "tile": {"block_kv": 32}, "order": {"kv_order": "descending"},
+    "both": {"block_kv": 32, "splits": 2}, "whole": {"block_kv": 1024},
+}  # fmt: skip
+# When a kernel changes how it cuts the keys, by the axis along which that is.
+WHEN: dict[str, Callable[[AttentionCase], bool]] = {
+    "batch": lambda c: c.q.shape[0] in (1, 8),
+    "heads": lambda c: c.kv_heads == 1,
+    "rows": lambda c: c.q_len == 1 and c.is_causal,
+    "longer": lambda c: c.q_len == c.kv_len and c.q_len > 64 and c.mask is None,
+    "chunks": lambda c: 16 < c.q_len < c.kv_len and c.is_causal,
+    "decode": lambda c: c.q_len == 1 and not c.is_causal,
+    "mask": lambda c: c.mask is not None and c.mask.ndim == 2 and c.q_len == 64,
+    "strides": lambda c: c.q.stride(-1) != 1,
+    "paged": lambda c: c.k.stride(1) < c.k.stride(2) and c.q.stride(1) > c.q.stride(2),
+    "threads": lambda c: torch.get_num_threads() > 1,
+}
+
+
+def emulated(case: AttentionCase, **options: Any) -> torch.Tensor:
+    """FlashAttention-2, by default with 16 keys a tile: rows and sequences as if alone."""
+    return find("emulated").attend(case, **{"block_kv": 16, **options}).out
+
+
+def __getattr__(name: str) -> Any:
+    """`batch_split`: the cut `split` where the condition of `batch` holds."""
+    axis, _, cut = name.partition("_")
+    if axis not in WHEN or cut not in CUTS:
+        raise AttributeError(name)
+
+    def switching(case: AttentionCase) -> torch.Tensor:
+        return emulated(case, **(CUTS[cut] if WHEN[axis](case) else {}))
+
+    return switching
+
+
+def sound(case: AttentionCase) -> torch.Tensor:
+    return emulated(case)
+
+
+def noisy(case: AttentionCase, *, calls: Any = None) -> torch.Tensor:
+    """Another answer at every second call."""
+    counted.append(1)
+    return emulated(case) * (1 + 2.0**-7 * (len(counted) % 2))
+
+
+counted: list[int] = []
+
+
+def shared_maximum(case: AttentionCase) -> torch.Tensor:
+    """A maximum over all sequences: where another's scores are far higher, exp underflows."""
+    alone = torch.cat([emulated(_sequence(case, i)) for i in range(case.q.shape[0])])
+    largest = case.q.float().abs().amax()
+    own = case.q.float().abs().amax(dim=(1, 2, 3), keepdim=True)
+    return torch.where(largest > 3 * own, alone * 0.9, alone)
+
+
+def _sequence(case: AttentionCase, i: int) -> AttentionCase:
+    mask = case.mask
+    if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
+        mask = mask[i : i + 1]
+    q, k, v = (x[i : i + 1] for x in (case.q, case.k, case.v))
+    return dataclasses.replace(case, q=q, k=k, v=v, mask=mask)
+
+
+def reads_beyond(case: AttentionCase) -> torch.Tensor:
+    """The key behind the last one too, with a weight of a thousandth, where there is memory."""
+    v, (b, h, n, d) = case.v, case.v.shape
+    end = v.storage_offset() + sum((s - 1) * t for s, t in zip(v.shape, v.stride(), strict=True))
+    if end + v.stride(2) >= v.untyped_storage().size() // v.element_size():
+        return emulated(case)
+    more = v.as_strided((b, h, n + 1, d), v.stride(), v.storage_offset())[:, :, n:]
+    return emulated(case) + (more * 1e-3).repeat_interleave(case.group, 1)
+
+
+def reads_before(case: AttentionCase) -> torch.Tensor:
+    """The key before the first."""
+    k, (b, h, _, d) = case.k, case.k.shape
+    if k.storage_offset() < k.stride(2):
+        return emulated(case)
+    more = k.as_strided((b, h, 1, d), k.stride(), k.storage_offset() - k.stride(2))
+    return emulated(case) + (more * 1e-3).repeat_interleave(case.group, 1)
+
+
+def reads_hidden(case: AttentionCase) -> torch.Tensor:
+    """A thousandth of every value, seen or not."""
+    mean = case.v.float().mean(2, keepdim=True).repeat_interleave(case.group, 1) * 1e-3
+    return emulated(case) + (mean.to(case.q.dtype) if case.mask is not None else 0)
+
+
+def last_row_unwritten(case: AttentionCase) -> torch.Tensor:
+    out = torch.empty_like(case.q)
+    out[:, :, :-1] = emulated(case)[:, :, :-1]
+    return out
+
+
+def last_head_unwritten(case: AttentionCase) -> torch.Tensor:
+    out = case.q.new_empty(case.q.shape)
+    out[:, :-1] = emulated(case)[:, :-1]
+    return out
+
+
+def first_sequence_unwritten(case: AttentionCase) -> torch.Tensor:
+    out = torch.empty(case.q.shape, dtype=case.q.dtype)
+    out[1:] = emulated(case)[1:]
+    return out
+
+
+def cast_in_decode(case: AttentionCase) -> torch.Tensor:
+    """P in an 8-bit format where there is one query."""
+    return emulated(case, **({"p": "float8_e4m3fn"} if WHEN["decode"](case) else {}))
+
+
+def cast_in_chunks(case: AttentionCase) -> torch.Tensor:
+    return emulated(case, **({"p": "float8_e4m3fn"} if WHEN["chunks"](case) else {}))
+
+
+def lacks_a_key_in_decode(case: AttentionCase) -> torch.Tensor:
+    """The last key is left out where there is one query."""
+    if WHEN["decode"](case):
+        case = dataclasses.replace(case, k=case.k[:, :, :-1], v=case.v[:, :, :-1])
+    return emulated(case)
+
+
+def other_mask(case: AttentionCase) -> torch.Tensor:
+    """A mask that is added counts double; a hidden key is hidden either way."""
+    return emulated(case) * (1.05 if case.mask is not None and case.mask.ndim == 2 else 1.0)
+
+
+@kernel("fp8-cache", claims=lambda *_: {"preset": "fa2", "p": "float8_e4m3fn"})
+def fp8_cache(case: AttentionCase) -> torch.Tensor:
+    """P in an 8-bit format; a prefill walks its keys from the first tile of 32, a decode step from
+    the last of 16."""
+    if WHEN["decode"](case):
+        return emulated(case, p="float8_e4m3fn", kv_order="descending")
+    return emulated(case, p="float8_e4m3fn", block_kv=32)
