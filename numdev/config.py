@@ -301,21 +301,23 @@ class EffectsRequest(Reading):
     formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
     """Format the model runs in, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
     against: Annotated[str, Option(metavar="KERNEL")] = "baseline"
-    """Kernel from which every other one's distance is taken too.  [baseline, eager attention]"""
+    """Kernel that every other one's output is also compared with.  [baseline, eager attention]"""
     sites: Annotated[bool, Option("--sites/--no-sites")] = True
-    """Whether to round one site of the model at a time, for the budget.  [sites]"""
+    """Also round one site of the model at a time, to show each one's share of the cost.  [sites]"""
     by_layer: Annotated[bool, Option()] = False
-    """Attention of one layer at a time in the format, with the first kernel."""
+    """Also run attention in the format in one layer at a time, with the first kernel."""
     generate: Annotated[Positive | None, Option(metavar="N")] = None
-    """Compare decoding the last N tokens with a cache to one pass."""
+    """Also decode the last N tokens with a cache, and compare with one pass."""
     compile: Annotated[bool, Option()] = False
-    """Compare the model under torch.compile to the model as it is."""
+    """Also run the model under torch.compile, and compare with the model as it is."""
     stream: Annotated[bool, Option()] = False
     """Read the model's weights from disk layer by layer while it runs."""
     time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
-    """What an isolated kernel may take.  [60]"""
+    """Time limit of a kernel with --isolate.  [60]"""
     isolate: Annotated[bool, Option()] = False
     """Run kernels in a process of their own."""
+    layers: None = None  # of a Reading; the whole model is run, in fp64 and in the formats
+    model_dtype: Literal["float64"] = "float64"
 
 
 def effects_request(target: str, flags: Mapping[str, Any]) -> EffectsRequest:

@@ -97,7 +97,8 @@ def _compared(name: str, subject: Subject, one: Exact, other: Exact, counted: Te
         return float(error.nan_to_num(nan=1e300, posinf=1e300))
 
     if one[0].shape != other[0].shape:
-        raise MeasurementError(f"outputs of {[*one[0].shape]} and of {[*other[0].shape]}")
+        shapes = f"{[*one[0].shape]} and {[*other[0].shape]}"
+        raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
     far, first = apart(one[0], other[0]), None
     if far > LIMIT:
         parted = (n for n, x in one[1].items() if n in other[1] and apart(x, other[1][n]) > LIMIT)

@@ -240,7 +240,7 @@ class Answers:
         """The options of `emulated` that the kernel rounds like on a rounded case."""
         claim = planned.kernel.claims(case, self._ran(planned, case), self.system)
         if claim is None or case.format.precision > MOST_BITS:
-            raise Refused(f"nothing predicts {planned.kernel.name} in {case.format.name}")
+            raise Refused(f"{planned.kernel.name} has no rounding model for {case.format.name}")
         return claim
 
 

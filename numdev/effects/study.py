@@ -117,9 +117,6 @@ class Study:
 
     def __init__(self, request: EffectsRequest, run: Runner) -> None:
         self.request, self.run, self.system = request, run, System.here(request.device)
-        for name in ("layers", "model_dtype"):
-            if getattr(request, name) != EffectsRequest.model_fields[name].default:
-                raise UsageError(f"--{name.replace('_', '-')}: does not apply to effects")
         planned = plan_kernels((Choice(name=request.against), *request.kernels))
         for choice in (Choice(name=request.against), *request.kernels):
             if choice.name in ("floor", "reference"):
@@ -128,7 +125,7 @@ class Study:
         self.against = next(p for p in self.kernels if p.kernel.name == find(request.against).name)
         self.formats = plan_formats(request.formats, self.kernels)
         fields: dict[str, Any] = {name: getattr(request, name) for name in Reading.model_fields}
-        fields |= {"model_dtype": "float64", "stream": request.stream}
+        fields["stream"] = request.stream
         if is_pipeline(Path(request.checkpoint)):
             what = f"{request.target}: expected a transformers checkpoint or a state dict"
             raise UsageError(f"{what}, got a diffusers pipeline", hint="audit it instead")

@@ -145,11 +145,12 @@ def _answer(
     alone = _alone(main, runs)
     if main.apart is not None and main.kernel != against and alone and alone.share:
         moved = next((r.apart for r in runs if r.kind == "moved" and r.apart), None)
-        ulp = f" (inputs one unit in the last place off: {three(moved / size)})" if moved else ""
+        ulp = f" (inputs one ulp off: {three(moved / size)} times)" if moved else ""
         share, far = _between(alone.share, percent), three(main.apart / size)
         yield (
-            f"{fmt}: {name} in place of {against} moves the {what} {far} times as far as {fmt} "
-            f"does{ulp}; attention, with its inputs rounded, is {share} of what {fmt} costs."
+            f"{fmt}: attention, with its inputs rounded, is {share} of what {fmt} costs; {name} in "
+            f"place of {against} changes the {what} by {far} times the error that {fmt} makes in "
+            f"them{ulp}."
         )
     text = f"{fmt}: costs {_between(main.cost)}{unit} in all" if main.cost else ""
     if budget is not None and budget.adds_up:
@@ -205,7 +206,7 @@ def tests_of(
         if check.layer is not None:
             text += f"; layer {check.layer} is the first whose attention differs"
         if check.holds:
-            text = "in fp64 its output depends on nothing that it should not"
+            text = "causality, masks and implementations agree in fp64"
         yield Test(about, check.name, not check.holds, text, check.difference, check.limit)
     for run in (run for run in runs if run.kind == "whole"):
         about = {"kernel": run.kernel, "options": run.options, "format": run.format}
