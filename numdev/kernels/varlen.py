@@ -29,6 +29,10 @@ def _unsupported(case: AttentionCase) -> str | None:
     return why_not(
         (importlib.util.find_spec(MODULE) is None, "this PyTorch has no varlen_attn"),
         (case.softcap is not None or case.sinks is not None, "it has no soft cap and no sinks"),
+        (
+            any(x.stride(-1) != 1 for x in (case.q, case.k, case.v)),
+            "a last dimension with a stride",
+        ),
         (case.window is not None, "its windows differ between versions"),
         (not of_keys, "of masks it takes lengths alone: [batch, 1, 1, keys], bool"),
         (mask is not None and case.is_causal, "lengths would move its causal diagonal"),
