@@ -57,6 +57,7 @@ UNITS = {
     "worst_row": "× the error predicted for its worst row",
     "rms": " (rms)",
 }
+ABSENT = "the kernel is not in the other report"
 NEITHER = "nothing new, nothing gone"
 OTHER = (
     "The inputs differ in {count} of {every} rows, judging by the floor: there errors are judged "
@@ -342,7 +343,7 @@ def _presences(old: Rows, new: Rows, names: Names) -> Iterator[Presence]:
                 other = bare.get(step) or bare.get((kernel, call, False))
                 why = f"{other.status}: {other.reason}" if other else "there is no such row"
                 if kernel not in kernels:
-                    why = "the kernel is not in the other report"
+                    why = ABSENT
                 lacking.append((row, what, why))
     lacking += [
         (row, "failed", f"in {side}: {row.reason}")
@@ -374,6 +375,8 @@ def answer(
     for p in presences:
         counts[p.what, label(p)] += p.rows
     there = ", ".join(f"{n} row{'s' * (n != 1)} of {k} {what}" for (what, k), n in counts.items())
+    if absent := {label(p) for p in presences if p.why == ABSENT}:
+        there += f" ({listed(absent)}: in one report alone)"
     states = {p.what for p in presences}
     verdict = "CHANGED" if moves or "gone" in states else "CRASHED" if "failed" in states else ""
     what = f"{listed(moved) or 'nothing'} moved beyond noise"

@@ -304,7 +304,9 @@ def answer(known: Sequence[Comparison], formats: Mapping[str, str], off: float) 
         if c.low is not None:
             over = f"95 % interval over {over} {times(c.low)} to {times(c.high)}"
         paper = PAPER if c.against_role == "low_precision" else ""
-        distance = f"{c.variant} moves the trained weights {times(c.ratio)} times as far as {what}"
+        when = " to ".join(dict.fromkeys(str(step) for step in (*c.steps[:1], *c.steps[-1:])))
+        distance = f"{c.variant} moves the weights {times(c.ratio)} times as far as {what}"
+        distance += f" at step{'s' * (len(c.steps) > 1)} {when}" if when else ""
         whose = f"{c.against} in {formats[c.against]}, golden run in {formats['']}" if paper else ""
         distance += f" ({whose or c.against}; {over}{paper})"
         if c.ratio is None:
