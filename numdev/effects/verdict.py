@@ -236,12 +236,13 @@ def tests_of(
 
 def _of_ratio(about: Any, rule: str, text: str, run: RunSummary, whole: Any, limit: float) -> Test:
     """A ratio exceeds a limit where the lower end of its interval does, or surely where it has none
-    or in one sequence alone, but for a model with a router, which may choose otherwise there."""
+    or in one sequence alone, if that has many positions and the model no router."""
     assert run.over is not None
     x, worst = run.over, run.over_worst or 0.0
     judged, words = (x.mean / SURELY, "") if x.low is None else (x.low, f" ({_range(x, three)})")
     numbers = f"{three(x.mean, limit)}×{words}"
-    if judged <= limit and worst > SURELY * limit and whole.unexplained is not None:
+    steady = bool(run.growth) and whole.unexplained is not None
+    if judged <= limit and worst > SURELY * limit and steady:
         judged, numbers = worst / SURELY, f"{three(worst)}× in one sequence"
     text = f"{text.format(numbers)} at the output (limit {three(limit)}×)"
     return Test(about, rule, judged > limit, text, judged, limit)
