@@ -102,7 +102,8 @@ def _of_kernel(
 
 def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """The same of what is judged of these rows already, without what planted faults showed."""
-    findings = [*_exceeded(judgement.verdicts, Places(rows)), *_not_run(judgement.calls)]
+    places = Places(rows if any(v.beyond for v in judgement.verdicts) else ())
+    findings = [*_exceeded(judgement.verdicts, places), *_not_run(judgement.calls)]
     tested = _tested(judgement.verdicts, findings)
     return tuple(findings), (*tested, *remarks(rows))
 

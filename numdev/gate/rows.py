@@ -73,14 +73,14 @@ def check_whole(report: Measured) -> None:
         if name not in cases:
             raise MeasurementError(f"incomplete report: case {name} is missing")
         heads = _heads(plan, cases[name])
-        floors: dict[tuple[str, int | None], DeviationRow] = {}
+        floors: dict[tuple[str, int | None], tuple[DeviationRow, Key]] = {}
         for fmt, planned in itertools.product(plan.formats, plan.kernels):
             key = (name, seed, fmt, planned.role, planned.kernel, spelt(planned.options))
             where = f"of {name}" + ("" if seed is None else f", seed {seed}")
             rows = tasks.pop(key, [])
             if planned.role == "floor":
-                floors = {(row.tensor, row.head): row for row in rows}
-            beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
+                floors = {(row.tensor, row.head): (row, OF_CALL(row)) for row in rows}
+            beside = ((row, *floors.get((row.tensor, row.head), (row, None))) for row in rows)
             wrong = _lacking(rows, heads, plan, planned.role)
             if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
                 what = f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}"
@@ -91,30 +91,29 @@ def check_whole(report: Measured) -> None:
         raise MeasurementError(what, hint=CUT)
 
 
-def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
-    """What of a row cannot be, beside that of the floor; None where all fits together."""
-    where = f"{row.tensor} head {row.head}"
+def _contradiction(row: DeviationRow, floor: DeviationRow, call: Key | None) -> str | None:
+    """What of a row cannot be, beside that of the floor of a call; None where all fits together."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
-    if OF_CALL(row) != OF_CALL(floor):
-        return f"is from another call than the floor in {where}"
+    if call is not None and OF_CALL(row) != call:
+        return "is from another call than the floor"
     if row.status != "ok" or (
         row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements)
     ):
         return None
     if not row.elements or mean is None or rms is None or largest is None:
-        return f"has no error values in {where}"
+        return "has no error values"
     if not mean <= rms * ROUNDING or not rms <= largest * ROUNDING:
-        return f"has a mean error above the rms, or an rms above the largest, in {where}"
+        return "has a mean error above the rms, or an rms above the largest,"
     for metric, (low, high) in row.interval.items():
         value = getattr(row, metric)
         if value is None or not low <= value * ROUNDING or not value <= high * ROUNDING:
-            return f"has an interval of {metric} without its value in {where}"
+            return f"has an interval of {metric} without its value"
     alike = row.role == "kernel" and row.out_format == row.format
     if row.format in OVERFLOWS and row.sequences is not None:  # of which fewer may be finite
         alike &= row.elements == floor.elements
     counts = [(each.elements, each.sequences) for each in (row, floor)]
     if alike and not row.nonfinite and not row.overflow and counts[0] != counts[1]:
-        return f"has more or fewer elements or sequences than the floor in {where}"
+        return "has more or fewer elements or sequences than the floor"
     return None
 
 

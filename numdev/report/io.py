@@ -50,22 +50,24 @@ def read(path: Path) -> Report:
     or merged by hand, as its digest tells: a report is read right, or not at all."""
     try:
         path = path / "report.json" if path.is_dir() else path
-        text = path.read_bytes()
+        text = bytearray(path.read_bytes())
     except OSError as error:
         what = f"{path}: cannot read a report there ({error.strerror})"
         raise UsageError(what, hint="give a report.json, or a directory an audit wrote") from error
     head = _Head()
     try:
-        head = _Head.model_validate(from_json(text[:HEAD], allow_partial=True))
+        head = _Head.model_validate(from_json(bytes(text[:HEAD]), allow_partial=True))
         for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(KINDS))):
             if (got := getattr(head, name)) not in known or isinstance(got, float):
                 raise ValueError(f"{name}: expected {', '.join(map(str, known))}, got {got!r}")
-        body, _, digest = text.rstrip().rpartition(b',"digest":')
-        if digest != f'"{hashlib.sha256(body).hexdigest()}"}}'.encode():
+        end = text.rfind(b',"digest":')
+        said, text[end:] = text[end:], b""
+        if said.rstrip() != f',"digest":"{hashlib.sha256(text).hexdigest()}"}}'.encode():
             raise ValueError("digest: the file was truncated or edited")
         module, _, name = KINDS[head.kind].partition(":")
         model: type[Report] = getattr(importlib.import_module(module), name)
-        return model.model_validate_json(body + b"}", strict=True)
+        text += b"}"
+        return model.model_validate_json(text, strict=True)
     except ValueError as error:
         problem = str(error)
         if isinstance(error, ValidationError):
