@@ -19,7 +19,7 @@ BUDGET = {
     "numdev/metrics": 2060,
     "numdev/explain": 1180,
     "numdev/audit": 3200,
-    "numdev/gate": 2110,
+    "numdev/gate": 2150,
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
     "numdev/effects": 1550,
