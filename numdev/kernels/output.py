@@ -118,12 +118,11 @@ def differentiate(
         done = as_output(function(dataclasses.replace(case, q=q, k=k, v=v)), case)
     if not done.out.requires_grad:
         raise Refused("no backward: output has no autograd graph")
-    dO = upstream_in(case, done.out.dtype)
+    # As a product: to be given dO itself, torch imports sympy, which takes a second.
+    loss = (done.out * upstream_in(case, done.out.dtype)).sum()
     with during_backward or contextlib.nullcontext(), warnings.catch_warnings():
         # On its own thread autograd is the first to need a CUDA context, and says so.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-        dq, dk, dv = torch.autograd.grad(
-            done.out, leaves, dO, allow_unused=True, materialize_grads=True
-        )
+        dq, dk, dv = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     lse = None if done.lse is None else done.lse.detach()
     return dataclasses.replace(done, out=done.out.detach(), lse=lse, dq=dq, dk=dk, dv=dv)

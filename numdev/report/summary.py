@@ -6,11 +6,11 @@ one head with large values would rule a pooled one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from numdev.metrics.statistics import (
     BIAS_ALPHA,
@@ -29,14 +29,13 @@ from numdev.report import (
     PartSummary,
     Places,
     Record,
+    Tensor,
     WorstRow,
 )
 from numdev.report.numbers import MOST, ratio
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Of which a summary has the median over heads, the largest, or where that is."""
-NUMBERS = [*METRICS, "mean_abs", "max_abs", "nonfinite", "elements", "bias_p", "bias_size",
-           "sequences"]  # fmt: skip
 # A kernel that is none of these was asked for by name, and is spoken of before the first of them.
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
 
@@ -48,21 +47,16 @@ def summarise(
     worst: Sequence[WorstRow] = (),
 ) -> AuditSummary:
     """The summary of an audit's rows, all of them skipped or not; planted faults are left out."""
-    rows = [row for row in rows if row.role != "control"]
-    table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
-    table[NUMBERS] = table[NUMBERS].astype(float)
-    places = Places(rows)
-    table = table.assign(
-        row=pd.Series(rows, dtype=object),
-        chosen=[str(sorted(row.options.items())) for row in rows],
-        layer=[places.layer(row).removeprefix("layer ") for row in rows],
-        where=list(map(places, rows)),
-    )
-    formats = list(table["format"].unique())
-    groups = table.groupby(["role", "kernel", "chosen", "format"], sort=False)
+    groups: dict[Any, list[DeviationRow]] = {}
+    for row in rows:
+        if row.role != "control":
+            key = (row.role, row.kernel, str(sorted(row.options.items())), row.format)
+            groups.setdefault(key, []).append(row)
+    places = Places([row for group in groups.values() for row in group])
+    formats = list(dict.fromkeys(fmt for *_, fmt in groups))
     kernels = tuple(
         sorted(
-            (_kernel(group) for _, group in groups),
+            (_kernel(group, places) for group in groups.values()),
             key=lambda k: (formats.index(k.format), *_rank(k)),
         )
     )
@@ -86,69 +80,86 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
     return (order, kernel.nonfinite > 0, next((r for r in ratios if r is not None), math.inf))
 
 
-def _kernel(table: pd.DataFrame) -> KernelSummary:
-    first, ok = table["row"].iloc[0], _measured(table, "out")
-    worst = max(ok["row"], key=lambda row: row.expected_ratio or 0.0, default=first)
-    noise = [noise_ratio(row) for row in table["row"] if row.noise is not None]
-    gradients = ((tensor, _measured(table, tensor)) for tensor in ("dq", "dk", "dv"))
+def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
+    ok = _measured(rows, "out")
+    worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
+    noise = [noise_ratio(row) for row in rows if row.noise is not None]
+    named: Sequence[Tensor] = ("dq", "dk", "dv")
+    gradients = ((tensor, _measured(rows, tensor)) for tensor in named)
+    phases = dict.fromkeys(row.phase for row in ok if row.phase is not None)
     return KernelSummary(
-        **first.model_dump(include={"role", "kernel", "options", "format"}),
-        **_over_heads(ok, KernelSummary),
-        skipped=int((table["status"] == "skipped").sum()),
-        failed=int((table["status"] == "failed").sum()),
-        reasons=tuple(table[table["reason"] != "reference-limited"]["reason"].dropna().unique()),
-        ran=tuple(table["ran"].dropna().unique()),
+        **rows[0].model_dump(include={"role", "kernel", "options", "format"}),
+        **_over_heads(ok, KernelSummary, places),
+        skipped=sum(row.status == "skipped" for row in rows),
+        failed=sum(row.status == "failed" for row in rows),
+        reasons=_distinct(row.reason for row in rows if row.reason != "reference-limited"),
+        ran=_distinct(row.ran for row in rows),
         mean_abs=_mean(ok),
-        max_abs=_or_none(ok["max_abs"].max()),
-        rows_measured=max((r.rows_measured or 0 for r in ok["row"] if r.sampled), default=None),
-        suspects=max((row.suspects or 0 for row in ok["row"]), default=0) or None,
+        max_abs=max((row.max_abs for row in ok if row.max_abs is not None), default=None),
+        rows_measured=max((row.rows_measured or 0 for row in ok if row.sampled), default=None),
+        suspects=max((row.suspects or 0 for row in ok), default=0) or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
         # 0 where all runs gave the same bits
         noise=max((x for x in noise if x is not None), default=0.0) if noise else None,
         biased_heads=_biased(ok),
-        gradients=tuple(_part(own, tensor=tensor) for tensor, own in gradients if len(own)),
-        phases=tuple(_part(own, phase=name) for name, own in ok.groupby("phase", sort=False)),
+        gradients=tuple(
+            PartSummary(tensor=tensor, **_over_heads(own, PartSummary, places))
+            for tensor, own in gradients
+            if own
+        ),
+        phases=tuple(
+            PartSummary(
+                phase=name,
+                **_over_heads([r for r in ok if r.phase == name], PartSummary, places),
+            )
+            for name in phases
+        ),
     )
 
 
-def _part(own: pd.DataFrame, **of: Any) -> PartSummary:
-    return PartSummary(**of, **_over_heads(own, PartSummary))
+def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(value for value in values if value is not None))
 
 
-def _measured(table: pd.DataFrame, tensor: str) -> pd.DataFrame:
-    return table[(table["tensor"] == tensor) & (table["status"] == "ok")]
+def _measured(rows: Sequence[DeviationRow], tensor: str) -> list[DeviationRow]:
+    return [row for row in rows if row.tensor == tensor and row.status == "ok"]
 
 
-def _mean(ok: pd.DataFrame) -> float | None:
+def _mean(ok: Sequence[DeviationRow]) -> float | None:
     """The mean error of all elements; None where no head has a number."""
-    known = ok[ok["mean_abs"].notna()]
-    values, weight = known["mean_abs"].to_numpy(), known["elements"].fillna(0).to_numpy()
+    known = [(row.mean_abs, row.elements or 0) for row in ok if row.mean_abs is not None]
+    values, weight = np.array(known, dtype=float).reshape(-1, 2).T
     with np.errstate(over="ignore", invalid="ignore"):
         return _or_none((values * weight).sum() / weight.sum())
 
 
-def _over_heads(ok: pd.DataFrame, record: type[Record]) -> dict[str, Any]:
+def _over_heads(ok: Sequence[DeviationRow], record: type[Record], places: Places) -> dict[str, Any]:
     """Of each metric what the record has of it over heads: the median, the largest, where that is.
     Nothing where no head has a number."""
-    fields: dict[str, Any] = {"ok": len(ok), "nonfinite": int(ok["nonfinite"].sum())}
+    fields: dict[str, Any] = {"ok": len(ok), "nonfinite": sum(row.nonfinite or 0 for row in ok)}
     for metric in METRICS:
-        values = ok[metric].dropna()
-        if len(values):
-            with np.errstate(over="ignore"):
-                fields[metric] = _or_none(values.median())
-            fields[f"{metric}_worst"] = float(values.max())
-            fields[f"{metric}_where"] = ok.at[values.idxmax(), "where"]
+        values = {i: x for i, row in enumerate(ok) if (x := getattr(row, metric)) is not None}
+        if values:
+            worst = max(values, key=values.__getitem__)
+            fields[metric] = _or_none(statistics.median(values.values()))
+            fields[f"{metric}_worst"] = values[worst]
+            fields[f"{metric}_where"] = places(ok[worst])
     return {name: value for name, value in fields.items() if name in record.model_fields}
 
 
-def _biased(ok: pd.DataFrame) -> int | None:
+def _biased(ok: Sequence[DeviationRow]) -> int | None:
     """How many heads of a kernel in a format are biased, Holm-corrected; None if none is judged."""
-    enough = ok["bias_p"].notna() & (ok["sequences"] >= BIAS_SEQUENCES)
-    tested = ok[enough & ok["out_format"].isin(BIAS_FORMATS)]
-    if tested.empty:
+    tested = [
+        (row.bias_p, abs(row.bias_size or 0.0))
+        for row in ok
+        if row.bias_p is not None
+        and (row.sequences or 0) >= BIAS_SEQUENCES
+        and row.out_format in BIAS_FORMATS
+    ]
+    if not tested:
         return None
-    certain = tested[holm(list(tested["bias_p"]), BIAS_ALPHA)]
-    return int((certain["bias_size"].abs() >= BIAS_ULP).sum())
+    certain = holm([p for p, _ in tested], BIAS_ALPHA)
+    return sum(sure and size >= BIAS_ULP for sure, (_, size) in zip(certain, tested, strict=True))
 
 
 def _or_none(value: float) -> float | None:
