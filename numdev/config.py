@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from numdev.errors import UsageError
-from numdev.yamlfile import Names, Scalar, Strict, bundled, each_once, read_yaml, validated
+from numdev.errors import UsageError, closest
+from numdev.yamlfile import Names, Scalar, Strict, as_list, bundled, each_once, read_yaml, validated
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -329,6 +329,43 @@ def effects_request(target: str, flags: Mapping[str, Any]) -> EffectsRequest:
     return validated(asked, EffectsRequest, f"numdev effects {target}")
 
 
+AXES: Mapping[str, str] = {
+    "repeat": "nothing that was given",
+    "batch": "the number of sequences in the batch",
+    "order": "the order of sequences in the batch",
+    "neighbours": "the values of other sequences",
+    "lengths": "the lengths of other sequences",
+    "padding": "side and amount of padding",
+    "heads": "the number of heads in the call",
+    "rows": "the number of queries in the call",
+    "longer": "later tokens that no row sees",
+    "chunks": "how a prefill is cut into chunks",
+    "decode": "whether a row is decoded or prefilled",
+    "paged": "whether keys and values come from pages",
+    "mask": "whether the mask is a flag or a tensor",
+    "strides": "the layout in memory",
+    "threads": "the number of threads",
+    "graph": "whether it runs in a CUDA graph",
+    "compiled": "whether it is compiled",
+    "tiles": "its tiles and splits of the keys",
+    "beyond": "what lies beyond its inputs in memory",
+    "hidden": "keys that a mask hides",
+    "hidden-nan": "keys that a mask hides, where these hold NaN",
+    "unwritten": "what the memory of its output held before",
+}
+"""The axes of `numdev invariance`, and what a kernel depends on that changes along one."""
+ONLY_ASKED = ("compiled",)  # axes that are gone along only where they are asked for by name
+
+
+def _axis(name: str) -> str:
+    if name not in AXES:
+        raise ValueError(f"there is no axis {name!r}; {closest(name, AXES)}")
+    return name
+
+
+Axes = Annotated[tuple[Annotated[str, AfterValidator(_axis)], ...], BeforeValidator(as_list)]
+
+
 class InvarianceConfig(Reading):
     """The keys of a YAML file for `numdev invariance`."""
 
@@ -342,7 +379,7 @@ class InvarianceConfig(Reading):
     """Format, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
     backward: Annotated[bool, Option()] = False
     """Compare the backward pass too: dq, dk and dv."""
-    axes: Annotated[tuple[str, ...], Option("--axis", "NAME")] = ()
+    axes: Annotated[Axes, Option("--axis", "NAME")] = ()
     """Axis to go along, for example batch. Repeatable.  [all but compiled]"""
     sequences: Annotated[Positive, Option(metavar="N")] = 2
     """Sequences that the model reads.  [2]"""

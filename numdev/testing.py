@@ -22,6 +22,7 @@ from numdev.errors import UsageError
 from numdev.gate.findings import listed, remarks
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
+from numdev.gate.tests import judged
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.output import GRADIENTS
@@ -46,6 +47,7 @@ class CheckResult:
     report: AuditReport = field(repr=False)  # as `numdev audit` makes it
     judgement: Judgement = field(repr=False)  # as `numdev gate` makes it
     changes: tuple[Finding, ...] = ()  # along the axes of `invariant`
+    untried: tuple[str, ...] = ()  # why an axis of `invariant` is not judged
     skipped: tuple[str, ...] = ()  # what was not tested, a sentence for each reason
     notes: tuple[str, ...] = ()  # what else is to be known: another format, why there is no script
     reproducer: Path | None = None  # of a failed check: shows the gravest finding by itself
@@ -68,7 +70,8 @@ class CheckResult:
             return f"{_tested(self.report)}, by the rules {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
         wrong = [f.sentence for f in every if f.severity == "exceeded"]
-        lacking = [*_unmeasured(self.report, self.judgement), *self.skipped, "nothing ran"]
+        lacking = [*_unmeasured(self.report, self.judgement), *self.untried, *self.skipped]
+        lacking.append("nothing ran")
         return plain(wrong[0] if wrong else f"not measured: {lacking[0]}")
 
 
@@ -161,12 +164,12 @@ def check(
         said.append("backward=True asks for gradients, and none could be measured.")
     left_out = tuple(_left_out(report, kernel.adapted))
     names = (invariant,) if isinstance(invariant, str) else tuple(invariant)
-    changes = _changes(planned, source, plan, names) if names else ()
+    changes, untried = _changes(planned, source, plan, names, rules) if names else ((), [])
     words = _failure(name, report, judgement)
     if passed:
         words = [f"{name} passes the rules {rules.name}: {_tested(report)}."]
-    if changes:
-        words = [*(words if not passed else ()), *(f.sentence for f in changes)]
+    if changes or untried:
+        words = [*(words if not passed else ()), *(f.sentence for f in changes), *untried]
         passed = False
     told = (*(() if scripts else dict.fromkeys(said)), *remarks(report.rows))
     every = (*words, *told, *left_out)
@@ -175,7 +178,7 @@ def check(
     text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
     return CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
-        changes=tuple(changes), skipped=left_out, notes=told,
+        changes=tuple(changes), untried=tuple(untried), skipped=left_out, notes=told,
         reproducer=next(iter(scripts), None), words=text,
     )  # fmt: skip
 
@@ -191,26 +194,26 @@ def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> Ch
 
 
 def _changes(
-    planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str]
-) -> Sequence[Finding]:
-    """What a kernel breaks along these axes, on the cases that it takes."""
+    planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
+) -> tuple[Sequence[Finding], list[str]]:
+    """What a kernel breaks along these axes, on the cases that it takes; and what is not tested."""
     from numdev.invariance.study import SECTIONS, Study, axes_of, prepared
-    from numdev.invariance.verdict import judged, read_rules
+    from numdev.invariance.verdict import tests_of
 
     study = Study(
         [planned], axes_of(names), plan.system, attempt, Stopwatch(plan.system.device, SECTIONS)
     )
-    rules = read_rules(None).model_copy(update={"bitwise": tuple(names)})
-    return judged(
-        [
-            row
-            for located in source
-            for fmt in plan.formats
-            for _, _, rows_of in study.variants(prepared(located.load().rounded_to(fmt)), fmt)
-            for row in rows_of()
-        ],
-        rules,
-    ).findings
+    rows = [
+        row
+        for located in source
+        for fmt in plan.formats
+        for _, _, rows_of in study.variants(prepared(located.load().rounded_to(fmt)), fmt)
+        for row in rows_of()
+    ]
+    limits = rules.invariance.model_copy(update={"bitwise": tuple(names)})
+    tests = list(tests_of(rows, limits))
+    untried = [f"{planned.kernel.name}: {t.sentence}." for t in tests if t.observed is None]
+    return judged(tests, named=True)["findings"], untried
 
 
 def _rules(thresholds: Thresholds) -> Rules:

@@ -135,6 +135,58 @@ def lacks_a_key_in_decode(case: AttentionCase) -> torch.Tensor:
     return emulated(case)
 
 
+memory: dict[Any, torch.Tensor] = {}
+
+
+def same_memory(case: AttentionCase) -> torch.Tensor:
+    """Half as much again where there is a mask; every output in the same memory."""
+    out = emulated(case) * (1.5 if case.mask is not None and case.mask.ndim == 2 else 1.0)
+    return memory.setdefault(out.shape, torch.empty_like(out)).copy_(out)
+
+
+def leak(case: AttentionCase) -> torch.Tensor:
+    """A thousandth of the first values of all sequences together."""
+    return emulated(case) + 1e-3 * case.v[:, :, 0].float().mean().to(case.q.dtype)
+
+
+def one_row(case: AttentionCase) -> torch.Tensor:
+    """Half of one row of one head is missing in a batch of 8."""
+    out = emulated(case)
+    if case.q.shape[0] == 8:
+        out[1, 1, 5] *= 0.5
+    return out
+
+
+def wrong_lse(case: AttentionCase) -> Any:
+    done = find("emulated").attend(case, block_kv=16)
+    return done.out, done.lse + (0.5 if case.q.shape[0] == 8 else 0.0)
+
+
+def rarely(case: AttentionCase) -> torch.Tensor:
+    """Half as much again in one of ten calls."""
+    counted.append(1)
+    return emulated(case) * (1.5 if len(counted) % 10 == 3 else 1.0)
+
+
+def noise_and_batch(case: AttentionCase) -> torch.Tensor:
+    """Other tiles at every second call, and minus three times as much in a batch of 8."""
+    counted.append(1)
+    out = emulated(case, block_kv=16 << len(counted) % 2)
+    return out * (-3 if case.q.shape[0] == 8 else 1)
+
+
+def always_nan(case: AttentionCase) -> torch.Tensor:
+    return emulated(case) * float("nan")
+
+
+def eight_bits(case: AttentionCase) -> torch.Tensor:
+    return emulated(case).to(torch.float8_e4m3fn)
+
+
+def no_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
 def other_mask(case: AttentionCase) -> torch.Tensor:
     """A mask that is added counts double; a hidden key is hidden either way."""
     return emulated(case) * (1.05 if case.mask is not None and case.mask.ndim == 2 else 1.0)

@@ -21,16 +21,14 @@ from commands import ran
 
 from numdev.audit.bench import part
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import InvarianceRequest
+from numdev.config import AXES, InvarianceRequest
 from numdev.formats import format_named
 from numdev.invariance import axes
 from numdev.invariance.differences import differs, exact_change
-from numdev.invariance.names import AXES
 from numdev.invariance.report import InvarianceReport
 from numdev.invariance.study import invariance
-from numdev.invariance.verdict import in_words
 from numdev.kernels.reference import gradients
-from numdev.report import read
+from numdev.report import read, write
 from numdev.sources.regimes import Shapes, draw
 from numdev.testing import CheckFailed, check_attention
 
@@ -85,7 +83,7 @@ def test_a_tiling_that_depends_on_one_axis_is_named(tmp_path, sound, kernel):
     axis, _, cut = kernel.partition("_")
     rows = [r for r in report.rows if (r.axis, r.variant) not in sound]
     assert {r.axis for r in rows if r.differ} == {axis}
-    words = [in_words(r.cause) for r in rows if r.cause is not None]
+    words = [str(r.cause) for r in rows if r.cause is not None]
     assert words
     assert any("16 keys a tile" in text and tokens(cut) in text for text in words), words
     assert not report.findings
@@ -96,7 +94,8 @@ BROKEN = {
     "reads_before": "beyond", "reads_hidden": "hidden", "last_row_unwritten": "unwritten",
     "last_head_unwritten": "unwritten", "first_sequence_unwritten": "unwritten",
     "cast_in_decode": "decode", "cast_in_chunks": "chunks", "lacks_a_key_in_decode": "decode",
-    "other_mask": "mask",
+    "other_mask": "mask", "same_memory": "mask", "leak": "neighbours", "one_row": "batch",
+    "wrong_lse": "batch", "rarely": "repeat",
 }  # fmt: skip
 
 
@@ -111,6 +110,29 @@ def test_a_kernel_that_is_wrong_along_one_axis_is_found(tmp_path, kernel):
         assert report.findings[0].rule == f"{BROKEN[kernel]} finite"
     if BROKEN[kernel] in ("decode", "chunks", "mask"):  # no tiling makes such a difference
         assert not [r for r in report.rows if r.axis == BROKEN[kernel] and r.cause is not None]
+
+
+def test_a_dependence_hides_no_graver_one(tmp_path):
+    """An ulp from call to call explains an ulp along other axes, not another answer."""
+    report = studied(tmp_path, "invariance_kernels:noise_and_batch", axes=["repeat", "batch"])
+    assert [f.rule for f in report.findings] == ["repeat bitwise", "batch rounding"]
+
+
+def test_what_is_no_answer_is_not_judged(tmp_path):
+    """NaN at every call changes along no axis, and is no pass; a dtype without arithmetic is one
+    that can be compared; a call too large for a machine, and an axis that is not for it, say so."""
+    large = {**CASE, "heads": 64, "kv_heads": 64, "seq_len": 600}
+    nan = studied(tmp_path / "n", "invariance_kernels:always_nan", axes=["batch"])
+    assert (nan.outcome, nan.measured) == ("unmeasured", False)
+    assert "NaN or infinite where the exact result is not" in nan.verdicts[0].reason
+    bits = studied(tmp_path / "b", "invariance_kernels:eight_bits", axes=["batch", "padding"])
+    assert bits.outcome == "passed"
+    assert not any(r.differ for r in bits.rows if r.axis == "batch")
+    few = studied(tmp_path / "l", "sdpa-math", axes=["batch", "graph"], cases=[large])
+    reasons = {r.variant: r.reason for r in few.rows if r.reason}
+    assert "are more than are computed for it here" in reasons["64 in place of 2"]
+    assert reasons["CUDA graph"] == "needs CUDA, but this run is on CPU"
+    assert few.rows[0].elements == 2 * 600 * 32  # of the first kv head
 
 
 def test_sound_kernels_keep_their_bits(tmp_path):
@@ -153,7 +175,7 @@ def test_every_axis_keeps_the_exact_answer():
     seen = set()
     for case in map(axes.settled, cases.values()):
         for name, variants in axes.AXES.items():
-            for variant in variants(case):
+            for variant in (x for x in variants(case) if not x.reason):
                 base_case = case if variant.base is None else variant.base
                 exact = gradients(base_case)
                 for call in variant.calls:
@@ -205,7 +227,7 @@ def test_numbers_of_a_row(tmp_path):
     assert [f.rule for f in report.findings] == ["batch rounding"]
 
 
-RULES = {"name": "mine", "bitwise": ["decode"]}
+RULES = {"name": "mine", "invariance": {"bitwise": ["decode"]}}
 
 
 def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
@@ -236,10 +258,30 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     report = read(Path("r"))
     assert isinstance(report, InvarianceReport)
     assert report.to_pandas()["axis"].nunique() == 2
-    Path("rules.yaml").write_text("bitwise: [decoding]")
+    Path("rules.yaml").write_text("invariance: {bitwise: [batch]}")
+    code, out, _ = ran(capsys, "gate", "r", "--thresholds", "rules.yaml")
+    assert code == 3  # a rule on an axis that the report has not
+    assert "batch is not judged:" in out
+    Path("rules.yaml").write_text("invariance: {bitwise: [decoding]}")
     code, _, err = ran(capsys, "gate", "r", "--thresholds", "rules.yaml")
     assert code == 2
     assert "there is no axis 'decoding'; did you mean 'decode'?" in err
+
+
+def test_two_reports_are_compared(tmp_path, capsys, monkeypatch):
+    """Bits that were the same and are no longer are named, with the cause; the same say so."""
+    monkeypatch.chdir(tmp_path)
+    for name, kernel in (("a", "sound"), ("b", "batch_split")):
+        code = f"import invariance_kernels as k\ndef mine(case): return k.{kernel}(case)\n"
+        Path("mine.py").write_text(code)
+        sys.modules.pop("mine", None)
+        report = studied(tmp_path / name, f"{tmp_path}/mine.py:mine", axes=["batch", "order"])
+        write(report, tmp_path / name)
+    code, out, _ = ran(capsys, "compare", "a", "b")
+    assert code == 1
+    assert "the same bits, now 0." in out
+    assert "16 keys a tile in 4 splits" in out
+    assert ran(capsys, "compare", "a", "a")[0] == 0
 
 
 def test_a_finding_has_a_script(tmp_path, capsys, monkeypatch):
@@ -266,6 +308,9 @@ def test_a_check_holds_a_function_to_axes(tmp_path):
     with pytest.raises(CheckFailed, match=r"depends on whether a row is\s+decoded") as failed:
         check_attention(invariance_kernels.cast_in_decode, invariant="decode", **how)
     assert failed.value.result.verdict == "FAIL"
+    with pytest.raises(CheckFailed, match="the function takes no mask") as failed:
+        check_attention(invariance_kernels.no_mask, invariant=["mask"], **how | {"claims": None})
+    assert failed.value.result.verdict == "NOT JUDGED"
 
 
 def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
@@ -273,7 +318,7 @@ def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
     that walks 16 keys a tile from the last one parts from a prefill of 32 keys a tile at 17 keys,
     the first length of which one form makes two tiles. The cause says the tiles and the order."""
     report = studied(tmp_path, "invariance_kernels:fp8_cache", axes=["decode"])
-    words = {in_words(r.cause) for r in report.rows if r.cause is not None and r.keys > 32}
+    words = {str(r.cause) for r in report.rows if r.cause is not None and r.keys > 33}
     assert words == {
         "as 32 keys a tile in one split against 16 keys a tile, the last first, in one split"
     }

@@ -69,7 +69,8 @@ def attempt(
             torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
         if written := [n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))]:
             return Failure("failed", f"writes into its inputs ({', '.join(written)})")
-        return output
+        own: Output = copied(output)  # a kernel may return the same memory every time
+        return own
     except Refused as refusal:
         return Failure("skipped", refusal.message)
     except Exception as error:

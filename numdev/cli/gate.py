@@ -51,17 +51,20 @@ class Verdict:
 
     def judged(self, found: Any) -> tuple[Judgement, Sequence[Finding], Sequence[str]]:
         """The rules, of its kind, on a report; what it says in sentences; what was tested."""
+        from numdev.gate.tests import judgement
+
         if found.kind == "invariance":
-            from numdev.invariance.verdict import read_rules, rejudged
+            from numdev.invariance.verdict import tested, tests_of
 
-            again = rejudged(found, read_rules(self.rules))
-            return again.judgement, again.findings, again.tested
+            limits = self.limits.invariance
+            tests = list(tests_of(found.rows, limits))
+            told = tuple(tested(found.rows, limits))
+            return *judgement(tests, self.limits.name, named=found.named), told
         if found.kind == "effects":
-            from numdev.effects.verdict import tests_of
-            from numdev.gate.tests import judgement
+            from numdev.effects.verdict import tests_of as of_effects
 
-            of = (found.summary.runs, found.checks, found.narrower)
-            tests = list(tests_of(*of, self.limits.effects))
+            runs = (found.summary.runs, found.checks, found.narrower)
+            tests = list(of_effects(*runs, self.limits.effects))
             return *judgement(tests, self.limits.name, named=found.named), ()
         from numdev.gate import findings as sentences
         from numdev.gate.judging import judge_report
@@ -132,7 +135,7 @@ def gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_gate(*args: Any, verdict: Verdict, gate: bool, **given: Any) -> Any:
         asked = gate or any(vars(verdict).values())
-        if asked and function.__name__ != "invariance":
+        if asked:
             _ = verdict.limits  # refuse a wrong file before anything is measured
         return function(*args, verdict=verdict if asked else None, **given)
 
@@ -176,8 +179,6 @@ def gate(
         raise UsageError("-o and --overwrite are for --init")
     gc.disable()  # a sixth of the time of a large report, whose records all stay
     found = _read(path, "audit", "sweep", "effects", "invariance")
-    if found.kind != "invariance":
-        _ = verdict.limits
     context.exit(verdict.of(found, "json" if as_json else "page"))
 
 

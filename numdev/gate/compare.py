@@ -11,11 +11,11 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from numdev.errors import UsageError, closest
-from numdev.gate.compare_effects import moves_of
 from numdev.gate.compare_report import (
     CompareReport,
     CompareSummary,
@@ -25,6 +25,7 @@ from numdev.gate.compare_report import (
     Past,
     Presence,
 )
+from numdev.gate.compare_studies import effects_moves, invariance_moves
 from numdev.gate.findings import label, listed
 from numdev.gate.movement import (
     FAR,
@@ -57,6 +58,8 @@ UNITS = {
     "worst_row": "× the error predicted for its worst row",
     "rms": " (rms)",
 }
+STUDIES = {"effects": effects_moves, "invariance": invariance_moves}
+EACH = {"cost": "sequences", "difference": "variants"}  # what is a pair, by metric
 ABSENT = "the kernel is not in the other report"
 NEITHER = "nothing new, nothing gone"
 OTHER = (
@@ -68,7 +71,7 @@ OTHER = (
 def compare(
     *reports: Path | Report, allow: Collection[str] = (), command: str = ""
 ) -> CompareReport:
-    """Report B beside report A, of an audit, a sweep or effects: the report, its file or directory.
+    """Report B beside report A of the same command: the report, its file or directory.
     Of three or more, the last beside the one before, by when they were made, and their history.
 
     Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
@@ -82,14 +85,16 @@ def compare(
         (_measured(x), f"report of {x.provenance.created}" if isinstance(x, Report) else str(x))
         for x in reports
     ]
-    if len(given) > 2 and given[0][0].kind == "effects":
-        raise UsageError(f"compare: of effects, expected two reports, got {len(given)}")
+    study = STUDIES.get(given[0][0].kind)
+    if len(given) > 2 and study:
+        what = f"compare: of {given[0][0].kind}, expected two reports, got {len(given)}"
+        raise UsageError(what)
     if len(given) > 2:
         given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
     (old, first), (new, last) = given[-2:]
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
     sides = f"{last} against {first}: " if len(given) > 2 else ""
-    result = (_effects if new.kind == "effects" else compared)(old, new, apart, sides)
+    result = (partial(_studied, study) if study else compared)(old, new, apart, sides)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
@@ -121,10 +126,9 @@ def _past(report: Measured) -> Past:
 
 def _measured(given: Path | Report) -> Any:
     report, name = (given, "report") if isinstance(given, Report) else (read(given), given)
-    if not isinstance(report, Measured) and report.kind != "effects":
-        raise UsageError(
-            f"{name}: expected a report of an audit, a sweep or effects, got {report.kind}"
-        )
+    if not isinstance(report, Measured) and report.kind not in STUDIES:
+        what = f"expected a report of an audit, a sweep, {' or '.join(STUDIES)}, got {report.kind}"
+        raise UsageError(f"{name}: {what}")
     if isinstance(report, SweepReport) and not report.rows:
         what = f"{name}: is a sweep that kept one result per cell; compare needs one per head"
         raise UsageError(what, hint="run the sweep with `keep: head`")
@@ -235,9 +239,11 @@ def compared(
     return Compared(summary, tuple(groups), tuple(moves), presences)
 
 
-def _effects(a: Any, b: Any, allowed: Sequence[Difference] = (), sides: str = "") -> Compared:
-    """The costs of the runs of two reports of `numdev effects`."""
-    groups, moves, note = moves_of(a, b)
+def _studied(
+    study: Any, a: Any, b: Any, allowed: Sequence[Difference] = (), sides: str = ""
+) -> Compared:
+    """What moved between two reports of a study."""
+    groups, moves, note = study(a, b)
     sentences = answer(groups, moves, (), allowed, Places([m.place for m in moves]), sides)
     return Compared(CompareSummary(answer=tuple(sentences), notes=(note,)), groups, moves, ())
 
@@ -400,7 +406,7 @@ def answer(
         if move.metric == "ran":
             yield f"{_name(move)}, {move.tensor}: {move.words}."
     for kernel, its in by_kernel.items():
-        each = "sequences" if its[0].metric == "cost" else "heads"
+        each = EACH.get(its[0].metric or "", "heads")
         tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in its if g.moved]
         what = f"moved in {listed(tensors)}" if tensors else "within noise"
         pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from numdev.config import Axes
 from numdev.errors import closest
 from numdev.metrics.of_rows import METRICS, Value
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
@@ -223,6 +224,18 @@ class EffectsLimits(Strict):
     unexplained_flips: AtMost
 
 
+class InvarianceLimits(Strict):
+    """What `numdev invariance` is held to; configs/gate/default.yaml says what each key means."""
+
+    bitwise: Axes
+    bitwise_tensors: Tensors
+    within_floor: Axes
+    beyond_roundings: AtMost
+    beyond_roundings_of_a_row: dict[Tensor, AtMost]
+    log_sum_exp: AtMost
+    may_turn_nan: Axes
+
+
 class Rules(Strict):
     name: str = "default"
     holds_for: dict[str, str] = Field(default_factory=dict)
@@ -235,16 +248,24 @@ class Rules(Strict):
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()
-    """Where a file does not say any, those of configs/gate/default.yaml; so with `effects`."""
+    """Where a file does not say any, those of configs/gate/default.yaml; so with each of the keys
+    of `effects` and `invariance`."""
     effects: EffectsLimits
+    invariance: InvarianceLimits
 
     @model_validator(mode="before")
     @classmethod
     def _default(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and not {"thresholds", "effects"} <= values.keys():
-            own = {name: getattr(default_rules(), name) for name in ("thresholds", "effects")}
-            return {**own, **values}
-        return values
+        if not isinstance(values, Mapping):
+            return values
+        whole = dict(values)
+        if "thresholds" not in whole:
+            whole["thresholds"] = default_rules().thresholds
+        for name, limits in (("effects", EffectsLimits), ("invariance", InvarianceLimits)):
+            given = whole.get(name, {})
+            if isinstance(given, Mapping) and limits.model_fields.keys() - given.keys():
+                whole[name] = {**vars(getattr(default_rules(), name)), **given}
+        return whole
 
     @field_validator("thresholds")
     @classmethod

@@ -27,7 +27,7 @@ from numdev.invariance import ways
 
 SIZES = (1, 2, 8, 64)  # sequences in a batch
 LARGEST = 1 << 33  # scores of a call that an axis makes larger than the case
-LARGEST_CPU = 1 << 23
+LARGEST_CPU = 1 << 24
 AROUND = 4  # sequences of a batch whose order or neighbours change
 PAD = 37  # tokens: no multiple of a tile
 EXTEND = 16  # tokens that are added to a cache at once
@@ -51,6 +51,11 @@ class Part(NamedTuple):
             return x[self.batch, self.head, self.row]
         return None if self.key is None else x[self.batch, self.kv_head, self.key]
 
+    def holds(self, at: tuple[int, int, int, int]) -> bool:
+        """Whether a row is among these: its sequence, head, row and feature."""
+        parts = zip((self.batch, self.head, self.row), at, strict=False)
+        return all(n in range(*x.indices(n + 1)) for x, n in parts)
+
 
 WHOLE = Part()
 
@@ -73,6 +78,7 @@ class Variant:
     base_within: Within | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # of the kernel, beside its own
     wrap: Literal["graph", "compiled"] | None = None  # what the kernel is run as
+    reason: str = ""  # why it is not tried
 
 
 Variants = Iterator[Variant]
@@ -118,8 +124,8 @@ def grown(
     hidden: bool = False,
 ) -> AttentionCase:  # fmt: skip
     """The case with so many query rows and keys before and behind its own. Its rows see what they
-    saw by causality, window and mask; where keys are `hidden`, a mask of keys hides the new ones,
-    and nothing flows back through new rows."""
+    saw by causality, window and mask; where keys are `hidden`, a mask hides the new ones from them,
+    and a new row before them sees the first key alone. Nothing flows back through new rows."""
 
     def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
         times = -(-max(before, behind) // x.shape[2])
@@ -139,7 +145,11 @@ def grown(
         shown = torch.ones(sum(keys) + case.kv_len, dtype=torch.bool, device=case.q.device)
         shown[: keys[0]] = False
         shown[keys[0] + case.kv_len :] = False
-        mask = _together(mask, shown[None, None, None])
+        shown = shown[None, None, None]
+        if rows[0]:  # one that sees no key would return what is a convention, NaN in some kernels
+            shown = shown.repeat(1, 1, sum(rows) + case.q_len, 1)
+            shown[:, :, : rows[0], 0] = True
+        mask = _together(mask, shown)
     if case.restricts_positions:
         changed["causal_offset"] = case.causal_offset + keys[0] - rows[0]
     return dataclasses.replace(case, mask=mask, **changed)
@@ -180,9 +190,9 @@ def settled(case: AttentionCase) -> AttentionCase:
 
 
 def _some_rows(case: AttentionCase) -> list[int]:
-    """The last row, and two before it that end no tile."""
-    n = case.q_len
-    return sorted({n - 1, 2 * n // 3, n // 3 + 1} & set(range(n)))
+    """The last row, one that begins a tile, and one amid one."""
+    n, tile = case.q_len, 128 if case.q_len > 256 else 16
+    return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
 
 
 def _rows(case: AttentionCase, first: int, last: int) -> Part:
@@ -196,10 +206,6 @@ def _own(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
-def _largest(case: AttentionCase) -> int:
-    return LARGEST if case.q.is_cuda else LARGEST_CPU
-
-
 # --- axes --------------------------------------------------------------------------------------
 
 
@@ -209,11 +215,27 @@ def repeat(case: AttentionCase) -> Variants:
 
 
 def batch(case: AttentionCase) -> Variants:
-    count, own = case.q.shape[0], case.q.shape[:3].numel() * case.kv_len
-    for size in SIZES:
-        if size != count and own // count * size <= _largest(case):
-            first = Part(batch=slice(0, min(size, count)))
-            yield again(f"{size} in place of {count}", picked(case, range(size)), first, first)
+    """The first sequences in a larger batch, or the first and the last alone; of a large call the
+    first kv head alone."""
+    count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
+    one, base = case.q.shape[2] * case.kv_len, None
+    if max(SIZES) * one * case.heads > largest and case.kv_heads > 1:
+        base = part(case, kv_head=range(1))
+    whole = base or case
+    for size in (size for size in SIZES if size != count):
+        name, scores = f"{size} in place of {count}", size * one * whole.heads
+        if scores > largest:
+            why = f"{scores:.1e} scores are more than are computed for it here ({largest:.1e})"
+            yield Variant(name=name, calls=(), reason=why)
+            continue
+        ends = [0, count - 1] if size == 1 else [0]
+        calls = []
+        for first in ends:
+            own = min(size, count - first)
+            here, there = Part(batch=slice(0, own)), Part(batch=slice(first, first + own))
+            again = picked(whole, range(first, first + size))
+            calls.append(Call(case=again, here=here, there=there))
+        yield Variant(name=name, calls=tuple(calls), base=base)
 
 
 def order(case: AttentionCase) -> Variants:
@@ -226,13 +248,15 @@ def order(case: AttentionCase) -> Variants:
 
 
 def neighbours(case: AttentionCase) -> Variants:
-    base, first = picked(case, range(AROUND)), Part(batch=slice(0, 1))
-    for name, factor in (("larger", LARGE), ("zero", 0.0)):
+    """What other sequences hold, NaN and numbers that make far larger scores among it."""
+    base, first = picked(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
+    for name, factor in (("larger", LARGE), ("zero", 0.0), *ways.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
         for x in changed.values():
-            x[1:] *= factor
+            x[1:] = factor if name in ways.POISONS else x[1:] * factor
         other = dataclasses.replace(base, **changed)
-        yield again(f"neighbours {name}", other, first, first, base=base)
+        here = first if name in ways.POISONS else Part(batch=slice(0, 1))
+        yield again(f"neighbours {name}", other, here, here, base=base)
 
 
 def lengths(case: AttentionCase) -> Variants:
@@ -247,7 +271,10 @@ def lengths(case: AttentionCase) -> Variants:
     base, first = padded(m, m, m), Part(batch=slice(0, 1))
     for name, others in (("shorter", (m // 2, 1, m - 1)), ("one of them empty", (m, 0, m))):
         yield again(f"neighbours {name}", padded(*others), first, first, base=base)
-    if n != m or case.mask is not None or 9 * n * n * case.heads > _largest(case):
+    if n != m or case.mask is not None:
+        return
+    if 9 * n * n * case.heads > (LARGEST if case.q.is_cuda else LARGEST_CPU):
+        yield Variant(name="packed", calls=(), reason="the call is too large for a mask of it here")
         return
     base, there = _packed(case, (n, n, n), 0), Part(row=slice(0, n), key=slice(0, n))
     for name, sizes, start in (
@@ -359,24 +386,16 @@ def mask(case: AttentionCase) -> Variants:
 
 
 def strides(case: AttentionCase) -> Variants:
-    dense, half = partial(ways.laid, how="contiguous"), range(AROUND // 2)
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
     for how in ("transposed", "packed", "sliced", "every second"):
         if how != "packed" or alike:
-            yield again(how, case, within=partial(ways.laid, how=how), base_within=dense)
+            yield again(how, case, within=partial(ways.laid, how=how), base_within=DENSE)
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
-        several = picked(case, half)
+        several = picked(case, half := range(AROUND // 2))
         k, v = (x[:1].repeat(len(half), 1, 1, 1) for x in (case.k, case.v))
         same = dataclasses.replace(several, k=k, v=v)
         within = partial(ways.laid, how="expanded")
-        yield again("stride 0", same, base=same, within=within, base_within=dense)
-
-
-def paged(case: AttentionCase) -> Variants:
-    dense = partial(ways.laid, how="contiguous")
-    for size in (16, 64):
-        within = partial(ways.laid, how="paged", size=size)
-        yield again(f"pages of {size}", case, within=within, base_within=dense)
+        yield again("stride 0", same, base=same, within=within, base_within=DENSE)
 
 
 def threads(case: AttentionCase) -> Variants:
@@ -388,8 +407,8 @@ def threads(case: AttentionCase) -> Variants:
 
 
 def graph(case: AttentionCase) -> Variants:
-    if case.q.is_cuda:
-        yield again("CUDA graph", case, wrap="graph")
+    why = "" if case.q.is_cuda else "needs CUDA, but this run is on CPU"
+    yield again("CUDA graph", case, wrap="graph", reason=why)
 
 
 def compiled(case: AttentionCase) -> Variants:
@@ -403,14 +422,13 @@ def tiles(case: AttentionCase) -> Variants:
             yield again(f"{option}={value}", case, options={option: value})
 
 
+def laid(case: AttentionCase, *, base: Within, ways: Mapping[str, Within]) -> Variants:
+    """The same call laid out, or run, in other ways."""
+    for name, within in ways.items():
+        yield again(name, case, within=within, base_within=base)
+
+
 # --- poison ------------------------------------------------------------------------------------
-
-
-def beyond(case: AttentionCase) -> Variants:
-    held = partial(ways.inside, value=None)
-    for name, value in ways.POISONS.items():
-        within = partial(ways.inside, value=value)
-        yield again(f"{name} there", case, within=within, base_within=held)
 
 
 def hidden(case: AttentionCase, *, poison: str) -> Variants:
@@ -425,19 +443,19 @@ def hidden(case: AttentionCase, *, poison: str) -> Variants:
         yield again(f"{poison} in {' and '.join(tensors)}", other, own, own, base=base)
 
 
-def unwritten(case: AttentionCase) -> Variants:
-    base = partial(ways.sentinel, value=0.0)
-    for name, value in ways.POISONS.items():
-        within = partial(ways.sentinel, value=value)
-        yield again(f"{name} before", case, within=within, base_within=base)
-
+DENSE = partial(ways.laid, how="contiguous")
+PAGES = {f"pages of {n}": partial(ways.laid, how="paged", size=n) for n in (16, 64)}
+BEYOND = {f"{name} there": partial(ways.inside, value=x) for name, x in ways.POISONS.items()}
+BEFORE = {f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()}
 
 AXES: Mapping[str, Callable[[AttentionCase], Variants]] = {
     "repeat": repeat, "batch": batch, "order": order, "neighbours": neighbours, "lengths": lengths,
     "padding": padding, "heads": heads, "rows": rows, "longer": longer, "chunks": chunks,
-    "decode": decode, "paged": paged, "mask": mask, "strides": strides, "threads": threads,
-    "graph": graph, "compiled": compiled, "tiles": tiles, "beyond": beyond,
+    "decode": decode, "paged": partial(laid, base=DENSE, ways=PAGES), "mask": mask,
+    "strides": strides, "threads": threads,
+    "graph": graph, "compiled": compiled, "tiles": tiles,
+    "beyond": partial(laid, base=partial(ways.inside, value=None), ways=BEYOND),
     "hidden": partial(hidden, poison="large numbers"), "hidden-nan": partial(hidden, poison="NaN"),
-    "unwritten": unwritten,
+    "unwritten": partial(laid, base=partial(ways.sentinel, value=0.0), ways=BEFORE),
 }  # fmt: skip
-"""By the names of `numdev.invariance.names`."""
+"""By the names of `numdev.config.AXES`."""

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from numdev.audit.bench import part
-from numdev.cases import AttentionCase
+from numdev.audit.plan import Planned
+from numdev.cases import AttentionCase, visible
 from numdev.errors import NumdevError
 from numdev.invariance.axes import Call, Part
 from numdev.invariance.differences import differs
 from numdev.invariance.report import Cause
-from numdev.kernels import Kernel, Output
+from numdev.kernels import Output
 from numdev.kernels.emulation.kernel import emulation, recipe_of
 from numdev.kernels.emulation.recipe import TILINGS
 from numdev.system import System
@@ -28,7 +29,7 @@ from numdev.system import System
 EXPLAINS = 0.1  # the residual of a cause
 ROWS = 48  # rows that are looked at
 FEW = 16  # elements: where fewer differ, some pair of thousands fits by chance
-TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)
+TILES = (16, 32, 48, 64, 80, 96, 112, 128, 176, 192, 256, 512, 1024)
 SPLITS = (1, 2, 3, 4, 8, 16)
 MOST_KEYS = 1 << 13  # of all sequences and heads together, where all are looked at
 MOST_TILES = 64  # of the keys: smaller tiles are not tried
@@ -37,11 +38,12 @@ Claim = Mapping[str, Any]
 
 
 def claim_of(
-    kernel: Kernel, options: Claim, case: AttentionCase, output: Output, system: System
+    planned: Planned, case: AttentionCase, output: Output, system: System
 ) -> dict[str, Any]:
     """How the kernel says that it computes; FlashAttention-2's way where it does not."""
+    kernel = planned.kernel
     if kernel.name == "emulated":
-        return {name: value for name, value in options.items() if value is not None}
+        return {name: value for name, value in planned.options.items() if value is not None}
     with contextlib.suppress(Exception):  # a claim is foreign code, and reads what was returned
         return dict(kernel.claims(case, output, system) or {"preset": "fa2"})
     return {"preset": "fa2"}
@@ -53,42 +55,45 @@ def by_operator(base: Output, variant: Output) -> Cause | None:
     return Cause(base=a, variant=b) if a and b and a != b else None
 
 
+class Explained(NamedTuple):
+    """Fields of a row: the pair that explains a difference, the residual of the best pair, and of
+    how many pairs; None where no two forms can be emulated."""
+
+    cause: Cause | None = None
+    closest: float | None = None
+    tried: int | None = None
+
+
 def by_tiling(
-    call: Call,
-    base_case: AttentionCase,
-    base: Output,
-    variant: Output,
-    first: tuple[int, int, int, int],
-    claims: tuple[Claim, Claim],
-    *,
-    search: bool,
-) -> tuple[Cause | None, float | None]:
-    """The pair that explains how `out` of a call differs from the base's, around the `first` row;
-    and the residual of the best pair. None where no two forms can be emulated. The claims are
-    tried alone, and with `search` then all candidates."""
+    call: Call, base_case: AttentionCase, base: Output, variant: Output,
+    first: tuple[int, int, int, int], claims: Sequence[Claim], *, search: bool,
+) -> Explained:  # fmt: skip
+    """What explains how `out` of a call differs from the base's, around the `first` row. The claims
+    are tried alone, and with `search` then all candidates."""
     looked = _looked_at(call, base_case, base, variant, first)
     if looked is None:
-        return None, None
+        return Explained()
     cases, difference = looked
-    size, best = difference.norm(), None
+    size, best, tried = difference.norm(), None, None
     few = int((difference != 0).sum()) < FEW
     for searched in (False, True)[: 2 if search and not few else 1]:
         pairs = [
             list(_emulated(x, c, searched=searched)) for x, c in zip(cases, claims, strict=True)
         ]
         if not all(pairs):
-            return None, best
+            break
         (one, a), (two, b) = (([o for o, _ in p], torch.stack([x for _, x in p])) for p in pairs)
         left = torch.stack([(difference - (b - x)).norm(dim=1) for x in a]) / size
         if not bool(left.isfinite().all()):
-            return None, None
-        best = float(left.min())
+            break
+        best, tried = float(left.min()), left.numel() if searched else None
         if best <= EXPLAINS:
             near = (left <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
             # Of pairs that say the same the base's simplest, and what changes least.
             i, j = min(near, key=lambda x: (x[0], _changes(one[x[0]], two[x[1]]), x[1]))
-            return Cause(base=one[i], variant=two[j], residual=float(left[i, j])), best
-    return None, best if search and not few else None
+            found = Cause(base=one[i], variant=two[j], residual=float(left[i, j]))
+            return Explained(found, best, tried)
+    return Explained(closest=best if tried else None, tried=tried)
 
 
 def _changes(one: Claim, two: Claim) -> int:
@@ -114,10 +119,11 @@ def _looked_at(
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
     one, two = (x[sequences.start : sequences.stop, heads] for x in (a, b))
     rows = differs(one, two).any(dim=3).flatten(0, 1).any(dim=0)
+    one, two = one.double(), two.double()
     rows &= (one.isfinite() & two.isfinite()).all(dim=3).flatten(0, 1).all(dim=0)
     rows = rows.nonzero()[:, 0]
     rows = rows[:: max(1, len(rows) // ROWS)][:ROWS]
-    difference = two[:, :, rows].double() - one[:, :, rows].double()
+    difference = two[:, :, rows] - one[:, :, rows]
     if not len(rows):
         return None
 
@@ -140,12 +146,16 @@ def _emulated(
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """What the claim, and every candidate, returns, with the options that cut the keys, fp64
     [elements]."""
+    shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
+    seen = case.kv_len if shown is None else int(shown.sum(dim=-1).amax())
     for options in _candidates(case, claim) if searched else (claim,):
         with contextlib.suppress(NumdevError):
             made, out = recipe_of(options), emulation(case, options)
             cut = {"splits": 1, **{n: x for n in CUT if (x := getattr(made, n)) is not None}}
             if "block_kv" not in cut:  # by the rule of the preset; None: all keys at once
                 cut["block_kv"] = TILINGS[made.tiling][1](case.q.shape[-1], made.memory)[1]
+            if (cut["block_kv"] or seen) >= seen:  # however large it is
+                cut["block_kv"] = None
             yield cut, out.double().flatten()
 
 

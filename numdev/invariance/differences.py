@@ -10,24 +10,25 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, visible
-from numdev.formats import FORMATS, Format, format_of, round_to, ulp
+from numdev.formats import Format, format_of, round_to, ulp
 from numdev.invariance.axes import Call
 from numdev.kernels import Output
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.bits import bits
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 TENSORS = ("out", "lse", *GRADIENTS)
 EXACT = 1e-10  # of the terms of a sum: what fp64 in another order may change
+FP32 = 2.0**-24
+TINY = 1e-300  # a divisor that is never 0
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
     """Which elements have other bits; of two dtypes, other values."""
     if a.dtype != b.dtype:
         a, b = a.double(), b.double()
-    bits = BITS[a.element_size()]
-    return a.detach().view(bits) != b.detach().view(bits)
+    return bits(a) != bits(b)
 
 
 def exact_change(call: Call, base: Reference, variant: Reference) -> float:
@@ -47,93 +48,131 @@ def exact_change(call: Call, base: Reference, variant: Reference) -> float:
         terms: Any = a.abs() + 1
         if tensor in TERMS:
             terms = call.there.of(tensor, getattr(base, TERMS[tensor]))
-        apart = torch.where(a == b, 0.0, (a - b).abs() / terms.clamp_min(1e-300))  # -inf is -inf
+        apart = torch.where(a == b, 0.0, (a - b).abs() / terms.clamp_min(TINY))  # -inf is -inf
         apart = apart if tensor in ("dk", "dv") else apart[counted]
         worst = max(worst, float(apart.nan_to_num(nan=math.inf).amax()) if apart.numel() else 0.0)
     return worst
 
 
+def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> Tensor:
+    """What roundings may change in each element though the floor, and by luck one of two forms,
+    change nothing (terms that cancel): half a unit of the format in each of n like terms, and
+    |scale| max|q| max|k| 2^-24, what rounding a score in fp32 makes of all of them."""
+    q, k = (x.double().norm(dim=-1).amax(dim=-1) for x in (case.q, case.k))
+    score = abs(case.scale) * FP32 * q * k.repeat_interleave(case.group, dim=1)
+    count = case.q_len if tensor in ("dk", "dv") else case.kv_len
+    if tensor in ("dk", "dv"):
+        score = score.unflatten(1, (-1, case.group)).amax(dim=2)
+    part: Tensor = score[..., None, None] + fmt.unit_roundoff / 2 / math.sqrt(count)
+    return part * getattr(exact, TERMS[tensor])  # type: ignore[no-any-return]
+
+
 def compared(
-    calls: Sequence[Call], exact: Reference, base: Output, variants: Sequence[Output], fmt: Format
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The fields of a row, tensor by tensor that both forms have. `exact` is the base's reference;
+    calls: Sequence[Call], case: AttentionCase, exact: Reference, base: Output,
+    variants: Sequence[Output], fmt: Format,
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """The fields of a row, tensor by tensor that the base has. `case` and `exact` are the base's;
     rows that see no key are left out."""
     for tensor in TENSORS:
-        truth = getattr(exact, tensor, None)
-        if truth is None or getattr(base, tensor) is None:
+        if (truth := getattr(exact, tensor, None)) is None or getattr(base, tensor) is None:
             continue
-        parts = []
-        for call, output in zip(calls, variants, strict=True):
-            one, other = getattr(base, tensor), getattr(output, tensor)
-            if other is not None and (a := call.there.of(tensor, one)) is not None:
-                b, counted = call.here.of(tensor, other), None
-                if tensor not in ("dk", "dv"):
-                    counted = ~call.there.of("out", exact.empty)  # type: ignore[operator]
-                parts.append(_part(call, tensor, a, b, call.there.of(tensor, truth), counted, fmt))
-        if parts and len(parts) == len(calls):
-            yield tensor, _row(parts)
+        others = [getattr(output, tensor) for output in variants]
+        if all(call.there.of(tensor, truth) is None for call in calls):
+            continue
+        if any(other is None for other in others):
+            yield tensor, {"status": "failed", "reason": "is returned in one form alone"}
+            continue
+        sees = torch.ones(truth.shape[:3], dtype=torch.bool, device=truth.device)
+        unit = truth if tensor == "lse" else unit_of(tensor, case, exact, fmt)
+        if tensor not in ("dk", "dv"):
+            sees = ~exact.empty
+        parts, firsts = [], []
+        for call, other in zip(calls, others, strict=True):
+            b, counted = call.here.of(tensor, other), call.there.of(tensor, sees)
+            if b is None or counted is None:
+                continue
+            whole = (getattr(base, tensor), truth, unit)
+            one: list[Any] = [b, *(call.there.of(tensor, x) for x in whole)]
+            b, a, right, size = (x[..., None] for x in one) if tensor == "lse" else one
+            apart = differs(a, b) & counted[..., None]
+            parts.append(_by_row(a, b, right, size, apart, counted, fmt))
+            if bool(apart.any()):
+                firsts.append(_first(call, tensor, apart))
+        if parts:
+            rows = {n: torch.cat([part[n].flatten() for part in parts]) for n in parts[0]}
+            first = min(firsts, key=lambda at: (at[2], at[0], at[1]), default=None)
+            yield tensor, {**_summed(rows, tensor), "first": first}
 
 
-def _part(
-    call: Call, tensor: str, a: Tensor, b: Any, truth: Any, counted: Tensor | None, fmt: Format
-) -> dict[str, Any]:
-    other = differs(a, b)
-    if counted is None:
-        counted = torch.ones(other.shape[:3], dtype=torch.bool, device=other.device)
-    shown = counted if tensor == "lse" else counted[..., None].expand_as(other)
-    other = other & shown
-    own = format_of(a.dtype)
-    if tensor == "lse":  # which has a format of its own
-        fmt = own if own.contains(FORMATS["float32"]) else FORMATS["float32"]
-    finite = a.isfinite() & b.isfinite() & truth.isfinite() & shown
-    sums: dict[str, Any] = {
-        "elements": int(shown.sum()),
-        "differ": int(other.sum()),
-        "nonfinite": int(((a.isfinite() != b.isfinite()) & shown).sum()),
-        "finite": int(finite.sum()),
-    }
-    wide_a, wide_b = (torch.where(finite, x.double(), 0.0) for x in (a, b))
-    truth = torch.where(finite, truth, 0.0)
+def _by_row(
+    a: Tensor, b: Tensor, truth: Tensor, unit: Tensor, apart: Tensor, counted: Tensor, fmt: Format
+) -> dict[str, Tensor]:
+    """Of each row [batch, heads, rows]: counts of elements, and squares summed over them."""
+    own, (one, other), shown = format_of(a.dtype), (a.double(), b.double()), counted[..., None]
+    finite = one.isfinite() & other.isfinite()
+    usable = finite & truth.isfinite() & shown
+    turned = ~finite & (one != other) & ~(one.isnan() & other.isnan()) & shown
+    one, other, truth, unit = (torch.where(usable, x, 0.0) for x in (one, other, truth, unit))
     squares = {
-        "difference": wide_a - wide_b,
+        "difference": one - other,
         "floor": round_to(truth, fmt) - truth,
-        "error_base": wide_a - truth,
-        "error_variant": wide_b - truth,
+        "error_base": one - truth,
+        "error_variant": other - truth,
+        "unit": unit,
     }
-    sums |= {name: float(x.square().sum()) for name, x in squares.items()}
-    sums["ulps"], sums["first"] = 0.0, None
-    if sums["differ"]:
-        spacing = ulp(torch.maximum(wide_a.abs(), wide_b.abs()), own)
-        sums["ulps"] = float(((wide_a - wide_b).abs() / spacing).amax())
-        sums["first"] = _first(call, tensor, other)
-    return sums
+    counts = {
+        "elements": shown.expand_as(a),
+        "differ": apart,
+        "nonfinite": turned,
+        "finite": usable,
+    }
+    spacing = ulp(torch.maximum(one.abs(), other.abs()), own)
+    return {
+        **{name: x.square().sum(dim=-1) for name, x in squares.items()},
+        **{name: x.sum(dim=-1) for name, x in counts.items()},
+        "ulps": torch.where(apart, (one - other).abs() / spacing, 0.0).amax(dim=-1),
+    }
 
 
-def _first(call: Call, tensor: str, other: Tensor) -> tuple[int, int, int, int]:
+def _summed(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Any]:
+    counts = ("elements", "differ", "nonfinite")
+    fields: dict[str, Any] = {name: int(rows[name].sum()) for name in counts}
+    size = max(1, int(rows["finite"].sum()))
+    rms = {n: math.sqrt(float(rows[n].sum()) / size) for n in (*ERRORS, "difference", "unit")}
+    fields |= {"difference": rms["difference"], "ulps": float(rows["ulps"].amax())}
+    if floor := rms["floor"]:
+        fields["floor_ratio"] = rms["difference"] / floor
+        fields |= {n: rms[n] / floor for n in ("error_base", "error_variant")}
+    whole, by_row = {n: rows[n].sum()[None] for n in (*ERRORS, "difference", "unit")}, rows
+    if tensor == "lse":  # whose `unit` is its own value
+        whole, by_row = (
+            {**dict.fromkeys(ERRORS, x["unit"] * 0), "difference": x["difference"],
+             "unit": (n.sqrt() + x["unit"].sqrt()).square()}
+            for x, n in ((whole, whole["unit"] * 0 + size), (rows, rows["finite"]))
+        )  # fmt: skip
+    fields["excess"], fields["excess_of_a_row"] = map(_excess, (whole, by_row))
+    return fields
+
+
+ERRORS = ("floor", "error_base", "error_variant")
+
+
+def _excess(squares: Mapping[str, Tensor]) -> float:
+    """The largest of differences over what roundings explain."""
+    explained = torch.minimum(squares["error_base"], squares["error_variant"])
+    explained = torch.maximum(torch.maximum(explained, squares["floor"]), squares["unit"])
+    ratios = torch.where(squares["difference"] > 0, squares["difference"] / explained, 0.0)
+    return math.sqrt(float(ratios.amax().clamp_max(1e300))) if len(ratios) else 0.0
+
+
+def _first(call: Call, tensor: str, apart: Tensor) -> tuple[int, int, int, int]:
     """Where the first row that differs stands in the base: sequence, head, row, feature."""
-    other = other[..., None] if tensor == "lse" else other
-    row = int(other.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
-    sequence, head, feature = other[:, :, row].nonzero()[0].tolist()
+    row = int(apart.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
+    sequence, head, feature = apart[:, :, row].nonzero()[0].tolist()
     there = call.there
     of = (there.kv_head, there.key) if tensor in ("dk", "dv") else (there.head, there.row)
     before = [x.start or 0 if x else 0 for x in (there.batch, *of)]
     return sequence + before[0], head + before[1], row + before[2], feature
-
-
-def _row(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    total = {n: sum(p[n] for p in parts) for n in parts[0] if n not in ("first", "ulps")}
-    count = max(1, total.pop("finite"))
-    floor = math.sqrt(total.pop("floor") / count)
-    rms = {
-        n: math.sqrt(total.pop(n) / count) for n in ("difference", "error_base", "error_variant")
-    }
-    firsts = [p["first"] for p in parts if p["first"] is not None]
-    row = {**total, "difference": rms["difference"], "ulps": max(p["ulps"] for p in parts)}
-    if floor:
-        row["floor_ratio"] = rms["difference"] / floor
-        row |= {n: rms[n] / floor for n in ("error_base", "error_variant")}
-    row["first"] = min(firsts, key=lambda at: (at[2], at[0], at[1])) if firsts else None
-    return row
 
 
 def keys_seen(case: AttentionCase, first: tuple[int, int, int, int]) -> int:

@@ -6,7 +6,7 @@ where changes are independent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,8 +45,10 @@ def model_rows(
     planned: Planned,
     fmt: Format,
     run: Callable[[AttentionCase], Any],
+    axes: Collection[str],
 ) -> Iterator[ModelRow]:
-    """The model with a kernel, each way; `run` gives what that returns for a case, or a Failure."""
+    """The model with a kernel, each way that is an axis asked for; `run` gives what the kernel
+    returns for a case, or a Failure."""
 
     def kernel(case: AttentionCase) -> Tensor:
         output = run(case)
@@ -59,7 +61,7 @@ def model_rows(
         return round_to(attend(case).out, fmt).to(case.q.dtype)
 
     home = at_home(model, inputs)
-    for axis, way in _ways(model, home).items():
+    for axis, way in ((axis, way) for axis, way in _ways(model, home).items() if axis in axes):
         row: dict[str, Any] = {"axis": axis, "kernel": planned.kernel.name, "format": fmt.name}
         try:
             with torch.no_grad():

@@ -3,7 +3,7 @@ call, held against the same rows computed another way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -25,6 +25,27 @@ class Cause(Record):
     """The norm of what is left of the difference, over that of the difference; None of operators,
     which are what ran."""
 
+    def __str__(self) -> str:
+        """`as 128 keys a tile in one split against 128 keys a tile in 4 splits`."""
+        if self.residual is None:
+            return f"{_operator(self.variant)} ran in place of {_operator(self.base)}"
+        one, two = _cut(self.base), _cut(self.variant)
+        if one == two:
+            return f"as {one} in both, which begin at other keys"
+        return f"as {one} against {two}"
+
+
+def _operator(did: Mapping[str, Any]) -> str:
+    words = ", ".join(f"{name} {value}" for name, value in did.items())
+    return str(did.get("operator", words))
+
+
+def _cut(options: Mapping[str, Any]) -> str:
+    tile, splits = options.get("block_kv"), options.get("splits") or 1
+    text = f"{tile} keys a tile" if tile else "all keys at once"
+    text += ", the last first," if options.get("kv_order") == "descending" else ""
+    return text if not tile else f"{text} in {'one split' if splits == 1 else f'{splits} splits'}"
+
 
 class InvarianceRow(OfKernel):
     """One tensor of one kernel along one axis, over all rows that were computed both ways."""
@@ -44,23 +65,26 @@ class InvarianceRow(OfKernel):
     floor_ratio: Value = None  # that over the rms error of the exact result, rounded once
     error_base: Value = None  # rms error of either form, over the same
     error_variant: Value = None
+    excess: Value = None
+    """The difference over what roundings explain, rms: the error of the better form, the floor's,
+    or what fp32 makes of the scores, whichever is largest. Of the log-sum-exp, over 1 + its rms."""
+    excess_of_a_row: Value = None  # the same of the row where it is largest
     ulps: Value = None  # the largest difference, in units in the last place of the larger value
     first: Place | None = None
     """The first row, or key of dk and dv, that differs: sequence, head, row and feature."""
     keys: int | None = None  # how many keys that row sees
     cause: Cause | None = None
     closest: Value = None  # the residual of the best pair of tilings, where it explains nothing
+    tried: int | None = None  # of how many pairs
 
     @property
     def same(self) -> bool:
         return self.status == "ok" and self.differ == 0
 
     @property
-    def excess(self) -> float:
-        """The difference over the error of the better form, or the floor's where that is larger:
-        two sound forms differ by about 1.4 of their errors at most."""
-        errors = [x for x in (self.error_base, self.error_variant) if x is not None]
-        return (self.floor_ratio or 0.0) / max(1.0, min(errors, default=1.0))
+    def base_errs(self) -> bool:
+        """Whether it is the call as it is that is far from exact, not its other form."""
+        return (self.error_base or 0.0) > 4 * max(1.0, self.error_variant or 0.0)
 
     @property
     def label(self) -> str:

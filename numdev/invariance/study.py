@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numdev.audit.isolation import Failure, Isolated, Runner, Within, attempt, fitting, threads
 from numdev.audit.journal import Journal
@@ -21,16 +22,18 @@ from numdev.audit.rows import given
 from numdev.audit.run import Progress, Say, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
-from numdev.config import AuditRequest, InvarianceRequest, Reading
+from numdev.config import ONLY_ASKED, AuditRequest, InvarianceRequest, Reading
 from numdev.errors import UsageError
-from numdev.formats import Format
+from numdev.formats import Format, round_to
+from numdev.gate.findings import listed
+from numdev.gate.rules import Rules, default_rules
+from numdev.gate.tests import judged
 from numdev.invariance import cause
-from numdev.invariance.axes import AXES, Variant, settled
+from numdev.invariance.axes import AXES, Call, Variant, settled, without_positions
 from numdev.invariance.differences import EXACT, compared, exact_change, keys_seen
 from numdev.invariance.models import model_of, model_rows
-from numdev.invariance.names import ASKED
 from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary, ModelRow
-from numdev.invariance.verdict import answer, judged, known_axes, read_rules
+from numdev.invariance.verdict import ALIKE, answer, tested, tests_of
 from numdev.invariance.ways import wrapped
 from numdev.kernels import Output
 from numdev.kernels.reference import attend, gradients
@@ -38,10 +41,11 @@ from numdev.kernels.reference.blocked import Reference
 from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
+STEADY = ("out", "lse")  # what every kernel is asked to repeat, bit by bit
 WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
-# The variants of an axis whose cause is searched among all tilings, on the first call of a shape:
-# by number, so that an interrupted run says what one that was not says.
-SEARCHED = (0, 2, 3)
+# Of a kernel along an axis, on calls of one shape: how many differences have their cause searched
+# among all tilings.
+SEARCHES = 3
 SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
 
 
@@ -49,16 +53,18 @@ def invariance(
     request: InvarianceRequest,
     directory: Path,
     *,
+    rules: Rules | None = None,
     overwrite: bool = False,
     progress: Progress = lambda what, done, total: None,
     say: Say = lambda text: None,
     command: str = "",
 ) -> InvarianceReport:
-    """Run `request`, journalling into `directory`; returns the report, which the caller writes.
-    Raises UsageError for a request that cannot be run here."""
+    """Run `request`, journalling into `directory`; returns the report, held to the rules (the
+    default ones), which the caller writes. Raises UsageError for a request that cannot be run."""
     system = System.here(request.device)
     kernels = [p for p in plan_kernels(request.kernels) if p.role == "kernel"]
     formats, axes = plan_formats(request.formats, kernels), axes_of(request.axes)
+    rules = rules or default_rules()
     watch = Stopwatch(system.device, SECTIONS)
     with watch("capture"):
         source = opened(request, system)
@@ -81,6 +87,7 @@ def invariance(
                             key = digest([about, axis, variant.name, variant.options])
                             if not journal.visit(key):
                                 journal.append(key, {"row": list(rows_of())})
+                            study.note(case, journal.rows_of(key, "row"))
                         done += len(axes)
         if request.logits:
             with watch("model"):
@@ -88,20 +95,18 @@ def invariance(
         rows = journal.records("row", InvarianceRow)
         models = journal.records("model", ModelRow)
     if not rows:
-        what = f"{request.target}: no attention call was selected"
+        along = listed(axes) if request.axes else "any axis"
+        what = f"{request.target}: no attention call could be made another way along {along}"
         raise UsageError(what, hint="check --layers and --axis")
-    rules, named = read_rules(None), "kernels" in request.model_fields_set
-    result = judged(rows, rules, named=named)
+    limits, named = rules.invariance, "kernels" in request.model_fields_set
     return InvarianceReport(
         provenance=provenance(system, described, command),
         request=asked,
         timings=watch.seconds(),
         rules=rules.name,
         named=named,
-        outcome=result.judgement.outcome,
-        verdicts=result.verdicts,
-        findings=result.findings,
-        tested=result.tested,
+        **judged(list(tests_of(rows, limits)), named=named),
+        tested=tuple(tested(rows, limits)),
         summary=InvarianceSummary(answer=tuple(answer(rows, models))),
         rows=rows,
         models=models,
@@ -109,12 +114,8 @@ def invariance(
 
 
 def axes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The axes by name; by default all but those that are only asked for. Raises UsageError for a
-    name that none has."""
-    try:
-        return known_axes(tuple(names)) or tuple(name for name in AXES if name not in ASKED)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    """These axes; by default all but those that are only asked for."""
+    return tuple(names) or tuple(name for name in AXES if name not in ONLY_ASKED)
 
 
 def opened(request: InvarianceRequest, system: System) -> Source:
@@ -126,9 +127,12 @@ def opened(request: InvarianceRequest, system: System) -> Source:
 
 
 def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
-    """The case as it is compared; without gradients there is no grad_out."""
+    """The case as it is compared: without gradients there is no grad_out, and positions that hide
+    nothing from a single query say nothing."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
+    if case.q_len == 1 and keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
+        case = without_positions(case)
     return settled(case if backward else dataclasses.replace(case, grad_out=None))
 
 
@@ -142,22 +146,25 @@ class Study:
     run: Runner
     watch: Stopwatch
     backward: bool = False
-    shapes: set[Any] = field(default_factory=set)
+    searched: Counter[Any] = field(default_factory=Counter)
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """References and outputs of the case at hand and of an axis's bases, by what they are of."""
 
     def variants(
         self, case: AttentionCase, fmt: Format
     ) -> Iterator[tuple[str, Variant, Callable[[], Iterator[InvarianceRow]]]]:
         """Every variant of a case along every axis, and what measures it."""
-        memory, shape = Memory(), (fmt.name, case.q.shape, case.k.shape)
-        new = shape not in self.shapes
-        self.shapes.add(shape)
+        self.kept = {}
         with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
             for axis in self.axes:
-                for number, variant in enumerate(AXES[axis](case)):
-                    of = (axis, variant, case, fmt, memory)
-                    search = new and number in SEARCHED
-                    yield axis, variant, partial(self.rows, *of, search=search)
-                memory.forget(case)
+                for variant in AXES[axis](case):
+                    yield axis, variant, partial(self.rows, axis, variant, case, fmt)
+                self.kept = {k: x for k, x in self.kept.items() if k[:2] == (id(case), None)}
+
+    def note(self, case: AttentionCase, rows: Sequence[Any]) -> None:
+        """Rows that were measured, now or in an earlier run: of which causes were searched."""
+        for row in map(InvarianceRow.model_validate, rows):
+            self.searched[_kind(row, case)] += row.tried is not None
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
         """The model's own output with each kernel, where the source has a model."""
@@ -171,59 +178,127 @@ class Study:
                 if not isinstance(source, CheckpointSource) or model is None:
                     return
                 run = partial(self.output, planned, within=None, gradients=False)
-                found = model_rows(model, source.prompt.inputs, planned, fmt, run)
+                of = (model, source.prompt.inputs, planned, fmt, run)
+                found = model_rows(*of, axes=self.axes)
                 journal.append(key, {"model": list(found)})
 
     def rows(
-        self, axis: str, variant: Variant, case: AttentionCase, fmt: Format, memory: Memory,
-        *, search: bool,
-    ) -> Iterator[InvarianceRow]:  # fmt: skip
-        """All kernels on one variant, whose exact answer is checked first; with `search` a cause is
-        looked for beyond what a kernel claims."""
-        base = case if variant.base is None else variant.base
-        exact = memory.kept(base, "exact", make=partial(self.exact, base))
-        new = (call for call in variant.calls if call.case is not base)
-        change = max((exact_change(c, exact, self.exact(c.case)) for c in new), default=0.0)
+        self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
+    ) -> Iterator[InvarianceRow]:
+        """All kernels on one variant, whose exact answer is checked first."""
+        base, why = case if variant.base is None else variant.base, variant.reason
+        if not why:
+            exact = self._kept((id(base), None), base, partial(self.exact, base))
+            new = (call for call in variant.calls if call.case is not base)
+            change = max((exact_change(c, exact, self.exact(c.case)) for c in new), default=0.0)
+            if not change <= EXACT:
+                why = f"the exact answer changes by {change:.0e} of its terms"
         for planned in self.kernels:
+            if (changed := _changed(planned, variant)) is None:
+                continue
             fields: dict[str, Any] = {
                 "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
                 "options": dict(planned.options) if planned.kernel.options else {},
                 "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
                 "axis": axis, "variant": variant.name,
             }  # fmt: skip
-            changed = _changed(planned, variant)
-            if changed is None:
-                continue
-            if not change <= EXACT:
-                reason = f"the exact answer changes by {change:.0e} of its terms"
-                yield InvarianceRow(**fields, tensor="out", status="skipped", reason=reason)
-                continue
-            own = partial(self.output, planned, base, variant.base_within)
-            of = (repr(variant.base_within), planned.kernel.name, str(planned.options))
-            first = memory.kept(base, *of, make=own)
-            others: Any = first if isinstance(first, Failure) else self._outputs(changed, variant)
-            if isinstance(first, Failure) or isinstance(others, Failure):
-                full = "OutOfMemory" in others.reason  # which is no fault of the kernel's
-                status: Any = "skipped" if axis in WATCHED or full else others.status
-                yield InvarianceRow(**fields, tensor="out", status=status, reason=others.reason)
-                continue
-            with self.watch("comparing"):
-                numbers = list(compared(variant.calls, exact, first, others, fmt))
-            for tensor, found in numbers:
-                if found["first"] is not None and tensor not in ("dk", "dv"):
-                    found["keys"] = keys_seen(base, found["first"])
-                row = InvarianceRow(**fields, tensor=tensor, **found)  # type: ignore[arg-type]
-                if tensor == "out" and row.differ:
-                    forms = (planned, changed, variant, base, first, others)
-                    row = self._with_cause(row, *forms, search=search)
-                yield row
+            status: Any = "skipped"
+            if not why:
+                of = (
+                    (id(base), variant.base_within, planned.kernel.name, str(planned.options)),
+                    base,
+                )
+                first = self._kept(*of, partial(self._first, planned, variant, base, exact, fmt))
+                others: Any = (
+                    first if isinstance(first, Failure) else self._others(changed, variant)
+                )
+                if not isinstance(others, Failure):
+                    forms = Forms(planned, changed, variant, base, exact, first, others)
+                    yield from self._compared(fields, forms, fmt)
+                    continue
+                # Memory that runs out is no fault of the kernel's.
+                if axis not in WATCHED and "OutOfMemory" not in others.reason:
+                    status = others.status
+            reason = why or others.reason
+            yield InvarianceRow(**fields, tensor="out", status=status, reason=reason)
+
+    def _compared(
+        self, fields: dict[str, Any], forms: Forms, fmt: Format
+    ) -> Iterator[InvarianceRow]:
+        variant, base, first, others = forms.variant, forms.base, forms.first, forms.others
+        with self.watch("comparing"):
+            numbers = dict(compared(variant.calls, base, forms.exact, first, others, fmt))
+        moved = any(numbers.get(tensor, {}).get("differ") for tensor in STEADY)
+        if moved and fields["axis"] != "repeat":
+            unsteady = list(self._unsteady(fields, forms, fmt))
+            yield from unsteady
+            far = max((numbers[n].get("excess", 0.0) for n in numbers if n != "lse"), default=0.0)
+            if unsteady and far <= ALIKE * max(1.0, *(row.excess or 0.0 for row in unsteady)):
+                why = "the kernel gives another answer to the same call"
+                yield InvarianceRow(**fields, tensor="out", status="skipped", reason=why)
+                return
+        for tensor, found in numbers.items():
+            row = InvarianceRow(**fields, tensor=tensor, **found)  # type: ignore[arg-type]
+            if row.first is not None and tensor not in ("dk", "dv"):
+                row = row.model_copy(update={"keys": keys_seen(base, row.first)})
+            if tensor == "out" and row.differ:
+                row = self._with_cause(row, forms)
+            yield row
+
+    def _unsteady(
+        self, fields: dict[str, Any], forms: Forms, fmt: Format
+    ) -> Iterator[InvarianceRow]:
+        """Where one of two forms gives other bits when it runs once more: rows along `repeat`."""
+        about = fields | {
+            "axis": "repeat",
+            "variant": f"again, {fields['axis']} {fields['variant']}",
+        }
+        # Twice, since a kernel may alternate.
+        again: list[Any] = [
+            self.output(forms.planned, forms.base, forms.variant.base_within) for _ in range(2)
+        ]
+        more: Any = self._others(forms.changed, forms.variant)
+        for failure in (x for x in (*again, more) if isinstance(x, Failure)):
+            yield InvarianceRow(**about, tensor="out", status="failed", reason=failure.reason)
+            return
+        pairs = [(forms.base, forms.first, other) for other in again]
+        calls = (call.case for call in forms.variant.calls)
+        pairs += zip(calls, forms.others, more, strict=True)
+        for case, one, other in pairs:
+            of = ([Call(case=case)], case, self.exact(case), one, [other], fmt)
+            found = {n: x for n, x in compared(*of) if n in STEADY and x.get("differ")}
+            for tensor, numbers in found.items():
+                yield InvarianceRow(**about, tensor=tensor, **numbers)  # type: ignore[arg-type]
+            if found:
+                return
 
     def exact(self, case: AttentionCase) -> Reference:
         """The fp64 answer; with gradients where they are compared."""
         with self.watch("reference"):
             return gradients(case) if self.backward else attend(case)
 
-    def _outputs(self, planned: Planned, variant: Variant) -> list[Output] | Failure:
+    def _kept(self, key: Any, case: AttentionCase, make: Callable[[], Any]) -> Any:
+        """What was made for a case before; the case is kept with it, and so its id."""
+        if key not in self.kept:
+            self.kept[key] = make(), case
+        return self.kept[key][0]
+
+    def _first(
+        self, planned: Planned, variant: Variant, base: AttentionCase, exact: Reference, fmt: Format
+    ) -> Output | Failure:
+        """The base's own output, against which others are held."""
+        done = self.output(planned, base, variant.base_within)
+        if isinstance(done, Failure):
+            return done
+        wrong = ~done.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
+        if count := int((wrong & ~exact.empty[..., None]).sum()):
+            what = (
+                f"returns {count} elements that are NaN or infinite where the exact result is not"
+            )
+            return Failure("failed", what)
+        return done
+
+    def _others(self, planned: Planned, variant: Variant) -> list[Output] | Failure:
         outputs = []
         for call in variant.calls:
             done = self.output(planned, call.case, variant.within, variant.wrap)
@@ -240,7 +315,8 @@ class Study:
         wrap: str | None = None,
         gradients: bool | None = None,
     ) -> Output | Failure:
-        """A kernel on a case, if need be laid out and run another way."""
+        """A kernel on a case, if need be laid out and run another way. One that declines the
+        backward pass runs forward alone."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             return Failure("skipped", missing)
@@ -250,57 +326,64 @@ class Study:
             kernel = wrapped(kernel, wrap)
         how: dict[str, Any] = {} if within is None else {"within": within}
         options = given(planned.options, kernel)
+        both = self.backward if gradients is None else gradients
         with self.watch("kernels"):
-            both = self.backward if gradients is None else gradients
-            return self.run(kernel, case, options, gradients=both, **how)
+            done = self.run(kernel, case, options, gradients=both, **how)
+            if both and isinstance(done, Failure) and done.status == "skipped":
+                done = self.run(kernel, case, options, **how)
+            return done
 
-    def _with_cause(
-        self, row: InvarianceRow, planned: Planned, changed: Planned, variant: Variant,
-        base: AttentionCase, first: Output, others: Sequence[Output], *, search: bool,
-    ) -> InvarianceRow:  # fmt: skip
+    def _with_cause(self, row: InvarianceRow, forms: Forms) -> InvarianceRow:
         """The row with what explains its difference, where something does."""
-        found, left = next((c for o in others if (c := cause.by_operator(first, o))), None), None
-        if found is None and row.first and not row.nonfinite:
-            pairs = zip(variant.calls, others, strict=True)
-            call, other = next(x for x in pairs if _holds(x[0].there.row, row.first[2]))
-            with self.watch("causes"):
-                claims = (
-                    cause.claim_of(planned.kernel, planned.options, base, first, self.system),
-                    cause.claim_of(changed.kernel, changed.options, call.case, other, self.system),
+        first, others, calls = forms.first, forms.others, forms.variant.calls
+        if found := next((c for o in others if (c := cause.by_operator(first, o))), None):
+            return row.model_copy(update={"cause": found})
+        if row.first is None or row.nonfinite:
+            return row
+        call, other = next(
+            (c, o) for c, o in zip(calls, others, strict=True) if c.there.holds(row.first)
+        )
+        kind = _kind(row, forms.base)
+        search = self.searched[kind] < SEARCHES
+        with self.watch("causes"):
+            claims = [
+                cause.claim_of(x, case, output, self.system)
+                for x, case, output in (
+                    (forms.planned, forms.base, first), (forms.changed, call.case, other)
                 )
-                forms = (base, first, other, row.first, claims)
-                found, left = cause.by_tiling(call, *forms, search=search)
-        return row.model_copy(update={"cause": found, "closest": left})
+            ]  # fmt: skip
+            explained = cause.by_tiling(
+                call, forms.base, first, other, row.first, claims, search=search
+            )
+        return row.model_copy(update=explained._asdict())
 
 
-def _holds(rows: slice, row: int) -> bool:
-    return (rows.start or 0) <= row < (1 << 62 if rows.stop is None else rows.stop)
+class Forms(NamedTuple):
+    """A call computed in two ways."""
+
+    planned: Planned
+    changed: Planned  # with the variant's options
+    variant: Variant
+    base: AttentionCase
+    exact: Reference
+    first: Output
+    others: list[Output]
+
+
+def _kind(row: InvarianceRow, case: AttentionCase) -> Any:
+    """Rows of one kind differ for one reason."""
+    of_case = case.q.shape, case.k.shape, case.is_causal, case.mask is None
+    return (row.label, row.format, row.axis, *of_case)
 
 
 def _changed(planned: Planned, variant: Variant) -> Planned | None:
-    """The kernel with the options and the wrap of a variant; None where they are not for it."""
+    """The kernel with the options of a variant; None where they are not for it."""
     kernel, options = planned.kernel, planned.options
+    if not variant.options.keys() <= kernel.options.keys():
+        return None
     if variant.options:
-        if not variant.options.keys() <= kernel.options.keys():
-            return None
         try:
             options = kernel.with_options({**options, **variant.options})
         except UsageError:
             return None
     return Planned(role="kernel", kernel=kernel, options=options)
-
-
-class Memory(dict[Any, Any]):
-    """Cases, their references and what kernels return for them, by what they are of: of one case
-    and of the bases that stand for it."""
-
-    def kept(self, case: AttentionCase, *of: Any, make: Callable[[], Any]) -> Any:
-        key = (id(case), *of)
-        if key not in self:
-            self[key], self[id(case),] = make(), case  # which stays, and its id with it
-        return self[key]
-
-    def forget(self, case: AttentionCase) -> None:
-        """All but what is of the case itself, as it is."""
-        for key in [k for k in self if k[0] != id(case) or "partial" in str(k[1:2])]:
-            del self[key]

@@ -21,20 +21,21 @@ _ODD = (-7046029254386353131, -4658895280553007687)
 
 def checksums(x: Tensor) -> list[str]:
     """The checksum of every head of a tensor [B, H, rows, ...], as 16 hexadecimal digits."""
-    bits = _bits(x).transpose(0, 1).flatten(1)  # [H, elements]
+    heads = bits(x).transpose(0, 1).flatten(1)  # [H, elements]
     # Odd, and no progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0.
-    w = torch.arange(1, bits.shape[1] + 1, device=x.device) * _ODD[0]
+    w = torch.arange(1, heads.shape[1] + 1, device=x.device) * _ODD[0]
     w = (w ^ (w >> 29)) * _ODD[1]
     weights = (w ^ (w >> 32)) | 1
-    parts = [(head * weights).sum() for head in bits]  # multiplied as 64-bit integers
+    parts = [(head * weights).sum() for head in heads]  # multiplied as 64-bit integers
     sums = (torch.stack(parts) + weights.sum()).tolist()
     return [f"{value % (1 << 64):016x}" for value in sums]
 
 
 def same(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of one dtype have the same shape and bits: NaN equals NaN, 0 not -0."""
-    return _bits(x).equal(_bits(y))
+    return bits(x).equal(bits(y))
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits(x: Tensor) -> Tensor:
+    """The bit patterns of a tensor's elements, as integers of their size."""
     return x.detach().view(_BITS[x.element_size()])

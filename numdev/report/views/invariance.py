@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from numdev.config import AXES
 from numdev.gate.rows import grouped
-from numdev.invariance.names import AXES
 from numdev.invariance.report import InvarianceReport, InvarianceRow
-from numdev.invariance.verdict import in_words
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, ratio, shade, si, three
 
@@ -91,9 +90,9 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
         if r.first is not None:
             sequence, head, row, _ = r.first
             begins = f"{sequence}, {head}, {row}" + ("" if r.keys is None else f" of {r.keys} keys")
-        why = in_words(cause) if cause is not None else ""
+        why = str(cause or "")
         if not why and r.closest is not None:
-            why = f"no tiling or split (residual {three(r.closest)})"
+            why = f"none of {r.tried} tilings and splits (residual {three(r.closest)})"
         yield (
             doc.Cell(r.label, style="strong"),
             r.axis,

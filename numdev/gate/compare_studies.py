@@ -1,0 +1,119 @@
+"""Two reports of `numdev effects`, or of `numdev invariance`: what moved.
+
+Of effects, a run's cost in B over that in A is taken for each sequence. Its logarithm scatters
+about 0 where nothing but the order of roundings changed; it moved where Student's t says otherwise,
+at 1 % over all runs together (Holm). Of invariance, an axis moved where bits were the same and no
+longer are, or the reverse, where its cause is another one, or its size another by TIMES."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from numdev.gate.compare_report import Group, Move
+from numdev.gate.rows import grouped
+from numdev.metrics.statistics import holm
+from numdev.report import Place
+from numdev.report.numbers import three
+
+ALPHA = 0.01
+LEAST = 3  # sequences, below which nothing is judged
+TIMES = 2.0
+FAR = 100.0  # the excess of what has no ratio
+NOTE = (
+    "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 % over all "
+    "{tests} runs by Holm)."
+)
+
+
+def invariance_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ...], str]:
+    """Every axis of every tensor that both reports have, what moved, and a note."""
+    sides: list[dict[Any, Any]] = [
+        {
+            (r.label, r.format, r.tensor, r.case, r.axis, r.variant): r
+            for r in report.rows
+            if r.status == "ok"
+        }
+        for report in (old, new)
+    ]
+    pairs = [(sides[0][key], row) for key, row in sides[1].items() if key in sides[0]]
+    groups, moves = [], []
+    for own in grouped(pairs, lambda p: (p[1].label, p[1].format, p[1].axis, p[1].tensor)).values():
+        first, here = own[0][1], []
+        names = ("role", "kernel", "options", "format")
+        of: dict[str, Any] = {name: getattr(first, name) for name in names}
+        of |= {"tensor": f"{first.axis} {first.tensor}", "metric": "difference"}
+        for a, b in own:
+            change = b.floor_ratio / a.floor_ratio if a.floor_ratio and b.floor_ratio else None
+            far = abs(math.log(change)) / math.log(TIMES) if change else FAR
+            if a.same == b.same and str(a.cause) == str(b.cause) and (a.same or far <= 1):
+                continue
+            nowhere: dict[str, Any] = dict.fromkeys(Place.model_fields)
+            place = Place(**{**nowhere, "case": b.case, "module": "", "call": 0, "layer": b.layer})
+            words = f"{b.variant}: {_said(a)}, now {_said(b)}"
+            numbers = {"a": a.floor_ratio, "b": b.floor_ratio, "change": change}
+            excess = far if a.same == b.same and far > 1 else FAR
+            here.append(Move(**of, place=place, words=words, excess=excess, **numbers))
+        largest = [max(p[i].floor_ratio or 0.0 for p in own) for i in (0, 1)]
+        same = sum(a.same and b.same for a, b in own)
+        judged = {"pairs": len(own), "same_bits": same, "moved": len(here)}
+        groups.append(Group(**of, a=largest[0], b=largest[1], **judged))
+        moves += here
+    moves.sort(key=lambda move: -move.excess)
+    note = (
+        f"An axis moved where its bits, its cause, or its size by {TIMES:g} times did; A and B are "
+        "the largest differences over the floor's error."
+    )
+    return tuple(groups), tuple(moves), note
+
+
+def _said(row: Any) -> str:
+    if row.same:
+        return "the same bits"
+    text = f"{three(row.floor_ratio)}× the floor's error"
+    return text + (f" ({row.cause})" if row.cause is not None else "")
+
+
+def effects_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ...], str]:
+    """Every run that both reports have, those that moved (the farthest first), and a note."""
+    sides: list[dict[Any, dict[int, float]]] = [
+        {run: {r.sequence: r.cost for r in rows if r.cost} for run, rows in by_run.items()}
+        for by_run in (grouped(report.rows, lambda row: row.run) for report in (old, new))
+    ]
+    about = {row.run: row for row in new.rows}
+    ratios = {
+        run: [math.log(b[i] / sides[0][run][i]) for i in b if i in sides[0].get(run, {})]
+        for run, b in sides[1].items()
+    }
+    p = {run: _p(x) for run, x in ratios.items() if len(x) >= LEAST}
+    moved = dict(zip(p, holm(list(p.values()), ALPHA), strict=True))
+    groups, moves = [], []
+    for run, logs in ((run, x) for run, x in ratios.items() if x):
+        row, a, b = about[run], *(statistics.median(side[run].values()) for side in sides)
+        where = f"{row.kind} {row.site}".strip() + ("" if row.layer is None else f" L{row.layer}")
+        of: dict[str, Any] = {"role": "kernel", "kernel": row.kernel or "model", "tensor": where}
+        of |= {"format": row.format, "options": row.options, "metric": "cost", "a": a, "b": b}
+        of["change"] = math.exp(statistics.mean(logs))
+        same, far = sum(x == 0 for x in logs), moved.get(run, False)
+        judged = {"pairs": len(logs), "same_bits": same, "moved": len(logs) * far}
+        groups.append(Group(**of, **judged, unjudged=0 if run in p else len(logs)))
+        if far:
+            nowhere: dict[str, Any] = dict.fromkeys(Place.model_fields)
+            place = Place(**{**nowhere, "case": where, "module": "", "call": 0})
+            words = f"the cost at the output from {three(a)} to {three(b)}"
+            excess = 1 + abs(math.log(of["change"]))
+            moves.append(Move(**of, place=place, words=words, excess=excess))
+    moves.sort(key=lambda move: -move.excess)
+    return tuple(groups), tuple(moves), NOTE.format(tests=len(p))
+
+
+def _p(logs: Sequence[float]) -> float:
+    """The two-sided p of the mean of logarithms, 1 where all are 0."""
+    from scipy.special import stdtr
+
+    spread = statistics.stdev(logs) / math.sqrt(len(logs))
+    if spread == 0:
+        return 0.0 if any(logs) else 1.0
+    return float(2 * stdtr(len(logs) - 1, -abs(statistics.mean(logs)) / spread))
