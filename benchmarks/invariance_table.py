@@ -25,7 +25,6 @@ from numdev.gate.rows import grouped
 from numdev.invariance.axes import SIZES, picked
 from numdev.invariance.report import InvarianceReport
 from numdev.invariance.study import invariance
-from numdev.invariance.verdict import in_words
 from numdev.kernels import find
 from numdev.sources.opening import Drawn
 from numdev.system import System
@@ -65,7 +64,7 @@ def lines(report: InvarianceReport) -> Iterator[str]:
         for axis, rows in by_axis.items():
             for tensor, of in grouped((r for r in rows if r.differ), lambda r: r.tensor).items():
                 r = max(of, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
-                why = next((in_words(x.cause) for x in of if x.cause is not None), "")
+                why = next((str(x.cause) for x in of if x.cause is not None), "")
                 variants = len({x.variant for x in of})
                 share = 100 * r.differ / r.elements
                 size = "NaN" if r.nonfinite else f"{r.floor_ratio or 0.0:.3g} floor"

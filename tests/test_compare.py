@@ -389,7 +389,7 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
     a = written(tmp_path / "a", audit(head()))
     found = compare(a, a)
     other = written(tmp_path / "other", found)
-    with pytest.raises(UsageError, match="a sweep or effects, got compare"):
+    with pytest.raises(UsageError, match="a sweep, effects or invariance, got compare"):
         compare(a, other)
     with pytest.raises(UsageError, match="cannot read a report there"):
         compare(a, tmp_path / "nothing")
