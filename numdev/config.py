@@ -363,7 +363,8 @@ def _axis(name: str) -> str:
     return name
 
 
-Axes = Annotated[tuple[Annotated[str, AfterValidator(_axis)], ...], BeforeValidator(as_list)]
+Axis = Annotated[str, AfterValidator(_axis)]
+Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list)]
 
 
 class InvarianceConfig(Reading):

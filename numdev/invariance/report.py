@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from numdev.config import Axis
 from numdev.report import OfKernel, Record, Report, Status, Tensor
 from numdev.report.numbers import labelled
 
@@ -53,7 +54,7 @@ class InvarianceRow(OfKernel):
     case: str
     layer: int | None = None
     phase: str | None = None
-    axis: str
+    axis: Axis
     variant: str
     tensor: Tensor
     status: Status = "ok"
