@@ -220,8 +220,7 @@ def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
     errors = []
     for name in ("bfloat16", "float32"):
         _, own = opened(target, formats=(name,))
-        attention = study.answers(own.format).kernel(study.against)
-        real = output_of(own.as_used(inputs, attention))
+        real = output_of(own.as_used(inputs, own.kernel(study.against)))
         errors.append(float((real - truth).norm()))
     assert 2**14 < errors[0] / errors[1] < 2**18
 
@@ -319,7 +318,8 @@ def test_what_chooses_is_not_judged_by_flips_and_what_has_no_places_not_by_causa
     model = transformers.LlamaForSequenceClassification(models.build("llama").config)
     ids = torch.arange(1, 17)[None]
     how = Scored.of(model, model(input_ids=ids), {"input_ids": ids})
-    assert (how.logits, how.targets) == (True, None)
+    assert how.logits
+    assert not (how.targets >= 0).any()
 
 
 def test_final_states_are_compared_where_there_are_no_logits(capsys: Any, tmp_path: Path) -> None:
@@ -384,7 +384,6 @@ def test_the_numbers_of_a_sequence() -> None:
 def test_a_position_is_scored_by_the_token_that_it_predicts(name: str, shift: int) -> None:
     model, ids = models.build(name), torch.arange(1, 9)[None]
     how = Scored.of(model, model(input_ids=ids), {"input_ids": ids})
-    assert how.targets is not None
     assert how.targets[0].tolist() == ids[0, shift:].tolist() + [-1] * shift
 
 

@@ -22,8 +22,8 @@ from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.effects.checks import checks_of
 from numdev.effects.outputs import Scored, compared, largest_error, output_of
 from numdev.effects.report import Check, EffectsReport, OutputRow
-from numdev.effects.running import Answers, Subject
-from numdev.effects.sites import ATTENTION, SITES
+from numdev.effects.running import Subject
+from numdev.effects.sites import SITES
 from numdev.effects.verdict import summarise, tests_of
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format
@@ -38,7 +38,6 @@ from numdev.system import System
 
 HINT = "does it take as many tokens as --length, and these --inputs?"
 LOGITS = 1 << 27  # that are held at once for one run: 1 GB in fp64
-ELSEWHERE = [site for site in SITES if site not in ATTENTION]
 SEEDS = {"random": 1, "moved": 2}  # beside the request's: what is drawn is another thing
 
 
@@ -123,6 +122,7 @@ class Study:
                 raise UsageError(f"expected a kernel, got the {choice.name}, which always runs")
         self.kernels = [p for p in planned if p.role in ("baseline", "kernel")]
         self.against = next(p for p in self.kernels if p.kernel.name == find(request.against).name)
+        self.mine = [p for p in self.kernels if p is not self.against]
         self.formats = plan_formats(request.formats, self.kernels)
         fields: dict[str, Any] = {name: getattr(request, name) for name in Reading.model_fields}
         fields["stream"] = request.stream
@@ -137,23 +137,24 @@ class Study:
         """The model in a format; of several the last one is kept."""
         if self._subject is None or self._subject.format != fmt:
             self._subject = None
-            self._subject = Subject(self.source, fmt, self.system.device)
+            self._subject = Subject(self.source, fmt, self.run, self.system)
         return self._subject
 
     @cached_property
     def runs(self) -> list[Run]:
         """The runs in any format: first what others are held against."""
-        mine, model = [p for p in self.kernels if p is not self.against], self.source.model
         floor = Planned(role="floor", kernel=find("floor"), options={})
-        runs = [Run("random"), Run("emulated"), Run("whole", self.against)]
-        runs += [Run("whole", p) for p in mine]
+        runs = [Run("random"), Run("emulated")]
+        runs += [Run("whole", p) for p in (self.against, *self.mine)]
         runs += [Run("repeat", self.against), Run("moved", self.against)]
         runs += [Run("attention", p) for p in (floor, *self.kernels)]
         runs += [Run("predicted", p) for p in self.kernels]
         runs += [Run("site", site=site) for site in SITES if self.request.sites]
+        model = self.source.model
         names = attention_modules(model) if self.request.by_layer else ()
         layers: Any = {layer_of(model.get_submodule(name), name) for name in names} - {None}
-        return runs + [Run("attention", (*mine, self.against)[0], layer=n) for n in sorted(layers)]
+        first = (*self.mine, self.against)[0]
+        return runs + [Run("attention", first, layer=n) for n in sorted(layers)]
 
     @cached_property
     def chunks(self) -> list[dict[str, Any]]:
@@ -198,15 +199,16 @@ class Study:
             answer = subject.exactly(inputs)
         truth, how = output_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
-        held = {i: self._attempted(subject, inputs, self.runs[i]) for i in range(3)}
-        *roundings, beside = (x if isinstance(x, Tensor) else None for x in held.values())
+        count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
+        held = [self._attempted(subject, inputs, run) for run in self.runs[:count]]
+        *roundings, beside = (x if isinstance(x, Tensor) else None for x in held)
         errors = [largest_error(x, truth) for x in roundings if x is not None]
         by_chance = torch.stack(errors).amax(dim=0) if errors else None
         if subject.routes:  # a choice of experts that changes moves one token, and may move it far
             by_chance = None
         for i in todo:
             run = self.runs[i]
-            out = held[i] if i in held else self._attempted(subject, inputs, run)
+            out = held[i] if i < count else self._attempted(subject, inputs, run)
             other = beside if run.kind in ("whole", "repeat", "moved") else None
             if isinstance(out, Failure):
                 rows: list[Any] = [{"status": out.status, "reason": out.reason}] * len(truth)
@@ -225,25 +227,15 @@ class Study:
 
     def _answer(self, subject: Subject, inputs: Mapping[str, Any], run: Run) -> Any:
         seed = self.request.seed + SEEDS.get(run.kind, 0)
-        by, mine = self.answers(subject.format), [p for p in self.kernels if p is not self.against]
-        if run.planned is not None:
-            if run.kind == "predicted":
-                return subject.exactly(inputs, by.predicted(run.planned))
-            attention = by.kernel(run.planned, run.layer)
-            if run.kind == "attention":
-                return subject.exactly(inputs, attention)
-            return subject.as_used(inputs, attention, seed if run.kind == "moved" else None)
-        if run.kind == "site":
-            if run.site in ATTENTION:
-                return subject.exactly(inputs, by.at_sites(mine, run.site))
-            return subject.exactly(inputs, sites=(run.site,))
-        if run.kind == "emulated":
-            return subject.exactly(inputs, by.at_sites(mine, None), sites=ELSEWHERE)
-        attention = by.at_sites(mine, None, rounding="stochastic", seed=seed)
-        return subject.exactly(inputs, attention, sites=ELSEWHERE, drawn=seed)
-
-    def answers(self, fmt: Format) -> Answers:
-        return Answers(fmt, self.run, self.system)
+        if run.planned is None:
+            drawn = seed if run.kind == "random" else None
+            return subject.rounded(inputs, self.mine, run.site or None, drawn)
+        if run.kind == "predicted":
+            return subject.exactly(inputs, subject.predicted(run.planned))
+        attention = subject.kernel(run.planned, run.layer)
+        if run.kind == "attention":
+            return subject.exactly(inputs, attention)
+        return subject.as_used(inputs, attention, seed if run.kind == "moved" else None)
 
 
 def measured_on(

@@ -146,13 +146,16 @@ def _answer(
     if main.apart is not None and main.kernel != against and alone and alone.share:
         moved = next((r.apart for r in runs if r.kind == "moved" and r.apart), None)
         ulp = f" (inputs one ulp off: {three(moved / size)} times)" if moved else ""
-        share, far = _between(alone.share, percent), three(main.apart / size)
+        share = percent(alone.share.mean) + _range(alone.share, percent)
+        far = three(main.apart / size)
         yield (
             f"{fmt}: attention, with its inputs rounded, is {share} of what {fmt} costs; {name} in "
             f"place of {against} changes the {what} by {far} times the error that {fmt} makes in "
             f"them{ulp}."
         )
-    text = f"{fmt}: costs {_between(main.cost)}{unit} in all" if main.cost else ""
+    text = ""
+    if main.cost:
+        text = f"{fmt}: costs {si(main.cost.mean)}{_range(main.cost)}{unit} in all"
     if budget is not None and budget.adds_up:
         shares = {r.site: r.share.mean for r in runs if r.kind == "site" and r.share}
         first = sorted(shares, key=lambda site: -shares[site])[:3]
@@ -164,12 +167,8 @@ def _answer(
         yield f"{fmt}: another token is the likeliest at {many} positions, {near} by near ties."
 
 
-def _between(x: Estimate, write: Callable[[float | None], str] = si) -> str:
-    return write(x.mean) + ("" if x.low is None else f" ({_range(x, write)})")
-
-
-def _range(x: Estimate, write: Callable[[float | None], str]) -> str:
-    return f"{write(x.low)} to {write(x.high)}"
+def _range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
+    return "" if x.low is None else f" ({write(x.low)} to {write(x.high)})"
 
 
 # --- findings -----------------------------------------------------------------------------------
@@ -239,8 +238,8 @@ def _of_ratio(about: Any, rule: str, text: str, run: RunSummary, whole: Any, lim
     or in one sequence alone, if that has many positions and the model no router."""
     assert run.over is not None
     x, worst = run.over, run.over_worst or 0.0
-    judged, words = (x.mean / SURELY, "") if x.low is None else (x.low, f" ({_range(x, three)})")
-    numbers = f"{three(x.mean, limit)}×{words}"
+    judged = x.mean / SURELY if x.low is None else x.low
+    numbers = f"{three(x.mean, limit)}×{_range(x, three)}"
     steady = bool(run.growth) and whole.unexplained is not None
     if judged <= limit and worst > SURELY * limit and steady:
         judged, numbers = worst / SURELY, f"{three(worst)}× in one sequence"
