@@ -6,7 +6,7 @@ another function. Each check names the first layer whose attention differs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,8 +43,8 @@ def checks_of(
     whether to try those in fp64, which have nothing to do with the format."""
     checks, name, read = Checks(subject, inputs), text_of(inputs), "input_ids"
     tries: dict[str, Callable[[], Check | None]] = {"repeat": checks.repeat}
-    if hasattr(subject.wide, "set_attn_implementation"):
-        tries |= {way: partial(checks.implementation, way) for way in ("eager", "sdpa")}
+    ways = ("eager", "sdpa") if hasattr(subject.wide, "set_attn_implementation") else ()
+    tries |= {way: partial(checks.implementation, way) for way in ways}
     if name is not None and inputs[name].shape[1] > 2 * HIDDEN:
         tries["causality"] = partial(checks.causality, name)
         if generate and name == read:
@@ -53,7 +53,9 @@ def checks_of(
         tries["mask"] = partial(checks.mask, decodes=name != read)
     tries = tries if exact else {}
     if compiles:
-        tries["compiled"] = checks.compiled
+        tries["compiled"] = partial(checks.compiled, "sdpa" if ways else None)
+        if ways:
+            tries["compiled eager"] = partial(checks.compiled, "eager")
     for what, attempt in tries.items():
         try:
             check = attempt()
@@ -121,15 +123,8 @@ class Checks:
 
     def implementation(self, way: str) -> Check:
         """The model's own code for attention of one kind, beside what it asks to be computed."""
-        model: Any = self.model
-        before = model.config._attn_implementation
-        model.set_attn_implementation(way)
-        try:
-            if model.config._attn_implementation != way:
-                raise MeasurementError(f"the model cannot be switched to {way}")
+        with _switched(self.model, way):
             other = self.exact(self.inputs, answers=False)
-        finally:
-            model.set_attn_implementation(before)
         return self.compared(way, self.whole, other, counted(self.inputs, self.whole[0]))
 
     def causality(self, name: str) -> Check | None:
@@ -198,11 +193,12 @@ class Checks:
         counts[:, :first] = False
         return self.compared("cache", self.whole, (out, {}), counts)
 
-    def compiled(self) -> Check:
-        """The error of the model under torch.compile over that of the model as it is."""
+    def compiled(self, way: str | None) -> Check:
+        """The error of the model under torch.compile over that of the model as it is, its attention
+        its own code's of one kind, where it can be switched to that."""
         model: nn.Module = self.subject.real
-        exact = self.whole[0]
-        with torch.no_grad():
+        exact, name = self.whole[0], "compiled eager" if way == "eager" else "compiled"
+        with torch.no_grad(), _switched(model, way):
             home = at_home(model, self.inputs)
             own = output_of(model(**home))
             torch.compiler.reset()
@@ -211,4 +207,19 @@ class Checks:
         errors = [float((x - exact)[counts].norm()) for x in (own, compiled)]
         far, fmt = errors[1] / max(errors[0], 1e-300), self.subject.format.name
         holds = far <= COMPILED
-        return Check(name="compiled", holds=holds, difference=far, limit=COMPILED, format=fmt)
+        return Check(name=name, holds=holds, difference=far, limit=COMPILED, format=fmt)
+
+
+@contextmanager
+def _switched(model: Any, way: str | None) -> Iterator[None]:
+    """A model of transformers computes attention by its own code of one kind in here."""
+    before = model.config._attn_implementation if way else None
+    try:
+        if way:
+            model.set_attn_implementation(way)
+        if way and model.config._attn_implementation != way:
+            raise MeasurementError(f"the model cannot be switched to {way}")
+        yield
+    finally:
+        if way:
+            model.set_attn_implementation(before)

@@ -35,6 +35,12 @@ def output_of(answer: Any) -> Tensor:
     return out[:, None] if out.ndim == 2 else out.flatten(1, -2)
 
 
+def outputs_of(answer: Any) -> dict[str, Tensor]:
+    """All that an answer is compared by: the one `output_of` it, or of a pipeline both of its."""
+    x, image = output_of(answer), getattr(answer, "image", None)
+    return {"": x} if image is None else {"latents": x, "image": output_of(image)}
+
+
 def text_of(inputs: Mapping[str, Any]) -> str | None:
     """The name of the input that the model's output is about, if that is token ids."""
     tensors = ((n, x) for n, x in inputs.items() if isinstance(x, Tensor))

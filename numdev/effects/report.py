@@ -25,6 +25,9 @@ Kind = Literal[
 ]
 
 
+PLACES = {"": "output", "latents": "denoised latents", "image": "image"}
+
+
 class OfRun(Record):
     """One way to run the model, and what became of its output: over the scored positions of one
     sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
@@ -33,6 +36,7 @@ class OfRun(Record):
     format: str
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
+    at: Literal["", "latents", "image"] = ""  # of a pipeline: which of its two outputs
     site: str = ""
     layer: int | None = None  # with attention in the format in this layer alone
     reason: str | None = None  # why there are no numbers
@@ -60,7 +64,8 @@ class OfRun(Record):
     @property
     def run(self) -> tuple[Any, ...]:
         """What tells one run from another."""
-        return self.kind, self.format, self.kernel, str(self.options), self.site, self.layer
+        which = (self.kernel, str(self.options), self.site, self.layer)
+        return self.kind, self.format, self.at, *which
 
 
 class OutputRow(OfRun):

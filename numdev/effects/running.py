@@ -29,6 +29,7 @@ from numdev.sources.capture import answered
 from numdev.sources.checkpoint import Checkpoint, Deferred, Streamed
 from numdev.sources.loss import at_home
 from numdev.sources.opening import CheckpointSource
+from numdev.sources.pipeline import PictureSource
 from numdev.system import System
 
 # The output, in any dtype, of a call that came in this format (its values may be in fp64).
@@ -41,7 +42,9 @@ class Subject:
     source's own weights, in fp64. Where these stay on disk, so do the model's. `run` runs kernels.
     """
 
-    def __init__(self, source: CheckpointSource, fmt: Format, run: Runner, system: System) -> None:
+    def __init__(
+        self, source: CheckpointSource | PictureSource, fmt: Format, run: Runner, system: System
+    ) -> None:
         self.format, self.run, self.system, self.device = fmt, run, system, system.device
         checkpoint = source.checkpoint
 

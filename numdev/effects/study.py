@@ -20,7 +20,7 @@ from numdev.audit.run import Progress, Say, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.effects.checks import checks_of
-from numdev.effects.outputs import Scored, compared, largest_error, output_of
+from numdev.effects.outputs import Scored, compared, largest_error, outputs_of
 from numdev.effects.report import Check, EffectsReport, OutputRow
 from numdev.effects.running import Subject
 from numdev.effects.sites import SITES
@@ -32,8 +32,9 @@ from numdev.gate.tests import judged
 from numdev.kernels import find
 from numdev.sources.capture import attention_modules, layer_of
 from numdev.sources.files import naming
-from numdev.sources.opening import CheckpointSource
-from numdev.sources.pipeline import is_pipeline
+from numdev.sources.opening import CheckpointSource, open_source
+from numdev.sources.pipeline import PictureSource, PipelineSource
+from numdev.sources.tensorfile import holds_cases
 from numdev.system import System
 
 HINT = "does it take as many tokens as --length, and these --inputs?"
@@ -91,8 +92,8 @@ def effects(
                 study.fill(journal, fmt, measure, watch, progress)
             rows, checks = journal.records("row", OutputRow), journal.records("check", Check)
             about = journal.rows("about")
-    logits = any(x["logits"] for x in about if "logits" in x)
-    narrower = {x["format"]: x["narrower"] for x in about if x.get("narrower")}
+    narrower = {x["format"]: x["narrower"] for x in about if x["narrower"]}
+    logits = all(row.angle is None for row in rows)
     named = "kernels" in request.model_fields_set
     summary = summarise(rows, study.against.kernel.name, logits=logits)
     tests = list(tests_of(summary.runs, checks, narrower, default_rules().effects))
@@ -124,13 +125,8 @@ class Study:
         self.against = next(p for p in self.kernels if p.kernel.name == find(request.against).name)
         self.mine = [p for p in self.kernels if p is not self.against]
         self.formats = plan_formats(request.formats, self.kernels)
-        fields: dict[str, Any] = {name: getattr(request, name) for name in Reading.model_fields}
-        fields["stream"] = request.stream
-        if is_pipeline(Path(request.checkpoint)):
-            what = f"{request.target}: expected a transformers checkpoint or a state dict"
-            raise UsageError(f"{what}, got a diffusers pipeline", hint="audit it instead")
-        asked = AuditRequest(target=request.target, checkpoint=request.checkpoint, **fields)
-        self.source = CheckpointSource(asked, self.system)
+        self.source = _opened_source(request, self.system)
+        self.paints = isinstance(self.source, PictureSource)
         self._subject: Subject | None = None
 
     def subject(self, fmt: Format) -> Subject:
@@ -144,12 +140,12 @@ class Study:
     def runs(self) -> list[Run]:
         """The runs in any format: first what others are held against."""
         floor = Planned(role="floor", kernel=find("floor"), options={})
-        runs = [Run("random"), Run("emulated")]
+        runs = [] if self.paints else [Run("random"), Run("emulated")]
         runs += [Run("whole", p) for p in (self.against, *self.mine)]
         runs += [Run("repeat", self.against), Run("moved", self.against)]
         runs += [Run("attention", p) for p in (floor, *self.kernels)]
         runs += [Run("predicted", p) for p in self.kernels]
-        runs += [Run("site", site=site) for site in SITES if self.request.sites]
+        runs += [Run("site", site=site) for site in SITES if self.request.sites and not self.paints]
         model = self.source.model
         names = attention_modules(model) if self.request.by_layer else ()
         layers: Any = {layer_of(model.get_submodule(name), name) for name in names} - {None}
@@ -163,7 +159,7 @@ class Study:
         count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
         tokens = max((x.shape[1] for x in inputs.values() if x.ndim == 2), default=1)
         vocabulary = getattr(self.source.checkpoint, "vocab_size", None) or 1
-        step = max(1, LOGITS // (tokens * vocabulary))
+        step = 1 if self.paints else max(1, LOGITS // (tokens * vocabulary))
         parts = [slice(at, at + step) for at in range(0, count, step)]
         return [{n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts]
 
@@ -197,31 +193,36 @@ class Study:
         first = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
             answer = subject.exactly(inputs)
-        truth, how = output_of(answer), Scored.of(subject.wide, answer, inputs)
+        truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
         count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
         held = [self._attempted(subject, inputs, run) for run in self.runs[:count]]
-        *roundings, beside = (x if isinstance(x, Tensor) else None for x in held)
-        errors = [largest_error(x, truth) for x in roundings if x is not None]
+        *roundings, beside = ({} if isinstance(x, Failure) else x for x in held)
+        errors = [largest_error(x[""], truths[""]) for x in roundings if x]
         by_chance = torch.stack(errors).amax(dim=0) if errors else None
         if subject.routes:  # a choice of experts that changes moves one token, and may move it far
             by_chance = None
         for i in todo:
             run = self.runs[i]
             out = held[i] if i < count else self._attempted(subject, inputs, run)
-            other = beside if run.kind in ("whole", "repeat", "moved") else None
-            if isinstance(out, Failure):
-                rows: list[Any] = [{"status": out.status, "reason": out.reason}] * len(truth)
-            else:
-                rows = compared(out, truth, how, by_chance, other)
-            named = [OutputRow(**run.row(fmt), sequence=first + n, **r) for n, r in enumerate(rows)]
-            yield i, {"row": named, "about": [{"logits": how.logits}]}
+            named: list[Any] = []
+            for at, truth in truths.items():
+                other = beside.get(at) if run.kind in ("whole", "repeat", "moved") else None
+                if isinstance(out, Failure):
+                    rows: list[Any] = [{"status": out.status, "reason": out.reason}] * len(truth)
+                else:
+                    rows = compared(out[at], truth, how, by_chance, other)
+                about = {**run.row(fmt), "at": at}
+                named += [OutputRow(**about, sequence=first + n, **r) for n, r in enumerate(rows)]
+            yield i, {"row": named}
 
-    def _attempted(self, subject: Subject, inputs: Mapping[str, Any], run: Run) -> Tensor | Failure:
-        """The output of one run, [sequences, positions, width] in fp64, or why there is none."""
+    def _attempted(
+        self, subject: Subject, inputs: Mapping[str, Any], run: Run
+    ) -> dict[str, Tensor] | Failure:
+        """The outputs of one run, or why there are none."""
         try:
             with naming(type(subject.wide).__name__, "failed", HINT):
-                return output_of(self._answer(subject, inputs, run))
+                return outputs_of(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
             return Failure("skipped" if isinstance(error, Refused) else "failed", error.message)
 
@@ -236,6 +237,27 @@ class Study:
         if run.kind == "attention":
             return subject.exactly(inputs, attention)
         return subject.as_used(inputs, attention, seed if run.kind == "moved" else None)
+
+
+def _opened_source(request: EffectsRequest, system: System) -> CheckpointSource | PictureSource:
+    """Raises UsageError for what is no model, and for an option that means nothing for it."""
+    path, target = Path(request.checkpoint), request.target
+    what = "captured tensors" if holds_cases(path) else ""
+    if what := "a configuration" if path.suffix in (".yaml", ".yml") else what:
+        expected = "a checkpoint, a state dict with --model, a diffusers pipeline or `demo`"
+        raise UsageError(f"{target}: expected {expected}, got {what}", hint="audit it instead")
+    same = (*Reading.model_fields, "stream", "denoise")
+    fields: dict[str, Any] = {name: getattr(request, name) for name in same}
+    asked = AuditRequest(target=target, checkpoint=request.checkpoint, **fields)
+    source = open_source(asked, system)
+    if not isinstance(source, PipelineSource):
+        assert isinstance(source, CheckpointSource)
+        return source
+    for name in ("by_layer", "generate", "compile"):
+        if getattr(request, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} does not apply: {target} is a diffusers pipeline")
+    return PictureSource(source, system)
 
 
 def measured_on(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numdev.effects import report as records
-from numdev.effects.report import Budget, Check, Estimate, OutputRow, RunSummary
+from numdev.effects.report import PLACES, Budget, Check, Estimate, OutputRow, RunSummary
 from numdev.gate.rows import grouped
 from numdev.gate.rules import EffectsLimits
 from numdev.gate.tests import MODEL, Test
@@ -25,7 +25,7 @@ OVER_ROWS: Mapping[str, Any] = {
     **dict.fromkeys(LARGEST, max), "first_flip": min, "flips": sum, "unexplained": sum
 }  # fmt: skip
 MEANS = ("log_perplexity", "error", "angle", "apart")
-ABOUT = ("kind", "format", "kernel", "options", "site", "layer")
+ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
 
 
 def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> records.EffectsSummary:
@@ -33,8 +33,10 @@ def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> recor
     runs: list[RunSummary] = []
     budgets: list[Budget] = []
     answer: list[str] = []
-    for fmt, of_format in grouped(rows, lambda row: row.format).items():
-        by_run = grouped(of_format, lambda row: row.run)
+    for fmt, at in dict.fromkeys((row.format, row.at) for row in rows):
+        by_run = grouped(
+            (row for row in rows if (row.format, row.at) == (fmt, at)), lambda row: row.run
+        )
         costs = {run: _costs(own) for run, own in by_run.items()}
         used = _used(list(by_run), costs, against)
         whole = costs.get(used, {})
@@ -43,7 +45,7 @@ def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> recor
         if whole and parts:
             sums = {i: sum(c.get(i, 0.0) for c in parts) for i in whole}
             ratio = sum(sums.values()) / (sum(whole.values()) or 1.0)
-            budget = {"format": fmt, "kernel": used[2], "adds_up": 0.9 <= ratio <= 1.1}
+            budget = {"format": fmt, "kernel": used[3], "adds_up": 0.9 <= ratio <= 1.1}
             part = (_ratio(sums, whole) or Estimate(mean=ratio)).model_copy(update={"mean": ratio})
             budgets.append(Budget(**budget, parts=part))
         main = next((run for run in own if run.run == used), None)
@@ -52,8 +54,11 @@ def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> recor
         runs += own
     off = ", ".join(b.format for b in budgets if not b.adds_up)
     note = f"In {off} the sites do not add up to the whole: draw no conclusion from shares."
+    notes = (note,) if off else ()
+    if any(row.at for row in rows):
+        notes = ("In a diffusers pipeline single rounding sites are not tried.",)
     return records.EffectsSummary(
-        answer=tuple(answer), runs=tuple(runs), budgets=tuple(budgets), notes=(note,) if off else ()
+        answer=tuple(answer), runs=tuple(runs), budgets=tuple(budgets), notes=notes
     )
 
 
@@ -65,18 +70,18 @@ def _used(runs: Sequence[Any], costs: Mapping[Any, Costs], against: str) -> Any:
     """The run of the whole model that stands for what a user runs; None where none ran."""
     wholes = [run for run in runs if run[0] == "whole" and costs[run]]
     rank = {USED: 0, against: 2}
-    return min(wholes, key=lambda run: rank.get(run[2], 1), default=None)
+    return min(wholes, key=lambda run: rank.get(run[3], 1), default=None)
 
 
 def _yardstick(run: Any, costs: Mapping[Any, Costs], against: str) -> Costs:
     """What a run's cost is held against, as `RunSummary.over` says."""
-    kind, fmt, *which = run
+    kind, fmt, at, *which = run
     if kind == "whole":
-        return costs.get(("emulated", fmt, "", "{}", "", None), {})
+        return costs.get(("emulated", fmt, at, "", "{}", "", None), {})
     if kind != "attention" or run[-1] is not None:
         return {}
-    eager = ("attention", fmt, against, "{}", "", None)
-    return costs.get(("predicted", fmt, *which)) or costs.get(eager, {})
+    eager = ("attention", fmt, at, against, "{}", "", None)
+    return costs.get(("predicted", fmt, at, *which)) or costs.get(eager, {})
 
 
 def _summary(rows: Sequence[OutputRow], whole: Costs, yardstick: Costs) -> RunSummary:
@@ -142,6 +147,7 @@ def _answer(
     """What a reader wants to know of one format, the answer first."""
     fmt, name, size = main.format, labelled(main.kernel, main.options), main.error or 1.0
     what, unit = ("logits", " nats a position") if logits else ("final states", "")
+    where, what = (f", {PLACES[main.at]}", PLACES[main.at]) if main.at else ("", what)
     alone = _alone(main, runs)
     if main.apart is not None and main.kernel != against and alone and alone.share:
         moved = next((r.apart for r in runs if r.kind == "moved" and r.apart), None)
@@ -149,13 +155,13 @@ def _answer(
         share = percent(alone.share.mean) + _range(alone.share, percent)
         far = three(main.apart / size)
         yield (
-            f"{fmt}: attention, with its inputs rounded, is {share} of what {fmt} costs; {name} in "
-            f"place of {against} changes the {what} by {far} times the error that {fmt} makes in "
-            f"them{ulp}."
+            f"{fmt}{where}: attention, with its inputs rounded, is {share} of what {fmt} costs; "
+            f"{name} in place of {against} changes the {what} by {far} times the error that {fmt} "
+            f"makes there{ulp}."
         )
     text = ""
     if main.cost:
-        text = f"{fmt}: costs {si(main.cost.mean)}{_range(main.cost)}{unit} in all"
+        text = f"{fmt}{where}: costs {si(main.cost.mean)}{_range(main.cost)}{unit} in all"
     if budget is not None and budget.adds_up:
         shares = {r.site: r.share.mean for r in runs if r.kind == "site" and r.share}
         first = sorted(shares, key=lambda site: -shares[site])[:3]
@@ -182,6 +188,7 @@ PROPERTIES: Mapping[str, str] = {
     "mask": "The attention mask is ignored: hidden tokens change other outputs",
     "cache": "Decoding with a cache computes another function than one pass over the same tokens",
     "compiled": "The compiled model computes another function",
+    "compiled eager": "The compiled model computes another function with eager attention",
 }
 
 
@@ -198,14 +205,14 @@ def tests_of(
             yield Test(about, "format", True, text)
     for check in (check for check in checks if check.holds is not None):
         about = {**about, "format": check.format or formats}
-        text = f"its error is {three(check.difference)} times that of the model as it is"
-        if check.name != "compiled":
-            text = f"in fp64 outputs differ by {three(check.difference)} of their size"
-        text = f"{PROPERTIES[check.name]}: {text}"
+        errs = f"its error is {three(check.difference)} times that of the model as it is"
+        all_of = "causality, masks and implementations" if len(checks) > 1 else "two runs"
+        text = f"compiled, {errs}" if check.format else f"{all_of} agree in fp64"
+        if not check.holds:
+            differ = f"in fp64 outputs differ by {three(check.difference)} of their size"
+            text = f"{PROPERTIES[check.name]}: {errs if check.format else differ}"
         if check.layer is not None:
             text += f"; layer {check.layer} is the first whose attention differs"
-        if check.holds:
-            text = "causality, masks and implementations agree in fp64"
         yield Test(about, check.name, not check.holds, text, check.difference, check.limit)
     for run in (run for run in runs if run.kind == "whole"):
         about = {"kernel": run.kernel, "options": run.options, "format": run.format}
@@ -243,7 +250,7 @@ def _of_ratio(about: Any, rule: str, text: str, run: RunSummary, whole: Any, lim
     steady = bool(run.growth) and whole.unexplained is not None
     if judged <= limit and worst > SURELY * limit and steady:
         judged, numbers = worst / SURELY, f"{three(worst)}× in one sequence"
-    text = f"{text.format(numbers)} at the output (limit {three(limit)}×)"
+    text = f"{text.format(numbers)} at the {PLACES[run.at]} (limit {three(limit)}×)"
     return Test(about, rule, judged > limit, text, judged, limit)
 
 
