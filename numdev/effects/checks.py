@@ -6,7 +6,7 @@ another function. Each check names the first layer whose attention differs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.cases import AttentionCase, visible
+from numdev.config import EffectsRequest
 from numdev.effects.outputs import counted, output_of, text_of
 from numdev.effects.report import Check
 from numdev.effects.running import Subject
@@ -21,7 +22,7 @@ from numdev.effects.wide import widened
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.formats import Format
 from numdev.kernels.reference import attend
-from numdev.sources.capture import attention_modules, layer_of
+from numdev.sources.capture import attention_modules, layer_of, led
 from numdev.sources.loss import at_home
 
 LIMIT = 1e-9  # over the rms of the exact output: fp64 in another order differs by 1e-13 and less
@@ -32,12 +33,7 @@ Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what atten
 
 
 def checks_of(
-    subject: Subject,
-    inputs: Mapping[str, Any],
-    generate: int | None,
-    *,
-    exact: bool,
-    compiles: bool,
+    subject: Subject, inputs: Mapping[str, Any], request: EffectsRequest, *, exact: bool
 ) -> Iterator[Check]:
     """The checks that apply to a model and its inputs; those that cannot be tried say why. `exact`:
     whether to try those in fp64, which have nothing to do with the format."""
@@ -47,13 +43,13 @@ def checks_of(
     tries |= {way: partial(checks.implementation, way) for way in ways}
     if name is not None and inputs[name].shape[1] > 2 * HIDDEN:
         tries["causality"] = partial(checks.causality, name)
-        if generate and name == read:
-            tries["cache"] = partial(checks.cache, generate)
+        if request.generate and name == read:
+            tries["cache"] = partial(checks.cache, request.generate)
     if read in inputs and inputs[read].shape[1] > 2 * HIDDEN:
         tries["mask"] = partial(checks.mask, decodes=name != read)
     tries = tries if exact else {}
-    if compiles:
-        tries["compiled"] = partial(checks.compiled, "sdpa" if ways else None)
+    if request.compile:
+        tries["compiled"] = partial(checks.compiled, "sdpa")
         if ways:
             tries["compiled eager"] = partial(checks.compiled, "eager")
     for what, attempt in tries.items():
@@ -123,7 +119,10 @@ class Checks:
 
     def implementation(self, way: str) -> Check:
         """The model's own code for attention of one kind, beside what it asks to be computed."""
-        with _switched(self.model, way):
+        model: Any = self.model
+        with led(model, way):
+            if model.config._attn_implementation != way:
+                raise MeasurementError(f"the model cannot be switched to {way}")
             other = self.exact(self.inputs, answers=False)
         return self.compared(way, self.whole, other, counted(self.inputs, self.whole[0]))
 
@@ -143,29 +142,29 @@ class Checks:
         causal |= name.startswith("decoder") or 2 * sum(hides) > len(hides)
         if one[0].shape[:2] != ids.shape or not causal:
             return None
-        changed, middle = ids.clone(), ids.shape[1] // 2
-        changed[:, middle:] = self.other(ids)[:, middle:]
+        later = slice(ids.shape[1] // 2, None)
         counts = counted(self.inputs if name == "input_ids" else {}, one[0])
-        counts[:, middle:] = False
-        return self.compared("causality", one, self.exact({**self.inputs, name: changed}), counts)
+        counts[:, later] = False
+        other = self.exact({**self.inputs, name: self.changed(ids, later)})
+        return self.compared("causality", one, other, counts)
 
-    def other(self, ids: Tensor) -> Tensor:
-        """In each place another token of the same text; padding stays, since models count it."""
+    def changed(self, ids: Tensor, where: slice) -> Tensor:
+        """With another token of the text in these places; padding stays, since models count it."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
-        tokens = ids[~pads].unique()
+        tokens, changed = ids[~pads].unique(), ids.clone()
         place = torch.searchsorted(tokens, ids).clamp_max(len(tokens) - 1)
-        return torch.where(pads, ids, tokens[(place + 1) % len(tokens)])
+        changed[:, where] = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])[:, where]
+        return changed
 
     def mask(self, *, decodes: bool) -> Check | None:
         """Tokens that the attention mask hides change nothing at the others."""
         ids = self.inputs["input_ids"]
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
         mask[:, :HIDDEN] = 0
-        changed = ids.clone()
-        changed[:, :HIDDEN] = self.other(ids)[:, :HIDDEN]
         masked = {**self.inputs, "attention_mask": mask}
-        one, other = self.exact(masked), self.exact({**masked, "input_ids": changed})
+        changed = {**masked, "input_ids": self.changed(ids, slice(0, HIDDEN))}
+        one, other = self.exact(masked), self.exact(changed)
         if not decodes and one[0].shape[:2] != ids.shape:
             return None
         return self.compared("mask", one, other, counted({} if decodes else masked, one[0]))
@@ -193,12 +192,12 @@ class Checks:
         counts[:, :first] = False
         return self.compared("cache", self.whole, (out, {}), counts)
 
-    def compiled(self, way: str | None) -> Check:
+    def compiled(self, way: str) -> Check:
         """The error of the model under torch.compile over that of the model as it is, its attention
-        its own code's of one kind, where it can be switched to that."""
+        its own code's of one kind, where it has several."""
         model: nn.Module = self.subject.real
         exact, name = self.whole[0], "compiled eager" if way == "eager" else "compiled"
-        with torch.no_grad(), _switched(model, way):
+        with torch.no_grad(), led(model, way):
             home = at_home(model, self.inputs)
             own = output_of(model(**home))
             torch.compiler.reset()
@@ -208,18 +207,3 @@ class Checks:
         far, fmt = errors[1] / max(errors[0], 1e-300), self.subject.format.name
         holds = far <= COMPILED
         return Check(name=name, holds=holds, difference=far, limit=COMPILED, format=fmt)
-
-
-@contextmanager
-def _switched(model: Any, way: str | None) -> Iterator[None]:
-    """A model of transformers computes attention by its own code of one kind in here."""
-    before = model.config._attn_implementation if way else None
-    try:
-        if way:
-            model.set_attn_implementation(way)
-        if way and model.config._attn_implementation != way:
-            raise MeasurementError(f"the model cannot be switched to {way}")
-        yield
-    finally:
-        if way:
-            model.set_attn_implementation(before)

@@ -25,9 +25,6 @@ Kind = Literal[
 ]
 
 
-PLACES = {"": "output", "latents": "denoised latents", "image": "image"}
-
-
 class OfRun(Record):
     """One way to run the model, and what became of its output: over the scored positions of one
     sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
@@ -60,6 +57,11 @@ class OfRun(Record):
     @property
     def role(self) -> str:
         return "kernel"
+
+    @property
+    def place(self) -> str:
+        """What its numbers are of."""
+        return {"": "output", "latents": "denoised latents"}.get(self.at, self.at)
 
     @property
     def run(self) -> tuple[Any, ...]:

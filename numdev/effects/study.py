@@ -40,8 +40,6 @@ from numdev.system import System
 HINT = "does it take as many tokens as --length, and these --inputs?"
 LOGITS = 1 << 27  # that are held at once for one run: 1 GB in fp64
 SEEDS = {"random": 1, "moved": 2}  # beside the request's: what is drawn is another thing
-
-
 Measured = tuple[int, dict[str, list[Any]]]  # the number of a run, and its rows by kind
 
 
@@ -180,10 +178,8 @@ class Study:
         if not journal.visit(key := digest([fmt.name, "checks"])):
             with watch("checks"):
                 subject = self.subject(fmt)
-                generate, compiles = self.request.generate, self.request.compile
                 exact = fmt == self.formats[0]  # in fp64 every format comes to the same
-                how: Any = {"compiles": compiles, "exact": exact}
-                checks = list(checks_of(subject, self.chunks[0], generate, **how))
+                checks = list(checks_of(subject, self.chunks[0], self.request, exact=exact))
                 about = {"format": fmt.name, "narrower": subject.narrower}
                 journal.append(key, {"check": checks, "about": [about]})
 
@@ -198,19 +194,18 @@ class Study:
         count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
         held = [self._attempted(subject, inputs, run) for run in self.runs[:count]]
         *roundings, beside = ({} if isinstance(x, Failure) else x for x in held)
-        errors = [largest_error(x[""], truths[""]) for x in roundings if x]
+        # A choice of experts that changes moves one token, and may move it far.
+        errors = [largest_error(x[""], truths[""]) for x in roundings if x and not subject.routes]
         by_chance = torch.stack(errors).amax(dim=0) if errors else None
-        if subject.routes:  # a choice of experts that changes moves one token, and may move it far
-            by_chance = None
         for i in todo:
             run = self.runs[i]
             out = held[i] if i < count else self._attempted(subject, inputs, run)
             named: list[Any] = []
             for at, truth in truths.items():
-                other = beside.get(at) if run.kind in ("whole", "repeat", "moved") else None
                 if isinstance(out, Failure):
                     rows: list[Any] = [{"status": out.status, "reason": out.reason}] * len(truth)
                 else:
+                    other = beside.get(at) if run.kind in ("whole", "repeat", "moved") else None
                     rows = compared(out[at], truth, how, by_chance, other)
                 about = {**run.row(fmt), "at": at}
                 named += [OutputRow(**about, sequence=first + n, **r) for n, r in enumerate(rows)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from numdev.effects import report as records
-from numdev.effects.report import PLACES, Budget, Check, Estimate, OutputRow, RunSummary
+from numdev.effects.report import Budget, Check, EffectsSummary, Estimate, OutputRow, RunSummary
 from numdev.gate.rows import grouped
 from numdev.gate.rules import EffectsLimits
 from numdev.gate.tests import MODEL, Test
@@ -28,36 +27,33 @@ MEANS = ("log_perplexity", "error", "angle", "apart")
 ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
 
 
-def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> records.EffectsSummary:
+def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
     """The runs over their sequences, the budgets of the formats, the answer, and notes."""
     runs: list[RunSummary] = []
     budgets: list[Budget] = []
     answer: list[str] = []
-    for fmt, at in dict.fromkeys((row.format, row.at) for row in rows):
-        by_run = grouped(
-            (row for row in rows if (row.format, row.at) == (fmt, at)), lambda row: row.run
-        )
+    for of_output in grouped(rows, lambda row: (row.format, row.at)).values():
+        by_run = grouped(of_output, lambda row: row.run)
         costs = {run: _costs(own) for run, own in by_run.items()}
-        used = _used(list(by_run), costs, against)
+        used = _used(costs, against)
         whole = costs.get(used, {})
         own = [_summary(x, whole, _yardstick(run, costs, against)) for run, x in by_run.items()]
         parts = [c for run, c in costs.items() if run[0] == "site" and c]
         if whole and parts:
             sums = {i: sum(c.get(i, 0.0) for c in parts) for i in whole}
             ratio = sum(sums.values()) / (sum(whole.values()) or 1.0)
-            budget = {"format": fmt, "kernel": used[3], "adds_up": 0.9 <= ratio <= 1.1}
             part = (_ratio(sums, whole) or Estimate(mean=ratio)).model_copy(update={"mean": ratio})
-            budgets.append(Budget(**budget, parts=part))
-        main = next((run for run in own if run.run == used), None)
-        if main:
+            about = {"format": used[1], "kernel": used[3], "adds_up": 0.9 <= ratio <= 1.1}
+            budgets.append(Budget(**about, parts=part))
+        for main in (run for run in own if run.run == used):
             answer += _answer(main, own, against, budgets[-1] if parts else None, logits=logits)
         runs += own
     off = ", ".join(b.format for b in budgets if not b.adds_up)
     note = f"In {off} the sites do not add up to the whole: draw no conclusion from shares."
-    notes = (note,) if off else ()
-    if any(row.at for row in rows):
-        notes = ("In a diffusers pipeline single rounding sites are not tried.",)
-    return records.EffectsSummary(
+    if paints := any(row.at for row in rows):
+        note = "In a diffusers pipeline single rounding sites are not tried."
+    notes = (note,) if off or paints else ()
+    return EffectsSummary(
         answer=tuple(answer), runs=tuple(runs), budgets=tuple(budgets), notes=notes
     )
 
@@ -66,9 +62,9 @@ def _costs(rows: Sequence[OutputRow]) -> Costs:
     return {row.sequence: row.cost for row in rows if row.cost is not None}
 
 
-def _used(runs: Sequence[Any], costs: Mapping[Any, Costs], against: str) -> Any:
+def _used(costs: Mapping[Any, Costs], against: str) -> Any:
     """The run of the whole model that stands for what a user runs; None where none ran."""
-    wholes = [run for run in runs if run[0] == "whole" and costs[run]]
+    wholes = [run for run in costs if run[0] == "whole" and costs[run]]
     rank = {USED: 0, against: 2}
     return min(wholes, key=lambda run: rank.get(run[3], 1), default=None)
 
@@ -147,7 +143,7 @@ def _answer(
     """What a reader wants to know of one format, the answer first."""
     fmt, name, size = main.format, labelled(main.kernel, main.options), main.error or 1.0
     what, unit = ("logits", " nats a position") if logits else ("final states", "")
-    where, what = (f", {PLACES[main.at]}", PLACES[main.at]) if main.at else ("", what)
+    what, where = (main.place, f", {main.place}") if main.at else (what, "")
     alone = _alone(main, runs)
     if main.apart is not None and main.kernel != against and alone and alone.share:
         moved = next((r.apart for r in runs if r.kind == "moved" and r.apart), None)
@@ -235,8 +231,7 @@ def tests_of(
             yield _of_ratio(about, "model", text, run, run, limit)
         if (flips := run.unexplained) is not None:
             text = f"makes another token the likeliest at {flips} of {run.positions:,} positions "
-            most = limits.unexplained_flips
-            text += "where no rounding explains it"
+            text, most = f"{text}where no rounding explains it", limits.unexplained_flips
             yield Test(about, "flips", flips > most, text, flips, most)
 
 
@@ -250,7 +245,7 @@ def _of_ratio(about: Any, rule: str, text: str, run: RunSummary, whole: Any, lim
     steady = bool(run.growth) and whole.unexplained is not None
     if judged <= limit and worst > SURELY * limit and steady:
         judged, numbers = worst / SURELY, f"{three(worst)}× in one sequence"
-    text = f"{text.format(numbers)} at the {PLACES[run.at]} (limit {three(limit)}×)"
+    text = f"{text.format(numbers)} at the {run.place} (limit {three(limit)}×)"
     return Test(about, rule, judged > limit, text, judged, limit)
 
 

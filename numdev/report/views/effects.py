@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from numdev.effects.report import PLACES, EffectsReport, Estimate, RunSummary
+from numdev.effects.report import EffectsReport, Estimate, RunSummary
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, labelled, percent, ratio, si
 
@@ -34,7 +34,7 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     runs, logits = report.summary.runs, report.output == "logits"
     for fmt, at in dict.fromkeys((run.format, run.at) for run in runs):
         own = [run for run in runs if (run.format, run.at) == (fmt, at)]
-        title = f"{PLACES[at].capitalize()} in {fmt} beside fp64" if at else f"{fmt} beside fp64"
+        title = f"{own[0].place.capitalize()} in {fmt} beside fp64" if at else f"{fmt} beside fp64"
         yield _kernels(fmt, own, title, logits=logits)
     what = "latents, or image" if any(run.at for run in runs) else "final states"
     legend = (
