@@ -93,9 +93,10 @@ class Subject:
         random with the seed `drawn`, where there is one), its attention answered by `attention`
         (without `answers` by the model's own code). `run`: what to do with the model's inputs in
         place of running it on them."""
-        running = Running(self.places.site_of, self.format, sites)
+        how: dict[str, Any] = {}
         if drawn is not None:
-            running.how = {"mode": "stochastic", "generator": seeded(drawn, self.device)}
+            how = {"mode": "stochastic", "generator": seeded(drawn, self.device)}
+        running = Running(self.places.site_of, self.format, sites, **how)
 
         def met(case: AttentionCase) -> Tensor:
             self.places.met()
@@ -176,9 +177,12 @@ class Subject:
         return attention
 
     def predicted(self, planned: Planned) -> Attention:
-        """As the kernel's rounding model has it."""
+        """As the kernel's rounding model has it; exactly, where a call comes in a wider format than
+        the model's, for which there is none."""
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            if fmt.precision > self.format.precision:
+                return attend(case).out
             case = case.rounded_to(fmt)
             return find("emulated").attend(case, **self._claim(planned, case)).out
 

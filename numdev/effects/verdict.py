@@ -77,7 +77,8 @@ def _yardstick(run: Any, costs: Mapping[Any, Costs], against: str) -> Costs:
     if kind != "attention" or run[-1] is not None:
         return {}
     eager = ("attention", fmt, at, against, "{}", "", None)
-    return costs.get(("predicted", fmt, at, *which)) or costs.get(eager, {})
+    predicted = costs.get(("predicted", fmt, at, *which), {})
+    return predicted if any(predicted.values()) else costs.get(eager, {})
 
 
 def _summary(rows: Sequence[OutputRow], whole: Costs, yardstick: Costs) -> RunSummary:
@@ -219,7 +220,8 @@ def tests_of(
         if run.cost is None:
             yield Test(about, "runs", False, run.reason or "")
             continue
-        said = any(r.run == ("predicted", *run.run[1:]) and r.cost for r in runs)
+        predicted = (r.cost for r in runs if r.run == ("predicted", *run.run[1:]))
+        said = any(cost.mean for cost in predicted if cost)
         what = "its rounding model makes" if said else "eager attention costs"
         limit = limits.kernel_over_predicted if said else limits.kernel_over_baseline
         if alone and alone.over:

@@ -40,14 +40,9 @@ class Wide(Tensor):
 
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Any:
-        x: Any = Tensor._make_wrapper_subclass(
-            Wide,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=dtype,
-            device=values.device,
-        )
+        layout = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        how: dict[str, Any] = {**layout, "dtype": dtype, "device": values.device}
+        x: Any = Tensor._make_wrapper_subclass(Wide, values.shape, **how)
         x.exact, x.is_weight = values, is_weight
         return x
 
@@ -75,17 +70,13 @@ def is_floating(x: Any) -> bool:
 class Running(TorchDispatchMode):
     """Computes every operation in fp64, and rounds at `sites` to what tensors say they are, where
     that is no wider than `format`. `site_of` names an operation's site; `weights` is that of
-    parameters, which are rounded where they are used."""
+    parameters, which are rounded where they are used. `how`: further arguments of `round_to`."""
 
     def __init__(
-        self,
-        site_of: Callable[[Any, Any], str],
-        fmt: Format,
-        sites: Collection[str] = (),
+        self, site_of: Callable[[Any, Any], str], fmt: Format, sites: Collection[str], **how: Any
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.site_of, self.format, self.sites = site_of, fmt, frozenset(sites)
-        self.how: dict[str, Any] = {}  # further arguments of `round_to`
+        self.site_of, self.format, self.sites, self.how = site_of, fmt, frozenset(sites), how
         self.narrower: dict[str, str] = {}  # by site, the narrower format it was met in
         self.routes = False  # whether the model chooses among its parts, as a router of experts
 

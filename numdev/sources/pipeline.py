@@ -9,6 +9,7 @@ make two. The run ends with the last step that is wanted, so no picture is decod
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from numdev.cases import Attends, AttentionCase
 from numdev.config import AuditRequest
@@ -246,9 +248,15 @@ class Painter(nn.Module):
     def forward(self, number: Tensor) -> Picture:
         scheduler, vae, chosen = self.pipeline.scheduler, self.pipeline.vae, number.tolist()
         arguments = {n: [x[i] for i in chosen] for n, x in self.source.arguments.items()}
-        own_step, own_decode = scheduler.step, vae.decode
+        own_step, own_decode, own_table = scheduler.step, vae.decode, scheduler.set_timesteps
         outs: dict[str, Tensor] = {}
 
+        @functools.wraps(own_table)  # pipelines look at what it takes
+        def table(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():  # it makes arrays of NumPy, as it does in every run
+                return own_table(*args, **kwargs)
+
+        @functools.wraps(own_step)
         def step(*args: Any, **kwargs: Any) -> Any:
             answer = own_step(*args, **kwargs)
             outs["latents"] = answer[0]
@@ -258,13 +266,16 @@ class Painter(nn.Module):
             outs["image"] = own_decode(*args, **kwargs)[0]
             raise capturing.Enough
 
-        scheduler.step, vae.decode = step, decode
-        noise = _Noise(self.source.request.seed + chosen[0])
-        try:
-            with quiet(self.source.chatter), suppress(capturing.Enough), noise:
-                self.pipeline(**arguments, num_inference_steps=self.source.steps)
-        finally:
-            del scheduler.step, vae.decode
+        scheduler.step, vae.decode, scheduler.set_timesteps = step, decode, table
+        noise, dtype = _Noise(self.source.request.seed + chosen[0]), vae.dtype
+        with quiet(self.source.chatter), suppress(capturing.Enough):
+            try:
+                with noise:
+                    self.pipeline(**arguments, num_inference_steps=self.source.steps)
+            finally:
+                del scheduler.step, vae.decode, scheduler.set_timesteps
+                if vae.dtype != dtype:  # some decode float16 in float32
+                    vae.to(dtype)
         # Guidance may leave a second half behind, which the pipeline does not decode.
         latents, image = (outs[n][: len(chosen)].flatten(1)[:, None] for n in ("latents", "image"))
         return Picture(latents, image)
