@@ -310,6 +310,8 @@ class EffectsRequest(Reading):
     """Also decode the last N tokens with a cache, and compare with one pass."""
     compile: Annotated[bool, Option()] = False
     """Also run the model under torch.compile, and compare with the model as it is."""
+    denoise: Annotated[Positive | None, Option(metavar="N")] = None
+    """For a diffusers pipeline: run N denoising steps.  [4]"""
     stream: Annotated[bool, Option()] = False
     """Read the model's weights from disk layer by layer while it runs."""
     time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0

@@ -8,7 +8,14 @@ from typing import Any
 
 import diffusers
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+)
 
 WORDS = ("a", "cat", "dog", "on", "red", "mat", "small", "house")
 
@@ -26,12 +33,12 @@ def tokenizer(directory: Path) -> CLIPTokenizer:
     )
 
 
-def vae(channels: int = 4) -> diffusers.AutoencoderKL:
+def vae(channels: int = 4, **more: Any) -> diffusers.AutoencoderKL:
     """With attention of its own, in its middle block."""
     return diffusers.AutoencoderKL(
         block_out_channels=(8, 8), in_channels=3, out_channels=3, latent_channels=channels,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4,
+        norm_num_groups=4, **more,
     )  # fmt: skip
 
 
@@ -78,4 +85,25 @@ def dit(directory: Path) -> Path:
     )  # fmt: skip
     scheduler = diffusers.DDIMScheduler()
     pipeline = diffusers.DiTPipeline(transformer=transformer, vae=vae(), scheduler=scheduler)
+    return saved(pipeline, directory)
+
+
+def sd3(directory: Path) -> Path:
+    """A transformer with joint attention, and flow matching; two CLIP and a T5 text encoder."""
+    torch.manual_seed(0)
+    words = tokenizer(directory / "made")
+    t5 = {"vocab_size": len(words), "d_model": 32, "d_kv": 8, "d_ff": 32, "num_heads": 2}
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2,
+        attention_head_dim=8, num_attention_heads=2, joint_attention_dim=32,
+        caption_projection_dim=16, pooled_projection_dim=32, pos_embed_max_size=8,
+    )  # fmt: skip
+    clips = (CLIPTextModelWithProjection(text_config(words)) for _ in range(2))
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=transformer, vae=vae(shift_factor=0.1),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        **dict(zip(("text_encoder", "text_encoder_2"), clips, strict=True)),
+        text_encoder_3=T5EncoderModel(T5Config(**t5, num_layers=2)),
+        tokenizer=words, tokenizer_2=words, tokenizer_3=words,
+    )  # fmt: skip
     return saved(pipeline, directory)

@@ -28,10 +28,10 @@ def effects(
 ) -> None:
     """Say what rounding does to a model's output, and how much of that is attention's.
 
-    CHECKPOINT is a directory, a state dict, the name of a model in the local Hugging Face cache, or
-    `demo`. The whole model in fp64 is the truth; beside it stand the model in each format with each
-    kernel, attention alone, and one rounding site at a time. The same request into the same
-    directory continues where it stopped."""
+    CHECKPOINT is a directory (also of a diffusers pipeline), a state dict, the name of a model in
+    the local Hugging Face cache, or `demo`. The whole model in fp64 is the truth; beside it stand
+    the model in each format with each kernel, attention alone, and one rounding site at a time. The
+    same request into the same directory continues where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.effects.reproduce import reproducers
     from numdev.effects.study import effects as run

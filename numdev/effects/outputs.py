@@ -35,17 +35,25 @@ def output_of(answer: Any) -> Tensor:
     return out[:, None] if out.ndim == 2 else out.flatten(1, -2)
 
 
+def outputs_of(answer: Any) -> dict[str, Tensor]:
+    """All that an answer is compared by: the one `output_of` it, or of a pipeline both of its."""
+    x, image = output_of(answer), getattr(answer, "image", None)
+    return {"": x} if image is None else {"latents": x, "image": output_of(image)}
+
+
 def text_of(inputs: Mapping[str, Any]) -> str | None:
     """The name of the input that the model's output is about, if that is token ids."""
-    named = [n for n in ("decoder_input_ids", "input_ids") if n in inputs]
-    tokens = (n for n, x in inputs.items() if isinstance(x, Tensor) and x.dtype == torch.int64)
-    return named[0] if named else next((n for n in tokens if inputs[n].ndim == 2), None)
+    tensors = ((n, x) for n, x in inputs.items() if isinstance(x, Tensor))
+    tokens = [n for n, x in tensors if x.dtype == torch.int64 and x.ndim == 2]
+    return next((n for n in ("decoder_input_ids", "input_ids", *tokens) if n in inputs), None)
 
 
-def predicts_next(model: nn.Module) -> bool:
-    """Whether position i of its logits is of token i + 1."""
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return not encodes and not type(model).__name__.endswith("ForMaskedLM")
+def counted(inputs: Mapping[str, Any], out: Tensor, mask: str = "attention_mask") -> Tensor:
+    """Which positions of an output are no padding, bool [sequences, positions]."""
+    shown = inputs.get(mask)
+    if isinstance(shown, Tensor) and shown.shape == out.shape[:2]:
+        return shown.to(out.device).bool()
+    return torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +62,7 @@ class Scored:
 
     logits: bool  # else final states
     counted: Tensor  # bool [sequences, positions]: not padding
-    targets: Tensor | None  # int64 alike: the text's own token that a position predicts, or -1
+    targets: Tensor  # int64 alike: the text's own token that a position predicts, or -1
 
     @classmethod
     def of(cls, model: nn.Module, answer: Any, inputs: Mapping[str, Any]) -> Scored:
@@ -62,25 +70,20 @@ class Scored:
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        sizes = {
-            getattr(text, "vocab_size", None),
-            getattr(config, "num_labels", None),
-            *tables[:1],
-        }
-        logits = out.shape[-1] in sizes and not hasattr(answer, "last_hidden_state")
-        counted = torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)
-        mask = inputs.get(
-            "decoder_attention_mask" if name == "decoder_input_ids" else "attention_mask"
-        )
-        if isinstance(mask, Tensor) and mask.shape == counted.shape:
-            counted = mask.to(out.device).bool()
-        targets = None
-        is_text = out.shape[-1] in (getattr(text, "vocab_size", None), *tables[:1])
-        if logits and is_text and name and inputs[name].shape == counted.shape:
-            targets = inputs[name].to(out.device).masked_fill(~counted, -1)
-            if predicts_next(model):
+        tokens = {getattr(text, "vocab_size", None), *tables[:1]}
+        classes = {*tokens, getattr(config, "num_labels", None)}
+        logits = out.shape[-1] in classes and not hasattr(answer, "last_hidden_state")
+        decodes = name == "decoder_input_ids"
+        counts = counted(inputs, out, "decoder_attention_mask" if decodes else "attention_mask")
+        targets = torch.full_like(counts, -1, dtype=torch.int64)
+        is_text = logits and out.shape[-1] in tokens
+        if is_text and name and inputs[name].shape == counts.shape:
+            targets = inputs[name].to(out.device).masked_fill(~counts, -1)
+            encodes = getattr(config, "is_encoder_decoder", False)
+            if not encodes and not type(model).__name__.endswith("ForMaskedLM"):
+                # position i predicts token i + 1
                 targets = torch.cat([targets[:, 1:], targets.new_full((len(out), 1), -1)], dim=1)
-        return cls(logits=logits, counted=counted, targets=targets)
+        return cls(logits=logits, counted=counts, targets=targets)
 
 
 def largest_error(x: Tensor, truth: Tensor) -> Tensor:
@@ -98,29 +101,21 @@ def compared(
     rows: list[dict[str, Any]] = []
     for i, counts in enumerate(how.counted):
         own, exact = x[i][counts], truth[i][counts]
-        if not len(own):
-            rows.append({"status": "skipped", "reason": "the sequence is all padding"})
-            continue
-        if bad := int((~own.isfinite()).any(dim=-1).sum()):
+        bad = int((~own.isfinite()).any(dim=-1).sum())
+        if bad or not len(own):
             reason = f"NaN or infinity in the output at {bad} of {len(own)} positions"
-            rows.append({"status": "failed", "reason": reason})
+            reason = reason if bad else "the sequence is all padding"
+            rows.append({"status": "failed" if bad else "skipped", "reason": reason})
             continue
-        row = (_of_logits if how.logits else _of_states)(own, exact)
-        cost = row.pop("cost")
+        if how.logits:
+            errors = None if by_chance is None else by_chance[i][counts]
+            cost, row = _of_logits(own, exact, how.targets[i][counts], errors)
+        else:
+            cost, row = _of_states(own, exact)
         row |= {**_spread("cost", cost), "positions": len(own), "growth": _growth(cost)}
         row["error"] = _relative(own - exact, exact, how.logits)
         if beside is not None and bool(beside[i][counts].isfinite().all()):
             row["apart"] = _relative(own - beside[i][counts], exact, how.logits)
-        margin, change = row.pop("margin", None), row.pop("change", None)
-        if margin is not None and by_chance is not None:
-            row["unexplained"] = int((margin > NEAR * by_chance[i][counts]).sum())
-        if change is not None and how.targets is not None:
-            targets = how.targets[i][counts]
-            known = targets >= 0
-        if change is not None and how.targets is not None and bool(known.any()):
-            change = change[known].gather(1, targets[known][:, None])
-            row |= _spread("log_prob", change.abs().flatten())
-            row["log_perplexity"] = -float(change.mean())
         rows.append(row)
     return rows
 
@@ -133,31 +128,36 @@ def _relative(error: Tensor, exact: Tensor, logits: bool) -> float:
     return float(error.norm() / exact.norm().clamp_min(TINY))
 
 
-def _of_states(x: Tensor, exact: Tensor) -> dict[str, Any]:
-    """Final states [positions, width] beside the exact ones."""
+def _of_states(x: Tensor, exact: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """The cost of each position of final states [positions, width], and other fields of the row."""
     norms = x.norm(dim=-1) * exact.norm(dim=-1)
     cosine = (x * exact).sum(dim=-1) / norms.clamp_min(TINY)
     cost = (x - exact).square().sum(dim=-1) / exact.square().sum(dim=-1).clamp_min(TINY)
-    return {"cost": cost, "angle": float(torch.rad2deg(cosine.clamp(-1, 1).acos()).mean())}
+    return cost, {"angle": float(torch.rad2deg(cosine.clamp(-1, 1).acos()).mean())}
 
 
-def _of_logits(x: Tensor, exact: Tensor) -> dict[str, Any]:
-    """Logits [positions, tokens] beside the exact ones. `margin` is the exact one between the two
-    likeliest tokens, where these differ, and `change` that of the log-probabilities."""
+def _of_logits(
+    x: Tensor, exact: Tensor, targets: Tensor, by_chance: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The same of logits [positions, tokens]."""
     step, parts = max(1, BLOCK // x.shape[-1]), []
-    for at in range(0, len(x), step):
-        own, right = (y[at : at + step].log_softmax(dim=-1) for y in (x, exact))
+    for own, right, token in zip(*(y.split(step) for y in (x, exact, targets)), strict=True):
+        own, right = own.log_softmax(dim=-1), right.log_softmax(dim=-1)
         change = own - right
         cost = -(right.exp() * change).sum(dim=-1)  # KL(exact || x)
-        best, first = right.max(dim=-1), own.argmax(dim=-1, keepdim=True)
-        margin = best.values - right.gather(1, first)[:, 0]
-        parts.append((cost, change, margin))
-    cost, change, margin = (torch.cat(p) for p in zip(*parts, strict=True))
-    places = margin.nonzero()[:, 0]
-    return {
-        "cost": cost.clamp_min(0), "change": change, "margin": margin, "flips": len(places),
-        "first_flip": int(places[0]) if len(places) else None,
-    }  # fmt: skip
+        best, first = right.max(dim=-1).values, own.argmax(dim=-1, keepdim=True)
+        margin = best - right.gather(1, first)[:, 0]  # between the two likeliest tokens
+        parts.append((cost.clamp_min(0), margin, change.gather(1, token.clamp_min(0)[:, None])))
+    cost, margin, change = (torch.cat(p) for p in zip(*parts, strict=True))
+    places, change = margin.nonzero()[:, 0], change[targets >= 0]
+    row: dict[str, Any] = {"flips": len(places)}
+    row["first_flip"] = int(places[0]) if len(places) else None
+    if by_chance is not None:
+        row["unexplained"] = int((margin > NEAR * by_chance).sum())
+    if len(change):
+        row |= _spread("log_prob", change.abs().flatten())
+        row["log_perplexity"] = -float(change.mean())
+    return cost, row
 
 
 def _spread(name: str, x: Tensor) -> dict[str, float]:

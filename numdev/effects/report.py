@@ -33,6 +33,7 @@ class OfRun(Record):
     format: str
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
+    at: Literal["", "latents", "image"] = ""  # of a pipeline: which of its two outputs
     site: str = ""
     layer: int | None = None  # with attention in the format in this layer alone
     reason: str | None = None  # why there are no numbers
@@ -58,9 +59,15 @@ class OfRun(Record):
         return "kernel"
 
     @property
+    def place(self) -> str:
+        """What its numbers are of."""
+        return {"": "output", "latents": "denoised latents"}.get(self.at, self.at)
+
+    @property
     def run(self) -> tuple[Any, ...]:
         """What tells one run from another."""
-        return self.kind, self.format, self.kernel, str(self.options), self.site, self.layer
+        which = (self.kernel, str(self.options), self.site, self.layer)
+        return self.kind, self.format, self.at, *which
 
 
 class OutputRow(OfRun):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Planned
 from numdev.audit.rows import given
 from numdev.cases import AttentionCase
-from numdev.effects.sites import ATTENTION, Places
+from numdev.effects.sites import ATTENTION, SITES, Places
 from numdev.effects.wide import Running, Wide, widened
 from numdev.errors import MeasurementError, Refused
 from numdev.formats import Format, dtype_of, format_of, round_to
@@ -27,36 +26,43 @@ from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
 from numdev.kernels.reference import attend
 from numdev.sources.capture import answered
-from numdev.sources.checkpoint import Checkpoint, Deferred, InMemory, Streamed
+from numdev.sources.checkpoint import Checkpoint, Deferred, Streamed
 from numdev.sources.loss import at_home
 from numdev.sources.opening import CheckpointSource
+from numdev.sources.pipeline import PictureSource
 from numdev.system import System
 
-Attention = Callable[[AttentionCase], Tensor]  # the output of a call, in any dtype
+# The output, in any dtype, of a call that came in this format (its values may be in fp64).
+Attention = Callable[[AttentionCase, Format], Tensor]
 LOWEST = torch.finfo(torch.float64).min
 
 
 class Subject:
     """The model of a source in the format `fmt`: `real`, as it is used, and `wide`, which holds the
-    source's own weights, in fp64. Where these stay on disk, so do the model's."""
+    source's own weights, in fp64. Where these stay on disk, so do the model's. `run` runs kernels.
+    """
 
-    def __init__(self, source: CheckpointSource, fmt: Format, device: str) -> None:
-        self.format, self.device, checkpoint = fmt, device, source.checkpoint
+    def __init__(
+        self, source: CheckpointSource | PictureSource, fmt: Format, run: Runner, system: System
+    ) -> None:
+        self.format, self.run, self.system, self.device = fmt, run, system, system.device
+        checkpoint = source.checkpoint
 
         def load() -> Any:
             if source.streamed and isinstance(checkpoint, Checkpoint):
                 return checkpoint.deferred_model(dtype=dtype_of(fmt))
-            assert not isinstance(checkpoint, InMemory)
-            return checkpoint.load_model(dtype=dtype_of(fmt), device=device)
+            return checkpoint.load_model(dtype=dtype_of(fmt), device=self.device)
 
         self.real, self.wide = models = load(), load()
         if hasattr(self.wide, "set_experts_implementation"):
             self.wide.set_experts_implementation("eager")  # transformers' default has no fp64
-        _widen(self.wide, source.model, device)
-        self.streamed = {m: Streamed(m, device=device) for m in models if source.streamed}
+        _widen(self.wide, source.model, self.device)
+        self.streamed = {m: Streamed(m, device=self.device) for m in models if source.streamed}
         self.places = Places(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         self.routes = False  # whether it chooses among its parts, as a router of experts does
+
+    # --- how the model is run -------------------------------------------------------------------
 
     def as_used(
         self, inputs: Mapping[str, Any], attention: Attention, moved: int | None = None
@@ -64,41 +70,44 @@ class Subject:
         """What the model returns as it computes in its format, its attention calls answered by
         `attention`. `moved`: a seed; the embedded inputs then lie one unit in the last place off,
         up or down. Raises what `attention` and the model raise."""
+
+        def answer(case: AttentionCase) -> Tensor:
+            return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
+
         moving = nullcontext() if moved is None else _moving(self.real, self.format, moved)
         with torch.no_grad(), self._weights(self.real), moving:
             home = at_home(self.real, inputs)
-            answer = lambda case: attention(case).to(case.q.dtype)  # noqa: E731
             return answered(self.real, lambda: self.real(**home), answer)
 
     def exactly(
         self,
         inputs: Mapping[str, Any],
-        attention: Attention | None = None,
+        attention: Attention = lambda case, _fmt: attend(case).out,
         *,
         sites: Collection[str] = (),
         drawn: int | None = None,
         run: Callable[..., Any] | None = None,
         answers: bool = True,
     ) -> Any:
-        """What the model returns, computed in fp64 but for roundings at `sites` (up or
-        down at random with the seed `drawn`, where there is one), its attention
-        answered by `attention` (exactly, where there is none; without `answers` by the model's own
-        code). `run`: what to do with the model's inputs in place of running it on them."""
-        running = Running(self.places.site_of, self.format, sites)
+        """What the model returns, computed in fp64 but for roundings at `sites` (up or down at
+        random with the seed `drawn`, where there is one), its attention answered by `attention`
+        (without `answers` by the model's own code). `run`: what to do with the model's inputs in
+        place of running it on them."""
+        how: dict[str, Any] = {}
         if drawn is not None:
-            running.how = {"mode": "stochastic", "generator": seeded(drawn, self.device)}
-        answer = (lambda case: attend(case).out) if attention is None else attention
+            how = {"mode": "stochastic", "generator": seeded(drawn, self.device)}
+        running = Running(self.places.site_of, self.format, sites, **how)
 
         def met(case: AttentionCase) -> Tensor:
             self.places.met()
-            kind = case.q.device.type
+            kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
                 running.narrower["attention"] = format_of(torch.get_autocast_dtype(kind)).name
-            with running.paused(), torch.autocast(kind, enabled=False):
-                wide: Tensor = Wide.of(answer(_unwrapped(case)).double(), case.q.dtype)
-                return wide
+            with _disable_current_modes(), torch.autocast(kind, enabled=False):
+                out: Tensor = Wide.of(attention(_unwrapped(case), format_of(dtype)).double(), dtype)
+                return out
 
-        wide = self.inputs(inputs, rounded="embedding" in sites)
+        wide = self._inputs(inputs, rounded="embedding" in sites)
         call = self.wide if run is None else run
         with torch.no_grad(), self._weights(self.wide), self.places.followed(), running:
             if answers:
@@ -110,7 +119,39 @@ class Subject:
         self.routes |= running.routes
         return result
 
-    def inputs(self, inputs: Mapping[str, Any], *, rounded: bool = False) -> dict[str, Any]:
+    def rounded(
+        self,
+        inputs: Mapping[str, Any],
+        kernels: Iterable[Planned],
+        site: str | None = None,
+        drawn: int | None = None,
+    ) -> Any:
+        """What the model returns, rounded at one site, or at all, and computed in fp64 otherwise.
+        Those of attention are the first kernel's that has a rounding model here (else
+        FlashAttention-2's), on unrounded inputs."""
+        stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
+
+        def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            said: Mapping[str, Any] = {"preset": "fa2"}
+            for planned in kernels:
+                with suppress(Refused, MeasurementError):
+                    said = self._claim(planned, case.rounded_to(fmt))
+                    break
+            made, own = recipe(**said), FORWARD if site is None else ATTENTION[site]
+            values = {s: made.sites[s] for s in own if made.sites[s] not in (EXACT, "wide")}
+            values = {s: fmt.name if x == WORKING else x for s, x in values.items()}
+            chosen = {**said, **dict.fromkeys(FORWARD, EXACT), **values, **stochastic}
+            if site not in (None, "attention scores"):  # of which a quick exponential is part
+                chosen["exponential"] = "exact"
+            return find("emulated").attend(case, **chosen).out
+
+        if site is None:
+            return self.exactly(inputs, attention, sites=SITES, drawn=drawn)
+        if site in ATTENTION:
+            return self.exactly(inputs, attention)
+        return self.exactly(inputs, sites=(site,))
+
+    def _inputs(self, inputs: Mapping[str, Any], *, rounded: bool) -> dict[str, Any]:
         """The inputs as the model takes them, floating-point ones wide."""
         home = {n: x.to(self.device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
         for name, x in home.items():
@@ -121,6 +162,47 @@ class Subject:
 
     def _weights(self, model: nn.Module) -> Any:
         return self.streamed[model].running() if self.streamed else nullcontext()
+
+    # --- how attention is answered: on inputs rounded to the format of the call. Raises Refused
+    # where a kernel declines or cannot run here, MeasurementError where it fails ----------------
+
+    def kernel(self, planned: Planned, layer: int | None = None) -> Attention:
+        """By a kernel; in one layer alone (else exactly), or in all."""
+
+        def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            if layer not in (None, case.ref.layer):
+                return attend(case).out
+            return self._ran(planned, case.rounded_to(fmt)).out
+
+        return attention
+
+    def predicted(self, planned: Planned) -> Attention:
+        """As the kernel's rounding model has it; exactly, where a call comes in a wider format than
+        the model's, for which there is none."""
+
+        def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            if fmt.precision > self.format.precision:
+                return attend(case).out
+            case = case.rounded_to(fmt)
+            return find("emulated").attend(case, **self._claim(planned, case)).out
+
+        return attention
+
+    def _ran(self, planned: Planned, case: AttentionCase) -> Output:
+        kernel = planned.kernel
+        if missing := kernel.missing(self.system):
+            raise Refused(missing)
+        output = self.run(kernel, case, given(planned.options, kernel))
+        if isinstance(output, Failure):
+            raise (Refused if output.status == "skipped" else MeasurementError)(output.reason)
+        return output
+
+    def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, Any]:
+        """The options of `emulated` that the kernel rounds like on a rounded case."""
+        claim = planned.kernel.claims(case, self._ran(planned, case), self.system)
+        if claim is None or case.format.precision > MOST_BITS:
+            raise Refused(f"{planned.kernel.name} has no rounding model for {case.format.name}")
+        return claim
 
 
 def _widen(model: nn.Module, exact: nn.Module, device: str) -> None:
@@ -173,75 +255,6 @@ def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
             if isinstance(m, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Linear):
                 stack.callback(m.register_forward_hook(move).remove)
         yield
-
-
-# --- how attention is answered ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Ways to answer attention calls, whose inputs come unrounded, in a format. They raise Refused
-    where a kernel declines or cannot run here, MeasurementError where it fails."""
-
-    format: Format
-    run: Runner
-    system: System
-
-    def kernel(self, planned: Planned, layer: int | None = None) -> Attention:
-        """By a kernel, on rounded inputs; in one layer alone (else exactly), or in all."""
-
-        def attention(case: AttentionCase) -> Tensor:
-            if layer not in (None, case.ref.layer):
-                return attend(case).out
-            return self._ran(planned, case.rounded_to(self.format)).out
-
-        return attention
-
-    def predicted(self, planned: Planned) -> Attention:
-        """As the kernel's rounding model has it, on rounded inputs."""
-
-        def attention(case: AttentionCase) -> Tensor:
-            rounded = case.rounded_to(self.format)
-            return find("emulated").attend(rounded, **self._claim(planned, rounded)).out
-
-        return attention
-
-    def at_sites(self, kernels: Iterable[Planned], site: str | None, **how: Any) -> Attention:
-        """On unrounded inputs, rounded at the sites of the first kernel that has a rounding model
-        here (else of FlashAttention-2), or at those of one group of `ATTENTION`. `how`: further
-        options of `emulated`."""
-
-        def attention(case: AttentionCase) -> Tensor:
-            said: Mapping[str, Any] = {"preset": "fa2"}
-            for planned in kernels:
-                with suppress(Refused, MeasurementError):
-                    said = self._claim(planned, case.rounded_to(self.format))
-                    break
-            made, own = recipe(**said), FORWARD if site is None else ATTENTION[site]
-            values = {s: made.sites[s] for s in own if made.sites[s] not in (EXACT, "wide")}
-            values = {s: self.format.name if x == WORKING else x for s, x in values.items()}
-            chosen = {**said, **dict.fromkeys(FORWARD, EXACT), **values, **how}
-            if site not in (None, "attention scores"):  # of which a quick exponential is part
-                chosen["exponential"] = "exact"
-            return find("emulated").attend(case, **chosen).out
-
-        return attention
-
-    def _ran(self, planned: Planned, case: AttentionCase) -> Output:
-        kernel = planned.kernel
-        if missing := kernel.missing(self.system):
-            raise Refused(missing)
-        output = self.run(kernel, case, given(planned.options, kernel))
-        if isinstance(output, Failure):
-            raise (Refused if output.status == "skipped" else MeasurementError)(output.reason)
-        return output
-
-    def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, Any]:
-        """The options of `emulated` that the kernel rounds like on a rounded case."""
-        claim = planned.kernel.claims(case, self._ran(planned, case), self.system)
-        if claim is None or case.format.precision > MOST_BITS:
-            raise Refused(f"{planned.kernel.name} has no rounding model for {case.format.name}")
-        return claim
 
 
 def seeded(seed: int, device: Any) -> torch.Generator:

@@ -23,22 +23,10 @@ ATTENTION: Mapping[str, tuple[str, ...]] = {
     "attention P": ("p",),
     "attention output": ("pv", "accumulator", "normalised", "state", "merge", "out"),
 }
-SITES: Mapping[str, str] = {
-    "weights": "stored parameters, cast to the format",
-    "embedding": "what is done to tokens or patches before the first layer",
-    "norms": "layer and RMS norms",
-    "q, k, v": "the projections that make q, k and v",
-    "rotary": "rotary tables, and q and k rotated by them",
-    "attention scores": "S and the softmax, as the first kernel rounds",
-    "attention P": "P as it is multiplied with V",
-    "attention output": "O, from its accumulator to its cast",
-    "output projection": "the projection behind attention",
-    "MLP": "products with the weights of the MLP",
-    "activation": "the MLP's activation and gate",
-    "residual": "sums with the residual stream",
-    "logits": "what is done behind the last layer",
-    "other": "what is none of these",
-}
+SITES = (  # docs/effects.md says what is rounded at each
+    *("weights", "embedding", "norms", "q, k, v", "rotary", *ATTENTION, "output projection"),
+    *("MLP", "activation", "residual", "logits", "other"),
+)
 PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"))
 SUMS = frozenset(("add", "add_"))
 
@@ -93,18 +81,14 @@ class Places:
         if kind == "layer":
             if name in PRODUCTS:
                 return "MLP"
-            return "residual" if name in SUMS and _alike(args) else "activation"
-        if kind == "outside" and not self.layers.isdisjoint(self.running):
-            return "other"  # a helper that layers share
+            shapes = [x.shape for x in args if isinstance(x, Tensor)]
+            alike = len(shapes) == 2 and shapes[0] == shapes[1]
+            return "residual" if name in SUMS and alike else "activation"
         if kind == "outside":
+            if not self.layers.isdisjoint(self.running):
+                return "other"  # a helper that layers share
             return "logits" if self.begun else "embedding"
         return kind
-
-
-def _alike(args: Any) -> bool:
-    """Whether two tensors of one shape are added."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    return len(tensors) == 2 and tensors[0].shape == tensors[1].shape
 
 
 def _layers(model: nn.Module) -> list[str]:

@@ -20,10 +20,10 @@ from numdev.audit.run import Progress, Say, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.effects.checks import checks_of
-from numdev.effects.outputs import Scored, compared, largest_error, output_of
+from numdev.effects.outputs import Scored, compared, largest_error, outputs_of
 from numdev.effects.report import Check, EffectsReport, OutputRow
-from numdev.effects.running import Answers, Subject
-from numdev.effects.sites import ATTENTION, SITES
+from numdev.effects.running import Subject
+from numdev.effects.sites import SITES
 from numdev.effects.verdict import summarise, tests_of
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format
@@ -32,16 +32,14 @@ from numdev.gate.tests import judged
 from numdev.kernels import find
 from numdev.sources.capture import attention_modules, layer_of
 from numdev.sources.files import naming
-from numdev.sources.opening import CheckpointSource
-from numdev.sources.pipeline import is_pipeline
+from numdev.sources.opening import CheckpointSource, open_source
+from numdev.sources.pipeline import PictureSource, PipelineSource
+from numdev.sources.tensorfile import holds_cases
 from numdev.system import System
 
 HINT = "does it take as many tokens as --length, and these --inputs?"
 LOGITS = 1 << 27  # that are held at once for one run: 1 GB in fp64
-ELSEWHERE = [site for site in SITES if site not in ATTENTION]
 SEEDS = {"random": 1, "moved": 2}  # beside the request's: what is drawn is another thing
-
-
 Measured = tuple[int, dict[str, list[Any]]]  # the number of a run, and its rows by kind
 
 
@@ -92,8 +90,8 @@ def effects(
                 study.fill(journal, fmt, measure, watch, progress)
             rows, checks = journal.records("row", OutputRow), journal.records("check", Check)
             about = journal.rows("about")
-    logits = any(x["logits"] for x in about if "logits" in x)
-    narrower = {x["format"]: x["narrower"] for x in about if x.get("narrower")}
+    narrower = {x["format"]: x["narrower"] for x in about if x["narrower"]}
+    logits = all(row.angle is None for row in rows)
     named = "kernels" in request.model_fields_set
     summary = summarise(rows, study.against.kernel.name, logits=logits)
     tests = list(tests_of(summary.runs, checks, narrower, default_rules().effects))
@@ -123,37 +121,34 @@ class Study:
                 raise UsageError(f"expected a kernel, got the {choice.name}, which always runs")
         self.kernels = [p for p in planned if p.role in ("baseline", "kernel")]
         self.against = next(p for p in self.kernels if p.kernel.name == find(request.against).name)
+        self.mine = [p for p in self.kernels if p is not self.against]
         self.formats = plan_formats(request.formats, self.kernels)
-        fields: dict[str, Any] = {name: getattr(request, name) for name in Reading.model_fields}
-        fields["stream"] = request.stream
-        if is_pipeline(Path(request.checkpoint)):
-            what = f"{request.target}: expected a transformers checkpoint or a state dict"
-            raise UsageError(f"{what}, got a diffusers pipeline", hint="audit it instead")
-        asked = AuditRequest(target=request.target, checkpoint=request.checkpoint, **fields)
-        self.source = CheckpointSource(asked, self.system)
+        self.source = _opened_source(request, self.system)
+        self.paints = isinstance(self.source, PictureSource)
         self._subject: Subject | None = None
 
     def subject(self, fmt: Format) -> Subject:
         """The model in a format; of several the last one is kept."""
         if self._subject is None or self._subject.format != fmt:
             self._subject = None
-            self._subject = Subject(self.source, fmt, self.system.device)
+            self._subject = Subject(self.source, fmt, self.run, self.system)
         return self._subject
 
     @cached_property
     def runs(self) -> list[Run]:
         """The runs in any format: first what others are held against."""
-        mine, model = [p for p in self.kernels if p is not self.against], self.source.model
         floor = Planned(role="floor", kernel=find("floor"), options={})
-        runs = [Run("random"), Run("emulated"), Run("whole", self.against)]
-        runs += [Run("whole", p) for p in mine]
+        runs = [] if self.paints else [Run("random"), Run("emulated")]
+        runs += [Run("whole", p) for p in (self.against, *self.mine)]
         runs += [Run("repeat", self.against), Run("moved", self.against)]
         runs += [Run("attention", p) for p in (floor, *self.kernels)]
         runs += [Run("predicted", p) for p in self.kernels]
-        runs += [Run("site", site=site) for site in SITES if self.request.sites]
+        runs += [Run("site", site=site) for site in SITES if self.request.sites and not self.paints]
+        model = self.source.model
         names = attention_modules(model) if self.request.by_layer else ()
         layers: Any = {layer_of(model.get_submodule(name), name) for name in names} - {None}
-        return runs + [Run("attention", (*mine, self.against)[0], layer=n) for n in sorted(layers)]
+        first = (*self.mine, self.against)[0]
+        return runs + [Run("attention", first, layer=n) for n in sorted(layers)]
 
     @cached_property
     def chunks(self) -> list[dict[str, Any]]:
@@ -162,7 +157,7 @@ class Study:
         count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
         tokens = max((x.shape[1] for x in inputs.values() if x.ndim == 2), default=1)
         vocabulary = getattr(self.source.checkpoint, "vocab_size", None) or 1
-        step = max(1, LOGITS // (tokens * vocabulary))
+        step = 1 if self.paints else max(1, LOGITS // (tokens * vocabulary))
         parts = [slice(at, at + step) for at in range(0, count, step)]
         return [{n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts]
 
@@ -183,10 +178,8 @@ class Study:
         if not journal.visit(key := digest([fmt.name, "checks"])):
             with watch("checks"):
                 subject = self.subject(fmt)
-                generate, compiles = self.request.generate, self.request.compile
                 exact = fmt == self.formats[0]  # in fp64 every format comes to the same
-                how: Any = {"compiles": compiles, "exact": exact}
-                checks = list(checks_of(subject, self.chunks[0], generate, **how))
+                checks = list(checks_of(subject, self.chunks[0], self.request, exact=exact))
                 about = {"format": fmt.name, "narrower": subject.narrower}
                 journal.append(key, {"check": checks, "about": [about]})
 
@@ -196,54 +189,70 @@ class Study:
         first = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
             answer = subject.exactly(inputs)
-        truth, how = output_of(answer), Scored.of(subject.wide, answer, inputs)
+        truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
-        held = {i: self._attempted(subject, inputs, self.runs[i]) for i in range(3)}
-        *roundings, beside = (x if isinstance(x, Tensor) else None for x in held.values())
-        errors = [largest_error(x, truth) for x in roundings if x is not None]
+        count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
+        held = [self._attempted(subject, inputs, run) for run in self.runs[:count]]
+        *roundings, beside = ({} if isinstance(x, Failure) else x for x in held)
+        # A choice of experts that changes moves one token, and may move it far.
+        errors = [largest_error(x[""], truths[""]) for x in roundings if x and not subject.routes]
         by_chance = torch.stack(errors).amax(dim=0) if errors else None
-        if subject.routes:  # a choice of experts that changes moves one token, and may move it far
-            by_chance = None
         for i in todo:
             run = self.runs[i]
-            out = held[i] if i in held else self._attempted(subject, inputs, run)
-            other = beside if run.kind in ("whole", "repeat", "moved") else None
-            if isinstance(out, Failure):
-                rows: list[Any] = [{"status": out.status, "reason": out.reason}] * len(truth)
-            else:
-                rows = compared(out, truth, how, by_chance, other)
-            named = [OutputRow(**run.row(fmt), sequence=first + n, **r) for n, r in enumerate(rows)]
-            yield i, {"row": named, "about": [{"logits": how.logits}]}
+            out = held[i] if i < count else self._attempted(subject, inputs, run)
+            named: list[Any] = []
+            for at, truth in truths.items():
+                if isinstance(out, Failure):
+                    rows: list[Any] = [{"status": out.status, "reason": out.reason}] * len(truth)
+                else:
+                    other = beside.get(at) if run.kind in ("whole", "repeat", "moved") else None
+                    rows = compared(out[at], truth, how, by_chance, other)
+                about = {**run.row(fmt), "at": at}
+                named += [OutputRow(**about, sequence=first + n, **r) for n, r in enumerate(rows)]
+            yield i, {"row": named}
 
-    def _attempted(self, subject: Subject, inputs: Mapping[str, Any], run: Run) -> Tensor | Failure:
-        """The output of one run, [sequences, positions, width] in fp64, or why there is none."""
+    def _attempted(
+        self, subject: Subject, inputs: Mapping[str, Any], run: Run
+    ) -> dict[str, Tensor] | Failure:
+        """The outputs of one run, or why there are none."""
         try:
             with naming(type(subject.wide).__name__, "failed", HINT):
-                return output_of(self._answer(subject, inputs, run))
+                return outputs_of(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
             return Failure("skipped" if isinstance(error, Refused) else "failed", error.message)
 
     def _answer(self, subject: Subject, inputs: Mapping[str, Any], run: Run) -> Any:
         seed = self.request.seed + SEEDS.get(run.kind, 0)
-        by, mine = self.answers(subject.format), [p for p in self.kernels if p is not self.against]
-        if run.planned is not None:
-            if run.kind == "predicted":
-                return subject.exactly(inputs, by.predicted(run.planned))
-            attention = by.kernel(run.planned, run.layer)
-            if run.kind == "attention":
-                return subject.exactly(inputs, attention)
-            return subject.as_used(inputs, attention, seed if run.kind == "moved" else None)
-        if run.kind == "site":
-            if run.site in ATTENTION:
-                return subject.exactly(inputs, by.at_sites(mine, run.site))
-            return subject.exactly(inputs, sites=(run.site,))
-        if run.kind == "emulated":
-            return subject.exactly(inputs, by.at_sites(mine, None), sites=ELSEWHERE)
-        attention = by.at_sites(mine, None, rounding="stochastic", seed=seed)
-        return subject.exactly(inputs, attention, sites=ELSEWHERE, drawn=seed)
+        if run.planned is None:
+            drawn = seed if run.kind == "random" else None
+            return subject.rounded(inputs, self.mine, run.site or None, drawn)
+        if run.kind == "predicted":
+            return subject.exactly(inputs, subject.predicted(run.planned))
+        attention = subject.kernel(run.planned, run.layer)
+        if run.kind == "attention":
+            return subject.exactly(inputs, attention)
+        return subject.as_used(inputs, attention, seed if run.kind == "moved" else None)
 
-    def answers(self, fmt: Format) -> Answers:
-        return Answers(fmt, self.run, self.system)
+
+def _opened_source(request: EffectsRequest, system: System) -> CheckpointSource | PictureSource:
+    """Raises UsageError for what is no model, and for an option that means nothing for it."""
+    path, target = Path(request.checkpoint), request.target
+    what = "captured tensors" if holds_cases(path) else ""
+    if what := "a configuration" if path.suffix in (".yaml", ".yml") else what:
+        expected = "a checkpoint, a state dict with --model, a diffusers pipeline or `demo`"
+        raise UsageError(f"{target}: expected {expected}, got {what}", hint="audit it instead")
+    same = (*Reading.model_fields, "stream", "denoise")
+    fields: dict[str, Any] = {name: getattr(request, name) for name in same}
+    asked = AuditRequest(target=target, checkpoint=request.checkpoint, **fields)
+    source = open_source(asked, system)
+    if not isinstance(source, PipelineSource):
+        assert isinstance(source, CheckpointSource)
+        return source
+    for name in ("by_layer", "generate", "compile"):
+        if getattr(request, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} does not apply: {target} is a diffusers pipeline")
+    return PictureSource(source, system)
 
 
 def measured_on(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from numdev.effects import report as records
-from numdev.effects.report import Budget, Check, Estimate, OutputRow, RunSummary
+from numdev.effects.report import Budget, Check, EffectsSummary, Estimate, OutputRow, RunSummary
 from numdev.gate.rows import grouped
 from numdev.gate.rules import EffectsLimits
 from numdev.gate.tests import MODEL, Test
@@ -25,35 +24,37 @@ OVER_ROWS: Mapping[str, Any] = {
     **dict.fromkeys(LARGEST, max), "first_flip": min, "flips": sum, "unexplained": sum
 }  # fmt: skip
 MEANS = ("log_perplexity", "error", "angle", "apart")
-ABOUT = ("kind", "format", "kernel", "options", "site", "layer")
+ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
 
 
-def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> records.EffectsSummary:
+def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
     """The runs over their sequences, the budgets of the formats, the answer, and notes."""
     runs: list[RunSummary] = []
     budgets: list[Budget] = []
     answer: list[str] = []
-    for fmt, of_format in grouped(rows, lambda row: row.format).items():
-        by_run = grouped(of_format, lambda row: row.run)
+    for of_output in grouped(rows, lambda row: (row.format, row.at)).values():
+        by_run = grouped(of_output, lambda row: row.run)
         costs = {run: _costs(own) for run, own in by_run.items()}
-        used = _used(list(by_run), costs, against)
+        used = _used(costs, against)
         whole = costs.get(used, {})
         own = [_summary(x, whole, _yardstick(run, costs, against)) for run, x in by_run.items()]
         parts = [c for run, c in costs.items() if run[0] == "site" and c]
         if whole and parts:
             sums = {i: sum(c.get(i, 0.0) for c in parts) for i in whole}
             ratio = sum(sums.values()) / (sum(whole.values()) or 1.0)
-            budget = {"format": fmt, "kernel": used[2], "adds_up": 0.9 <= ratio <= 1.1}
             part = (_ratio(sums, whole) or Estimate(mean=ratio)).model_copy(update={"mean": ratio})
-            budgets.append(Budget(**budget, parts=part))
-        main = next((run for run in own if run.run == used), None)
-        if main:
+            about = {"format": used[1], "kernel": used[3], "adds_up": 0.9 <= ratio <= 1.1}
+            budgets.append(Budget(**about, parts=part))
+        for main in (run for run in own if run.run == used):
             answer += _answer(main, own, against, budgets[-1] if parts else None, logits=logits)
         runs += own
     off = ", ".join(b.format for b in budgets if not b.adds_up)
     note = f"In {off} the sites do not add up to the whole: draw no conclusion from shares."
-    return records.EffectsSummary(
-        answer=tuple(answer), runs=tuple(runs), budgets=tuple(budgets), notes=(note,) if off else ()
+    if paints := any(row.at for row in rows):
+        note = "In a diffusers pipeline single rounding sites are not tried."
+    notes = (note,) if off or paints else ()
+    return EffectsSummary(
+        answer=tuple(answer), runs=tuple(runs), budgets=tuple(budgets), notes=notes
     )
 
 
@@ -61,22 +62,23 @@ def _costs(rows: Sequence[OutputRow]) -> Costs:
     return {row.sequence: row.cost for row in rows if row.cost is not None}
 
 
-def _used(runs: Sequence[Any], costs: Mapping[Any, Costs], against: str) -> Any:
+def _used(costs: Mapping[Any, Costs], against: str) -> Any:
     """The run of the whole model that stands for what a user runs; None where none ran."""
-    wholes = [run for run in runs if run[0] == "whole" and costs[run]]
+    wholes = [run for run in costs if run[0] == "whole" and costs[run]]
     rank = {USED: 0, against: 2}
-    return min(wholes, key=lambda run: rank.get(run[2], 1), default=None)
+    return min(wholes, key=lambda run: rank.get(run[3], 1), default=None)
 
 
 def _yardstick(run: Any, costs: Mapping[Any, Costs], against: str) -> Costs:
     """What a run's cost is held against, as `RunSummary.over` says."""
-    kind, fmt, *which = run
+    kind, fmt, at, *which = run
     if kind == "whole":
-        return costs.get(("emulated", fmt, "", "{}", "", None), {})
+        return costs.get(("emulated", fmt, at, "", "{}", "", None), {})
     if kind != "attention" or run[-1] is not None:
         return {}
-    eager = ("attention", fmt, against, "{}", "", None)
-    return costs.get(("predicted", fmt, *which)) or costs.get(eager, {})
+    eager = ("attention", fmt, at, against, "{}", "", None)
+    predicted = costs.get(("predicted", fmt, at, *which), {})
+    return predicted if any(predicted.values()) else costs.get(eager, {})
 
 
 def _summary(rows: Sequence[OutputRow], whole: Costs, yardstick: Costs) -> RunSummary:
@@ -142,17 +144,21 @@ def _answer(
     """What a reader wants to know of one format, the answer first."""
     fmt, name, size = main.format, labelled(main.kernel, main.options), main.error or 1.0
     what, unit = ("logits", " nats a position") if logits else ("final states", "")
+    what, where = (main.place, f", {main.place}") if main.at else (what, "")
     alone = _alone(main, runs)
     if main.apart is not None and main.kernel != against and alone and alone.share:
         moved = next((r.apart for r in runs if r.kind == "moved" and r.apart), None)
         ulp = f" (inputs one ulp off: {three(moved / size)} times)" if moved else ""
-        share, far = _between(alone.share, percent), three(main.apart / size)
+        share = percent(alone.share.mean) + _range(alone.share, percent)
+        far = three(main.apart / size)
         yield (
-            f"{fmt}: attention, with its inputs rounded, is {share} of what {fmt} costs; {name} in "
-            f"place of {against} changes the {what} by {far} times the error that {fmt} makes in "
-            f"them{ulp}."
+            f"{fmt}{where}: attention, with its inputs rounded, is {share} of what {fmt} costs; "
+            f"{name} in place of {against} changes the {what} by {far} times the error that {fmt} "
+            f"makes there{ulp}."
         )
-    text = f"{fmt}: costs {_between(main.cost)}{unit} in all" if main.cost else ""
+    text = ""
+    if main.cost:
+        text = f"{fmt}{where}: costs {si(main.cost.mean)}{_range(main.cost)}{unit} in all"
     if budget is not None and budget.adds_up:
         shares = {r.site: r.share.mean for r in runs if r.kind == "site" and r.share}
         first = sorted(shares, key=lambda site: -shares[site])[:3]
@@ -164,12 +170,8 @@ def _answer(
         yield f"{fmt}: another token is the likeliest at {many} positions, {near} by near ties."
 
 
-def _between(x: Estimate, write: Callable[[float | None], str] = si) -> str:
-    return write(x.mean) + ("" if x.low is None else f" ({_range(x, write)})")
-
-
-def _range(x: Estimate, write: Callable[[float | None], str]) -> str:
-    return f"{write(x.low)} to {write(x.high)}"
+def _range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
+    return "" if x.low is None else f" ({write(x.low)} to {write(x.high)})"
 
 
 # --- findings -----------------------------------------------------------------------------------
@@ -183,6 +185,7 @@ PROPERTIES: Mapping[str, str] = {
     "mask": "The attention mask is ignored: hidden tokens change other outputs",
     "cache": "Decoding with a cache computes another function than one pass over the same tokens",
     "compiled": "The compiled model computes another function",
+    "compiled eager": "The compiled model computes another function with eager attention",
 }
 
 
@@ -199,14 +202,14 @@ def tests_of(
             yield Test(about, "format", True, text)
     for check in (check for check in checks if check.holds is not None):
         about = {**about, "format": check.format or formats}
-        text = f"its error is {three(check.difference)} times that of the model as it is"
-        if check.name != "compiled":
-            text = f"in fp64 outputs differ by {three(check.difference)} of their size"
-        text = f"{PROPERTIES[check.name]}: {text}"
+        errs = f"its error is {three(check.difference)} times that of the model as it is"
+        all_of = "causality, masks and implementations" if len(checks) > 1 else "two runs"
+        text = f"compiled, {errs}" if check.format else f"{all_of} agree in fp64"
+        if not check.holds:
+            differ = f"in fp64 outputs differ by {three(check.difference)} of their size"
+            text = f"{PROPERTIES[check.name]}: {errs if check.format else differ}"
         if check.layer is not None:
             text += f"; layer {check.layer} is the first whose attention differs"
-        if check.holds:
-            text = "causality, masks and implementations agree in fp64"
         yield Test(about, check.name, not check.holds, text, check.difference, check.limit)
     for run in (run for run in runs if run.kind == "whole"):
         about = {"kernel": run.kernel, "options": run.options, "format": run.format}
@@ -217,7 +220,8 @@ def tests_of(
         if run.cost is None:
             yield Test(about, "runs", False, run.reason or "")
             continue
-        said = any(r.run == ("predicted", *run.run[1:]) and r.cost for r in runs)
+        predicted = (r.cost for r in runs if r.run == ("predicted", *run.run[1:]))
+        said = any(cost.mean for cost in predicted if cost)
         what = "its rounding model makes" if said else "eager attention costs"
         limit = limits.kernel_over_predicted if said else limits.kernel_over_baseline
         if alone and alone.over:
@@ -229,8 +233,7 @@ def tests_of(
             yield _of_ratio(about, "model", text, run, run, limit)
         if (flips := run.unexplained) is not None:
             text = f"makes another token the likeliest at {flips} of {run.positions:,} positions "
-            most = limits.unexplained_flips
-            text += "where no rounding explains it"
+            text, most = f"{text}where no rounding explains it", limits.unexplained_flips
             yield Test(about, "flips", flips > most, text, flips, most)
 
 
@@ -239,12 +242,12 @@ def _of_ratio(about: Any, rule: str, text: str, run: RunSummary, whole: Any, lim
     or in one sequence alone, if that has many positions and the model no router."""
     assert run.over is not None
     x, worst = run.over, run.over_worst or 0.0
-    judged, words = (x.mean / SURELY, "") if x.low is None else (x.low, f" ({_range(x, three)})")
-    numbers = f"{three(x.mean, limit)}×{words}"
+    judged = x.mean / SURELY if x.low is None else x.low
+    numbers = f"{three(x.mean, limit)}×{_range(x, three)}"
     steady = bool(run.growth) and whole.unexplained is not None
     if judged <= limit and worst > SURELY * limit and steady:
         judged, numbers = worst / SURELY, f"{three(worst)}× in one sequence"
-    text = f"{text.format(numbers)} at the output (limit {three(limit)}×)"
+    text = f"{text.format(numbers)} at the {run.place} (limit {three(limit)}×)"
     return Test(about, rule, judged > limit, text, judged, limit)
 
 

@@ -7,8 +7,7 @@ exact result of the model; with one, what this rounding alone does to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -41,14 +40,9 @@ class Wide(Tensor):
 
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Any:
-        x: Any = Tensor._make_wrapper_subclass(
-            Wide,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=dtype,
-            device=values.device,
-        )
+        layout = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        how: dict[str, Any] = {**layout, "dtype": dtype, "device": values.device}
+        x: Any = Tensor._make_wrapper_subclass(Wide, values.shape, **how)
         x.exact, x.is_weight = values, is_weight
         return x
 
@@ -76,43 +70,26 @@ def is_floating(x: Any) -> bool:
 class Running(TorchDispatchMode):
     """Computes every operation in fp64, and rounds at `sites` to what tensors say they are, where
     that is no wider than `format`. `site_of` names an operation's site; `weights` is that of
-    parameters, which are rounded where they are used."""
+    parameters, which are rounded where they are used. `how`: further arguments of `round_to`."""
 
     def __init__(
-        self,
-        site_of: Callable[[Any, Any], str],
-        fmt: Format,
-        sites: Collection[str] = (),
+        self, site_of: Callable[[Any, Any], str], fmt: Format, sites: Collection[str], **how: Any
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.site_of, self.format, self.sites = site_of, fmt, frozenset(sites)
-        self.how: dict[str, Any] = {}  # further arguments of `round_to`
+        self.site_of, self.format, self.sites, self.how = site_of, fmt, frozenset(sites), how
         self.narrower: dict[str, str] = {}  # by site, the narrower format it was met in
         self.routes = False  # whether the model chooses among its parts, as a router of experts
-        self._paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Operations in here are PyTorch's own, as a kernel's must be."""
-        self._paused, before = True, self._paused
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._paused:
-            return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.routes |= name in CHOOSES and isinstance(args[0], Wide)
         return _computed(func, args, kwargs or {}, self._input, self._output)
 
     def _input(self, x: Any) -> Any:
-        if isinstance(x, Wide) and x.is_weight and "weights" in self.sites:
-            return self._rounded(x.exact, x.dtype)
-        return widened(x)
+        rounds = isinstance(x, Wide) and x.is_weight and "weights" in self.sites
+        return self._rounded(x.exact, format_of(x.dtype)) if rounds else widened(x)
 
     def _output(self, func: Any, args: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         if func.is_view or func.overloadpacket.__name__ in MOVES:
@@ -120,10 +97,9 @@ class Running(TorchDispatchMode):
         fmt, site = format_of(dtype), self.site_of(func, args)
         if fmt.precision < self.format.precision and fmt.precision < SINGLE:
             self.narrower[site] = fmt.name
-        return self._rounded(x, dtype) if site in self.sites else x
+        return self._rounded(x, fmt) if site in self.sites else x
 
-    def _rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        fmt = format_of(dtype)
+    def _rounded(self, x: Tensor, fmt: Format) -> Tensor:
         wider = fmt.precision > self.format.precision
         return x if wider else round_to(x, fmt, **self.how)
 

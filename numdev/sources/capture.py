@@ -458,9 +458,9 @@ def attention_implementation(model_class: Any) -> str:
 
 
 @contextmanager
-def led(model: nn.Module) -> Iterator[None]:
-    """A model of transformers calls numdev's attention function in here, if it can, whatever it was
-    loaded with; afterwards what it called before."""
+def led(model: nn.Module, way: str = NAME) -> Iterator[None]:
+    """A model of transformers calls numdev's attention function in here (or that of another name),
+    if it can, whatever it was loaded with; afterwards what it called before."""
     whole: Any = next(
         (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")), None
     )
@@ -471,7 +471,7 @@ def led(model: nn.Module) -> Iterator[None]:
     configs = {"": whole.config, **{name: x for name, x in configs.items() if x is not None}}
     before = {name: config._attn_implementation for name, config in configs.items()}
     try:
-        whole.set_attn_implementation(NAME)
+        whole.set_attn_implementation(way)
         yield
     finally:
         whole.set_attn_implementation(before)

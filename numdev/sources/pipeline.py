@@ -3,16 +3,20 @@
 Its parts are classes of diffusers and transformers that `model_index.json` names, and nothing else;
 weights are safetensors files alone, and nothing is fetched. A step ends where the scheduler is
 asked for the next latents: guidance run apart belongs to the same step, and Heun's two evaluations
-make two. The run ends with the last step that is wanted, so no picture is decoded."""
+make two. The run ends with the last step that is wanted, so no picture is decoded: that takes a
+`Painter`, the pipeline as one model."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import cycle, islice
@@ -21,17 +25,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from numdev.cases import Attends, AttentionCase
 from numdev.config import AuditRequest
 from numdev.errors import MeasurementError, UsageError
-from numdev.formats import dtype_of, format_named
+from numdev.formats import dtype_of, format_named, format_of
 from numdev.sources import capture as capturing
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import VARIADIC
 from numdev.sources.files import blaming, name_of, quiet
 from numdev.sources.loss import drawn_from, with_drawn
-from numdev.sources.prompts import read_text
+from numdev.sources.prompts import Prompt, read_text
 from numdev.system import System
 
 INDEX = "model_index.json"
@@ -213,6 +219,107 @@ class PipelineSource:
         watch = capturing.Watch(self.denoiser, source=name_of(self.path), step=lambda: now)
         capturing.capture_run(run, watch, on_call)
         self.notes += layers.notes(self.request.target)
+
+
+# --- a pipeline as one model: from prompts to denoised latents and the decoded image -------------
+#
+# Its noise is drawn once, in fp64, and cast: runs in all formats start alike.
+
+
+@dataclass
+class Picture:
+    """What it returns, [images, 1, numbers]: an image is one position, for the relative error of a
+    single value near 0 says nothing."""
+
+    last_hidden_state: Tensor  # the denoised latents
+    image: Tensor  # as the VAE decodes it, before it is clamped to what can be shown
+
+
+class Painter(nn.Module):
+    """The models of a pipeline, run from the numbers of prompts."""
+
+    def __init__(self, source: PipelineSource) -> None:
+        super().__init__()
+        self.source, self.pipeline = source, source.pipeline
+        for name, part in source.pipeline.components.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+
+    def forward(self, number: Tensor) -> Picture:
+        scheduler, vae, chosen = self.pipeline.scheduler, self.pipeline.vae, number.tolist()
+        arguments = {n: [x[i] for i in chosen] for n, x in self.source.arguments.items()}
+        own_step, own_decode, own_table = scheduler.step, vae.decode, scheduler.set_timesteps
+        outs: dict[str, Tensor] = {}
+
+        @functools.wraps(own_table)  # pipelines look at what it takes
+        def table(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():  # it makes arrays of NumPy, as it does in every run
+                return own_table(*args, **kwargs)
+
+        @functools.wraps(own_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            answer = own_step(*args, **kwargs)
+            outs["latents"] = answer[0]
+            return answer
+
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            outs["image"] = own_decode(*args, **kwargs)[0]
+            raise capturing.Enough
+
+        scheduler.step, vae.decode, scheduler.set_timesteps = step, decode, table
+        noise, dtype = _Noise(self.source.request.seed + chosen[0]), vae.dtype
+        with quiet(self.source.chatter), suppress(capturing.Enough):
+            try:
+                with noise:
+                    self.pipeline(**arguments, num_inference_steps=self.source.steps)
+            finally:
+                del scheduler.step, vae.decode, scheduler.set_timesteps
+                if vae.dtype != dtype:  # some decode float16 in float32
+                    vae.to(dtype)
+        # Guidance may leave a second half behind, which the pipeline does not decode.
+        latents, image = (outs[n][: len(chosen)].flatten(1)[:, None] for n in ("latents", "image"))
+        return Picture(latents, image)
+
+
+class _Noise(TorchFunctionMode):
+    """Normal noise is drawn in fp64 on the CPU, whatever is asked for, and cast."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.randn:
+            return func(*args, **(kwargs or {}))
+        asked = dict(kwargs or {})
+        device, dtype, _ = (asked.pop(name, None) for name in ("device", "dtype", "generator"))
+        noise = func(*args, **asked, dtype=torch.float64, generator=self.generator)
+        return noise.to(device, dtype or torch.get_default_dtype())
+
+
+class PictureSource:
+    """An opened pipeline in the place of a checkpoint: its model is a `Painter`."""
+
+    notes: tuple[str, ...] = ()
+    streamed = None
+
+    def __init__(self, opened: PipelineSource, system: System) -> None:
+        self.opened, self.system, self.checkpoint = opened, system, self
+        if not hasattr(getattr(opened.pipeline, "vae", None), "decode"):
+            raise UsageError(f"{opened.path}: expected a pipeline with a VAE, got {opened.kind}")
+        inputs = {"number": torch.arange(opened.request.sequences)}
+        self.model = Painter(opened)
+        self.prompt = Prompt(inputs=inputs, description=opened.prompt)
+
+    def describe(self) -> dict[str, Any]:
+        return {n: x for n, x in self.opened.describe().items() if n != "not_audited"}
+
+    def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
+        """The pipeline once more, its models in another format."""
+        named = self.opened.request.model_copy(update={"model_dtype": format_of(dtype).name})
+        return Painter(PipelineSource(named, self.system))
 
 
 def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, Any]]:

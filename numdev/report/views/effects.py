@@ -15,8 +15,8 @@ LOGITS = (
     "where another token is the likeliest."
 )
 STATES = (
-    "cost: squared relative error of the final states. error: its root. angle: between final "
-    "states and the exact ones."
+    "cost: squared relative error of the {}. error: its root. angle: between these and the exact "
+    "ones."
 )
 BOTH = (
     "attention alone: its cost with all else in fp64, of the whole's. over: that beside what the "
@@ -32,9 +32,14 @@ BAR = 24  # the width of the longest bar
 
 def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     runs, logits = report.summary.runs, report.output == "logits"
-    for fmt in dict.fromkeys(run.format for run in runs):
-        yield _kernels(fmt, [run for run in runs if run.format == fmt], logits=logits)
-    legend = f"{LOGITS if logits else STATES} {BOTH.format(report.request.get('against'))}"
+    for fmt, at in dict.fromkeys((run.format, run.at) for run in runs):
+        own = [run for run in runs if (run.format, run.at) == (fmt, at)]
+        title = f"{own[0].place.capitalize()} in {fmt} beside fp64" if at else f"{fmt} beside fp64"
+        yield _kernels(fmt, own, title, logits=logits)
+    what = "latents, or image" if any(run.at for run in runs) else "final states"
+    legend = (
+        f"{LOGITS if logits else STATES.format(what)} {BOTH.format(report.request.get('against'))}"
+    )
     yield from doc.notes((legend,))
     for budget in report.summary.budgets:
         sites = [r for r in runs if r.format == budget.format and r.kind == "site"]
@@ -60,7 +65,7 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     yield doc.words(
         ("the model in fp64", "", "largest difference", ""),
         (
-            (c.name, _state(c.holds), NONE if c.holds is None else si(c.difference), c.reason)
+            (f"{c.name} {c.format}".strip(), _state(c.holds), si(c.difference), c.reason)
             for c in report.checks
         ),
         title="Two ways to compute one thing",
@@ -85,14 +90,14 @@ def _state(holds: bool | None) -> doc.Cell:
     return doc.Cell("agree", style="good") if holds else doc.Cell("DIFFER", style="bad")
 
 
-def _kernels(fmt: str, runs: Sequence[RunSummary], *, logits: bool) -> doc.Table:
+def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) -> doc.Table:
     """The model with each kernel, and what it is held against below."""
-    alone = {r.run[2:4]: r for r in runs if r.kind == "attention" and r.layer is None}
+    alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
     shown = [*wholes, *(run for kind in STANDARD for run in runs if run.kind == kind)]
 
     def cells(run: RunSummary) -> Iterator[str | doc.Cell]:
-        own = alone.get(run.run[2:4]) if run.kind == "whole" else None
+        own = alone.get(run.run[1:]) if run.kind == "whole" else None
         yield doc.Cell(_name(run), style="strong", title=run.reason or "")
         yield si(_mean(run.cost))
         yield si(_mean(run.log_prob)) if logits else si(run.error)
@@ -107,7 +112,7 @@ def _kernels(fmt: str, runs: Sequence[RunSummary], *, logits: bool) -> doc.Table
     own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
     columns = (f"the model in {fmt} with", *own, "attention alone", "over", "apart")
     standard = [run.kind != "whole" for run in shown]
-    return doc.table(columns, map(cells, shown), standard, title=f"{fmt} beside fp64")
+    return doc.table(columns, map(cells, shown), standard, title=title)
 
 
 def _sites(runs: Sequence[RunSummary], title: str) -> doc.Table:
