@@ -31,7 +31,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, strided_as
 from numdev.errors import MeasurementError, NumdevError, Refused, one_line
-from numdev.kernels import Kernel, Output, find
+from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
 from numdev.metrics.bits import same
 from numdev.system import switches
@@ -233,6 +233,7 @@ def serve(descriptor: int) -> None:
     pipe = Connection(descriptor)
     with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
         Path("/proc/self/oom_score_adj").write_text("1000")
+    all_kernels()  # what they import takes no kernel's time
     pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:

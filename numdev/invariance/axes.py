@@ -195,10 +195,12 @@ def _some_rows(case: AttentionCase) -> list[int]:
     return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
 
 
-def _rows(case: AttentionCase, first: int, last: int) -> Part:
-    """These rows; dk and dv only where they are all there are."""
+def _cut(case: AttentionCase, first: int, last: int, keys: range | None = None) -> Call:
+    """These rows alone; dk and dv are theirs where they are all there are."""
+    kept = {"row": range(first, last)} | ({} if keys is None else {"key": keys})
     whole = (first, last) == (0, case.q_len)
-    return Part(row=slice(first, last), key=slice(None) if whole else None)
+    there = Part(row=slice(first, last), key=slice(None) if whole else None)
+    return Call(case=part(case, **kept), there=there)
 
 
 def _own(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
@@ -319,13 +321,14 @@ def heads(case: AttentionCase) -> Variants:
 def rows(case: AttentionCase) -> Variants:
     n = case.q_len
     for i in _some_rows(case) if n > 1 else ():
-        cut = part(case, row=range(i, i + 1))
-        yield again(f"row {i} alone", cut, there=_rows(case, i, i + 1))
+        yield Variant(name=f"row {i} alone", calls=(_cut(case, i, i + 1),))
     if n > EXTEND:
-        cut = part(case, row=range(n - EXTEND, n))
-        yield again(f"the last {EXTEND} rows", cut, there=_rows(case, n - EXTEND, n))
+        yield Variant(name=f"the last {EXTEND} rows", calls=(_cut(case, n - EXTEND, n),))
     elif n == 1 and not case.restricts_positions:
-        among, here = grown(case, rows=(EXTEND - 1, 0)), _rows(case, EXTEND - 1, EXTEND)
+        among, here = (
+            grown(case, rows=(EXTEND - 1, 0)),
+            Part(row=slice(EXTEND - 1, EXTEND), key=None),
+        )
         yield again(f"the last of {EXTEND} rows", among, here, Part(key=None))
 
 
@@ -346,8 +349,7 @@ def chunks(case: AttentionCase) -> Variants:
         for first in range(0, n, size):
             last = min(first + size, n)
             stop = case.kv_len if high is None else min(case.kv_len, max(1, last + high))
-            cut = part(case, row=range(first, last), key=range(stop))
-            calls.append(Call(case=cut, there=_rows(case, first, last)))
+            calls.append(_cut(case, first, last, range(stop)))
         if 1 < len(calls) <= 16:
             yield Variant(name=f"chunks of {size}", calls=tuple(calls))
 
@@ -358,12 +360,12 @@ def decode(case: AttentionCase) -> Variants:
         for i in _some_rows(case):
             start, stop = 0 if low is None else max(0, i + low), min(i + 1 + high, m)
             if start < stop:
-                cut = without_positions(part(case, row=range(i, i + 1), key=range(start, stop)))
-                yield again(f"row {i} by itself", cut, there=_rows(case, i, i + 1))
+                cut = _cut(case, i, i + 1, range(start, stop))
+                bare = dataclasses.replace(cut, case=without_positions(cut.case))
+                yield Variant(name=f"row {i} by itself", calls=(bare,))
         if n > EXTEND and n - EXTEND + high >= 0 and low is None and n + high <= m:
-            cut = part(case, row=range(n - EXTEND, n), key=range(n + high))
-            there = _rows(case, n - EXTEND, n)
-            yield again(f"the last {EXTEND} by themselves", cut, there=there)
+            last = _cut(case, n - EXTEND, n, range(n + high))
+            yield Variant(name=f"the last {EXTEND} by themselves", calls=(last,))
     elif n == 1 and m > 1 and not case.restricts_positions and case.mask is None:
         for rows in sorted({min(EXTEND, m), m}):
             whole = grown(case, rows=(rows - 1, 0))

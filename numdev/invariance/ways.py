@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,24 +39,15 @@ def _each(case: AttentionCase, change: Any) -> AttentionCase:
 @contextlib.contextmanager
 def laid(case: AttentionCase, *, how: str, size: int = 16) -> Iterator[AttentionCase]:
     """q, k, v and grad_out in another layout; of `expanded` and `paged` k and v alone."""
-    match how:
-        case "contiguous":
-            yield _each(case, lambda x: x.contiguous())
-        case "transposed":
-            yield _each(case, transposed)
-        case "packed":
-            q, k, v = laid_out("packed", case.q, case.k, case.v)
-            yield dataclasses.replace(case, q=q, k=k, v=v)
-        case "sliced":
-            yield _each(case, lambda x: _inside(x, 0.0))
-        case "every second":
-            yield _each(case, lambda x: torch.stack([x, x], dim=-1)[..., 0])
-        case "expanded":
-            k, v = (x[:1].expand_as(x) for x in (case.k, case.v))
-            yield dataclasses.replace(case, k=k, v=v)
-        case "paged":
-            k, v = (_gathered(x, size) for x in (case.k, case.v))
-            yield dataclasses.replace(case, k=k, v=v)
+    if how == "packed":
+        q, k, v = laid_out("packed", case.q, case.k, case.v)
+        yield dataclasses.replace(case, q=q, k=k, v=v)
+    elif how in EACH:
+        yield _each(case, EACH[how])
+    else:
+        change = {"expanded": lambda x: x[:1].expand_as(x), "paged": lambda x: _gathered(x, size)}
+        k, v = map(change[how], (case.k, case.v))
+        yield dataclasses.replace(case, k=k, v=v)
 
 
 def _gathered(x: Tensor, size: int) -> Tensor:
@@ -93,6 +84,12 @@ def _inside(x: Tensor, value: float | None) -> Tensor:
         whole = transposed(whole)
     own = whole[1 : b + 1, :, GUARD : GUARD + n]
     return own.copy_(x)
+
+
+EACH: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(), "transposed": transposed,
+    "sliced": lambda x: _inside(x, 0.0), "every second": lambda x: torch.stack([x, x], -1)[..., 0],
+}  # fmt: skip
 
 
 @contextlib.contextmanager
