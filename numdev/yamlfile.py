@@ -128,7 +128,9 @@ def _line(node: Any, place: Sequence[int | str]) -> str:
             for key, value in node.value:
                 if key.value == str(part):
                     mark, node = key.start_mark, value
-        elif isinstance(part, int) and part < len(node.value):
+        elif (
+            isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
+        ):
             node = node.value[part]
             mark = node.start_mark
     return f", line {mark.line + 1}"

@@ -273,9 +273,9 @@ def test_two_reports_are_compared(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, kernel in (("a", "sound"), ("b", "batch_split")):
         code = f"import invariance_kernels as k\ndef mine(case): return k.{kernel}(case)\n"
-        Path("mine.py").write_text(code)
-        sys.modules.pop("mine", None)
-        report = studied(tmp_path / name, f"{tmp_path}/mine.py:mine", axes=["batch", "order"])
+        Path("changing.py").write_text(code)
+        sys.modules.pop("changing", None)
+        report = studied(tmp_path / name, f"{tmp_path}/changing.py:mine", axes=["batch", "order"])
         write(report, tmp_path / name)
     code, out, _ = ran(capsys, "compare", "a", "b")
     assert code == 1

@@ -175,8 +175,10 @@ def _origin(report: Report) -> Iterator[doc.Node]:
         f"{system.get('gpu') or where}. numdev {origin.numdev}."
     )
     counts = sorted({case.threads for case in getattr(report, "cases", ()) if case.threads})
-    counts = counts or [system.get("threads")] * (not system.get("gpu"))
-    if counts and counts[-1]:
+    threads = system.get("threads")
+    if not counts and isinstance(threads, int) and not system.get("gpu"):
+        counts = [threads]
+    if counts:
         few = "1 thread for small calls, " if counts[0] == 1 < counts[-1] else ""
         line += f" {few}{counts[-1]} thread{'s' * (counts[-1] > 1)}{' for large ones' * bool(few)}."
     yield from doc.notes((line, seconds(report.timings)), doc.TERMINAL)
