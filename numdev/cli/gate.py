@@ -81,7 +81,8 @@ class Verdict:
         judged, findings, tested = self.judged(found)
         click.get_current_context().find_root().obj = judged.exit_code
         audited = found.kind in ("audit", "sweep")
-        places = Places(found.rows if audited else ())
+        shown = any(v.places for v in judged.verdicts) or any(f.place for f in findings)
+        places = Places(found.rows if audited and shown else ())
         page = document(judged, findings, tested, places, plants=audited)
         if show == "json":
             told = [finding.model_dump(mode="json") for finding in findings]

@@ -291,7 +291,12 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     """Which kernels return another format than was asked for, or something in the log-sum-exp's
     place; in which way each that declared no claim was found to round, if not as `fa2`; what
     exceeds a format on the way to a result that does not."""
-    kernels = [r for r in rows if r.role == "kernel"]
+    kernels = [
+        r
+        for r in rows
+        if r.role == "kernel"
+        and (r.nulls or r.claim or r.overflow or r.came_in or r.out_format != r.format)
+    ]
     other = [r for r in kernels if (r.came_in or r.out_format) not in (None, r.format)]
     returned = grouped(other, attrgetter("kernel", "out_format", "came_in", "format"))
     for (kernel, instead, wide, fmt), own in returned.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -38,10 +38,10 @@ def spelt(options: Mapping[str, Any]) -> str:
 
 def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     """Items of equal keys, in the order they first came."""
-    groups: dict[Any, list[T]] = {}
+    groups: defaultdict[Any, list[T]] = defaultdict(list)
     for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+        groups[key(item)].append(item)
+    return dict(groups)
 
 
 def measured(rows: Iterable[DeviationRow]) -> Groups:
