@@ -282,6 +282,13 @@ def test_the_demo(capsys: Any, tmp_path: Path) -> None:
     assert sum(run.layer is not None for run in report.summary.runs) == 4
     assert any("of what bfloat16 costs" in line for line in report.summary.answer)
     assert run_of(report, "whole", kernel="sdpa-math").unexplained == 0
+    audit = ("audit", "demo", "--layers", "0", "--kernel", "sdpa-math", "-o", tmp_path / "audit")
+    code, out, _ = ran(capsys, *audit, "--effects", tmp_path / "out")
+    assert code == 0
+    assert "At the model's output: bfloat16: attention" in " ".join(out.split())
+    code, _, err = ran(capsys, *audit, "--effects", tmp_path / "audit")
+    assert code == 2
+    assert "expected a report of effects, got one of audit" in err
 
 
 def one_head_off(case: AttentionCase) -> Any:

@@ -11,7 +11,8 @@ import click
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of, seed_option
 from numdev.cli.session import FILE, Results, command
-from numdev.config import AuditConfig, SweepConfig, audit_request, sweep_request
+from numdev.config import AuditConfig, AuditRequest, SweepConfig, audit_request, sweep_request
+from numdev.errors import UsageError
 
 
 @command("audit demo --format bfloat16 --format float32")
@@ -22,12 +23,17 @@ from numdev.config import AuditConfig, SweepConfig, audit_request, sweep_request
     "--save-cases", type=FILE, metavar="DIR",
     help="Write every attention call, unrounded, to this new directory, usable as a TARGET.",
 )  # fmt: skip
+@click.option(
+    "--effects", type=FILE, metavar="DIR",
+    help="Finished report of `numdev effects` on the same checkpoint: its answer is repeated.",
+)  # fmt: skip
 @gated
 def audit(
     target: str | None,
     results: Results,
     verdict: Verdict | None,
     save_cases: Path | None,
+    effects: Path | None,
     workers: int | None,
     scheduler: str | None,
     **flags: Any,
@@ -47,10 +53,27 @@ def audit(
     request, cluster = audit_request(target, flags), cluster_of(workers, scheduler)
     directory = results.directory(Path(request.target).stem or "audit", request.model_dump())
     more = {"workers": cluster, "save_cases": save_cases, "say": results.say}
+    told = None if effects is None else _effects(effects, request)
     with sharing(cluster, request.device):
         found = results.study(run, request, directory, **more)
+    if told:
+        summary = found.summary.model_copy(update={"effects": told})
+        found = found.model_copy(update={"summary": summary})
     scripts = functools.partial(reproducers, request=request, workers=cluster)
     results.hand_over(found, directory, scripts, verdict)
+
+
+def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
+    """The answer of a report of `numdev effects`. Raises UsageError for one of something else."""
+    from numdev.report import read
+
+    other: Any = read(path)
+    if other.kind != "effects":
+        raise UsageError(f"--effects {path}: expected a report of effects, got one of {other.kind}")
+    mine, its = request.checkpoint, other.request["checkpoint"]
+    if not mine or (mine != its and Path(mine).resolve() != Path(its).resolve()):
+        raise UsageError(f"--effects {path}: is of checkpoint {its}, and this audit of {mine}")
+    return tuple(other.summary.answer)
 
 
 @command("sweep configs/sweep/ci.yaml --dry-run")

@@ -75,6 +75,7 @@ class AuditSummary(Record):
     kernels: tuple[KernelSummary, ...]
     explanations: tuple[Explanation, ...] = ()  # for `--explain`
     worst_rows: tuple[WorstRow, ...] = ()
+    effects: tuple[str, ...] = ()  # what `numdev effects` said of the same checkpoint
 
 
 class CellRow(OfKernel):

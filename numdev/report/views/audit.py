@@ -65,7 +65,8 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
     if "architecture" in report.provenance.source:
         target = report.request.get("checkpoint")
-        yield from doc.notes((f"What this does at the model's output: numdev effects {target}",))
+        note = f"What this does at the model's output: numdev effects {target}"
+        yield from doc.notes([f"At the model's output: {x}" for x in summary.effects] or [note])
     yield doc.Choice(tuple(maps(report)))
     yield from by_layer(report)
     yield from spread(report.profiles)
