@@ -175,6 +175,12 @@ def noise_and_batch(case: AttentionCase) -> torch.Tensor:
     return out * (-3 if case.q.shape[0] == 8 else 1)
 
 
+def noise_beside_nan(case: AttentionCase) -> torch.Tensor:
+    """Other tiles at every second call, where another sequence holds NaN."""
+    counted.append(1)
+    return emulated(case, block_kv=16 << int(case.k.isnan().any()) * (len(counted) % 2))
+
+
 def always_nan(case: AttentionCase) -> torch.Tensor:
     return emulated(case) * float("nan")
 

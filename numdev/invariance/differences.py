@@ -58,7 +58,8 @@ def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> 
     """What roundings may change in each element though the floor, and by luck one of two forms,
     change nothing (terms that cancel): half a unit of the format in each of n like terms, and
     |scale| max|q| max|k| 2^-24, what rounding a score in fp32 makes of all of them."""
-    q, k = (x.double().norm(dim=-1).amax(dim=-1) for x in (case.q, case.k))
+    norms = (x.double().norm(dim=-1).nan_to_num(0.0, 0.0) for x in (case.q, case.k))  # but poison
+    q, k = (x.amax(dim=-1) for x in norms)
     score = abs(case.scale) * FP32 * q * k.repeat_interleave(case.group, dim=1)
     count = case.q_len if tensor in ("dk", "dv") else case.kv_len
     if tensor in ("dk", "dv"):
