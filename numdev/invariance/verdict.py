@@ -26,8 +26,8 @@ BRINGS: Mapping[str, Sequence[str]] = {
 ALIKE = 2  # times its cause's excess, up to which a dependence is brought about, or noise
 WRONG = {  # by rule, the gravest first
     "finite": "{count} of {elements} elements of {tensor} are NaN or infinite in one form alone",
-    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): as it is "
-    "it errs by {base}× the floor, the other way by {other}×",
+    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): its error "
+    "is {base}× the floor's in the call itself, {other}× in this form of it",
     "row": "a row of {tensor} changes by {number}× what roundings explain (limit {limit}×)",
     "log-sum-exp": "{tensor} changes by {number} × (1 + |log-sum-exp|) (limit {limit})",
     "bitwise": "{tensor} must keep its bits, and {count} of {elements} elements differ, by up to "
