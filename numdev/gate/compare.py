@@ -377,14 +377,13 @@ def answer(
     """The verdict on the two `sides` and the largest moves, then a sentence for each kernel."""
     by_kernel = grouped(groups, _name)
     moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
-    counts: Counter[tuple[str, str]] = Counter()
+    counts: Counter[str] = Counter()
     for p in presences:
-        counts[p.what, label(p)] += p.rows
-    there = ", ".join(f"{n} row{'s' * (n != 1)} of {k} {what}" for (what, k), n in counts.items())
-    if absent := {label(p) for p in presences if p.why == ABSENT}:
-        there += f" ({listed(absent)}: in one report alone)"
-    states = {p.what for p in presences}
-    verdict = "CHANGED" if moves or "gone" in states else "CRASHED" if "failed" in states else ""
+        counts[_presence(p)] += p.rows
+    there = ", ".join(f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what)
+    verdict = "CHANGED" if moves else "NO CHANGE" if groups else "NOT JUDGED"
+    if not moves and any(p.what != "new" for p in presences):
+        verdict = "NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED"
     what = f"{listed(moved) or 'nothing'} moved beyond noise"
     first = [m for m in moves if m.metric != "ran"][:1]
     for m in first:
@@ -394,11 +393,11 @@ def answer(
     if largest and largest.change and largest not in first:
         what += f"; the largest factor, {times(largest.change)}×, {_where(largest, moved, place)}"
     if not groups:
-        verdict, what = verdict or "NOT JUDGED", "nothing was measured in both reports"
+        what = "nothing was measured in both reports"
     elif moves and not moved:
         what = f"other code ran, {what}"
-    parts = [there, what] if there and verdict and not moves else [what, there or NEITHER]
-    yield f"{verdict or 'NO CHANGE'}: {sides}{'; '.join(parts)}."
+    parts = [there, what] if "BUT" in verdict else [what, there or NEITHER]
+    yield f"{verdict}: {sides}{'; '.join(parts)}."
     if allowed:
         keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
         yield f"Compared although they differ: {keys}."
@@ -411,6 +410,16 @@ def answer(
         what = f"moved in {listed(tensors)}" if tensors else "within noise"
         pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
         yield f"{kernel}: {what}; the same bits in {same} of {pairs} rows."
+
+
+def _presence(of: Presence) -> str:
+    """What one report alone holds, or what failed; nothing where it is gone because it failed."""
+    if of.what == "failed":
+        return f"{label(of)} crashed in {of.why[3]}"
+    side = "A" if of.what == "gone" else "B"
+    if of.why == ABSENT:
+        return f"{label(of)} was run in {side} alone"
+    return "" if of.why.startswith("failed") else f"{label(of)} was measured in {side} alone"
 
 
 def _where(move: Move, moved: Sequence[str], place: Places) -> str:

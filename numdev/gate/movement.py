@@ -28,10 +28,10 @@ ALPHA = 0.01
 WORST = {"dq": 4.0, "dk": 4.0}
 WORST_ELSE = 2.0
 THRESHOLD = (
-    f"Beyond noise: chance alone shows a change as large, anywhere among the {{tests}} numbers "
-    f"judged, in {100 * ALPHA:g} % of comparisons. Never beyond noise: a change below "
-    f"{100 * LEAST - 100:g} %; in a worst row, a factor below {WORST_ELSE:g} ({WORST['dq']:g} for "
-    "dq and dk)."
+    f"A change is beyond noise where chance would show one as large, anywhere among the {{tests}} "
+    f"numbers judged, in at most {100 * ALPHA:g} % of comparisons. A change below "
+    f"{100 * LEAST - 100:g} % never is; in a worst row, none below a factor of {WORST_ELSE:g} "
+    f"({WORST['dq']:g} for dq and dk)."
 )
 HEADS = 4  # a call with fewer is judged by the scatter of all calls' heads
 FAR = 100.0  # the excess of what has no ratio

@@ -12,14 +12,17 @@ from numdev.training.bounds.report import FAR_BELOW, MERGED, BoundsReport, Compa
 WINDOWS: Mapping[Window, str] = {
     **{"first": "step", "early": "early, step", "saturated": "merged, step", "start": "gradient"}
 }
-STYLES: dict[str, doc.Style] = {"NOT": "bad", "Within": "good", "Far": "good", "Beyond": "warn"}
+STYLES: dict[str, doc.Style] = {
+    "NOT": "bad", "No more": "good", "Far less": "good", "More": "warn",
+}  # fmt: skip
 LEGEND = (
     "×: a ratio of two distances, the geometric mean over steps and seeds [95 % interval, with "
     "three or more seeds]. A distance is the mean |difference| of all weights from those of the "
     "golden run: plain attention, the same seed, the same step.",
-    "Verdicts: within, where the interval ends at 1 or below (chance varies by itself: at "
-    f"{MERGED:g} or below, and starts at 1 or below); far below, where it ends below "
-    f"{FAR_BELOW:g}; beyond, where it starts above 1; else not distinguishable.",
+    "Verdicts: no more than, where the interval ends at 1 or below (chance varies by itself: at "
+    f"{MERGED:g} or below, and starts at 1 or below); far less than, where it ends below "
+    f"{FAR_BELOW:g}; more than, where it starts above 1: a real difference, and the ratio says how "
+    "large; else not distinguishable.",
     "step: the first recorded step.",
     "early: {early}.",
     "merged: {merged}; distances then say how chaotic training is, not how large flash's was.",
@@ -86,7 +89,7 @@ def _table(known: list[Comparison], windows: Mapping[Window, str]) -> doc.Table:
     pairs = list(dict.fromkeys((c.variant, c.against) for c in known))
     rows = ((*pair, *(_ratio(cells.get((*pair, window))) for window in windows)) for pair in pairs)
     flash = {c.variant for c in known if c.role in ("flash", None)}
-    title = "How many times as far one run ends from the golden run as another"
+    title = "Distance from the golden run: the first run's over the second's"
     return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
 
 

@@ -52,11 +52,11 @@ class Comparison(Record):
     def standing(self) -> str:
         """By the interval. A null is of chance: what is up to twice as far is within it."""
         if self.low is None or self.high is None:
-            return "Not known against" if self.ratio is None else "Too few seeds to tell from"
+            return "No verdict beside"
         most = MERGED if self.against_role.startswith("null") else 1.0
         if self.low <= 1 and self.high <= most:
-            return "Far below" if self.high < FAR_BELOW else "Within"
-        return "Beyond" if self.low > 1 else "Not distinguishable from"
+            return "Far less than" if self.high < FAR_BELOW else "No more than"
+        return "More than" if self.low > 1 else "Not distinguishable from"
 
 
 def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:

@@ -60,15 +60,15 @@ COLUMNS = ("of", "metric", "role", "label", "seed", "step", "value")
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 NOT_DETERMINISTIC = (
-    "NOT DETERMINISTIC: the golden run, repeated, differs from itself, first at step {first:.0f}, "
-    "by up to {off}. Distances from that step contain this difference."
+    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run, repeated, differs from itself by up "
+    "to {off}. Only earlier steps are judged."
 )
 NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
-UNSURE = "Not deterministic, so not judged against"
+UNSURE = "Not reproducible, so not judged beside"
 PAPER = "; the first paper reports 0.2 to 0.5"
 WORDS: Mapping[VariantRole, tuple[str, str]] = {
-    "low_precision": ("low precision", "another format does"),
-    "null_rounding": ("chance", "re-rounding attention's output at random"),
+    "low_precision": ("a change of format", "computing in {0} in place of {1}"),
+    "null_rounding": ("random rounding", "re-rounding attention's output at random"),
     "null_ulp": ("chance", "one ulp in every weight"),
     "other_seed": ("another seed", "another initialisation"),
 }
@@ -271,7 +271,7 @@ def _figures(
         for ratio in ratios(table[a], table[b], (step,)).values()
         if ratio > 0
     ]
-    title = "Distance of flash over that of low precision, by step (all weights)"
+    title = "Distance of flash over that of another format, by step (all weights)"
     words, pairs = "ratio of mean |difference|", dict.fromkeys(label for label, _, _ in over)
     yield figures.figure(title, PAIRED, words, pairs, over, _middle, relative=True)
 
@@ -296,19 +296,20 @@ def _warnings(run: TrainReport, off: float, step: float) -> Iterator[str]:
 
 def answer(known: Sequence[Comparison], formats: Mapping[str, str], off: float) -> Iterator[str]:
     """Flash beside low precision, chance and another seed, while curves have not merged; or why
-    nothing can be said. Only an interval says within or beyond, before a repeat is `off`. `formats`
-    are by label, that of the golden run by the empty one."""
+    nothing can be said. Only an interval gives a verdict, before a repeat is `off`. `formats` are by
+    label, that of the golden run by the empty one."""
     for c in said(known):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
+        over += f", and a verdict needs {FEWEST_SEEDS}" * (len(c.by_seed) < FEWEST_SEEDS)
         if c.low is not None:
             over = f"95 % interval over {over} {times(c.low)} to {times(c.high)}"
         paper = PAPER if c.against_role == "low_precision" else ""
+        what = what.format(formats[c.against], formats[""])
         when = " to ".join(dict.fromkeys(str(step) for step in (*c.steps[:1], *c.steps[-1:])))
         distance = f"{c.variant} moves the weights {times(c.ratio)} times as far as {what}"
-        distance += f" at step{'s' * (len(c.steps) > 1)} {when}" if when else ""
-        whose = f"{c.against} in {formats[c.against]}, golden run in {formats['']}" if paper else ""
-        distance += f" ({whose or c.against}; {over}{paper})"
+        distance += f", at step{'s' * (len(c.steps) > 1)} {when}" if when else ""
+        distance += f" ({c.against}; {over}{paper})"
         if c.ratio is None:
             distance = f"nothing can be said of {c.variant}, since {c.nulls['ratio']}"
         unsure = any(step >= off for step in c.steps) and c.low is not None
