@@ -246,8 +246,8 @@ def test_the_answer_comes_first_and_holds_both_windows(bounds: Found) -> None:
     c = compared(found, "low-precision", "early")
     assert first == (
         f"No more than a change of format: flash moves the weights {c.ratio:.2f} times as far as "
-        "computing in bfloat16 in place of bfloat16, at steps 1 to 70 (low-precision; 95 % interval "
-        f"over 3 seeds {c.low:.2f} to {c.high:.2f}; the first paper reports 0.2 to 0.5)."
+        "computing in bfloat16 in place of bfloat16, at steps 1 to 70 (low-precision; 95 % "
+        f"interval over 3 seeds {c.low:.2f} to {c.high:.2f}; the first paper reports 0.2 to 0.5)."
     )
     assert second.startswith("More than random rounding: flash moves the weights 1")
     assert last.startswith("Far less than another seed: ")
@@ -273,7 +273,7 @@ PARTING = changed(
         (curves(steps=[s for s in STEPS if s <= 40]), NAMES,
          "all steps, with no sign that curves merge.", 40,
          "no curve has merged with the null by step 40"),
-        (curves(SAME), NAMES, "No verdict beside random rounding: nothing can be said of flash, since",
+        (curves(SAME), NAMES, "No verdict beside random rounding: nothing can be said of flash",
          None, None),
     ],
     ids=["chance", "no null", "not merged", "merged at once"],

@@ -19,7 +19,7 @@ import torch
 import yaml
 from commands import ran
 
-from numdev.audit.bench import part
+from numdev.audit.bench import part, settled
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AXES, InvarianceRequest
 from numdev.formats import format_named
@@ -176,7 +176,7 @@ def test_every_axis_keeps_the_exact_answer():
         "soft": dataclasses.replace(plain, softcap=2.0, sinks=torch.ones(4)),
     }  # fmt: skip
     seen = set()
-    for case in map(axes.settled, cases.values()):
+    for case in map(settled, cases.values()):
         for name, variants in axes.AXES.items():
             for variant in (x for x in variants(case) if not x.reason):
                 base_case = case if variant.base is None else variant.base
@@ -323,7 +323,8 @@ def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
     report = studied(tmp_path, "invariance_kernels:fp8_cache", axes=["decode"])
     words = {str(r.cause) for r in report.rows if r.cause is not None and r.keys > 33}
     assert words == {
-        "as 32 keys a tile in one split against 16 keys a tile, the last first, in one split"
+        "explained by tiling: 32 keys a tile in one split against 16 keys a tile, the last first, "
+        "in one split"
     }
     q, k, v = draw("normal", SHAPES, seed=0, label="", options={})
     case = AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=0.3, is_causal=True)

@@ -49,8 +49,7 @@ class Selection:
     """A call, and which of its heads and rows are measured."""
 
     case: AttentionCase
-    """Whole. What a row that sees no key returns is a convention, and so would be what flows back
-    through it: such rows have an upstream gradient of 0."""
+    """Whole, and `settled`."""
     gradients: bool
     heads: tuple[int, ...]  # the query heads that are measured, in the order of the case
     queries: Tensor | None = None  # the query rows that are measured, where not all are
@@ -71,9 +70,7 @@ class Selection:
         sample: Sample | None = None,
     ) -> Selection:
         """The given heads of a case, or all, and the rows of a sample, or all."""
-        if gradients and case.grad_out is not None:
-            empty = empty_rows(case)[..., None]
-            case = dataclasses.replace(case, grad_out=case.grad_out.masked_fill(empty, 0.0))
+        case = settled(case) if gradients else case
         chosen = set(range(case.heads) if heads is None else heads)
         if gradients:
             groups = {h // case.group for h in chosen}
@@ -282,6 +279,15 @@ def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
     largest_k = k.amax(dim=-1, keepdim=True).repeat_interleave(case.group, dim=1)
     largest_q = q.unflatten(1, (case.kv_heads, case.group)).amax(dim=(2, 3))
     return u * q * largest_k, u * k * largest_q[..., None]
+
+
+def settled(case: AttentionCase) -> AttentionCase:
+    """The case with an upstream gradient of 0 where a row sees no key: what such a row returns is a
+    convention, and so would be what flows back through it."""
+    if case.grad_out is None:
+        return case
+    empty = empty_rows(case)[..., None]
+    return dataclasses.replace(case, grad_out=case.grad_out.masked_fill(empty, 0.0))
 
 
 def part(case: AttentionCase, **kept: range) -> AttentionCase:

@@ -72,10 +72,6 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
         self._write({"task": key, "rows": self._done[key]})
 
-    def rows_of(self, key: str, kind: str) -> list[Any]:
-        """The rows of a kind of one finished task."""
-        return self._done[key].get(kind, [])
-
     def rows(self, kind: str) -> list[Any]:
         """The rows of a kind of all visited and finished tasks, in the order of first visit: as
         they were appended, plain data where an earlier run did."""

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from numdev.audit.bench import part
+from numdev.audit.bench import part, settled
 from numdev.audit.isolation import Within
-from numdev.cases import AttentionCase, empty_rows, explicit_mask, key_limits
+from numdev.cases import AttentionCase, explicit_mask, key_limits
 from numdev.invariance import ways
 
 SIZES = (1, 2, 8, 64)  # sequences in a batch
@@ -32,7 +32,6 @@ AROUND = 4  # sequences of a batch whose order or neighbours change
 PAD = 37  # tokens: no multiple of a tile
 EXTEND = 16  # tokens that are added to a cache at once
 LARGE = 4.0  # what a neighbour's values are multiplied by: exact in every format
-FEATURES = ("q", "k", "v", "grad_out")
 
 
 class Part(NamedTuple):
@@ -111,7 +110,7 @@ def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
         return own if not times else own.roll(times, dims=2) * (-1.0) ** times
 
     changed: dict[str, Any] = {}
-    for name in FEATURES:
+    for name in ways.FEATURES:
         if (x := getattr(case, name)) is not None:
             changed[name] = alike(torch.cat([one(x, i) for i in sequences]), x)
     if case.mask is not None and case.mask.ndim == 4 and case.mask.shape[0] > 1:
@@ -178,15 +177,6 @@ def _together(mask: Tensor | None, shown: Tensor) -> Tensor:
 
 def without_positions(case: AttentionCase) -> AttentionCase:
     return dataclasses.replace(case, is_causal=False, causal_offset=0, window=None)
-
-
-def settled(case: AttentionCase) -> AttentionCase:
-    """The case with nothing that flows back through rows that see no key: what they return is a
-    convention."""
-    if case.grad_out is None:
-        return case
-    empty = empty_rows(case)[..., None]
-    return dataclasses.replace(case, grad_out=case.grad_out.masked_fill(empty, 0.0))
 
 
 def _some_rows(case: AttentionCase) -> list[int]:
@@ -325,10 +315,8 @@ def rows(case: AttentionCase) -> Variants:
     if n > EXTEND:
         yield Variant(name=f"the last {EXTEND} rows", calls=(_cut(case, n - EXTEND, n),))
     elif n == 1 and not case.restricts_positions:
-        among, here = (
-            grown(case, rows=(EXTEND - 1, 0)),
-            Part(row=slice(EXTEND - 1, EXTEND), key=None),
-        )
+        here = Part(row=slice(EXTEND - 1, EXTEND), key=None)
+        among = grown(case, rows=(EXTEND - 1, 0))
         yield again(f"the last of {EXTEND} rows", among, here, Part(key=None))
 
 
@@ -389,14 +377,14 @@ def mask(case: AttentionCase) -> Variants:
 
 def strides(case: AttentionCase) -> Variants:
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
-    for how in ("transposed", "packed", "sliced", "every second"):
-        if how != "packed" or alike:
-            yield again(how, case, within=partial(ways.laid, how=how), base_within=DENSE)
+    for name, within in LAYOUTS.items():
+        if name != "packed" or alike:
+            yield again(name, case, within=within, base_within=DENSE)
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
         several = picked(case, half := range(AROUND // 2))
         k, v = (x[:1].repeat(len(half), 1, 1, 1) for x in (case.k, case.v))
         same = dataclasses.replace(several, k=k, v=v)
-        within = partial(ways.laid, how="expanded")
+        within = partial(ways.changed, by=ways.one_for_all, of="kv")
         yield again("stride 0", same, base=same, within=within, base_within=DENSE)
 
 
@@ -408,13 +396,9 @@ def threads(case: AttentionCase) -> Variants:
             yield again(f"{count} in place of {here}", case, within=within)
 
 
-def graph(case: AttentionCase) -> Variants:
-    why = "" if case.q.is_cuda else "needs CUDA, but this run is on CPU"
-    yield again("CUDA graph", case, wrap="graph", reason=why)
-
-
-def compiled(case: AttentionCase) -> Variants:
-    yield again("torch.compile", case, wrap="compiled")
+def wrapped(case: AttentionCase, *, name: str, wrap: Literal["graph", "compiled"]) -> Variants:
+    missing = wrap == "graph" and not case.q.is_cuda
+    yield again(name, case, wrap=wrap, reason="needs CUDA, but this run is on CPU" * missing)
 
 
 def tiles(case: AttentionCase) -> Variants:
@@ -445,9 +429,20 @@ def hidden(case: AttentionCase, *, poison: str) -> Variants:
         yield again(f"{poison} in {' and '.join(tensors)}", other, own, own, base=base)
 
 
-DENSE = partial(ways.laid, how="contiguous")
-PAGES = {f"pages of {n}": partial(ways.laid, how="paged", size=n) for n in (16, 64)}
-BEYOND = {f"{name} there": partial(ways.inside, value=x) for name, x in ways.POISONS.items()}
+def _changed(by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **more: Any) -> Within:
+    return partial(ways.changed, by=partial(by, **more), of=of)
+
+
+DENSE = _changed(ways.as_laid_out, layout="contiguous")
+LAYOUTS = {
+    "transposed": _changed(ways.as_laid_out, layout="transposed"),
+    "packed": ways.packed,
+    "sliced": _changed(ways.inside, value=0.0),
+    "every second": _changed(ways.as_laid_out, layout="strided"),
+}
+PAGES = {f"pages of {n}": _changed(ways.gathered, "kv", size=n) for n in (16, 64)}
+INSIDE = _changed(ways.inside, value=None)
+BEYOND = {f"{name} there": _changed(ways.inside, value=x) for name, x in ways.POISONS.items()}
 BEFORE = {f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()}
 
 AXES: Mapping[str, Callable[[AttentionCase], Variants]] = {
@@ -455,8 +450,9 @@ AXES: Mapping[str, Callable[[AttentionCase], Variants]] = {
     "padding": padding, "heads": heads, "rows": rows, "longer": longer, "chunks": chunks,
     "decode": decode, "paged": partial(laid, base=DENSE, ways=PAGES), "mask": mask,
     "strides": strides, "threads": threads,
-    "graph": graph, "compiled": compiled, "tiles": tiles,
-    "beyond": partial(laid, base=partial(ways.inside, value=None), ways=BEYOND),
+    "graph": partial(wrapped, name="CUDA graph", wrap="graph"),
+    "compiled": partial(wrapped, name="torch.compile", wrap="compiled"), "tiles": tiles,
+    "beyond": partial(laid, base=INSIDE, ways=BEYOND),
     "hidden": partial(hidden, poison="large numbers"), "hidden-nan": partial(hidden, poison="NaN"),
     "unwritten": partial(laid, base=partial(ways.sentinel, value=0.0), ways=BEFORE),
 }  # fmt: skip

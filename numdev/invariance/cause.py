@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from numdev.audit.plan import Planned
 from numdev.cases import AttentionCase, visible
 from numdev.errors import NumdevError
 from numdev.invariance.axes import Call, Part
-from numdev.invariance.differences import differs
-from numdev.invariance.report import Cause
+from numdev.invariance.differences import Forms, differs
+from numdev.invariance.report import Cause, InvarianceRow
 from numdev.kernels import Output
 from numdev.kernels.emulation.kernel import emulation, recipe_of
 from numdev.kernels.emulation.recipe import TILINGS
@@ -37,9 +37,49 @@ CUT = ("block_kv", "splits", "kv_order")
 Claim = Mapping[str, Any]
 
 
-def claim_of(
-    planned: Planned, case: AttentionCase, output: Output, system: System
-) -> dict[str, Any]:
+def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool) -> dict[str, Any]:
+    """The fields of a row that differs in `out` which say why: two operators that ran, else two
+    tilings. The kernel's claims are tried alone, and with `search` then all candidates."""
+    for output in forms.others:
+        did = [dict(x.did) if isinstance(x.did, Mapping) else {} for x in (forms.first, output)]
+        if all(did) and did[0] != did[1]:
+            return {"cause": Cause(base=did[0], variant=did[1])}
+    if row.first is None or row.nonfinite:
+        return {}
+    pairs = zip(forms.variant.calls, forms.others, strict=True)
+    call, other = next((c, o) for c, o in pairs if c.there.holds(row.first))
+    if (looked := _looked_at(call, forms, other, row.first)) is None:
+        return {}
+    cases, difference = looked
+    claims = (
+        _claim(forms.planned, forms.base, forms.first, system),
+        _claim(forms.changed, call.case, other, system),
+    )
+    few = int((difference != 0).sum()) < FEW
+    found: dict[str, Any] = {}
+    for searched in (False, True) if search and not few else (False,):
+        forms_of = [
+            list(_emulated(x, c, searched=searched)) for x, c in zip(cases, claims, strict=True)
+        ]
+        if not all(forms_of):
+            break
+        (one, a), (two, b) = (([o for o, _ in p], torch.stack([x for _, x in p])) for p in forms_of)
+        left = torch.stack([(difference - (b - x)).norm(dim=1) for x in a]) / difference.norm()
+        if not bool(left.isfinite().all()):
+            break
+        best = float(left.min())
+        if searched:
+            found = {"closest": best, "tried": left.numel()}
+        if best <= EXPLAINS:
+            near = (left <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
+            # Of pairs that say the same the base's simplest, and what changes least.
+            i, j = min(near, key=lambda x: (x[0], _changes(one[x[0]], two[x[1]]), x[1]))
+            named = Cause(base=one[i], variant=two[j], residual=float(left[i, j]))
+            return {**found, "closest": best, "cause": named}
+    return found
+
+
+def _claim(planned: Planned, case: AttentionCase, output: Output, system: System) -> Claim:
     """How the kernel says that it computes; FlashAttention-2's way where it does not."""
     kernel = planned.kernel
     if kernel.name == "emulated":
@@ -49,96 +89,41 @@ def claim_of(
     return {"preset": "fa2"}
 
 
-def by_operator(base: Output, variant: Output) -> Cause | None:
-    """Two operators that ran, where both are known."""
-    a, b = (dict(x.did) if isinstance(x.did, Mapping) else {} for x in (base, variant))
-    return Cause(base=a, variant=b) if a and b and a != b else None
-
-
-class Explained(NamedTuple):
-    """Fields of a row: the pair that explains a difference, the residual of the best pair, and of
-    how many pairs; None where no two forms can be emulated."""
-
-    cause: Cause | None = None
-    closest: float | None = None
-    tried: int | None = None
-
-
-def by_tiling(
-    call: Call, base_case: AttentionCase, base: Output, variant: Output,
-    first: tuple[int, int, int, int], claims: Sequence[Claim], *, search: bool,
-) -> Explained:  # fmt: skip
-    """What explains how `out` of a call differs from the base's, around the `first` row. The claims
-    are tried alone, and with `search` then all candidates."""
-    looked = _looked_at(call, base_case, base, variant, first)
-    if looked is None:
-        return Explained()
-    cases, difference = looked
-    size, best, tried = difference.norm(), None, None
-    few = int((difference != 0).sum()) < FEW
-    for searched in (False, True)[: 2 if search and not few else 1]:
-        pairs = [
-            list(_emulated(x, c, searched=searched)) for x, c in zip(cases, claims, strict=True)
-        ]
-        if not all(pairs):
-            break
-        (one, a), (two, b) = (([o for o, _ in p], torch.stack([x for _, x in p])) for p in pairs)
-        left = torch.stack([(difference - (b - x)).norm(dim=1) for x in a]) / size
-        if not bool(left.isfinite().all()):
-            break
-        best, tried = float(left.min()), left.numel() if searched else None
-        if best <= EXPLAINS:
-            near = (left <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
-            # Of pairs that say the same the base's simplest, and what changes least.
-            i, j = min(near, key=lambda x: (x[0], _changes(one[x[0]], two[x[1]]), x[1]))
-            found = Cause(base=one[i], variant=two[j], residual=float(left[i, j]))
-            return Explained(found, best, tried)
-    return Explained(closest=best if tried else None, tried=tried)
-
-
 def _changes(one: Claim, two: Claim) -> int:
     return sum(one.get(n) != two.get(n) for n in CUT)
 
 
 def _looked_at(
-    call: Call,
-    base_case: AttentionCase,
-    base: Output,
-    variant: Output,
-    first: tuple[int, int, int, int],
+    call: Call, forms: Forms, other: Output, first: tuple[int, int, int, int]
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
     """Both forms' calls restricted to some rows that differ, of all sequences and heads where these
     are few, else of those of the `first` row; and the difference there, fp64 [elements]."""
-    there, here, group = call.there, call.here, base_case.group
-    a: Any = there.of("out", base.out)
-    b: Any = here.of("out", variant.out)
-    sequences, kv_heads = range(a.shape[0]), range(a.shape[1] // group)
-    if a.shape[:2].numel() * base_case.kv_len > MOST_KEYS:
-        at, head = first[0] - (there.batch.start or 0), first[1] - (there.head.start or 0)
-        sequences, kv_heads = range(at, at + 1), range(head // group, head // group + 1)
-    heads = slice(kv_heads.start * group, kv_heads.stop * group)
-    one, two = (x[sequences.start : sequences.stop, heads] for x in (a, b))
-    rows = differs(one, two).any(dim=3).flatten(0, 1).any(dim=0)
+    base, there, here = forms.base, call.there, call.here
+    a: Any = there.of("out", forms.first.out)
+    b: Any = here.of("out", other.out)
+    sequences = kv_heads = heads = slice(None)
+    if a.shape[:2].numel() * base.kv_len > MOST_KEYS:
+        at, group = first[0] - (there.batch.start or 0), base.group
+        kv = (first[1] - (there.head.start or 0)) // group
+        sequences, kv_heads = slice(at, at + 1), slice(kv, kv + 1)
+        heads = slice(kv * group, (kv + 1) * group)
+    one, two = a[sequences, heads], b[sequences, heads]
+    moved = differs(one, two).any(dim=3).flatten(0, 1).any(dim=0)
     one, two = one.double(), two.double()
-    rows &= (one.isfinite() & two.isfinite()).all(dim=3).flatten(0, 1).all(dim=0)
-    rows = rows.nonzero()[:, 0]
+    finite = (one.isfinite() & two.isfinite()).all(dim=3).flatten(0, 1).all(dim=0)
+    rows = (moved & finite).nonzero()[:, 0]
     rows = rows[:: max(1, len(rows) // ROWS)][:ROWS]
-    difference = two[:, :, rows] - one[:, :, rows]
     if not len(rows):
         return None
 
     def restricted(case: AttentionCase, of: Part) -> AttentionCase:
-        at, kv = of.batch.start or 0, of.kv_head.start or 0
-        small = part(
-            case,
-            batch=range(at + sequences.start, at + sequences.stop),
-            kv_head=range(kv + kv_heads.start, kv + kv_heads.stop),
-        )
+        batch = range(case.q.shape[0])[of.batch][sequences]
+        small = part(case, batch=batch, kv_head=range(case.kv_heads)[of.kv_head][kv_heads])
         small = dataclasses.replace(small, grad_out=None)
         return small.select_rows(rows + (of.row.start or 0))
 
-    cases = restricted(base_case, there), restricted(call.case, here)
-    return cases, difference.flatten()
+    cases = restricted(base, there), restricted(call.case, here)
+    return cases, (two[:, :, rows] - one[:, :, rows]).flatten()
 
 
 def _emulated(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from numdev.audit.bench import TERMS
+from numdev.audit.plan import Planned
 from numdev.cases import AttentionCase, visible
 from numdev.formats import Format, format_of, round_to, ulp
-from numdev.invariance.axes import Call
+from numdev.invariance.axes import Call, Variant
 from numdev.kernels import Output
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import bits
 
-TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 TENSORS = ("out", "lse", *GRADIENTS)
 EXACT = 1e-10  # of the terms of a sum: what fp64 in another order may change
 FP32 = 2.0**-24
@@ -39,10 +40,8 @@ def exact_change(call: Call, base: Reference, variant: Reference) -> float:
         return math.inf
     worst = 0.0
     for tensor in TENSORS:
-        a, b = (getattr(x, tensor, None) for x in (base, variant))
-        a, b = (
-            None if x is None else p.of(tensor, x) for x, p in ((a, call.there), (b, call.here))
-        )
+        of = ((base, call.there), (variant, call.here))
+        a, b = (None if (x := getattr(r, tensor, None)) is None else p.of(tensor, x) for r, p in of)
         if a is None or b is None:
             continue
         terms: Any = a.abs() + 1
@@ -68,35 +67,42 @@ def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> 
     return part * getattr(exact, TERMS[tensor])  # type: ignore[no-any-return]
 
 
-def compared(
-    calls: Sequence[Call], case: AttentionCase, exact: Reference, base: Output,
-    variants: Sequence[Output], fmt: Format,
-) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """The fields of a row, tensor by tensor that the base has. `case` and `exact` are the base's;
-    rows that see no key are left out."""
+class Forms(NamedTuple):
+    """A call computed in two ways."""
+
+    planned: Planned
+    changed: Planned  # with the variant's options
+    variant: Variant
+    base: AttentionCase
+    exact: Reference  # of the base
+    format: Format
+    first: Output
+    others: list[Output]  # of the variant's calls
+
+
+def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The fields of a row, for each tensor that the base has; rows that see no key are left out."""
+    exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
-        if (truth := getattr(exact, tensor, None)) is None or getattr(base, tensor) is None:
+        truth, own = getattr(exact, tensor, None), getattr(forms.first, tensor)
+        if truth is None or own is None or all(c.there.of(tensor, truth) is None for c in calls):
             continue
-        others = [getattr(output, tensor) for output in variants]
-        if all(call.there.of(tensor, truth) is None for call in calls):
-            continue
+        others = [getattr(output, tensor) for output in forms.others]
         if any(other is None for other in others):
             yield tensor, {"status": "skipped", "reason": f"{tensor} is returned in one form alone"}
             continue
-        sees = torch.ones(truth.shape[:3], dtype=torch.bool, device=truth.device)
-        unit = truth if tensor == "lse" else unit_of(tensor, case, exact, fmt)
-        if tensor not in ("dk", "dv"):
-            sees = ~exact.empty
+        of_keys = tensor in ("dk", "dv")
+        sees = torch.ones_like(truth[..., 0], dtype=torch.bool) if of_keys else ~exact.empty
+        unit = truth if tensor == "lse" else unit_of(tensor, forms.base, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
-            b, counted = call.here.of(tensor, other), call.there.of(tensor, sees)
-            if b is None or counted is None:
+            if (b := call.here.of(tensor, other)) is None or call.there.of(tensor, sees) is None:
                 continue
-            whole = (getattr(base, tensor), truth, unit)
-            one: list[Any] = [b, *(call.there.of(tensor, x) for x in whole)]
-            b, a, right, size = (x[..., None] for x in one) if tensor == "lse" else one
+            whole: list[Any] = [b, *(call.there.of(tensor, x) for x in (own, truth, unit))]
+            b, a, right, size = (x[..., None] for x in whole) if tensor == "lse" else whole
+            counted: Any = call.there.of(tensor, sees)
             apart = differs(a, b) & counted[..., None]
-            parts.append(_by_row(a, b, right, size, apart, counted, fmt))
+            parts.append(_by_row(a, b, right, size, apart, counted, forms.format))
             if bool(apart.any()):
                 firsts.append(_first(call, tensor, apart))
         if parts:
@@ -115,18 +121,12 @@ def _by_row(
     turned = ~finite & (one != other) & ~(one.isnan() & other.isnan()) & shown
     one, other, truth, unit = (torch.where(usable, x, 0.0) for x in (one, other, truth, unit))
     squares = {
-        "difference": one - other,
-        "floor": round_to(truth, fmt) - truth,
-        "error_base": one - truth,
-        "error_variant": other - truth,
-        "unit": unit,
-    }
+        "difference": one - other, "floor": round_to(truth, fmt) - truth, "unit": unit,
+        "error_base": one - truth, "error_variant": other - truth,
+    }  # fmt: skip
     counts = {
-        "elements": shown.expand_as(a),
-        "differ": apart,
-        "nonfinite": turned,
-        "finite": usable,
-    }
+        "elements": shown.expand_as(a), "differ": apart, "nonfinite": turned, "finite": usable,
+    }  # fmt: skip
     spacing = ulp(torch.maximum(one.abs(), other.abs()), own)
     return {
         **{name: x.square().sum(dim=-1) for name, x in squares.items()},

@@ -27,13 +27,13 @@ class Cause(Record):
     which are what ran."""
 
     def __str__(self) -> str:
-        """`as 128 keys a tile in one split against 128 keys a tile in 4 splits`."""
+        """`explained by tiling: 64 keys a tile in one split against 64 keys a tile in 4 splits`."""
         if self.residual is None:
             return f"{_operator(self.variant)} ran in place of {_operator(self.base)}"
         one, two = _cut(self.base), _cut(self.variant)
         if one == two:
-            return f"as {one} in both, which begin at other keys"
-        return f"as {one} against {two}"
+            return f"explained by tiling: {one} in both, but the tiles start at other keys"
+        return f"explained by tiling: {one} against {two}"
 
 
 def _operator(did: Mapping[str, Any]) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from numdev.audit.bench import settled
 from numdev.audit.isolation import Failure, Isolated, Runner, Within, attempt, fitting, threads
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Planned, digest, header, plan_formats, plan_kernels
@@ -28,9 +28,9 @@ from numdev.formats import Format, round_to
 from numdev.gate.findings import listed
 from numdev.gate.rules import Rules, default_rules
 from numdev.gate.tests import judged
-from numdev.invariance import cause
-from numdev.invariance.axes import AXES, Call, Variant, settled, without_positions
-from numdev.invariance.differences import EXACT, compared, exact_change, keys_seen
+from numdev.invariance.axes import AXES, Variant, again, without_positions
+from numdev.invariance.cause import explained
+from numdev.invariance.differences import EXACT, Forms, compared, exact_change, keys_seen
 from numdev.invariance.models import model_of, model_rows
 from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary, ModelRow
 from numdev.invariance.verdict import ALIKE, answer, tested, tests_of
@@ -38,14 +38,12 @@ from numdev.invariance.ways import wrapped
 from numdev.kernels import Output
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.bits import same
 from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
 STEADY = ("out", "lse")  # what every kernel is asked to repeat, bit by bit
 WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
-# Of a kernel along an axis, on calls of one shape: how many differences have their cause searched
-# among all tilings.
-SEARCHES = 3
 SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
 
 
@@ -87,7 +85,6 @@ def invariance(
                             key = digest([about, axis, variant.name, variant.options])
                             if not journal.visit(key):
                                 journal.append(key, {"row": list(rows_of())})
-                            study.note(case, journal.rows_of(key, "row"))
                         done += len(axes)
         if request.logits:
             with watch("model"):
@@ -146,7 +143,10 @@ class Study:
     run: Runner
     watch: Stopwatch
     backward: bool = False
-    searched: Counter[Any] = field(default_factory=Counter)
+    met: set[Any] = field(default_factory=set)
+    """The shapes of the cases so far. Causes are searched among all tilings in the first of each;
+    in others of the same shape they would be the same."""
+    searches: bool = True
     kept: dict[Any, Any] = field(default_factory=dict)
     """References and outputs of the case at hand and of an axis's bases, by what they are of."""
 
@@ -154,17 +154,14 @@ class Study:
         self, case: AttentionCase, fmt: Format
     ) -> Iterator[tuple[str, Variant, Callable[[], Iterator[InvarianceRow]]]]:
         """Every variant of a case along every axis, and what measures it."""
-        self.kept = {}
+        shape = (fmt.name, case.q.shape, case.k.shape, case.is_causal, case.mask is None)
+        self.kept, self.searches = {}, shape not in self.met
+        self.met.add(shape)
         with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
             for axis in self.axes:
                 for variant in AXES[axis](case):
                     yield axis, variant, partial(self.rows, axis, variant, case, fmt)
                 self.kept = {k: x for k, x in self.kept.items() if k[:2] == (id(case), None)}
-
-    def note(self, case: AttentionCase, rows: Sequence[Any]) -> None:
-        """Rows that were measured, now or in an earlier run: of which causes were searched."""
-        for row in map(InvarianceRow.model_validate, rows):
-            self.searched[_kind(row, case)] += row.tried is not None
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
         """The model's own output with each kernel, where the source has a model."""
@@ -179,14 +176,13 @@ class Study:
                     return
                 run = partial(self.output, planned, within=None, gradients=False)
                 of = (model, source.prompt.inputs, planned, fmt, run)
-                found = model_rows(*of, axes=self.axes)
-                journal.append(key, {"model": list(found)})
+                journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
 
     def rows(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
     ) -> Iterator[InvarianceRow]:
         """All kernels on one variant, whose exact answer is checked first."""
-        base, why = case if variant.base is None else variant.base, variant.reason
+        base, exact, why = variant.base or case, None, variant.reason
         if not why:
             exact = self._kept((id(base), None), base, partial(self.exact, base))
             new = (call for call in variant.calls if call.case is not base)
@@ -202,35 +198,43 @@ class Study:
                 "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
                 "axis": axis, "variant": variant.name,
             }  # fmt: skip
-            status: Any = "skipped"
-            if not why:
-                of = (
-                    (id(base), variant.base_within, planned.kernel.name, str(planned.options)),
-                    base,
-                )
-                first = self._kept(*of, partial(self._first, planned, variant, base, exact, fmt))
-                others: Any = (
-                    first if isinstance(first, Failure) else self._others(changed, variant)
-                )
-                if not isinstance(others, Failure):
-                    forms = Forms(planned, changed, variant, base, exact, first, others)
-                    yield from self._compared(fields, forms, fmt)
-                    continue
-                # Memory that runs out is no fault of the kernel's.
-                if axis not in WATCHED and "OutOfMemory" not in others.reason:
-                    status = others.status
-            reason = why or others.reason
-            yield InvarianceRow(**fields, tensor="out", status=status, reason=reason)
+            forms: Forms | Failure = Failure("skipped", why)
+            if exact is not None and not why:
+                forms = self._forms(planned, changed, variant, base, exact, fmt)
+            if isinstance(forms, Forms):
+                yield from self._compared(fields, forms)
+                continue
+            # Memory that runs out is no fault of the kernel's.
+            tolerated = axis in WATCHED or "OutOfMemory" in forms.reason
+            status = "skipped" if tolerated else forms.status
+            yield InvarianceRow(**fields, tensor="out", status=status, reason=forms.reason)
 
-    def _compared(
-        self, fields: dict[str, Any], forms: Forms, fmt: Format
-    ) -> Iterator[InvarianceRow]:
-        variant, base, first, others = forms.variant, forms.base, forms.first, forms.others
+    def _forms(
+        self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
+        exact: Reference, fmt: Format,
+    ) -> Forms | Failure:  # fmt: skip
+        """What a kernel returns for the base, and in the other form."""
+        key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
+        run = partial(self.output, planned, base, variant.base_within)
+        first, others = self._kept(key, base, run), []
+        if isinstance(first, Failure):
+            return first
+        wrong = ~first.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
+        if count := int((wrong & ~exact.empty[..., None]).sum()):
+            what = f"returns {count} elements that are NaN or infinite where the exact result"
+            return Failure("failed", f"{what} is not")
+        for call in variant.calls:
+            done = self.output(changed, call.case, variant.within, variant.wrap)
+            if isinstance(done, Failure):
+                return done
+            others.append(done)
+        return Forms(planned, changed, variant, base, exact, fmt, first, others)
+
+    def _compared(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
         with self.watch("comparing"):
-            numbers = dict(compared(variant.calls, base, forms.exact, first, others, fmt))
-        moved = any(numbers.get(tensor, {}).get("differ") for tensor in STEADY)
-        if moved and fields["axis"] != "repeat":
-            unsteady = list(self._unsteady(fields, forms, fmt))
+            numbers = dict(compared(forms))
+        if fields["axis"] != "repeat" and any(numbers.get(n, {}).get("differ") for n in STEADY):
+            unsteady = list(self._unsteady(fields, forms))
             yield from unsteady
             far = max((numbers[n].get("excess", 0.0) for n in numbers if n != "lse"), default=0.0)
             if unsteady and far <= ALIKE * max(1.0, *(row.excess or 0.0 for row in unsteady)):
@@ -240,34 +244,32 @@ class Study:
         for tensor, found in numbers.items():
             row = InvarianceRow(**fields, tensor=tensor, **found)  # type: ignore[arg-type]
             if row.first is not None and tensor not in ("dk", "dv"):
-                row = row.model_copy(update={"keys": keys_seen(base, row.first)})
+                row = row.model_copy(update={"keys": keys_seen(forms.base, row.first)})
             if tensor == "out" and row.differ:
-                row = self._with_cause(row, forms)
+                with self.watch("causes"):
+                    found = explained(row, forms, self.system, search=self.searches)
+                row = row.model_copy(update=found)
             yield row
 
-    def _unsteady(
-        self, fields: dict[str, Any], forms: Forms, fmt: Format
-    ) -> Iterator[InvarianceRow]:
+    def _unsteady(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
         """Where one of two forms gives other bits when it runs once more: rows along `repeat`."""
-        about = fields | {
-            "axis": "repeat",
-            "variant": f"again, {fields['axis']} {fields['variant']}",
-        }
+        name = f"again, {fields['axis']} {fields['variant']}"
+        about, way = fields | {"axis": "repeat", "variant": name}, forms.variant
         # Twice, since a kernel may alternate.
-        again: list[Any] = [
-            self.output(forms.planned, forms.base, forms.variant.base_within) for _ in range(2)
-        ]
-        more: Any = self._others(forms.changed, forms.variant)
-        for failure in (x for x in (*again, more) if isinstance(x, Failure)):
-            yield InvarianceRow(**about, tensor="out", status="failed", reason=failure.reason)
-            return
-        pairs = [(forms.base, forms.first, other) for other in again]
-        calls = (call.case for call in forms.variant.calls)
-        pairs += zip(calls, forms.others, more, strict=True)
-        for case, one, other in pairs:
-            of = ([Call(case=case)], case, self.exact(case), one, [other], fmt)
-            found = {n: x for n, x in compared(*of) if n in STEADY and x.get("differ")}
-            for tensor, numbers in found.items():
+        runs: list[Any] = [(forms.planned, forms.base, way.base_within, None, forms.first)] * 2
+        for call, other in zip(way.calls, forms.others, strict=True):
+            runs.append((forms.changed, call.case, way.within, way.wrap, other))
+        for planned, case, within, wrap, before in runs:
+            more = self.output(planned, case, within, wrap)
+            if isinstance(more, Failure):
+                yield InvarianceRow(**about, tensor="out", status="failed", reason=more.reason)
+                return
+            pairs = ((getattr(before, n), getattr(more, n)) for n in STEADY)
+            if all(x is y or same(x, y) for x, y in pairs):
+                continue
+            of = (planned, planned, again(name, case), case, attend(case), forms.format)
+            found = [(n, x) for n, x in compared(Forms(*of, before, [more])) if x.get("differ")]
+            for tensor, numbers in found:
                 yield InvarianceRow(**about, tensor=tensor, **numbers)  # type: ignore[arg-type]
             if found:
                 return
@@ -283,38 +285,10 @@ class Study:
             self.kept[key] = make(), case
         return self.kept[key][0]
 
-    def _first(
-        self, planned: Planned, variant: Variant, base: AttentionCase, exact: Reference, fmt: Format
-    ) -> Output | Failure:
-        """The base's own output, against which others are held."""
-        done = self.output(planned, base, variant.base_within)
-        if isinstance(done, Failure):
-            return done
-        wrong = ~done.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
-        if count := int((wrong & ~exact.empty[..., None]).sum()):
-            what = (
-                f"returns {count} elements that are NaN or infinite where the exact result is not"
-            )
-            return Failure("failed", what)
-        return done
-
-    def _others(self, planned: Planned, variant: Variant) -> list[Output] | Failure:
-        outputs = []
-        for call in variant.calls:
-            done = self.output(planned, call.case, variant.within, variant.wrap)
-            if isinstance(done, Failure):
-                return done
-            outputs.append(done)
-        return outputs
-
     def output(
-        self,
-        planned: Planned,
-        case: AttentionCase,
-        within: Within | None,
-        wrap: str | None = None,
-        gradients: bool | None = None,
-    ) -> Output | Failure:
+        self, planned: Planned, case: AttentionCase, within: Within | None,
+        wrap: str | None = None, gradients: bool | None = None,
+    ) -> Output | Failure:  # fmt: skip
         """A kernel on a case, if need be laid out and run another way. One that declines the
         backward pass runs forward alone."""
         kernel = planned.kernel
@@ -333,57 +307,15 @@ class Study:
                 done = self.run(kernel, case, options, **how)
             return done
 
-    def _with_cause(self, row: InvarianceRow, forms: Forms) -> InvarianceRow:
-        """The row with what explains its difference, where something does."""
-        first, others, calls = forms.first, forms.others, forms.variant.calls
-        if found := next((c for o in others if (c := cause.by_operator(first, o))), None):
-            return row.model_copy(update={"cause": found})
-        if row.first is None or row.nonfinite:
-            return row
-        call, other = next(
-            (c, o) for c, o in zip(calls, others, strict=True) if c.there.holds(row.first)
-        )
-        kind = _kind(row, forms.base)
-        search = self.searched[kind] < SEARCHES
-        with self.watch("causes"):
-            claims = [
-                cause.claim_of(x, case, output, self.system)
-                for x, case, output in (
-                    (forms.planned, forms.base, first), (forms.changed, call.case, other)
-                )
-            ]  # fmt: skip
-            explained = cause.by_tiling(
-                call, forms.base, first, other, row.first, claims, search=search
-            )
-        return row.model_copy(update=explained._asdict())
-
-
-class Forms(NamedTuple):
-    """A call computed in two ways."""
-
-    planned: Planned
-    changed: Planned  # with the variant's options
-    variant: Variant
-    base: AttentionCase
-    exact: Reference
-    first: Output
-    others: list[Output]
-
-
-def _kind(row: InvarianceRow, case: AttentionCase) -> Any:
-    """Rows of one kind differ for one reason."""
-    of_case = case.q.shape, case.k.shape, case.is_causal, case.mask is None
-    return (row.label, row.format, row.axis, *of_case)
-
 
 def _changed(planned: Planned, variant: Variant) -> Planned | None:
     """The kernel with the options of a variant; None where they are not for it."""
     kernel, options = planned.kernel, planned.options
     if not variant.options.keys() <= kernel.options.keys():
         return None
-    if variant.options:
-        try:
-            options = kernel.with_options({**options, **variant.options})
-        except UsageError:
-            return None
-    return Planned(role="kernel", kernel=kernel, options=options)
+    with contextlib.suppress(UsageError):
+        options = (
+            kernel.with_options({**options, **variant.options}) if variant.options else options
+        )
+        return Planned(role="kernel", kernel=kernel, options=options)
+    return None

@@ -28,29 +28,34 @@ TILINGS: Mapping[str, Sequence[Any]] = {
     "kv_order": ("descending",), "num_splits": (2, 4),
 }  # fmt: skip
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-LAID = ("q", "k", "v", "grad_out")
-
-
-def _each(case: AttentionCase, change: Any) -> AttentionCase:
-    tensors: dict[str, Any] = {n: change(x) for n in LAID if (x := getattr(case, n)) is not None}
-    return dataclasses.replace(case, **tensors)
+FEATURES = ("q", "k", "v", "grad_out")
 
 
 @contextlib.contextmanager
-def laid(case: AttentionCase, *, how: str, size: int = 16) -> Iterator[AttentionCase]:
-    """q, k, v and grad_out in another layout; of `expanded` and `paged` k and v alone."""
-    if how == "packed":
-        q, k, v = laid_out("packed", case.q, case.k, case.v)
-        yield dataclasses.replace(case, q=q, k=k, v=v)
-    elif how in EACH:
-        yield _each(case, EACH[how])
-    else:
-        change = {"expanded": lambda x: x[:1].expand_as(x), "paged": lambda x: _gathered(x, size)}
-        k, v = map(change[how], (case.k, case.v))
-        yield dataclasses.replace(case, k=k, v=v)
+def changed(
+    case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
+) -> Iterator[AttentionCase]:
+    """Each of these tensors in another layout."""
+    tensors: dict[str, Any] = {name: by(x) for name in of if (x := getattr(case, name)) is not None}
+    yield dataclasses.replace(case, **tensors)
 
 
-def _gathered(x: Tensor, size: int) -> Tensor:
+@contextlib.contextmanager
+def packed(case: AttentionCase) -> Iterator[AttentionCase]:
+    q, k, v = laid_out("packed", case.q, case.k, case.v)
+    yield dataclasses.replace(case, q=q, k=k, v=v)
+
+
+def as_laid_out(x: Tensor, layout: str) -> Tensor:
+    return laid_out(layout, x, x, x)[0]
+
+
+def one_for_all(x: Tensor) -> Tensor:
+    """The first sequence's with stride 0."""
+    return x[:1].expand_as(x)
+
+
+def gathered(x: Tensor, size: int) -> Tensor:
     """[batch, heads, length, dim] from pages of `size` tokens that lie in another order, each
     [size, heads, dim]; a view of what was gathered, whose last page holds NaN behind the end."""
     b, h, n, d = x.shape
@@ -63,16 +68,9 @@ def _gathered(x: Tensor, size: int) -> Tensor:
     return pool[table].view(b, pages * size, h, d)[:, :n].transpose(1, 2)
 
 
-@contextlib.contextmanager
-def inside(case: AttentionCase, *, value: float | None) -> Iterator[AttentionCase]:
-    """q, k, v and grad_out as slices of larger tensors that hold `value` around them, or, where it
-    is None, numbers as theirs."""
-    yield _each(case, lambda x: _inside(x, value))
-
-
-def _inside(x: Tensor, value: float | None) -> Tensor:
-    """x as a slice: GUARD rows before and behind those of every head, a sequence before and one
-    behind."""
+def inside(x: Tensor, value: float | None) -> Tensor:
+    """x as a slice of a larger tensor: GUARD rows before and behind those of every head, a sequence
+    before and one behind, which hold `value`, or, where it is None, numbers as its own."""
     b, h, n, d = x.shape
     shape = (b + 2, h, n + 2 * GUARD, d)
     if value is None:
@@ -84,12 +82,6 @@ def _inside(x: Tensor, value: float | None) -> Tensor:
         whole = transposed(whole)
     own = whole[1 : b + 1, :, GUARD : GUARD + n]
     return own.copy_(x)
-
-
-EACH: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x.contiguous(), "transposed": transposed,
-    "sliced": lambda x: _inside(x, 0.0), "every second": lambda x: torch.stack([x, x], -1)[..., 0],
-}  # fmt: skip
 
 
 @contextlib.contextmanager

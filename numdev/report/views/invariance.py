@@ -3,29 +3,31 @@ where and why, and the model's own output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from numdev.config import AXES
 from numdev.gate.rows import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, ratio, shade, si, three
+from numdev.report.numbers import NONE, labelled, ratio, si, three
 
 SAME = "same"
 LEGEND = (
     "same: the same bits in all calls and variants. Otherwise the largest rms difference over the "
-    "error of the exact result rounded once (the floor's), and in how many variants there is one. "
-    "A dash: not run."
+    "error of the exact result rounded once (the floor's), and in how many variants there is one; "
+    "red: a finding. A dash: not run."
 )
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
 
 def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
+    accused = {(labelled(f.kernel, f.options), f.rule.split()[0]) for f in report.findings}
     for fmt, rows in grouped(report.rows, lambda r: r.format).items():
         tensors = dict.fromkeys(r.tensor for r in rows if r.status == "ok")
         for tensor in tensors:
-            yield _axes(fmt, tensor, [r for r in rows if r.tensor == tensor or not r.elements])
+            own = [r for r in rows if r.tensor == tensor or not r.elements]
+            yield _axes(fmt, tensor, own, accused)
     yield from doc.notes((LEGEND,))
     moved = list(_differences(report.rows))
     yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
@@ -56,18 +58,24 @@ def _percent(x: float | None) -> str:
     return NONE if x is None else f"{three(100 * x)} %"
 
 
-def _axes(fmt: str, tensor: str, rows: Sequence[InvarianceRow]) -> doc.Table:
-    """Axes down, kernels across."""
+def _axes(
+    fmt: str, tensor: str, rows: Sequence[InvarianceRow], accused: Container[tuple[str, str]]
+) -> doc.Table:
+    """Axes down, kernels across; red where there is a finding."""
     kernels = dict.fromkeys(r.label for r in rows if r.status == "ok")
     cells = grouped(rows, lambda r: (r.axis, r.label))
     table = (
-        [doc.Cell(axis, title=AXES[axis]), *(_cell(cells.get((axis, k), ())) for k in kernels)]
+        [
+            doc.Cell(axis, title=AXES[axis]),
+            *(_cell(cells.get((axis, k), ()), bad=(k, axis) in accused) for k in kernels),
+        ]
         for axis in dict.fromkeys(r.axis for r in rows)
     )
-    return doc.table(("axis", *kernels), table, title=f"{tensor} in {fmt}")
+    title = f"{tensor} in {fmt}: largest rms difference, × the floor's error"
+    return doc.table(("axis", *kernels), table, title=title)
 
 
-def _cell(rows: Sequence[InvarianceRow]) -> doc.Cell:
+def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
         return doc.Cell(NONE, style="soft", title=next((r.reason or "" for r in rows), ""))
@@ -77,7 +85,7 @@ def _cell(rows: Sequence[InvarianceRow]) -> doc.Cell:
     worst = max(moved, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
     text = "NaN" if worst.nonfinite else ratio(worst.floor_ratio)
     many = f"{len(moved)}/{len(ok)}"
-    return doc.Cell(text, shade(worst.floor_ratio, (0.1, 1.0, 4.0, 16.0)), after=many)
+    return doc.Cell(text, style="bad" if bad else "", after=many)
 
 
 def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:

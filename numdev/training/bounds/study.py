@@ -60,8 +60,8 @@ COLUMNS = ("of", "metric", "role", "label", "seed", "step", "value")
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 NOT_DETERMINISTIC = (
-    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run, repeated, differs from itself by up "
-    "to {off}. Only earlier steps are judged."
+    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run, repeated, differs from itself by "
+    "up to {off}. Only earlier steps are judged."
 )
 NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
 UNSURE = "Not reproducible, so not judged beside"
@@ -296,8 +296,8 @@ def _warnings(run: TrainReport, off: float, step: float) -> Iterator[str]:
 
 def answer(known: Sequence[Comparison], formats: Mapping[str, str], off: float) -> Iterator[str]:
     """Flash beside low precision, chance and another seed, while curves have not merged; or why
-    nothing can be said. Only an interval gives a verdict, before a repeat is `off`. `formats` are by
-    label, that of the golden run by the empty one."""
+    nothing can be said. Only an interval gives a verdict, before a repeat is `off`. `formats` are
+    by label, that of the golden run by the empty one."""
     for c in said(known):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
