@@ -19,7 +19,9 @@ from typing import Any
 
 from numdev.errors import UsageError
 
-OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
+OPTIONAL_PACKAGES = (
+    "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python",
+)  # fmt: skip
 RECORDED_PACKAGES = ("numdev", "torch", "transformers", "safetensors", "numpy", *OPTIONAL_PACKAGES)
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _HEAD = re.compile(r"^(Name|Version): *(.*\S)", re.MULTILINE)

@@ -1,7 +1,8 @@
 """The adapters for external packages, each against a stand-in of its documented interface.
 
 The stand-ins compute in float64 and round once. Their arguments, and what they refuse, are those of
-flash-attn 2.8, flash_attn_interface (flash-attn-3) and flash_attn.cute (flash-attn-4, 4.0)."""
+flash-attn 2.8, flash_attn_interface (flash-attn-3), flash_attn.cute (flash-attn-4, 4.0) and
+flashinfer 0.6."""
 
 from __future__ import annotations
 
@@ -88,11 +89,66 @@ def flash(name: str) -> types.ModuleType:
     return module
 
 
+class Ragged:
+    """FlashInfer's wrapper of keys that lie behind one another."""
+
+    def __init__(self, workspace: Tensor, *, backend: str) -> None:
+        assert workspace.dtype == torch.uint8
+        self._backend = {"auto": "fa2"}.get(backend, backend)
+
+    def plan(self, rows: Tensor, keys: Tensor, *sizes: int, **given: Any) -> None:
+        self.rows, self.keys, self.sizes, self.given = rows, keys, sizes, given
+        assert rows.dtype == keys.dtype == torch.int32
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool) -> tuple[Tensor, ...]:
+        assert return_lse
+        assert (q.shape[1], k.shape[1], q.shape[2]) == self.sizes[:3]
+        given, mask, parts = self.given, self.given.get("custom_mask"), []
+        for (a, b), (c, d) in zip(*(x.unfold(0, 2, 1).tolist() for x in (self.rows, self.keys)),
+                                  strict=True):  # fmt: skip
+            n, m = b - a, d - c
+            right = 0 if given["causal"] else -1
+            hidden = beyond(n, m, given["window_left"], right, m - n)
+            if mask is not None:
+                hidden, mask = ~mask[: n * m].view(n, m), mask[n * m :]
+            cap = given["logits_soft_cap"]
+            parts.append(plain(q[a:b], k[c:d], v[c:d], hidden, given["sm_scale"], softcap=cap))
+        out, L = torch.cat([x for x, _ in parts]), torch.cat([x.T for _, x in parts])
+        return out, L / math.log(2)
+
+
+class Paged(Ragged):
+    """Of keys in pages."""
+
+    def plan(self, rows: Tensor, pages: Tensor, *rest: Any, **given: Any) -> None:
+        self.places, lasts, *sizes, self.size = rest
+        counts = pages.diff()
+        keys = ((counts - 1) * self.size + lasts).cumsum(0)
+        self.pages = pages
+        super().plan(rows, torch.nn.functional.pad(keys, (1, 0)).int(), *sizes, **given)
+
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, return_lse: bool) -> Any:  # type: ignore[override]
+        k, v = (
+            torch.cat([x[self.places[a:b].long()].flatten(0, 1)[:n] for (a, b), n in zip(
+                self.pages.unfold(0, 2, 1).tolist(), self.keys.diff().tolist(), strict=True)])
+            for x in cache
+        )  # fmt: skip
+        return super().run(q, k, v, return_lse=return_lse)
+
+
+def infer() -> types.ModuleType:
+    module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithRaggedKVCacheWrapper = Ragged
+    module.BatchPrefillWithPagedKVCacheWrapper = Paged
+    return module
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stand-ins where imports find them, for one test."""
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, flash(name))
+    monkeypatch.setitem(sys.modules, "flashinfer", infer())
 
 
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
@@ -144,6 +200,29 @@ def test_adapters_say_everything_right(installed: None, name: str, feature: str)
         assert_right(case, find(name).attend(case))
 
 
+MASKS: dict[str, dict[str, Any]] = {
+    "mask": {**LONG, "mask": ("bool", "qk")},
+    "mask by sequence": {**LONG, "mask": ("bool", "b1qk")},
+    "mask, causal": {**LONG, "mask": ("bool", "qk"), "is_causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 4])
+@pytest.mark.parametrize("feature", [*MASKS, *CASES])
+def test_flashinfer_is_told_everything_right(
+    installed: None, feature: str, page_size: int | None
+) -> None:
+    """Ragged and paged; of windows those that end at the query's key or are open."""
+    for dtype in (torch.bfloat16, torch.float16):
+        fields = {**SHAPE, **{**CASES, **MASKS}[feature], "head_dim": 64}
+        case, infer = make_case(**fields, dtype=dtype), find("flashinfer")
+        if case.window is not None and case.window[1] is not None and not case.is_causal:
+            with pytest.raises(Refused, match="windows without a right side"):
+                infer.attend(case, page_size=page_size)
+        else:
+            assert_right(case, infer.attend(case, page_size=page_size))
+
+
 def test_the_comparison_rejects() -> None:
     """Another alignment, window or order of heads, a scale off by 1 %, other heads' log-sum-exp."""
     case = case_of(CASES["sliding window"])
@@ -170,6 +249,11 @@ def test_gradients_come_back_through_the_layouts(installed: None, name: str, fea
         assert_rounded(getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool))
 
 
+def test_flashinfer_has_no_masks_in_its_newer_kernels(installed: None) -> None:
+    with pytest.raises(Refused, match="fa3 take no masks"):
+        find("flashinfer").attend(case_of({**MASKS["mask"], "head_dim": 64}), backend="fa3")
+
+
 TOP_LEFT: dict[str, Any] = {"is_causal": True, "q_len": 3, "kv_len": 7}
 
 
@@ -186,6 +270,13 @@ TOP_LEFT: dict[str, Any] = {"is_causal": True, "q_len": 3, "kv_len": 7}
     (("flash-attn-2",), {"v_dim": 16}, "V of the head dimension of Q"),
     (("flash-attn-3", "flash-attn-4"), {"head_dim": 12}, "multiples of 8"),
     (("flash-attn-4",), {"v_dim": 12}, "multiples of 8"),
+    (("flashinfer",), {}, "takes head_dim 64, 128 and 256"),
+    (("flashinfer",), {"head_dim": 64, "dtype": torch.float32}, "takes float16 and bfloat16"),
+    (("flashinfer",), {"head_dim": 64, "sinks": True}, "no attention sinks"),
+    (("flashinfer",), {"head_dim": 64, "mask": ("float", "qk")}, "masks of bool"),
+    (("flashinfer",), {"head_dim": 64, "mask": ("bool", "bhqk")}, "one mask for all heads"),
+    (("flashinfer",), {"head_dim": 64, **LONG, "window": (2, 1)}, "without a right side"),
+    (("flashinfer",), {"head_dim": 64, **TOP_LEFT}, "aligns at an offset of 4"),
 ])  # fmt: skip
 def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], says: str) -> None:
     """What a package, or one version, does not take is refused in a sentence, without it."""
@@ -204,3 +295,6 @@ def test_claims() -> None:
         own = {"preset": "fa2", "group_sum": "running"}
         assert find(name).claims(case, none, H200) == (claim if name == "flash-attn-2" else own)
         assert find(name).claims(case_of({"softcap": 2.0}), none, H200) is None
+    for backend, summed in (("fa2", "rounded"), ("fa3", "unrounded")):
+        output = Output(out=torch.zeros(1), did={"backend": backend})
+        assert find("flashinfer").claims(case, output, H200)["l_from"] == summed

@@ -25,7 +25,8 @@ stay finite in float16."""
 GUARD = 64  # rows of poison on each side of a head's
 TILINGS: Mapping[str, Sequence[Any]] = {
     "block_kv": (32, 64, 128, 256), "block_n": (32, 64, 128), "splits": (2, 4),
-    "kv_order": ("descending",), "num_splits": (2, 4),
+    "kv_order": ("descending",), "num_splits": (2, 4), "page_size": (1, 16),
+    "disable_split_kv": (True,),
 }  # fmt: skip
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 FEATURES = ("q", "k", "v", "grad_out")

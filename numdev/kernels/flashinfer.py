@@ -1,0 +1,111 @@
+"""FlashInfer's attention of a batch, as serving engines call it, where it is installed.
+
+The keys of a sequence lie behind one another (ragged) or in pages of a cache. The interface
+(flashinfer-ai/flashinfer: `flashinfer/prefill.py`): tensors are [tokens of all sequences, heads,
+head_dim]; a call is planned, which divides the keys among blocks, and then run; causality is
+aligned bottom-right; a mask is flattened, sequence behind sequence; the log-sum-exp is of base 2.
+Kernels are compiled with nvcc at their first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, explicit_mask
+from numdev.kernels import Claim, Output, Requirement, kernel
+from numdev.kernels.output import refuse, why_not
+from numdev.system import System
+
+WORKSPACE = 256 << 20  # bytes for the parts of split keys
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of q and v
+HALVES = ("float16", "bfloat16")
+
+
+def _unsupported(case: AttentionCase) -> str | None:
+    own, mask, (left, right) = case.kv_len - case.q_len, case.mask, case.window or (None, None)
+    of_heads = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
+    return why_not(
+        ((case.q.shape[-1], case.v.shape[-1]) not in HEAD_DIMS, "takes head_dim 64, 128 and 256"),
+        (case.format.name not in HALVES, "takes float16 and bfloat16"),
+        (case.sinks is not None, "has no attention sinks here"),
+        (mask is not None and mask.dtype != torch.bool, "takes masks of bool"),
+        (of_heads, "takes one mask for all heads"),
+        ((left or 0) < 0 or (right or 0) < 0, "has no window that begins beside the query's key"),
+        (right is not None and not case.is_causal, "has windows without a right side"),
+        (case.restricts_positions and case.causal_offset != own, f"aligns at an offset of {own}"),
+    )
+
+
+def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
+    """FlashAttention-2's arithmetic, with l summed from the P that is multiplied (`fa2`) or from
+    before its cast (`fa3`); the tanh of a soft cap is approximate, and nothing stands for it."""
+    if case.softcap is not None:
+        return None
+    summed = "unrounded" if (output.did or {}).get("backend") == "fa3" else "rounded"
+    return {"preset": "fa2", "l_from": summed}
+
+
+@kernel(
+    "flashinfer",
+    values={"backend": ("auto", "fa2", "fa3"), "page_size": 1, "fixed_split_size": 1},
+    requires=Requirement(device="cuda", package="flashinfer-python", capability=(8, 0)),
+    supports=_unsupported,
+    claims=_claims,
+)
+def flashinfer(
+    case: AttentionCase, *, backend: str = "auto", page_size: int | None = None,
+    fixed_split_size: int | None = None, disable_split_kv: bool = False,
+) -> Output:  # fmt: skip
+    """FlashInfer's attention of a batch, ragged or with `page_size` paged."""
+    module: Any = importlib.import_module("flashinfer")
+    (b, h, n, d), m, device = case.q.shape, case.kv_len, case.q.device
+    refuse((backend == "fa3" and case.mask is not None, "its kernels of fa3 take no masks"))
+    left = (case.window or (None, None))[0]
+    mask = None if case.mask is None else explicit_mask(case)
+    how: dict[str, Any] = {
+        "head_dim_vo": case.v.shape[-1], "causal": case.is_causal, "sm_scale": case.scale,
+        "window_left": -1 if left is None else left, "logits_soft_cap": case.softcap or 0.0,
+        "q_data_type": case.q.dtype, "kv_data_type": case.k.dtype,
+        "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv,
+    }  # fmt: skip
+    if mask is not None:  # which holds what positions hide
+        shown = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)[:, 0].expand(b, n, m)
+        how |= {"custom_mask": shown.flatten(), "causal": False, "window_left": -1}
+    sequences = torch.arange(b + 1, dtype=torch.int32, device=device)
+    q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
+    flat = q.flatten(0, 1).contiguous()
+    if page_size is None:
+        wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), backend=backend)
+        wrapper.plan(sequences * n, sequences * m, h, case.kv_heads, d, **how)
+        keys: Any = tuple(x.flatten(0, 1).contiguous() for x in (k, v))
+    else:
+        pages, last = -(-m // page_size), (m - 1) % page_size + 1
+        lasts = torch.full((b,), last, dtype=torch.int32, device=device)
+        places = torch.arange(b * pages, dtype=torch.int32, device=device)
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(_workspace(device), backend=backend)
+        of = (sequences * n, sequences * pages, places, lasts, h, case.kv_heads, d, page_size)
+        wrapper.plan(*of, **how)
+        keys = (tuple(_paged(x, pages * page_size, page_size) for x in (k, v)),)
+    out, lse = wrapper.run(flat, *keys, return_lse=True)
+    return Output(
+        out=out.unflatten(0, (b, n)).transpose(1, 2),
+        lse=lse.unflatten(0, (b, n)).transpose(1, 2) * math.log(2),
+        ran=f"flashinfer.{type(wrapper).__name__}",
+        did={"backend": getattr(wrapper, "_backend", backend)},
+    )
+
+
+def _paged(x: Tensor, length: int, size: int) -> Tensor:
+    """[batch, keys, heads, dim] as [pages, size, heads, dim], with 0 behind the last key."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))
+    return padded.reshape(-1, size, *x.shape[2:])
+
+
+@functools.cache
+def _workspace(device: torch.device) -> Tensor:
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
