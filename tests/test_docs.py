@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
     guide, agents = ((DOCS / f"{name}.md").read_text() for name in ("guide-kernel", "agents"))
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(from torch.*?)```", guide, re.S)[1])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     code, out, _ = ran(capsys, "check", "mine.py:attend", "--case", "full", "--json")
     told = json.loads(out)
     shown = json.loads(re.search(r"```json\n(.*?)```", agents, re.S)[1])
