@@ -85,17 +85,13 @@ def tests_of(rows: Iterable[InvarianceRow], limits: InvarianceLimits) -> Iterato
             yield Test(about, "runs", False, "; ".join(list(reasons)[:2]))
         # Rules that somebody wrote are for axes that the report has to have; numdev's own are for
         # whatever axes were asked for.
-        asked = (
-            () if own_rules or not ok else dict.fromkeys((*limits.bitwise, *limits.within_floor))
-        )
-        for axis in (axis for axis in asked if axis not in {row.axis for row in ok}):
+        asked = {*limits.bitwise, *limits.within_floor} if ok and not own_rules else set()
+        for axis in sorted(asked - {row.axis for row in ok}):
             why = next((r.reason or "" for r in own if r.axis == axis), "no call was made so")
             yield Test(about, axis, False, f"{axis} is not judged: {why}", must=True)
         every = [each for row in ok for each in held(row, limits)]
-        gravest = {
-            axis: max(these, key=lambda h: h.order)
-            for axis, these in grouped((h for h in every if h.fails), lambda h: h.row.axis).items()
-        }
+        failing = grouped((h for h in every if h.fails), lambda h: h.row.axis)
+        gravest = {axis: max(its, key=lambda h: h.order) for axis, its in failing.items()}
         follows, said = _follows(gravest), summary_of(ok)
         by_rule = grouped(every, lambda h: (h.row.axis, h.rule, h.row.tensor))
         for (axis, rule, tensor), these in by_rule.items():
@@ -154,9 +150,8 @@ def where(row: InvarianceRow) -> str:
     """`sequence 0 head 1 row 17, which sees 18 keys`, of a row that differs."""
     assert row.first is not None
     sequence, head, place, _ = row.first
-    text = (
-        f"sequence {sequence} head {head} {'key' if row.tensor in ('dk', 'dv') else 'row'} {place}"
-    )
+    what = "key" if row.tensor in ("dk", "dv") else "row"
+    text = f"sequence {sequence} head {head} {what} {place}"
     return text + (f", which sees {row.keys} key{'s' * (row.keys != 1)}" if row.keys else "")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from numdev.audit.isolation import threads
+from numdev.audit.isolation import copied, threads
 from numdev.cases import AttentionCase, laid_out, transposed
 from numdev.kernels import Kernel, Output
 
@@ -138,10 +138,7 @@ def _in_a_graph(kernel: Kernel) -> Any:
             output = kernel.attend(case, **options)
         whole.replay()
         torch.cuda.synchronize()
-        copies: dict[str, Any] = {
-            n: x.clone() for n, x in vars(output).items() if isinstance(x, Tensor)
-        }
-        return dataclasses.replace(output, **copies)
+        return copied(output)  # type: ignore[no-any-return]
 
     return run
 
