@@ -1,7 +1,5 @@
-"""The rounding sites of a whole model, and at which of them an operation stands.
-
-An operation is placed by the module that runs it: what class that is, where it stands in the model,
-and whether attention was met already. Sites are those of a transformer; what is none of them is
+"""The rounding sites of a transformer, and at which of them an operation stands: by the module that
+runs it, where that is in the model, and whether attention was met already. What is none of them is
 `other`."""
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ SITES = (  # docs/effects.md says what is rounded at each
     *("weights", "embedding", "norms", "q, k, v", "rotary", *ATTENTION, "output projection"),
     *("MLP", "activation", "residual", "logits", "other"),
 )
-PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"))
-SUMS = frozenset(("add", "add_"))
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 
 
 class Places:
@@ -47,8 +44,7 @@ class Places:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Run the model in here."""
-        self.running, self.begun = [], False
-        self.attended.clear()
+        self.running, self.attended, self.begun = [], set(), False
 
         def enter(module: nn.Module, *_: Any) -> None:
             self.running.append(module)
@@ -83,12 +79,12 @@ class Places:
                 return "MLP"
             shapes = [x.shape for x in args if isinstance(x, Tensor)]
             alike = len(shapes) == 2 and shapes[0] == shapes[1]
-            return "residual" if name in SUMS and alike else "activation"
-        if kind == "outside":
-            if not self.layers.isdisjoint(self.running):
-                return "other"  # a helper that layers share
-            return "logits" if self.begun else "embedding"
-        return kind
+            return "residual" if name in ("add", "add_") and alike else "activation"
+        if kind != "outside":
+            return kind
+        if not self.layers.isdisjoint(self.running):
+            return "other"  # a helper that layers share
+        return "logits" if self.begun else "embedding"
 
 
 def _layers(model: nn.Module) -> list[str]:

@@ -1,13 +1,14 @@
 """Tensors that say they are in one format and hold their values in fp64.
 
 A model whose weights are `Wide` runs as it does in that format: the same code, the same casts, the
-same masks. Within `Running` every operation is computed in fp64, and what it gives is rounded to
-the format it says it is in only where its site is among those that round. With none that is the
-exact result of the model; with one, what this rounding alone does to it."""
+same masks. Within `Running` every operation is computed in fp64, and its result is rounded, to the
+format it says it is in, at chosen sites alone. With none of them that is the exact result of the
+model; with one, what this rounding alone does to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import reduce
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ class Wide(Tensor):
 
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Any:
-        layout = {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        how: dict[str, Any] = {**layout, "dtype": dtype, "device": values.device}
-        x: Any = Tensor._make_wrapper_subclass(Wide, values.shape, **how)
+        layout: Any = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        says: Any = {"dtype": dtype, "device": values.device}
+        x: Any = Tensor._make_wrapper_subclass(Wide, values.shape, **layout, **says)
         x.exact, x.is_weight = values, is_weight
         return x
 
@@ -138,7 +139,4 @@ def _said(tensors: list[Tensor]) -> torch.dtype:
     """The dtype that an operation on these gives: of those with dimensions, where there are any."""
     floats = [x for x in tensors if x.is_floating_point()]
     dtypes = [x.dtype for x in floats if x.ndim] or [x.dtype for x in floats]
-    dtype = dtypes[0] if dtypes else torch.get_default_dtype()
-    for other in dtypes[1:]:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
+    return reduce(torch.promote_types, dtypes or [torch.get_default_dtype()])

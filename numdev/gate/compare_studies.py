@@ -92,7 +92,8 @@ def effects_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ..
     groups, moves = [], []
     for run, logs in ((run, x) for run, x in ratios.items() if x):
         row, a, b = about[run], *(statistics.median(side[run].values()) for side in sides)
-        where = f"{row.kind} {row.site}".strip() + ("" if row.layer is None else f" L{row.layer}")
+        layer = "" if row.layer is None else f"L{row.layer}"
+        where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
         of: dict[str, Any] = {"role": "kernel", "kernel": row.kernel or "model", "tensor": where}
         of |= {"format": row.format, "options": row.options, "metric": "cost", "a": a, "b": b}
         of["change"] = math.exp(statistics.mean(logs))
@@ -102,7 +103,7 @@ def effects_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ..
         if far:
             nowhere: dict[str, Any] = dict.fromkeys(Place.model_fields)
             place = Place(**{**nowhere, "case": where, "module": "", "call": 0})
-            words = f"the cost at the output from {three(a)} to {three(b)}"
+            words = f"the error at the {row.place} (cost) from {three(a)} to {three(b)}"
             excess = 1 + abs(math.log(of["change"]))
             moves.append(Move(**of, place=place, words=words, excess=excess))
     moves.sort(key=lambda move: -move.excess)

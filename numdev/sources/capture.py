@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracin
 T = TypeVar("T")
 OnCall = Callable[[AttentionCase], Tensor | None]  # what it returns, if anything, is the answer
 NAME = "numdev"  # Under which numdev's function is registered with transformers
+HINT = "does it take as many tokens as --length, and these --inputs?"
 
 # What models pass to their attention function and no SDPA call depends on.
 WITHOUT_EFFECT = frozenset(
@@ -140,8 +141,7 @@ def capture_run(
     """What `run` returns; `on_call` is called at every attention call that the watched model makes
     in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
     way. None where it was ended early."""
-    hint = "does it take as many tokens as --length, and these --inputs?"
-    named = naming(type(watch.model).__name__, "failed on its inputs", hint)
+    named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
     with named, watch.watching(), suppress(Enough), _Interceptor(on_call, watch, step).meeting():
         return run()
     return None
@@ -511,6 +511,17 @@ def _attention(
             return sdpa(*call, dropout=dropout, scaling=scaling, **on)
     finally:
         interceptor.passed = {}
+
+
+def in_parts(model: nn.Module, inputs: Mapping[str, Any], ends: Iterable[int]) -> Iterator[Any]:
+    """What a model returns for its `input_ids` read in parts, up to each of `ends`, with a cache.
+    An `attention_mask` is given to each part up to its end."""
+    ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0
+    for end in ends:
+        part = {"input_ids": ids[:, start:end], "past_key_values": past, "use_cache": True}
+        answer = model(**part, **({} if mask is None else {"attention_mask": mask[:, :end]}))
+        past, start = answer.past_key_values, end
+        yield answer
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
