@@ -104,7 +104,7 @@ class Subject:
                 return out
 
         call = partial(run or self.wide, **self._inputs(inputs, rounded="embedding" in sites))
-        with torch.no_grad(), self.weights[self.wide](), self.places.followed(), running:
+        with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
             if attention is not None:
                 result = answered(self.wide, call, answer)
             else:  # fused operators, chosen by what tensors say they are, have no fp64
@@ -190,9 +190,7 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
             own, values = getattr(module, kind), getattr(source.get_submodule(name), kind)
-            for leaf, x in own.items():
-                if not is_floating(x):
-                    continue
+            for leaf, x in ((leaf, x) for leaf, x in own.items() if is_floating(x)):
                 if id(x) not in made:
                     wide = partial(_wide, values[leaf], x.dtype, kind == "_parameters")
                     on_disk = isinstance(x, Deferred)

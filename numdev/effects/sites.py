@@ -4,13 +4,13 @@ runs it, where that is in the model, and whether attention was met already. What
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from numdev.sources.capture import QKV, attention_modules
+from numdev.sources.capture import QKV, attention_modules, followed
 
 # The sites of attention itself are those of the first kernel's rounding model, in three groups.
 ATTENTION: Mapping[str, tuple[str, ...]] = {
@@ -41,8 +41,7 @@ class Places:
         self.attended: set[nn.Module] = set()  # of the running owners, whose attention was met
         self.begun = False  # whether a layer has run
 
-    @contextmanager
-    def followed(self) -> Iterator[None]:
+    def following(self) -> AbstractContextManager[None]:
         """Run the model in here."""
         self.running, self.attended, self.begun = [], set(), False
 
@@ -55,11 +54,7 @@ class Places:
             if self.running and self.running[-1] is module:
                 self.running.pop()
 
-        with ExitStack() as stack:
-            for module in self.kinds:
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            yield
+        return followed(self.kinds, enter, leave)
 
     def met(self) -> None:
         """The running module's attention was met."""

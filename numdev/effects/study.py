@@ -50,8 +50,8 @@ class Run(NamedTuple):
     def row(self, fmt: Format) -> dict[str, Any]:
         """The fields of its rows that say which it is."""
         own = {"kind": self.kind, "format": fmt.name, "site": self.site, "layer": self.layer}
-        if self.planned is not None:
-            own |= {"kernel": self.planned.kernel.name, "options": dict(self.planned.options)}
+        if p := self.planned:
+            own |= {"kernel": p.kernel.name, "options": dict(p.options)}
         return own
 
 

@@ -206,6 +206,17 @@ def layer_of(module: nn.Module, name: str) -> int | None:
     return own if isinstance(own, int) else numbers[0] if len(numbers) == 1 else None
 
 
+@contextmanager
+def followed(modules: Iterable[nn.Module], enter: Any, leave: Any) -> Iterator[None]:
+    """In here `enter` is told of each module that begins, with its arguments and keywords, and
+    `leave` of each that ends, also by raising."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
 @dataclass(kw_only=True, eq=False)
 class Frame:
     """A module while it runs: what it was called with, and how many calls it has made."""
@@ -254,10 +265,7 @@ class Watch:
             if self.running and self.running[-1].module is module:  # not where a hook raised before
                 self.running.pop()
 
-        with ExitStack() as stack:
-            for module in self.modules:
-                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        with followed(self.modules, enter, leave):
             yield
         missed = sorted(self.modules[m] for m in self.owners if self.ran[m] > self.seen[m])
         if missed or not self.calls:
