@@ -27,9 +27,8 @@ from numdev.config import effects_request
 from numdev.effects import study as study_of
 from numdev.effects.outputs import Scored, compared, output_of, outputs_of
 from numdev.effects.report import EffectsReport, RunSummary
-from numdev.effects.sites import Places
+from numdev.effects.rounding import CHOOSES, Places
 from numdev.effects.study import Study
-from numdev.effects.wide import CHOOSES
 from numdev.gate.compare import compare
 from numdev.kernels import find
 from numdev.report import read

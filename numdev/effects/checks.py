@@ -1,7 +1,6 @@
-"""What an isolated call cannot show: properties of the model as a whole, tried in fp64.
-
-Without rounding, two ways to compute one thing agree to fp64's own noise; a larger difference means
-another function. It comes with the first layer whose attention differs, and with a script."""
+"""What an isolated call cannot show: properties of the model as a whole, tried in fp64. Without
+rounding, two ways to compute one thing agree to fp64's own noise; a larger difference means another
+function. It comes with the first layer whose attention differs, and with a script."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.effects.outputs import counted, output_of, text_of
 from numdev.effects.report import Check, EffectsReport
+from numdev.effects.rounding import is_floating, widened
 from numdev.effects.running import Inputs, Subject, exact
-from numdev.effects.wide import is_floating, widened
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.formats import Format
 from numdev.report.numbers import three
@@ -75,8 +74,8 @@ def checks_of(
             yield check
             if what == "repeat" and check.holds is False:  # with dropout nothing else means much
                 break
-    fmt = subject.format.name
     for site, narrower in subject.narrower.items():
+        fmt = subject.format.name
         reason = f"The model's own code computes in {narrower} at `{site}`, not in {fmt}"
         yield Check(name="format", holds=False, format=fmt, reason=reason)
 
@@ -212,7 +211,8 @@ class Checks:
         counts = counted(self.inputs, self.whole[0])
         errors = [float((x - self.whole[0])[counts].norm()) for x in (own, compiled)]
         far = errors[1] / max(errors[0], 1e-300)
-        holds, text = far <= COMPILED, f"its error is {three(far)} times that of the model as it is"
+        holds = far <= COMPILED
+        text = f"its error is {three(far)} times that of the model as it is"
         text = f"compiled, {text}" if holds else f"{WRONG[name]}: {text}"
         about: Any = {"format": self.subject.format.name, "difference": far, "limit": COMPILED}
         return Check(name=name, holds=holds, reason=text, **about)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from numdev.effects.wide import is_floating, widened
+from numdev.effects.rounding import is_floating, widened
 from numdev.errors import MeasurementError
 
 PARTS = 8  # of a sequence, for the growth of the error with position
@@ -97,26 +97,23 @@ def compared(
     rows: list[dict[str, Any]] = []
     for i, counts in enumerate(how.counted):
         own, exact = x[i][counts], truth[i][counts]
-        if not len(own):
-            rows.append({"status": "skipped", "reason": "the sequence is all padding"})
-            continue
-        if bad := int((~own.isfinite()).any(dim=-1).sum()):
+        bad = int((~own.isfinite()).any(dim=-1).sum())
+        if bad or not len(own):
             reason = f"NaN or infinity in the output at {bad} of {len(own)} positions"
-            rows.append({"status": "failed", "reason": reason})
+            reason = reason if bad else "the sequence is all padding"
+            rows.append({"status": "failed" if bad else "skipped", "reason": reason})
             continue
-        row: dict[str, Any] = {"positions": len(own)}
+        row: dict[str, Any] = {}
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]
-            cost, more = _of_logits(own, exact, how.targets[i][counts], errors)
-            row |= more
+            cost, row = _of_logits(own, exact, how.targets[i][counts], errors)
         else:
-            sizes = exact.square().sum(dim=-1).clamp_min(TINY)
-            cost = (own - exact).square().sum(dim=-1) / sizes
+            cost = (own - exact).square().sum(dim=-1) / exact.square().sum(dim=-1).clamp_min(TINY)
         # What is added to all logits of a position alike changes nothing.
         centred = _centred if how.logits else lambda x: x
         size = centred(exact).norm().clamp_min(TINY)
         parts = cost.tensor_split(PARTS) if len(cost) >= 2 * PARTS else ()
-        row |= {"cost": float(cost.mean()), "cost_max": float(cost.max())}
+        row |= {"cost": float(cost.mean()), "cost_max": float(cost.max()), "positions": len(own)}
         row["growth"] = tuple(float(part.mean()) for part in parts)
         row["error"] = float(centred(own - exact).norm() / size)
         if beside is not None and bool(beside[i][counts].isfinite().all()):

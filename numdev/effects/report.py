@@ -46,14 +46,12 @@ class OfRun(Record):
     positions: int = 0
     flips: int | None = None  # positions where another token, or class, is the likeliest
     unexplained: int | None = None
-    """Flips whose exact margin is more than four times the largest error that the format's own
-    roundings make at that position; all others are near ties. Null in a model with a router, whose
-    choice of experts may move one token far."""
+    """Flips that are no near ties: the exact margin is over four times the largest error that the
+    format's own roundings make there. Null with a router, whose choices may move one token far."""
     growth: tuple[float, ...] = ()  # the cost in eight equal parts of the sequence
 
     @property
     def place(self) -> str:
-        """What its numbers are of."""
         return {"": "output", "latents": "denoised latents"}.get(self.at, self.at)
 
     @property
@@ -90,8 +88,7 @@ class RunSummary(OfRun):
     over: Estimate | None = None  # its cost over that of what it is held against
     over_worst: Value = None  # of the one sequence where it is largest
     beside: Literal["predicted", "eager", "sites"] | None = None
-    """What that is: of attention alone, the kernel's rounding model (where there is none, eager
-    attention); of the whole, all sites together."""
+    """What: the kernel's rounding model, else eager attention; of the whole, all sites together."""
 
 
 class Budget(Record):

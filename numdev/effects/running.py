@@ -17,8 +17,7 @@ from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Planned
 from numdev.audit.rows import given
 from numdev.cases import AttentionCase
-from numdev.effects.sites import ATTENTION, SITES, Places
-from numdev.effects.wide import Running, Wide, is_floating, widened
+from numdev.effects.rounding import ATTENTION, SITES, Places, Running, Wide, is_floating, widened
 from numdev.errors import MeasurementError, Refused
 from numdev.formats import Format, dtype_of, format_of, round_to
 from numdev.kernels import Output, find
@@ -35,6 +34,7 @@ from numdev.system import System
 # The output, in any dtype, of a call that came in this format (its values may be in fp64).
 Attention = Callable[[AttentionCase, Format], Tensor]
 Inputs = Mapping[str, Any]
+Source = CheckpointSource | PictureSource
 
 
 def exact(case: AttentionCase, _fmt: Format) -> Tensor:
@@ -46,9 +46,7 @@ class Subject:
     own weights in fp64. It raises what the model raises, Refused where a kernel declines or cannot
     run here, and MeasurementError where one fails."""
 
-    def __init__(
-        self, source: CheckpointSource | PictureSource, fmt: Format, run: Runner, system: System
-    ) -> None:
+    def __init__(self, source: Source, fmt: Format, run: Runner, system: System) -> None:
         self.format, self.run, self.system, self.device = fmt, run, system, system.device
         models: Any = [source.load(dtype_of(fmt)) for _ in range(2)]
         self.real, self.wide = models
@@ -61,8 +59,6 @@ class Subject:
         self.places = Places(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         self.routes = False  # whether it chooses among its parts, as a router of experts does
-
-    # --- how the model is run -------------------------------------------------------------------
 
     def as_used(self, inputs: Inputs, attention: Attention, moved: int | None = None) -> Any:
         """What the model returns as it computes in its format. With the seed `moved` its embedded
@@ -90,18 +86,16 @@ class Subject:
         answered by `attention`; None: by the model's own code."""
         generator = None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         how: Any = {"mode": "stochastic", "generator": generator} if generator else {}
-        running = Running(self.places.site_of, self.format, sites, **how)
+        running = Running(self.places, self.format, sites, **how)
 
-        def answer(case: AttentionCase) -> Tensor:
-            assert attention is not None
+        def answer(case: AttentionCase) -> Any:
             self.places.met()
             kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
                 running.narrower["attention"] = format_of(torch.get_autocast_dtype(kind)).name
             with _disable_current_modes(), torch.autocast(kind, enabled=False):
-                values = attention(_unwrapped(case), format_of(dtype)).double()
-                out: Tensor = Wide.of(values, dtype)
-                return out
+                values = (attention or exact)(_unwrapped(case), format_of(dtype))
+                return Wide.of(values.double(), dtype)
 
         call = partial(run or self.wide, **self._inputs(inputs, rounded="embedding" in sites))
         with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
@@ -148,19 +142,16 @@ class Subject:
                 home[name] = Wide.of(values, dtype_of(self.format))
         return home
 
-    # --- how attention is answered: on inputs rounded to the format of the call ------------------
-
-    def kernel(
-        self, planned: Planned, layer: int | None, case: AttentionCase, fmt: Format
-    ) -> Tensor:
-        """By a kernel; with a layer, in this one alone, and exactly in all others."""
+    def kernel(self, planned: Planned, layer: Any, case: AttentionCase, fmt: Format) -> Tensor:
+        """Attention by a kernel, on inputs rounded to the format of the call; with a `layer` (else
+        None) in this one alone, and exactly in all others."""
         if layer not in (None, case.ref.layer):
             return exact(case, fmt)
         return self._ran(planned, case.rounded_to(fmt)).out
 
     def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
-        """As the kernel's rounding model has it; exactly, where a call comes in a wider format than
-        the model's, for which there is none."""
+        """The same as the kernel's rounding model has it; exactly, where a call comes in a wider
+        format than the model's, for which there is none."""
         if fmt.precision > self.format.precision:
             return exact(case, fmt)
         case = case.rounded_to(fmt)

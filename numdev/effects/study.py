@@ -21,8 +21,8 @@ from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.effects.checks import checks_of
 from numdev.effects.outputs import Scored, compared, largest_error, outputs_of
 from numdev.effects.report import Check, EffectsReport, OutputRow
-from numdev.effects.running import Inputs, Subject
-from numdev.effects.sites import SITES
+from numdev.effects.rounding import SITES
+from numdev.effects.running import Inputs, Source, Subject
 from numdev.effects.verdict import summarise, tests_of
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format
@@ -64,9 +64,8 @@ def effects(
     say: Say = lambda text: None,
     command: str = "",
 ) -> EffectsReport:
-    """Run `request`, journalling into `directory`; returns the report, which the caller writes.
-    Raises UsageError for a request that cannot be run here, and MeasurementError where the model
-    cannot be run exactly."""
+    """Run `request`, journalling into `directory`; returns the report. Raises UsageError for what
+    cannot be run here, and MeasurementError where the model cannot be run exactly."""
     watch = Stopwatch(System.here(request.device).device, ("model", "runs", "checks", "other"))
     runner = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
     with runner as run:
@@ -91,7 +90,6 @@ def effects(
     logits = all(row.flips is not None for row in rows if row.cost is not None)
     named = "kernels" in request.model_fields_set
     summary = summarise(rows, study.against.kernel.name, logits=logits)
-    tests = list(tests_of(summary.runs, checks, default_rules().effects))
     return EffectsReport(
         provenance=provenance(study.system, described, command),
         request=asked,
@@ -102,7 +100,7 @@ def effects(
         rows=rows,
         named=named,
         tokens=tuple(int(token) for token in study.chunks[0].get("input_ids", [()])[0]),
-        **judged(tests, named=named),
+        **judged(list(tests_of(summary.runs, checks, default_rules().effects)), named=named),
     )
 
 
@@ -208,7 +206,7 @@ class Study:
             return subject.as_used(inputs, attention, seed + 2 if run.kind == "moved" else None)
 
 
-def _opened_source(request: EffectsRequest, system: System) -> CheckpointSource | PictureSource:
+def _opened_source(request: EffectsRequest, system: System) -> Source:
     """Raises UsageError for what is no model, and for an option that means nothing for it."""
     path, target = Path(request.checkpoint), request.target
     what = "captured tensors" if holds_cases(path) else ""

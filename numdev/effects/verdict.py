@@ -18,6 +18,7 @@ SURELY = 10  # times a limit, without an interval or in one sequence alone
 USED = "sdpa-default"  # what a model calls that asks for no backend
 ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
 Costs = Mapping[int, float]  # by sequence
+Runs = Sequence[RunSummary]
 
 
 def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
@@ -115,18 +116,14 @@ class Output:
             )
         unit = "nats a position" if self.logits else "of their mean square"
         text = f"{where}: the error of the {what} is {_with_range(main.cost)} {unit}"
-        if self.budget and self.budget.adds_up:
+        if (budget := self.budget) and budget.adds_up:
             shares = {run.site: run.share.mean for run in self.sites if run.share}
             first = sorted(shares, key=lambda site: -shares[site])[:3]
-            largest = ", ".join(f"{site} {percent(shares[site])}" for site in first)
-            parts = three(self.budget.parts.mean)
-            text += f"; its sites add up to {parts} of that, the largest: {largest}"
+            text += f"; its sites add up to {three(budget.parts.mean)} of that, the largest: "
+            text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
         yield f"{text}."
         if main.flips is not None:
             yield f"{fmt}: {_flips(main)}."
-
-
-# --- numbers ------------------------------------------------------------------------------------
 
 
 def _ratios(above: Costs, below: Costs) -> list[float]:
@@ -161,10 +158,6 @@ OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("positions", "flips", "unexplained"), sum),
     "growth": lambda sequences: tuple(map(_average, zip(*sequences, strict=True))),
 }
-
-
-# --- sentences and findings ---------------------------------------------------------------------
-
 # By what a ratio is held against: the rule's name and its limit's, and what is beside the error.
 RATIOS = {
     "predicted": ("own share", "kernel_over_predicted", "what rounding alone predicts"),
@@ -173,9 +166,7 @@ RATIOS = {
 }
 
 
-def tests_of(
-    runs: Sequence[RunSummary], checks: Sequence[Check], limits: EffectsLimits
-) -> Iterator[Test]:
+def tests_of(runs: Runs, checks: Sequence[Check], limits: EffectsLimits) -> Iterator[Test]:
     """Everything that is judged: of the model, then of each kernel in each format."""
     formats = ", ".join(dict.fromkeys(run.format for run in runs))
     agree = "causality, masks and implementations" if len(checks) > 1 else "two runs"
@@ -186,8 +177,7 @@ def tests_of(
     for run in (run for run in runs if run.kind == "whole"):
         about = {"kernel": run.kernel, "options": run.options, "format": run.format}
         test = partial(Test, about, colon=True)
-        alone = _alone(run, runs)
-        both = [alone, run] if alone else [run]
+        both = [own for own in (_alone(run, runs), run) if own]
         for own in [own for own in both if own.failed][:1]:
             yield test("runs", True, f"failed in {own.failed} sequences: {own.reason}")
         if run.cost is None:
@@ -221,8 +211,7 @@ def _of_ratio(
     return test(rule, judged > limit, text, judged, limit)
 
 
-def _alone(whole: RunSummary, runs: Sequence[RunSummary]) -> RunSummary | None:
-    """Attention alone, as in this run."""
+def _alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
     return next((run for run in runs if run.run == ("attention", *whole.run[1:])), None)
 
 
