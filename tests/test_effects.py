@@ -334,6 +334,25 @@ def test_a_pipeline_is_compared_at_its_latents_and_its_image(
     assert {f.kernel for f in report.findings} == {off}
     assert all(any(at in f.sentence for f in report.findings) for at in ("latents", "image"))
     assert report.summary.notes == ("In a diffusers pipeline single rounding sites are not tried.",)
+    labels = [(g.kernel, g.tensor, g.format) for g in compare(report, report).groups]
+    assert len(labels) == len(set(labels)) > 0
+    assert {label[1].split()[-1] for label in labels} == {"latents", "image"}
+
+
+def test_a_pipeline_that_fails_is_one_line_about_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    path = pipelines.stable_diffusion(tmp_path)
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", fails)
+    code, _, err = ran(capsys, "effects", path, "--sequences", "1", "-q", "-o", tmp_path / "out")
+    assert code == 3
+    assert err.splitlines()[-1] == (
+        "numdev: error: StableDiffusionPipeline: the pipeline failed: RuntimeError: no such luck; "
+        "does diffusers run it, with --denoise 4?"
+    )
 
 
 def test_the_truth_of_a_pipeline_is_its_own_run_in_fp64(tmp_path: Path) -> None:
