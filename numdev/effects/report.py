@@ -92,11 +92,11 @@ class RunSummary(OfRun):
 
 
 class Budget(Record):
-    """Whether the sites of one format account for what the whole model costs in it."""
+    """Whether the sites of one format account for the whole model's error in it."""
 
     format: str
     kernel: str  # with which the whole model ran
-    parts: Estimate  # the sum of the sites' costs over the whole's
+    parts: Estimate  # the sum of the sites' `cost` over the whole's
     adds_up: bool
 
 

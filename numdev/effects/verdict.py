@@ -114,8 +114,8 @@ class Output:
                 f"{name} in place of {self.against} moves the {what} by {far} times the error that "
                 f"{fmt} makes there{ulp}."
             )
-        unit = "nats a position" if self.logits else "of their mean square"
-        text = f"{where}: the error of the {what} is {_with_range(main.cost)} {unit}"
+        unit = " nats a position" if self.logits else ", relative and squared"
+        text = f"{where}: the error of the {what} is {_with_range(main.cost)}{unit}"
         if (budget := self.budget) and budget.adds_up:
             shares = {run.site: run.share.mean for run in self.sites if run.share}
             first = sorted(shares, key=lambda site: -shares[site])[:3]
