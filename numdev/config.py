@@ -303,7 +303,7 @@ class EffectsRequest(Reading):
     against: Annotated[str, Option(metavar="KERNEL")] = "baseline"
     """Kernel that every other one's output is also compared with.  [baseline, eager attention]"""
     sites: Annotated[bool, Option("--sites/--no-sites")] = True
-    """Also round one site of the model at a time, to show each one's share of the cost.  [sites]"""
+    """Also round one site of the model at a time, to show the share of each.  [sites]"""
     by_layer: Annotated[bool, Option()] = False
     """Also run attention in the format in one layer at a time, with the first kernel."""
     generate: Annotated[Positive | None, Option(metavar="N")] = None

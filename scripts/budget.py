@@ -22,7 +22,7 @@ BUDGET = {
     "numdev/gate": 2240,
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
-    "numdev/effects": 1550,
+    "numdev/effects": 1500,
     "numdev/invariance": 1750,
     "numdev/report": 3450,
     "numdev": 33900,

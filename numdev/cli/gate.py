@@ -63,8 +63,7 @@ class Verdict:
         if found.kind == "effects":
             from numdev.effects.verdict import tests_of as of_effects
 
-            runs = (found.summary.runs, found.checks, found.narrower)
-            tests = list(of_effects(*runs, self.limits.effects))
+            tests = list(of_effects(found.summary.runs, found.checks, self.limits.effects))
             return *judgement(tests, self.limits.name, named=found.named), ()
         from numdev.gate import findings as sentences
         from numdev.gate.judging import judge_report

@@ -1,57 +1,69 @@
-"""What an isolated call cannot show: properties of the model as a whole, tried in fp64.
-
-Without rounding, two ways to compute one thing agree to fp64's own noise; a larger difference means
-another function. Each check names the first layer whose attention differs."""
+"""What an isolated call cannot show: properties of the model as a whole, tried in fp64. Without
+rounding, two ways to compute one thing agree to fp64's own noise; a larger difference means another
+function. It comes with the first layer whose attention differs, and with a script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from numdev.audit.reproduce import FOLDER
 from numdev.cases import AttentionCase, visible
-from numdev.config import EffectsRequest
+from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.effects.outputs import counted, output_of, text_of
-from numdev.effects.report import Check
-from numdev.effects.running import Subject
-from numdev.effects.wide import widened
+from numdev.effects.report import Check, EffectsReport
+from numdev.effects.rounding import is_floating, widened
+from numdev.effects.running import Inputs, Subject, exact
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.formats import Format
-from numdev.kernels.reference import attend
-from numdev.sources.capture import attention_modules, layer_of, led
+from numdev.report.numbers import three
+from numdev.sources.capture import attention_modules, in_parts, layer_of, led
 from numdev.sources.loss import at_home
 
 LIMIT = 1e-9  # over the rms of the exact output: fp64 in another order differs by 1e-13 and less
 COMPILED = 2.0  # how much more a compiled model may err than the model as it is
 HIDDEN = 4  # tokens that a mask hides
+INTERFACE = "computes another function than the model's attention interface"
+WRONG = {  # what is, where a check does not hold
+    "repeat": "The model gives another output when it runs again (dropout, or a state)",
+    "eager": f"The model's eager attention {INTERFACE}",
+    "sdpa": f"The model's own call of SDPA {INTERFACE}",
+    "causality": "The model is not causal: later tokens change earlier outputs",
+    "cache": "Decoding with a cache computes another function than one pass over the same tokens",
+    "mask": "The attention mask is ignored: hidden tokens change other outputs",
+    "compiled": "The compiled model computes another function",
+    "compiled eager": "The compiled model computes another function with eager attention",
+}
 
 Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what attention gave
 
 
 def checks_of(
-    subject: Subject, inputs: Mapping[str, Any], request: EffectsRequest, *, exact: bool
+    subject: Subject, inputs: Inputs, request: EffectsRequest, *, in_fp64: bool
 ) -> Iterator[Check]:
-    """The checks that apply to a model and its inputs; those that cannot be tried say why. `exact`:
-    whether to try those in fp64, which have nothing to do with the format."""
+    """The checks that apply to a model and its inputs; those that cannot be tried say why.
+    `in_fp64`: whether to try those that have nothing to do with the format."""
     checks, name, read = Checks(subject, inputs), text_of(inputs), "input_ids"
-    tries: dict[str, Callable[[], Check | None]] = {"repeat": checks.repeat}
+    tries: dict[str, Callable[[], Check | None]] = {"repeat": partial(checks.again, "repeat")}
     ways = ("eager", "sdpa") if hasattr(subject.wide, "set_attn_implementation") else ()
-    tries |= {way: partial(checks.implementation, way) for way in ways}
+    tries |= {way: partial(checks.own_code, way) for way in ways}
     if name is not None and inputs[name].shape[1] > 2 * HIDDEN:
         tries["causality"] = partial(checks.causality, name)
         if request.generate and name == read:
             tries["cache"] = partial(checks.cache, request.generate)
     if read in inputs and inputs[read].shape[1] > 2 * HIDDEN:
         tries["mask"] = partial(checks.mask, decodes=name != read)
-    tries = tries if exact else {}
+    tries = tries if in_fp64 else {}
     if request.compile:
-        tries["compiled"] = partial(checks.compiled, "sdpa")
+        tries["compiled"] = checks.compiled
         if ways:
-            tries["compiled eager"] = partial(checks.compiled, "eager")
+            tries["compiled eager"] = partial(checks.compiled, "compiled eager", "eager")
     for what, attempt in tries.items():
         try:
             check = attempt()
@@ -61,29 +73,30 @@ def checks_of(
         if check is not None:
             yield check
             if what == "repeat" and check.holds is False:  # with dropout nothing else means much
-                return
+                break
+    for site, narrower in subject.narrower.items():
+        fmt = subject.format.name
+        reason = f"The model's own code computes in {narrower} at `{site}`, not in {fmt}"
+        yield Check(name="format", holds=False, format=fmt, reason=reason)
 
 
 class Checks:
     """Each check runs the model another way; None where the model need not have the property."""
 
-    def __init__(self, subject: Subject, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, subject: Subject, inputs: Inputs) -> None:
         self.subject, self.inputs, self.model = subject, inputs, subject.wide
 
-    def exact(self, inputs: Mapping[str, Any], **how: Any) -> Exact:
+    def exact(self, inputs: Inputs, **how: Any) -> Exact:
         """One exact run, and what each module of attention gave in it."""
+        names = {self.model.get_submodule(name): name for name in attention_modules(self.model)}
         outs: dict[str, Tensor] = {}
 
-        def keep(name: str, out: Any) -> None:
+        def keep(module: nn.Module, _inputs: Any, out: Any) -> None:
             x = out[0] if isinstance(out, tuple) else out
-            if isinstance(x, Tensor) and x.is_floating_point():
-                outs[name] = widened(x)
+            if module in names and is_floating(x):
+                outs[names[module]] = widened(x)
 
-        with ExitStack() as stack:
-            for name in attention_modules(self.model):
-                hook = lambda _module, _inputs, out, name=name: keep(name, out)  # noqa: E731
-                module = self.model.get_submodule(name)
-                stack.callback(module.register_forward_hook(hook).remove)
+        with register_module_forward_hook(keep):
             return output_of(self.subject.exactly(inputs, **how)), outs
 
     @cached_property
@@ -104,38 +117,39 @@ class Checks:
         if one[0].shape != other[0].shape:
             shapes = f"{[*one[0].shape]} and {[*other[0].shape]}"
             raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
-        far, first = apart(one[0], other[0]), None
+        far, reason = apart(one[0], other[0]), ""
         if far > LIMIT:
-            parted = (n for n, x in one[1].items() if n in other[1])
-            parted = (n for n in parted if apart(one[1][n], other[1][n]) > LIMIT)
-            if module := next(parted, None):
-                first = layer_of(self.model.get_submodule(module), module)
-        return Check(name=name, holds=far <= LIMIT, difference=far, limit=LIMIT, layer=first)
+            reason = f"{WRONG[name]}: in fp64 outputs differ by {three(far)} of their size"
+            both = (n for n in one[1] if n in other[1])
+            parted = next((n for n in both if apart(one[1][n], other[1][n]) > LIMIT), None)
+            layer = layer_of(self.model.get_submodule(parted), parted) if parted else None
+            if layer is not None:
+                reason += f"; layer {layer} is the first whose attention differs"
+        return Check(name=name, holds=not reason, difference=far, limit=LIMIT, reason=reason)
 
-    def repeat(self) -> Check:
-        """Two runs alike."""
+    def again(self, name: str, **how: Any) -> Check:
+        """Two runs alike, or one of them another way."""
         counts = counted(self.inputs, self.whole[0])
-        return self.compared("repeat", self.whole, self.exact(self.inputs), counts)
+        return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
 
-    def implementation(self, way: str) -> Check:
+    def own_code(self, way: str) -> Check:
         """The model's own code for attention of one kind, beside what it asks to be computed."""
         model: Any = self.model
         with led(model, way):
             if model.config._attn_implementation != way:
                 raise MeasurementError(f"the model cannot be switched to {way}")
-            other = self.exact(self.inputs, answers=False)
-        return self.compared(way, self.whole, other, counted(self.inputs, self.whole[0]))
+            return self.again(way, attention=None)
 
     def causality(self, name: str) -> Check | None:
         """Later tokens change nothing before them: in a model for text generation, or one most of
         whose calls hide later keys."""
         hides: list[bool] = []
 
-        def attention(case: AttentionCase, _fmt: Format) -> Tensor:
+        def attention(case: AttentionCase, fmt: Format) -> Tensor:
             shown = visible(case, slice(0, 1), slice(0, case.kv_len))
             if case.q_len == case.kv_len:
                 hides.append(shown is not None and not bool(shown[..., 1:].any()))
-            return attend(case).out
+            return exact(case, fmt)
 
         one, ids = self.exact(self.inputs, attention=attention), self.inputs[name]
         causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
@@ -177,33 +191,88 @@ class Checks:
         first = max(1, length - steps)
 
         def decoded(**wide: Any) -> Tensor:
-            ids, mask = wide["input_ids"], wide.get("attention_mask")
-            outs, past = [], None
-            for start, stop in [(0, first), *((i, i + 1) for i in range(first, length))]:
-                own: dict[str, Any] = {} if mask is None else {"attention_mask": mask[:, :stop]}
-                own |= {"input_ids": ids[:, start:stop], "past_key_values": past}
-                answer = self.model(**own, use_cache=True)
-                past = answer.past_key_values
-                outs.append(output_of(answer))
-            return torch.cat(outs, dim=1)
+            answers = in_parts(self.model, wide, range(first, length + 1))
+            return torch.cat([output_of(answer) for answer in answers], dim=1)
 
         out = output_of(self.subject.exactly(self.inputs, run=decoded))
         counts = counted(self.inputs, out)
         counts[:, :first] = False
         return self.compared("cache", self.whole, (out, {}), counts)
 
-    def compiled(self, way: str) -> Check:
+    def compiled(self, name: str = "compiled", way: str = "sdpa") -> Check:
         """The error of the model under torch.compile over that of the model as it is, its attention
         its own code's of one kind, where it has several."""
         model: nn.Module = self.subject.real
-        exact, name = self.whole[0], "compiled eager" if way == "eager" else "compiled"
         with torch.no_grad(), led(model, way):
             home = at_home(model, self.inputs)
             own = output_of(model(**home))
             torch.compiler.reset()
             compiled = output_of(torch.compile(model, dynamic=False)(**home))
-        counts = counted(self.inputs, exact)
-        errors = [float((x - exact)[counts].norm()) for x in (own, compiled)]
-        far, fmt = errors[1] / max(errors[0], 1e-300), self.subject.format.name
+        counts = counted(self.inputs, self.whole[0])
+        errors = [float((x - self.whole[0])[counts].norm()) for x in (own, compiled)]
+        far = errors[1] / max(errors[0], 1e-300)
         holds = far <= COMPILED
-        return Check(name=name, holds=holds, difference=far, limit=COMPILED, format=fmt)
+        text = f"its error is {three(far)} times that of the model as it is"
+        text = f"compiled, {text}" if holds else f"{WRONG[name]}: {text}"
+        about: Any = {"format": self.subject.format.name, "difference": far, "limit": COMPILED}
+        return Check(name=name, holds=holds, reason=text, **about)
+
+
+# --- a script for each, which needs torch and transformers alone ---------------------------------
+
+SCRIPT = '''"""{sentence}
+
+Made by numdev; needs torch and transformers alone. Exits with 1 where the difference shows."""
+
+import sys
+
+import torch
+import transformers
+
+IDS = torch.tensor([[{tokens}]])
+N = {length}  # tokens that are changed, hidden or decoded
+
+def model(way="sdpa"):
+    cls = transformers.{architecture}
+    return cls.from_pretrained({path!r}, dtype=torch.float64, attn_implementation=way).eval()
+
+@torch.no_grad()
+def output(ids, way="sdpa", **more):
+    return model(way)(input_ids=ids, **more)[0]
+
+{body}
+difference = float((one - two).abs().max() / one.std())
+print(f"largest difference: {{difference:.3g}} of the output's size")
+sys.exit(difference > 1e-4)
+'''
+BODIES = {
+    **dict.fromkeys(("eager", "sdpa"), 'one, two = output(IDS, "sdpa"), output(IDS, "eager")'),
+    "causality": """other = torch.cat([IDS[:, :-N], IDS[:, -N:].roll(1, dims=1)], dim=1)
+one, two = (output(ids)[:, :-N] for ids in (IDS, other))""",
+    "mask": """other = torch.cat([IDS[:, N : 2 * N], IDS[:, N:]], dim=1)
+mask = (torch.arange(IDS.shape[1]) >= N).long()[None]
+one, two = (output(ids, attention_mask=mask)[:, N:] for ids in (IDS, other))""",
+    "cache": """whole, past, parts = model(), None, []
+with torch.no_grad():
+    for ids in (IDS[:, :-N], *IDS[:, -N:].split(1, dim=1)):
+        answer = whole(input_ids=ids, past_key_values=past, use_cache=True)
+        past = answer.past_key_values
+        parts.append(answer[0])
+one, two = output(IDS)[:, -N:], torch.cat(parts, dim=1)[:, -N:]""",
+}
+
+
+def reproducers(report: EffectsReport, directory: Path, **_: Any) -> list[Path]:
+    """Write the scripts of a report's findings; those for which one can be written."""
+    path = report.request["checkpoint"]
+    path = demo_checkpoint() if path == "demo" else Path(path).resolve()
+    written, can = [], (path / "config.json").is_file() and bool(report.tokens)
+    tokens, length = ", ".join(map(str, report.tokens)), min(4, len(report.tokens) // 3)
+    model = {"architecture": report.provenance.source["architecture"], "path": str(path)}
+    for finding in (f for f in report.findings if f.rule in BODIES and can):
+        file = directory / FOLDER / finding.folder / "reproduce.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        about = {"sentence": finding.sentence, "body": BODIES[finding.rule], **model}
+        file.write_text(SCRIPT.format(tokens=tokens, length=length, **about), encoding="utf-8")
+        written.append(file)
+    return written

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from numdev.effects.wide import widened
+from numdev.effects.rounding import is_floating, widened
 from numdev.errors import MeasurementError
 
 PARTS = 8  # of a sequence, for the growth of the error with position
@@ -28,7 +26,7 @@ def output_of(answer: Any) -> Tensor:
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: Any = next((x for x in named if isinstance(x, Tensor)), answer)
     x = x[0] if isinstance(x, tuple | list) and x else x
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+    if not is_floating(x) or x.ndim < 2:
         what = f"the model returns {type(answer).__name__}, with no logits and no hidden state"
         raise MeasurementError(what)
     out: Tensor = widened(x)
@@ -56,8 +54,7 @@ def counted(inputs: Mapping[str, Any], out: Tensor, mask: str = "attention_mask"
     return torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Scored:
+class Scored(NamedTuple):
     """How an output counts."""
 
     logits: bool  # else final states
@@ -71,25 +68,24 @@ class Scored:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         tokens = {getattr(text, "vocab_size", None), *tables[:1]}
-        classes = {*tokens, getattr(config, "num_labels", None)}
-        logits = out.shape[-1] in classes and not hasattr(answer, "last_hidden_state")
+        is_text = out.shape[-1] in tokens
+        logits = is_text or out.shape[-1] == getattr(config, "num_labels", None)
+        logits &= not hasattr(answer, "last_hidden_state")
         decodes = name == "decoder_input_ids"
         counts = counted(inputs, out, "decoder_attention_mask" if decodes else "attention_mask")
         targets = torch.full_like(counts, -1, dtype=torch.int64)
-        is_text = logits and out.shape[-1] in tokens
-        if is_text and name and inputs[name].shape == counts.shape:
+        if logits and is_text and name and inputs[name].shape == counts.shape:
             targets = inputs[name].to(out.device).masked_fill(~counts, -1)
             encodes = getattr(config, "is_encoder_decoder", False)
             if not encodes and not type(model).__name__.endswith("ForMaskedLM"):
                 # position i predicts token i + 1
                 targets = torch.cat([targets[:, 1:], targets.new_full((len(out), 1), -1)], dim=1)
-        return cls(logits=logits, counted=counts, targets=targets)
+        return cls(logits, counts, targets)
 
 
 def largest_error(x: Tensor, truth: Tensor) -> Tensor:
     """[sequences, positions]: the largest error of a logit, less the mean error of the position."""
-    error = x - truth
-    return (error - error.mean(dim=-1, keepdim=True)).abs().amax(dim=-1)
+    return _centred(x - truth).abs().amax(dim=-1)
 
 
 def compared(
@@ -107,39 +103,33 @@ def compared(
             reason = reason if bad else "the sequence is all padding"
             rows.append({"status": "failed" if bad else "skipped", "reason": reason})
             continue
+        row: dict[str, Any] = {}
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]
             cost, row = _of_logits(own, exact, how.targets[i][counts], errors)
         else:
-            cost, row = _of_states(own, exact)
-        row |= {**_spread("cost", cost), "positions": len(own), "growth": _growth(cost)}
-        row["error"] = _relative(own - exact, exact, how.logits)
+            cost = (own - exact).square().sum(dim=-1) / exact.square().sum(dim=-1).clamp_min(TINY)
+        # What is added to all logits of a position alike changes nothing.
+        centred = _centred if how.logits else lambda x: x
+        size = centred(exact).norm().clamp_min(TINY)
+        parts = cost.tensor_split(PARTS) if len(cost) >= 2 * PARTS else ()
+        row |= {"cost": float(cost.mean()), "cost_max": float(cost.max()), "positions": len(own)}
+        row["growth"] = tuple(float(part.mean()) for part in parts)
+        row["error"] = float(centred(own - exact).norm() / size)
         if beside is not None and bool(beside[i][counts].isfinite().all()):
-            row["apart"] = _relative(own - beside[i][counts], exact, how.logits)
+            row["apart"] = float(centred(own - beside[i][counts]).norm() / size)
         rows.append(row)
     return rows
 
 
-def _relative(error: Tensor, exact: Tensor, logits: bool) -> float:
-    """The rms of an error over that of the exact output. Of logits, what is added to all of a
-    position alike changes nothing, and is left out of both."""
-    if logits:
-        error, exact = (x - x.mean(dim=-1, keepdim=True) for x in (error, exact))
-    return float(error.norm() / exact.norm().clamp_min(TINY))
-
-
-def _of_states(x: Tensor, exact: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """The cost of each position of final states [positions, width], and other fields of the row."""
-    norms = x.norm(dim=-1) * exact.norm(dim=-1)
-    cosine = (x * exact).sum(dim=-1) / norms.clamp_min(TINY)
-    cost = (x - exact).square().sum(dim=-1) / exact.square().sum(dim=-1).clamp_min(TINY)
-    return cost, {"angle": float(torch.rad2deg(cosine.clamp(-1, 1).acos()).mean())}
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(dim=-1, keepdim=True)
 
 
 def _of_logits(
     x: Tensor, exact: Tensor, targets: Tensor, by_chance: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The same of logits [positions, tokens]."""
+    """The cost of each position of logits [positions, tokens], and other fields of the row."""
     step, parts = max(1, BLOCK // x.shape[-1]), []
     for own, right, token in zip(*(y.split(step) for y in (x, exact, targets)), strict=True):
         own, right = own.log_softmax(dim=-1), right.log_softmax(dim=-1)
@@ -149,26 +139,11 @@ def _of_logits(
         margin = best - right.gather(1, first)[:, 0]  # between the two likeliest tokens
         parts.append((cost.clamp_min(0), margin, change.gather(1, token.clamp_min(0)[:, None])))
     cost, margin, change = (torch.cat(p) for p in zip(*parts, strict=True))
-    places, change = margin.nonzero()[:, 0], change[targets >= 0]
-    row: dict[str, Any] = {"flips": len(places)}
-    row["first_flip"] = int(places[0]) if len(places) else None
+    row: dict[str, Any] = {"flips": int(margin.count_nonzero())}
     if by_chance is not None:
         row["unexplained"] = int((margin > NEAR * by_chance).sum())
-    if len(change):
-        row |= _spread("log_prob", change.abs().flatten())
+    if len(change := change[targets >= 0]):
+        size = change.abs()
+        row |= {"log_prob": float(size.mean()), "log_prob_max": float(size.max())}
         row["log_perplexity"] = -float(change.mean())
     return cost, row
-
-
-def _spread(name: str, x: Tensor) -> dict[str, float]:
-    """The mean over positions, the 99.9 % point and the largest."""
-    ordered = x.sort().values
-    at = max(0, math.ceil(0.999 * len(x)) - 1)
-    numbers = {"": x.mean(), "_p999": ordered[at], "_max": ordered[-1]}
-    return {name + which: float(number) for which, number in numbers.items()}
-
-
-def _growth(cost: Tensor) -> tuple[float, ...]:
-    """The mean cost in equal parts of a sequence; empty for a short one."""
-    parts = cost.tensor_split(PARTS) if len(cost) >= 2 * PARTS else ()
-    return tuple(float(part.mean()) for part in parts)

@@ -6,7 +6,7 @@ final states where it is none; both add up over independent small roundings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,8 +27,9 @@ Kind = Literal[
 
 class OfRun(Record):
     """One way to run the model, and what became of its output: over the scored positions of one
-    sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
+    sequence, or of all (means; of `_max` the largest)."""
 
+    role: ClassVar[str] = "kernel"
     kind: Kind
     format: str
     kernel: str = ""
@@ -37,30 +38,20 @@ class OfRun(Record):
     site: str = ""
     layer: int | None = None  # with attention in the format in this layer alone
     reason: str | None = None  # why there are no numbers
-    cost_p999: Value = None  # the 99.9 % point over positions
-    cost_max: Value = None
-    log_prob_p999: Value = None
+    cost_max: Value = None  # at a single position
     log_prob_max: Value = None
     log_perplexity: Value = None  # its change, with its sign
     error: Value = None  # rms error of the output (logits less their mean) over its exact rms
-    angle: Value = None  # mean angle between final states and the exact ones, degrees
     apart: Value = None  # rms difference from the run with the kernel `against`, over the exact rms
     positions: int = 0
     flips: int | None = None  # positions where another token, or class, is the likeliest
     unexplained: int | None = None
-    """Flips whose exact margin is more than four times the largest error that the format's own
-    roundings make at that position; all others are near ties. Null in a model with a router, whose
-    choice of experts may move one token far."""
-    first_flip: int | None = None
+    """Flips that are no near ties: the exact margin is over four times the largest error that the
+    format's own roundings make there. Null with a router, whose choices may move one token far."""
     growth: tuple[float, ...] = ()  # the cost in eight equal parts of the sequence
 
     @property
-    def role(self) -> str:
-        return "kernel"
-
-    @property
     def place(self) -> str:
-        """What its numbers are of."""
         return {"": "output", "latents": "denoised latents"}.get(self.at, self.at)
 
     @property
@@ -94,18 +85,18 @@ class RunSummary(OfRun):
     cost: Estimate | None = None
     log_prob: Estimate | None = None
     share: Estimate | None = None  # of the whole's cost
-    over: Estimate | None = None
+    over: Estimate | None = None  # its cost over that of what it is held against
     over_worst: Value = None  # of the one sequence where it is largest
-    """The cost over what it should be: of attention alone, what the kernel's rounding model makes
-    (where there is none, eager attention); of the whole, all sites together."""
+    beside: Literal["predicted", "eager", "sites"] | None = None
+    """What: the kernel's rounding model, else eager attention; of the whole, all sites together."""
 
 
 class Budget(Record):
-    """Whether the sites of one format account for what the whole model costs in it."""
+    """Whether the sites of one format account for the whole model's error in it."""
 
     format: str
     kernel: str  # with which the whole model ran
-    parts: Estimate  # the sum of the sites' costs over the whole's
+    parts: Estimate  # the sum of the sites' `cost` over the whole's
     adds_up: bool
 
 
@@ -116,9 +107,8 @@ class Check(Record):
     holds: bool | None  # None: it could not be tried
     difference: Value = None  # the largest, over the rms of the exact output
     limit: Value = None
-    layer: int | None = None  # the first whose attention differs
     format: str = ""  # where it is a check in a format
-    reason: str = ""
+    reason: str = ""  # why it could not be tried, or what is wrong
 
 
 class EffectsSummary(Record):
@@ -139,8 +129,6 @@ class EffectsReport(Report):
     tokens: tuple[int, ...] = ()  # of the first sequence, where the model reads `input_ids`
     summary: EffectsSummary
     checks: tuple[Check, ...] = ()
-    narrower: dict[str, dict[str, str]] = Field(default_factory=dict)
-    """By format and site: the narrower format in which the model's own code computes there."""
     rows: tuple[OutputRow, ...]
 
     @property

@@ -17,8 +17,7 @@ from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Planned
 from numdev.audit.rows import given
 from numdev.cases import AttentionCase
-from numdev.effects.sites import ATTENTION, SITES, Places
-from numdev.effects.wide import Running, Wide, widened
+from numdev.effects.rounding import ATTENTION, SITES, Places, Running, Wide, is_floating, widened
 from numdev.errors import MeasurementError, Refused
 from numdev.formats import Format, dtype_of, format_of, round_to
 from numdev.kernels import Output, find
@@ -26,7 +25,7 @@ from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
 from numdev.kernels.reference import attend
 from numdev.sources.capture import answered
-from numdev.sources.checkpoint import Checkpoint, Deferred, Streamed
+from numdev.sources.checkpoint import Deferred, Streamed
 from numdev.sources.loss import at_home
 from numdev.sources.opening import CheckpointSource
 from numdev.sources.pipeline import PictureSource
@@ -34,159 +33,129 @@ from numdev.system import System
 
 # The output, in any dtype, of a call that came in this format (its values may be in fp64).
 Attention = Callable[[AttentionCase, Format], Tensor]
-LOWEST = torch.finfo(torch.float64).min
+Inputs = Mapping[str, Any]
+Source = CheckpointSource | PictureSource
+
+
+def exact(case: AttentionCase, _fmt: Format) -> Tensor:
+    return attend(case).out
 
 
 class Subject:
-    """The model of a source in the format `fmt`: `real`, as it is used, and `wide`, which holds the
-    source's own weights, in fp64. Where these stay on disk, so do the model's. `run` runs kernels.
-    """
+    """The model of a source in a format: `real`, as it is used, and `wide`, which has the source's
+    own weights in fp64. It raises what the model raises, Refused where a kernel declines or cannot
+    run here, and MeasurementError where one fails."""
 
-    def __init__(
-        self, source: CheckpointSource | PictureSource, fmt: Format, run: Runner, system: System
-    ) -> None:
+    def __init__(self, source: Source, fmt: Format, run: Runner, system: System) -> None:
         self.format, self.run, self.system, self.device = fmt, run, system, system.device
-        checkpoint = source.checkpoint
-
-        def load() -> Any:
-            if source.streamed and isinstance(checkpoint, Checkpoint):
-                return checkpoint.deferred_model(dtype=dtype_of(fmt))
-            return checkpoint.load_model(dtype=dtype_of(fmt), device=self.device)
-
-        self.real, self.wide = models = load(), load()
+        models: Any = [source.load(dtype_of(fmt)) for _ in range(2)]
+        self.real, self.wide = models
         if hasattr(self.wide, "set_experts_implementation"):
             self.wide.set_experts_implementation("eager")  # transformers' default has no fp64
         _widen(self.wide, source.model, self.device)
-        self.streamed = {m: Streamed(m, device=self.device) for m in models if source.streamed}
+        self.weights: dict[nn.Module, Any] = dict.fromkeys(models, nullcontext)  # to run it within
+        if source.streamed:
+            self.weights = {m: Streamed(m, device=self.device).running for m in models}
         self.places = Places(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         self.routes = False  # whether it chooses among its parts, as a router of experts does
 
-    # --- how the model is run -------------------------------------------------------------------
-
-    def as_used(
-        self, inputs: Mapping[str, Any], attention: Attention, moved: int | None = None
-    ) -> Any:
-        """What the model returns as it computes in its format, its attention calls answered by
-        `attention`. `moved`: a seed; the embedded inputs then lie one unit in the last place off,
-        up or down. Raises what `attention` and the model raise."""
+    def as_used(self, inputs: Inputs, attention: Attention, moved: int | None = None) -> Any:
+        """What the model returns as it computes in its format. With the seed `moved` its embedded
+        inputs lie one unit in the last place off, up or down."""
 
         def answer(case: AttentionCase) -> Tensor:
             return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
 
         moving = nullcontext() if moved is None else _moving(self.real, self.format, moved)
-        with torch.no_grad(), self._weights(self.real), moving:
+        with torch.no_grad(), self.weights[self.real](), moving:
             home = at_home(self.real, inputs)
             return answered(self.real, lambda: self.real(**home), answer)
 
     def exactly(
         self,
-        inputs: Mapping[str, Any],
-        attention: Attention = lambda case, _fmt: attend(case).out,
+        inputs: Inputs,
+        attention: Attention | None = exact,
         *,
         sites: Collection[str] = (),
         drawn: int | None = None,
         run: Callable[..., Any] | None = None,
-        answers: bool = True,
     ) -> Any:
-        """What the model returns, computed in fp64 but for roundings at `sites` (up or down at
-        random with the seed `drawn`, where there is one), its attention answered by `attention`
-        (without `answers` by the model's own code). `run`: what to do with the model's inputs in
-        place of running it on them."""
-        how: dict[str, Any] = {}
-        if drawn is not None:
-            how = {"mode": "stochastic", "generator": seeded(drawn, self.device)}
-        running = Running(self.places.site_of, self.format, sites, **how)
+        """What the model returns, or `run` in its place, computed in fp64 but for roundings at
+        `sites` (up or down at random with the seed `drawn`, where there is one). Its attention is
+        answered by `attention`; None: by the model's own code."""
+        generator = None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
+        how: Any = {"mode": "stochastic", "generator": generator} if generator else {}
+        running = Running(self.places, self.format, sites, **how)
 
-        def met(case: AttentionCase) -> Tensor:
+        def answer(case: AttentionCase) -> Any:
             self.places.met()
             kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
                 running.narrower["attention"] = format_of(torch.get_autocast_dtype(kind)).name
             with _disable_current_modes(), torch.autocast(kind, enabled=False):
-                out: Tensor = Wide.of(attention(_unwrapped(case), format_of(dtype)).double(), dtype)
-                return out
+                values = (attention or exact)(_unwrapped(case), format_of(dtype))
+                return Wide.of(values.double(), dtype)
 
-        wide = self._inputs(inputs, rounded="embedding" in sites)
-        call = self.wide if run is None else run
-        with torch.no_grad(), self._weights(self.wide), self.places.followed(), running:
-            if answers:
-                result = answered(self.wide, lambda: call(**wide), met)
+        call = partial(run or self.wide, **self._inputs(inputs, rounded="embedding" in sites))
+        with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
+            if attention is not None:
+                result = answered(self.wide, call, answer)
             else:  # fused operators, chosen by what tensors say they are, have no fp64
                 with sdpa_kernel(SDPBackend.MATH):
-                    result = call(**wide)
+                    result = call()
         self.narrower |= running.narrower
         self.routes |= running.routes
         return result
 
     def rounded(
-        self,
-        inputs: Mapping[str, Any],
-        kernels: Iterable[Planned],
-        site: str | None = None,
-        drawn: int | None = None,
+        self, inputs: Inputs, kernels: Iterable[Planned], site: str = "", drawn: int | None = None
     ) -> Any:
-        """What the model returns, rounded at one site, or at all, and computed in fp64 otherwise.
-        Those of attention are the first kernel's that has a rounding model here (else
-        FlashAttention-2's), on unrounded inputs."""
+        """What the model returns, rounded at one site, or at all, but computed in fp64. Attention
+        rounds as the first kernel with a rounding model does, else as FlashAttention-2."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
-            said: Mapping[str, Any] = {"preset": "fa2"}
+            claim: Mapping[str, Any] = {"preset": "fa2"}
             for planned in kernels:
                 with suppress(Refused, MeasurementError):
-                    said = self._claim(planned, case.rounded_to(fmt))
+                    claim = self._claim(planned, case.rounded_to(fmt))
                     break
-            made, own = recipe(**said), FORWARD if site is None else ATTENTION[site]
-            values = {s: made.sites[s] for s in own if made.sites[s] not in (EXACT, "wide")}
-            values = {s: fmt.name if x == WORKING else x for s, x in values.items()}
-            chosen = {**said, **dict.fromkeys(FORWARD, EXACT), **values, **stochastic}
-            if site not in (None, "attention scores"):  # of which a quick exponential is part
+            values = recipe(**claim).sites
+            own = [s for s in ATTENTION.get(site, FORWARD) if values[s] not in (EXACT, "wide")]
+            rounds = {s: fmt.name if values[s] == WORKING else values[s] for s in own}
+            chosen = {**claim, **dict.fromkeys(FORWARD, EXACT), **rounds, **stochastic}
+            if site not in ("", "attention scores"):  # of which a quick exponential is part
                 chosen["exponential"] = "exact"
             return find("emulated").attend(case, **chosen).out
 
-        if site is None:
+        if not site:
             return self.exactly(inputs, attention, sites=SITES, drawn=drawn)
-        if site in ATTENTION:
-            return self.exactly(inputs, attention)
-        return self.exactly(inputs, sites=(site,))
+        return self.exactly(inputs, attention if site in ATTENTION else exact, sites=(site,))
 
-    def _inputs(self, inputs: Mapping[str, Any], *, rounded: bool) -> dict[str, Any]:
+    def _inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
         """The inputs as the model takes them, floating-point ones wide."""
         home = {n: x.to(self.device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
         for name, x in home.items():
-            if isinstance(x, Tensor) and x.is_floating_point():
+            if is_floating(x):
                 values = round_to(x.double(), self.format) if rounded else x.double()
                 home[name] = Wide.of(values, dtype_of(self.format))
         return home
 
-    def _weights(self, model: nn.Module) -> Any:
-        return self.streamed[model].running() if self.streamed else nullcontext()
+    def kernel(self, planned: Planned, layer: Any, case: AttentionCase, fmt: Format) -> Tensor:
+        """Attention by a kernel, on inputs rounded to the format of the call; with a `layer` (else
+        None) in this one alone, and exactly in all others."""
+        if layer not in (None, case.ref.layer):
+            return exact(case, fmt)
+        return self._ran(planned, case.rounded_to(fmt)).out
 
-    # --- how attention is answered: on inputs rounded to the format of the call. Raises Refused
-    # where a kernel declines or cannot run here, MeasurementError where it fails ----------------
-
-    def kernel(self, planned: Planned, layer: int | None = None) -> Attention:
-        """By a kernel; in one layer alone (else exactly), or in all."""
-
-        def attention(case: AttentionCase, fmt: Format) -> Tensor:
-            if layer not in (None, case.ref.layer):
-                return attend(case).out
-            return self._ran(planned, case.rounded_to(fmt)).out
-
-        return attention
-
-    def predicted(self, planned: Planned) -> Attention:
-        """As the kernel's rounding model has it; exactly, where a call comes in a wider format than
-        the model's, for which there is none."""
-
-        def attention(case: AttentionCase, fmt: Format) -> Tensor:
-            if fmt.precision > self.format.precision:
-                return attend(case).out
-            case = case.rounded_to(fmt)
-            return find("emulated").attend(case, **self._claim(planned, case)).out
-
-        return attention
+    def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
+        """The same as the kernel's rounding model has it; exactly, where a call comes in a wider
+        format than the model's, for which there is none."""
+        if fmt.precision > self.format.precision:
+            return exact(case, fmt)
+        case = case.rounded_to(fmt)
+        return find("emulated").attend(case, **self._claim(planned, case)).out
 
     def _ran(self, planned: Planned, case: AttentionCase) -> Output:
         kernel = planned.kernel
@@ -205,17 +174,14 @@ class Subject:
         return claim
 
 
-def _widen(model: nn.Module, exact: nn.Module, device: str) -> None:
-    """Put `Wide` tensors with the values of `exact` in the place of a model's own: where these stay
+def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
+    """Put `Wide` tensors with the source's values in the place of a model's own: where these stay
     on disk, what makes them."""
-    modules = dict(exact.named_modules())
     made: dict[int, Any] = {}  # a tied weight stays one
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
-            own, values = getattr(module, kind), getattr(modules[name], kind)
-            for leaf, x in own.items():
-                if x is None or not x.is_floating_point():
-                    continue
+            own, values = getattr(module, kind), getattr(source.get_submodule(name), kind)
+            for leaf, x in ((leaf, x) for leaf, x in own.items() if is_floating(x)):
                 if id(x) not in made:
                     wide = partial(_wide, values[leaf], x.dtype, kind == "_parameters")
                     on_disk = isinstance(x, Deferred)
@@ -232,11 +198,10 @@ def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> A
 
 def _unwrapped(case: AttentionCase) -> AttentionCase:
     """The call with its values in fp64. In a mask the lowest number of a dtype hides a key."""
-    wide = {n: x for n, x in vars(case).items() if isinstance(x, Tensor) and x.is_floating_point()}
-    values: dict[str, Any] = {name: widened(x) for name, x in wide.items()}
-    if "mask" in wide:
-        hidden = values["mask"] == torch.finfo(wide["mask"].dtype).min
-        values["mask"] = values["mask"].masked_fill(hidden, LOWEST)
+    values = {name: widened(x) for name, x in vars(case).items() if is_floating(x)}
+    if case.mask is not None and "mask" in values:
+        hidden = values["mask"] == torch.finfo(case.mask.dtype).min
+        values["mask"] = values["mask"].masked_fill(hidden, torch.finfo(torch.float64).min)
     return dataclasses.replace(case, **values)
 
 
@@ -246,7 +211,8 @@ def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
 
     def move(_module: nn.Module, _args: Any, x: Tensor) -> Tensor:
         stack.close()  # the first to run is moved, and no other
-        up = torch.rand(x.shape, generator=seeded(seed, x.device), device=x.device) < 0.5
+        generator = torch.Generator(x.device).manual_seed(seed)
+        up = torch.rand(x.shape, generator=generator, device=x.device) < 0.5
         spacing = 2.0 * fmt.unit_roundoff
         return round_to(x.double() * (1 + torch.where(up, spacing, -spacing)), fmt).to(x.dtype)
 
@@ -255,7 +221,3 @@ def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
             if isinstance(m, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Linear):
                 stack.callback(m.register_forward_hook(move).remove)
         yield
-
-
-def seeded(seed: int, device: Any) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)

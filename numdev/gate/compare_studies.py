@@ -1,9 +1,9 @@
 """Two reports of `numdev effects`, or of `numdev invariance`: what moved.
 
 Of effects, a run's cost in B over that in A is taken for each sequence. Its logarithm scatters
-about 0 where nothing but the order of roundings changed; it moved where Student's t says otherwise,
-at 1 % over all runs together (Holm). Of invariance, an axis moved where bits were the same and no
-longer are, or the reverse, where its cause is another one, or its size another by TIMES."""
+about 0 where only the order of roundings changed; it moved where Student's t says otherwise, at 1 %
+over all runs (Holm). Of invariance, an axis moved where bits were the same and no longer are, or
+the reverse, where its cause is another one, or its size another by TIMES."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ ALPHA = 0.01
 LEAST = 3  # sequences, below which nothing is judged
 TIMES = 2.0
 FAR = 100.0  # the excess of what has no ratio
+NOWHERE: dict[str, Any] = {**dict.fromkeys(Place.model_fields), "module": "", "call": 0}
 NOTE = (
     "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 % over all "
     "{tests} runs by Holm)."
@@ -42,16 +43,14 @@ def invariance_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move,
     groups, moves = [], []
     for own in grouped(pairs, lambda p: (p[1].label, p[1].format, p[1].axis, p[1].tensor)).values():
         first, here = own[0][1], []
-        names = ("role", "kernel", "options", "format")
-        of: dict[str, Any] = {name: getattr(first, name) for name in names}
+        of: dict[str, Any] = {n: getattr(first, n) for n in ("role", "kernel", "options", "format")}
         of |= {"tensor": f"{first.axis} {first.tensor}", "metric": "difference"}
         for a, b in own:
             change = b.floor_ratio / a.floor_ratio if a.floor_ratio and b.floor_ratio else None
             far = abs(math.log(change)) / math.log(TIMES) if change else FAR
             if a.same == b.same and str(a.cause) == str(b.cause) and (a.same or far <= 1):
                 continue
-            nowhere: dict[str, Any] = dict.fromkeys(Place.model_fields)
-            place = Place(**{**nowhere, "case": b.case, "module": "", "call": 0, "layer": b.layer})
+            place = Place(**{**NOWHERE, "case": b.case, "layer": b.layer})
             words = f"{b.variant}: {_said(a)}, now {_said(b)}"
             numbers = {"a": a.floor_ratio, "b": b.floor_ratio, "change": change}
             excess = far if a.same == b.same and far > 1 else FAR
@@ -92,7 +91,8 @@ def effects_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ..
     groups, moves = [], []
     for run, logs in ((run, x) for run, x in ratios.items() if x):
         row, a, b = about[run], *(statistics.median(side[run].values()) for side in sides)
-        where = f"{row.kind} {row.site}".strip() + ("" if row.layer is None else f" L{row.layer}")
+        layer = "" if row.layer is None else f"L{row.layer}"
+        where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
         of: dict[str, Any] = {"role": "kernel", "kernel": row.kernel or "model", "tensor": where}
         of |= {"format": row.format, "options": row.options, "metric": "cost", "a": a, "b": b}
         of["change"] = math.exp(statistics.mean(logs))
@@ -100,9 +100,8 @@ def effects_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ..
         judged = {"pairs": len(logs), "same_bits": same, "moved": len(logs) * far}
         groups.append(Group(**of, **judged, unjudged=0 if run in p else len(logs)))
         if far:
-            nowhere: dict[str, Any] = dict.fromkeys(Place.model_fields)
-            place = Place(**{**nowhere, "case": where, "module": "", "call": 0})
-            words = f"the cost at the output from {three(a)} to {three(b)}"
+            place = Place(**{**NOWHERE, "case": where})
+            words = f"the error at the {row.place} (cost) from {three(a)} to {three(b)}"
             excess = 1 + abs(math.log(of["change"]))
             moves.append(Move(**of, place=place, words=words, excess=excess))
     moves.sort(key=lambda move: -move.excess)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracin
 T = TypeVar("T")
 OnCall = Callable[[AttentionCase], Tensor | None]  # what it returns, if anything, is the answer
 NAME = "numdev"  # Under which numdev's function is registered with transformers
+HINT = "does it take as many tokens as --length, and these --inputs?"
 
 # What models pass to their attention function and no SDPA call depends on.
 WITHOUT_EFFECT = frozenset(
@@ -140,8 +141,7 @@ def capture_run(
     """What `run` returns; `on_call` is called at every attention call that the watched model makes
     in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
     way. None where it was ended early."""
-    hint = "does it take as many tokens as --length, and these --inputs?"
-    named = naming(type(watch.model).__name__, "failed on its inputs", hint)
+    named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
     with named, watch.watching(), suppress(Enough), _Interceptor(on_call, watch, step).meeting():
         return run()
     return None
@@ -206,6 +206,17 @@ def layer_of(module: nn.Module, name: str) -> int | None:
     return own if isinstance(own, int) else numbers[0] if len(numbers) == 1 else None
 
 
+@contextmanager
+def followed(modules: Iterable[nn.Module], enter: Any, leave: Any) -> Iterator[None]:
+    """In here `enter` is told of each module that begins, with its arguments and keywords, and
+    `leave` of each that ends, also by raising."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
 @dataclass(kw_only=True, eq=False)
 class Frame:
     """A module while it runs: what it was called with, and how many calls it has made."""
@@ -254,10 +265,7 @@ class Watch:
             if self.running and self.running[-1].module is module:  # not where a hook raised before
                 self.running.pop()
 
-        with ExitStack() as stack:
-            for module in self.modules:
-                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        with followed(self.modules, enter, leave):
             yield
         missed = sorted(self.modules[m] for m in self.owners if self.ran[m] > self.seen[m])
         if missed or not self.calls:
@@ -511,6 +519,17 @@ def _attention(
             return sdpa(*call, dropout=dropout, scaling=scaling, **on)
     finally:
         interceptor.passed = {}
+
+
+def in_parts(model: nn.Module, inputs: Mapping[str, Any], ends: Iterable[int]) -> Iterator[Any]:
+    """What a model returns for its `input_ids` read in parts, up to each of `ends`, with a cache.
+    An `attention_mask` is given to each part up to its end."""
+    ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0
+    for end in ends:
+        part = {"input_ids": ids[:, start:end], "past_key_values": past, "use_cache": True}
+        answer = model(**part, **({} if mask is None else {"attention_mask": mask[:, :end]}))
+        past, start = answer.past_key_values, end
+        yield answer
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:

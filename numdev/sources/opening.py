@@ -83,10 +83,10 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
     return CheckpointSource(request, system, projections=projections)
 
 
-def refuse_options(request: AuditRequest, kind: str, meaningless: Collection[str]) -> None:
+def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> None:
     """Raises UsageError for an option that was set and means nothing for a target of this kind."""
     for name in meaningless:
-        if getattr(request, name) != AuditRequest.model_fields[name].default:
+        if getattr(request, name) != type(request).model_fields[name].default:
             what = f"{name!r} does not apply: {request.target} is {kind}"
             raise UsageError(what, hint=f"leave --{name.replace('_', '-')} out")
 
@@ -309,6 +309,12 @@ class CheckpointSource(Source):
             "prompt_sha256": stored.digest_of(self.prompt.inputs),
             **({"grad_out": self.upstream.describe()} if self.upstream else {}),
         }
+
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """The model once more, in another format; with deferred weights where it is streamed."""
+        if self.streamed and isinstance(self.checkpoint, stored.Checkpoint):
+            return self.checkpoint.deferred_model(dtype=dtype)
+        return self.checkpoint.load_model(dtype=dtype, device=self.device)
 
     def count(self) -> int:
         chosen = self.request.layers

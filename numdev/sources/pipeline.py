@@ -35,7 +35,7 @@ from numdev.formats import dtype_of, format_named, format_of
 from numdev.sources import capture as capturing
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import VARIADIC
-from numdev.sources.files import blaming, name_of, quiet
+from numdev.sources.files import blaming, name_of, naming, quiet
 from numdev.sources.loss import drawn_from, with_drawn
 from numdev.sources.prompts import Prompt, read_text
 from numdev.system import System
@@ -268,7 +268,9 @@ class Painter(nn.Module):
 
         scheduler.step, vae.decode, scheduler.set_timesteps = step, decode, table
         noise, dtype = _Noise(self.source.request.seed + chosen[0]), vae.dtype
-        with quiet(self.source.chatter), suppress(capturing.Enough):
+        hint = f"does diffusers run it, with --denoise {self.source.steps}?"
+        named = naming(self.source.kind, "the pipeline failed", hint)
+        with named, quiet(self.source.chatter), suppress(capturing.Enough):
             try:
                 with noise:
                     self.pipeline(**arguments, num_inference_steps=self.source.steps)
@@ -306,7 +308,7 @@ class PictureSource:
     streamed = None
 
     def __init__(self, opened: PipelineSource, system: System) -> None:
-        self.opened, self.system, self.checkpoint = opened, system, self
+        self.opened, self.system = opened, system
         if not hasattr(getattr(opened.pipeline, "vae", None), "decode"):
             raise UsageError(f"{opened.path}: expected a pipeline with a VAE, got {opened.kind}")
         inputs = {"number": torch.arange(opened.request.sequences)}
@@ -316,7 +318,7 @@ class PictureSource:
     def describe(self) -> dict[str, Any]:
         return {n: x for n, x in self.opened.describe().items() if n != "not_audited"}
 
-    def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
+    def load(self, dtype: torch.dtype) -> nn.Module:
         """The pipeline once more, its models in another format."""
         named = self.opened.request.model_copy(update={"model_dtype": format_of(dtype).name})
         return Painter(PipelineSource(named, self.system))

@@ -10,18 +10,15 @@ from numdev.report import document as doc
 from numdev.report.numbers import NONE, labelled, percent, ratio, si
 
 LOGITS = (
-    "cost: Kullback-Leibler divergence from the exact distribution of the next token, nats a "
-    "position. |Δ log p|: change of the log-probability of the text's own tokens. flips: positions "
-    "where another token is the likeliest."
+    "cost: the error as Kullback-Leibler divergence from the exact distribution of the next token, "
+    "nats a position. |Δ log p|: change of the log-probability of the text's own tokens. flips: "
+    "positions where the top token changes."
 )
-STATES = (
-    "cost: squared relative error of the {}. error: its root. angle: between these and the exact "
-    "ones."
-)
+STATES = "cost: the error of the {}, relative and squared. error: its root."
 BOTH = (
     "attention alone: its cost with all else in fp64, of the whole's. over: that beside what the "
-    "kernel's rounding model makes. apart: rms difference of the output from that with {}, of the "
-    "exact output's rms."
+    "kernel's rounding model predicts. apart: rms difference of the output from that with {}, of "
+    "the exact output's rms."
 )
 STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs one ulp off",
@@ -103,13 +100,11 @@ def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) 
         yield si(_mean(run.log_prob)) if logits else si(run.error)
         if logits:
             yield NONE if run.flips is None else f"{run.flips:,}"
-        else:
-            yield NONE if run.angle is None else f"{si(run.angle)}°"
         yield _share(own)
         yield ratio(own.over.mean) if own and own.over else NONE
         yield si(run.apart)
 
-    own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
+    own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error")
     columns = (f"the model in {fmt} with", *own, "attention alone", "over", "apart")
     standard = [run.kind != "whole" for run in shown]
     return doc.table(columns, map(cells, shown), standard, title=title)
