@@ -199,6 +199,29 @@ class Workers:
         return len(threads)
 
 
+def shared_out(
+    client: Client, expected: str, function: Callable[..., T], parts: Sequence[tuple[Any, ...]]
+) -> Iterator[T]:
+    """What `function(*part)` returns on the workers for each part, as it comes. Raises what it
+    raises there, MeasurementError for anything but a NumdevError."""
+    from distributed import as_completed
+
+    futures = [client.submit(_called, expected, function, part, pure=False) for part in parts]
+    for future in as_completed(futures, loop=client.loop):
+        try:
+            yield future.result()
+        except NumdevError:
+            raise
+        except Exception as error:
+            raise MeasurementError(f"a worker failed: {one_line(error)}", hint=KEPT) from error
+
+
+def _called(expected: str, function: Callable[..., T], part: tuple[Any, ...]) -> T:
+    with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
+        check_here(json.loads(expected))
+        return function(*part)
+
+
 @contextlib.contextmanager
 def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
     """A client of the cluster's scheduler; on leaving, nothing that was started here is left."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from numdev.audit.bench import KV_TENSORS, Selection, part
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Plan
 from numdev.audit.rows import given
-from numdev.audit.script import EVERYWHERE, figure_for, write
+from numdev.audit.script import EVERYWHERE, figure_for, rendered, write
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
@@ -24,6 +24,7 @@ from numdev.formats import format_named
 from numdev.metrics.of_rows import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
+from numdev.report.foreign import plain
 from numdev.sources.opening import Source
 
 FOLDER = "reproducers"
@@ -32,6 +33,25 @@ SECONDS = 20.0  # how long one finding is reduced
 # again and again, and the case is kept whole.
 SLOW = 2.0
 PLACE = ("case", "module", "layer", "call", "phase", "seed")
+
+
+def written(
+    findings: Sequence[Finding],
+    directory: Path,
+    template: str,
+    facts_of: Callable[[Finding], Mapping[str, Any] | None],
+) -> list[Path]:
+    """A script for each finding for which there are facts, by a template."""
+    scripts = []
+    for finding in findings:
+        if (facts := facts_of(finding)) is not None:
+            script = directory / FOLDER / finding.folder / "reproduce.py"
+            script.parent.mkdir(parents=True, exist_ok=True)
+            sentence = plain(finding.sentence).replace('"', "'").replace("\\", "/")
+            text = rendered(template, {"sentence": sentence, **facts})
+            script.write_text(text, encoding="utf-8")
+            scripts.append(script)
+    return scripts
 
 
 def reproduce(

@@ -3,7 +3,7 @@
 The script reads the tensors, computes the answer in fp64 by the definition, runs the kernel as a
 user would, prints the figure of the finding, and exits with 1 if it shows. Nothing of numdev is in
 it, unless the kernel itself is written for numdev. The text is in the template
-`data/reproducer/reproduce.py.j2`; here is what it is told."""
+`data/reproducer/audit.py.j2`; here is what it is told."""
 
 from __future__ import annotations
 
@@ -131,19 +131,23 @@ def write(
         "runs": RUNS_OF_NOISE,
         "about": f"Measured: {about}.",
     }
-    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    loader = PackageLoader("numdev", "data/reproducer")
-    templates = Environment(loader=loader, undefined=StrictUndefined, **blocks)
-    templates.filters["literal"] = literal
     script = directory / "reproduce.py"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tensorfile.write(directory / "tensors.safetensors", [case])
-        text = templates.get_template("reproduce.py.j2").render(facts)
-        script.write_text(text, encoding="utf-8")
+        script.write_text(rendered("audit", facts), encoding="utf-8")
     except OSError as error:
         raise MeasurementError(f"{directory}: cannot be written ({error.strerror})") from error
     return script
+
+
+def rendered(template: str, facts: Mapping[str, Any]) -> str:
+    """A script made of a template in `data/reproducer`."""
+    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    loader = PackageLoader("numdev", "data/reproducer")
+    templates = Environment(loader=loader, undefined=StrictUndefined, **blocks)
+    templates.filters["literal"] = literal
+    return templates.get_template(f"{template}.py.j2").render(facts)
 
 
 def literal(value: Any) -> str:

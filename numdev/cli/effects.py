@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from numdev.cli.gate import Verdict, gated
-from numdev.cli.options import options_of
+from numdev.cli.options import cluster_options, options_of
 from numdev.cli.session import Results, command
 from numdev.config import EffectsRequest, effects_request
 
@@ -16,19 +16,25 @@ from numdev.config import EffectsRequest, effects_request
 @command("effects demo")
 @click.argument("target", metavar="CHECKPOINT")
 @options_of(EffectsRequest)
+@cluster_options
 @gated
-def effects(target: str, results: Results, verdict: Verdict | None, **flags: Any) -> None:
+def effects(
+    target: str, results: Results, verdict: Verdict | None, workers: int | None,
+    scheduler: str | None, **flags: Any,
+) -> None:  # fmt: skip
     """Say what rounding does to a model's output, and how much of that is attention's.
 
     CHECKPOINT is a directory (also of a diffusers pipeline), a state dict, the name of a model in
     the local Hugging Face cache, or `demo`. The whole model in fp64 is the truth; beside it stand
     the model in each format with each kernel, attention alone, and one rounding site at a time. The
     same request into the same directory continues where it stopped."""
+    from numdev.audit.cluster import cluster_of, sharing
     from numdev.effects.checks import reproducers
     from numdev.effects.study import effects as run
 
-    request = effects_request(target, flags)
+    request, cluster = effects_request(target, flags), cluster_of(workers, scheduler)
     name = f"effects-{Path(request.target).stem or 'model'}"
     directory = results.directory(name, request.model_dump(mode="json"))
-    found = results.study(run, request, directory, say=results.say)
+    with sharing(cluster, request.device):
+        found = results.study(run, request, directory, workers=cluster, say=results.say)
     results.hand_over(found, directory, reproducers, verdict)

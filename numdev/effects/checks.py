@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from numdev.audit.reproduce import FOLDER
+from numdev.audit.reproduce import written
 from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.effects.outputs import counted, output_of, text_of
@@ -22,6 +22,7 @@ from numdev.effects.rounding import is_floating, widened
 from numdev.effects.running import Inputs, Subject, exact
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.formats import Format
+from numdev.report import Finding
 from numdev.report.numbers import three
 from numdev.sources.capture import attention_modules, in_parts, layer_of, led
 from numdev.sources.loss import at_home
@@ -218,61 +219,18 @@ class Checks:
         return Check(name=name, holds=holds, reason=text, **about)
 
 
-# --- a script for each, which needs torch and transformers alone ---------------------------------
-
-SCRIPT = '''"""{sentence}
-
-Made by numdev; needs torch and transformers alone. Exits with 1 where the difference shows."""
-
-import sys
-
-import torch
-import transformers
-
-IDS = torch.tensor([[{tokens}]])
-N = {length}  # tokens that are changed, hidden or decoded
-
-def model(way="sdpa"):
-    cls = transformers.{architecture}
-    return cls.from_pretrained({path!r}, dtype=torch.float64, attn_implementation=way).eval()
-
-@torch.no_grad()
-def output(ids, way="sdpa", **more):
-    return model(way)(input_ids=ids, **more)[0]
-
-{body}
-difference = float((one - two).abs().max() / one.std())
-print(f"largest difference: {{difference:.3g}} of the output's size")
-sys.exit(difference > 1e-4)
-'''
-BODIES = {
-    **dict.fromkeys(("eager", "sdpa"), 'one, two = output(IDS, "sdpa"), output(IDS, "eager")'),
-    "causality": """other = torch.cat([IDS[:, :-N], IDS[:, -N:].roll(1, dims=1)], dim=1)
-one, two = (output(ids)[:, :-N] for ids in (IDS, other))""",
-    "mask": """other = torch.cat([IDS[:, N : 2 * N], IDS[:, N:]], dim=1)
-mask = (torch.arange(IDS.shape[1]) >= N).long()[None]
-one, two = (output(ids, attention_mask=mask)[:, N:] for ids in (IDS, other))""",
-    "cache": """whole, past, parts = model(), None, []
-with torch.no_grad():
-    for ids in (IDS[:, :-N], *IDS[:, -N:].split(1, dim=1)):
-        answer = whole(input_ids=ids, past_key_values=past, use_cache=True)
-        past = answer.past_key_values
-        parts.append(answer[0])
-one, two = output(IDS)[:, -N:], torch.cat(parts, dim=1)[:, -N:]""",
-}
-
-
 def reproducers(report: EffectsReport, directory: Path, **_: Any) -> list[Path]:
-    """Write the scripts of a report's findings; those for which one can be written."""
+    """A script for each finding that one can be written for; it needs torch and transformers."""
     path = report.request["checkpoint"]
     path = demo_checkpoint() if path == "demo" else Path(path).resolve()
-    written, can = [], (path / "config.json").is_file() and bool(report.tokens)
-    tokens, length = ", ".join(map(str, report.tokens)), min(4, len(report.tokens) // 3)
-    model = {"architecture": report.provenance.source["architecture"], "path": str(path)}
-    for finding in (f for f in report.findings if f.rule in BODIES and can):
-        file = directory / FOLDER / finding.folder / "reproduce.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        about = {"sentence": finding.sentence, "body": BODIES[finding.rule], **model}
-        file.write_text(SCRIPT.format(tokens=tokens, length=length, **about), encoding="utf-8")
-        written.append(file)
-    return written
+    if not ((path / "config.json").is_file() and report.tokens):
+        return []
+
+    def facts(finding: Finding) -> dict[str, Any] | None:
+        if finding.rule not in ("eager", "sdpa", "causality", "mask", "cache"):
+            return None
+        model = {"architecture": report.provenance.source["architecture"], "path": str(path)}
+        length = min(4, len(report.tokens) // 3)
+        return {"rule": finding.rule, "tokens": report.tokens, "length": length, **model}
+
+    return written(report.findings, directory, "effects", facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -103,23 +104,30 @@ def compared(
             reason = reason if bad else "the sequence is all padding"
             rows.append({"status": "failed" if bad else "skipped", "reason": reason})
             continue
-        row: dict[str, Any] = {}
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]
             cost, row = _of_logits(own, exact, how.targets[i][counts], errors)
         else:
             cost = (own - exact).square().sum(dim=-1) / exact.square().sum(dim=-1).clamp_min(TINY)
+            cosine = torch.cosine_similarity(own, exact, dim=-1, eps=TINY).clamp(-1, 1)
+            row = {"angle": float(cosine.acos().rad2deg().mean())}
         # What is added to all logits of a position alike changes nothing.
         centred = _centred if how.logits else lambda x: x
         size = centred(exact).norm().clamp_min(TINY)
         parts = cost.tensor_split(PARTS) if len(cost) >= 2 * PARTS else ()
-        row |= {"cost": float(cost.mean()), "cost_max": float(cost.max()), "positions": len(own)}
+        row |= {**_spread("cost", cost), "positions": len(own)}
         row["growth"] = tuple(float(part.mean()) for part in parts)
         row["error"] = float(centred(own - exact).norm() / size)
         if beside is not None and bool(beside[i][counts].isfinite().all()):
             row["apart"] = float(centred(own - beside[i][counts]).norm() / size)
         rows.append(row)
     return rows
+
+
+def _spread(name: str, x: Tensor) -> dict[str, float]:
+    """The mean over positions, the 99.9 % point and the largest."""
+    point = x.kthvalue(math.ceil(0.999 * len(x))).values
+    return {name: float(x.mean()), f"{name}_p999": float(point), f"{name}_max": float(x.max())}
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -139,11 +147,11 @@ def _of_logits(
         margin = best - right.gather(1, first)[:, 0]  # between the two likeliest tokens
         parts.append((cost.clamp_min(0), margin, change.gather(1, token.clamp_min(0)[:, None])))
     cost, margin, change = (torch.cat(p) for p in zip(*parts, strict=True))
-    row: dict[str, Any] = {"flips": int(margin.count_nonzero())}
+    flips = margin.nonzero()[:, 0].tolist()
+    row: dict[str, Any] = {"flips": len(flips), "first_flip": next(iter(flips), None)}
     if by_chance is not None:
         row["unexplained"] = int((margin > NEAR * by_chance).sum())
     if len(change := change[targets >= 0]):
-        size = change.abs()
-        row |= {"log_prob": float(size.mean()), "log_prob_max": float(size.max())}
+        row |= _spread("log_prob", change.abs().flatten())
         row["log_perplexity"] = -float(change.mean())
     return cost, row

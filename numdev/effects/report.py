@@ -27,7 +27,7 @@ Kind = Literal[
 
 class OfRun(Record):
     """One way to run the model, and what became of its output: over the scored positions of one
-    sequence, or of all (means; of `_max` the largest)."""
+    sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
 
     role: ClassVar[str] = "kernel"
     kind: Kind
@@ -38,16 +38,20 @@ class OfRun(Record):
     site: str = ""
     layer: int | None = None  # with attention in the format in this layer alone
     reason: str | None = None  # why there are no numbers
-    cost_max: Value = None  # at a single position
+    cost_p999: Value = None  # the 99.9 % point over positions
+    cost_max: Value = None
+    log_prob_p999: Value = None
     log_prob_max: Value = None
     log_perplexity: Value = None  # its change, with its sign
     error: Value = None  # rms error of the output (logits less their mean) over its exact rms
+    angle: Value = None  # mean angle between final states and the exact ones, degrees
     apart: Value = None  # rms difference from the run with the kernel `against`, over the exact rms
     positions: int = 0
     flips: int | None = None  # positions where another token, or class, is the likeliest
     unexplained: int | None = None
     """Flips that are no near ties: the exact margin is over four times the largest error that the
     format's own roundings make there. Null with a router, whose choices may move one token far."""
+    first_flip: int | None = None
     growth: tuple[float, ...] = ()  # the cost in eight equal parts of the sequence
 
     @property

@@ -73,14 +73,9 @@ class Subject:
             return answered(self.real, lambda: self.real(**home), answer)
 
     def exactly(
-        self,
-        inputs: Inputs,
-        attention: Attention | None = exact,
-        *,
-        sites: Collection[str] = (),
-        drawn: int | None = None,
-        run: Callable[..., Any] | None = None,
-    ) -> Any:
+        self, inputs: Inputs, attention: Attention | None = exact, *, sites: Collection[str] = (),
+        drawn: int | None = None, run: Callable[..., Any] | None = None,
+    ) -> Any:  # fmt: skip
         """What the model returns, or `run` in its place, computed in fp64 but for roundings at
         `sites` (up or down at random with the seed `drawn`, where there is one). Its attention is
         answered by `attention`; None: by the model's own code."""

@@ -4,14 +4,15 @@ what single rounding sites do to it."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from numdev.audit.cluster import Cluster, client_of, shared_by, shared_out
 from numdev.audit.isolation import Failure, Isolated, Runner, attempt
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Planned, digest, header, plan_formats, plan_kernels
@@ -37,6 +38,7 @@ from numdev.sources.tensorfile import holds_cases
 from numdev.system import System
 
 LOGITS = 1 << 27  # that are held at once for one run: 1 GB in fp64
+Measured = tuple[int, list[OutputRow]]  # the number of a run, and its rows
 
 
 class Run(NamedTuple):
@@ -59,6 +61,7 @@ def effects(
     request: EffectsRequest,
     directory: Path,
     *,
+    workers: Cluster | None = None,
     overwrite: bool = False,
     progress: Progress = lambda what, done, total: None,
     say: Say = lambda text: None,
@@ -68,7 +71,7 @@ def effects(
     cannot be run here, and MeasurementError where the model cannot be run exactly."""
     watch = Stopwatch(System.here(request.device).device, ("model", "runs", "checks", "other"))
     runner = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
-    with runner as run:
+    with runner as run, contextlib.ExitStack() as stack:
         with watch("model"):
             study = Study(request, run)
         for note in study.source.notes:
@@ -76,11 +79,20 @@ def effects(
         asked, described = request.model_dump(mode="json"), study.source.describe()
         head = header(asked, study.system, study.kernels, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
+            measure, done = study.measured, 0
+            total = len(study.formats) * len(study.chunks) * len(study.runs)
+            if workers is not None:
+                client = stack.enter_context(client_of(workers, study.system))
+                measure = partial(measured_on, client, shared_by(head), request)
             for fmt in study.formats:
                 for number in range(len(study.chunks)):
+                    keys = [digest([fmt.name, number, run.row(fmt)]) for run in study.runs]
+                    todo = [i for i, key in enumerate(keys) if not journal.visit(key)]
                     with watch("runs"):
-                        if not journal.visit(key := digest([fmt.name, number])):
-                            journal.append(key, {"row": study.rows(fmt, number, progress)})
+                        for i, own in measure(fmt, number, todo) if todo else ():
+                            journal.append(keys[i], {"row": own})
+                            done, way = done + 1, study.runs[i]
+                            progress(f"{fmt.name} {way.kind} {way.site}", done, total)
                 with watch("checks"):
                     if not journal.visit(key := digest([fmt.name, "checks"])):
                         in_fp64 = fmt == study.formats[0]  # where every format comes to the same
@@ -156,9 +168,9 @@ class Study:
         parts = [slice(at, at + step) for at in range(0, count, step)]
         return [{n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts]
 
-    def rows(self, fmt: Format, number: int, progress: Progress) -> Iterator[OutputRow]:
-        """All runs in a format on one part of the inputs."""
-        subject, inputs, total = self.subject(fmt), self.chunks[number], len(self.runs)
+    def measured(self, fmt: Format, number: int, todo: Sequence[int]) -> Iterator[Measured]:
+        """Of one part of the inputs, the rows of these runs, each with its number."""
+        subject, inputs = self.subject(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, Run("exact"))
         truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
@@ -169,7 +181,8 @@ class Study:
         # A choice of experts that changes moves one token, and may move it far.
         errors = [largest_error(x[""], truths[""]) for x in roundings if x and not subject.routes]
         by_chance = torch.stack(errors).amax(dim=0) if errors else None
-        for i, run in enumerate(self.runs):
+        for i in todo:
+            run, named = self.runs[i], []
             out = held[i] if i < count else self._outputs(subject, inputs, run)
             for at, truth in truths.items():
                 if isinstance(out, Failure):
@@ -178,9 +191,8 @@ class Study:
                     beside = against.get(at) if run.kind in ("whole", "repeat", "moved") else None
                     rows = compared(out[at], truth, how, by_chance, beside)
                 about = {**run.row(fmt), "at": at}
-                yield from (OutputRow(**about, sequence=n, **x) for n, x in enumerate(rows, before))
-            done = number * total + i + 1
-            progress(f"{fmt.name} {run.kind} {run.site}", done, total * len(self.chunks))
+                named += [OutputRow(**about, sequence=n, **x) for n, x in enumerate(rows, before)]
+            yield i, named
 
     def _outputs(self, subject: Subject, inputs: Inputs, run: Run) -> dict[str, Tensor] | Failure:
         """The outputs of one run, or why there are none."""
@@ -220,3 +232,22 @@ def _opened_source(request: EffectsRequest, system: System) -> Source:
         return PictureSource(source, system)
     assert isinstance(source, CheckpointSource)
     return source
+
+
+def measured_on(
+    client: Any, expected: str, request: EffectsRequest, fmt: Format, number: int, todo: Any
+) -> Iterator[Measured]:
+    """As `Study.measured`, the runs shared out among the workers of a client."""
+    count = min(max(1, len(client.nthreads())), len(todo))
+    parts = [(request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)]
+    for rows in shared_out(client, expected, _there, parts):
+        yield from rows
+
+
+def _there(request: str, *what: Any) -> list[Measured]:
+    return list(_opened(request).measured(*what))
+
+
+@cache
+def _opened(request: str) -> Study:
+    return Study(EffectsRequest.model_validate_json(request), attempt)

@@ -153,9 +153,10 @@ def _average(values: Sequence[float]) -> float:
 # What a number of a run is, from those of its sequences.
 OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("cost", "log_prob"), _mean),
-    **dict.fromkeys(("log_perplexity", "error", "apart"), _average),
-    **dict.fromkeys(("cost_max", "log_prob_max"), max),
+    **dict.fromkeys(("log_perplexity", "error", "angle", "apart"), _average),
+    **dict.fromkeys(("cost_p999", "cost_max", "log_prob_p999", "log_prob_max"), max),
     **dict.fromkeys(("positions", "flips", "unexplained"), sum),
+    "first_flip": min,
     "growth": lambda sequences: tuple(map(_average, zip(*sequences, strict=True))),
 }
 # By what a ratio is held against: the rule's name and its limit's, and what is beside the error.

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from numdev.audit.isolation import Failure
 from numdev.audit.plan import Planned
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, NumdevError, Refused, one_line
-from numdev.formats import Format, dtype_of, round_to
-from numdev.invariance.differences import differs
+from numdev.effects.outputs import output_of
+from numdev.errors import NumdevError, Refused, one_line
+from numdev.formats import Format, round_to
 from numdev.invariance.report import ModelRow
 from numdev.kernels.reference import attend
-from numdev.sources.capture import answered
+from numdev.sources.capture import answered, in_parts
 from numdev.sources.loss import at_home
 from numdev.sources.opening import CheckpointSource
 
@@ -29,14 +29,10 @@ DECODED = 8  # tokens, one at a time
 Inputs = Mapping[str, Any]
 
 
-def model_of(source: Any, fmt: Format, device: str) -> nn.Module | None:
-    """The source's model in a format; None where it has none, or stays on disk."""
-    if not isinstance(source, CheckpointSource) or source.streamed is not None:
-        return None
-    if "input_ids" not in source.prompt.inputs or not hasattr(source.checkpoint, "load_model"):
-        return None
-    model: nn.Module = source.checkpoint.load_model(dtype=dtype_of(fmt), device=device)
-    return model.eval()
+def has_model(source: Any) -> bool:
+    """Whether a source has a model in memory that reads tokens."""
+    in_memory = isinstance(source, CheckpointSource) and source.streamed is None
+    return in_memory and "input_ids" in source.prompt.inputs
 
 
 def model_rows(
@@ -72,11 +68,11 @@ def model_rows(
         except Exception as error:  # the model's own code: it may have no cache, or another
             yield ModelRow(**row, reason=one_line(error))
         else:
-            size = float(a.double().square().mean())
+            size = float(a.square().mean())
             pairs = ((a, b), (c, d))
-            whole, rest = (float((x.double() - y).square().mean()) for x, y in pairs)
+            whole, rest = (float((x - y).square().mean()) for x, y in pairs)
             yield ModelRow(
-                **row, differ=int(differs(a, b).sum()), elements=a.numel(),
+                **row, differ=int((a != b).sum()), elements=a.numel(),
                 difference=(whole / size) ** 0.5, rest=(rest / size) ** 0.5,
                 share=max(0.0, 1 - rest / whole) if whole else None,
             )  # fmt: skip
@@ -84,34 +80,20 @@ def model_rows(
 
 def _ways(model: nn.Module, inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     """By axis, what gives the output of the first sequence in the usual way and in another."""
-    ids = inputs["input_ids"]
-    first = {n: x[:1] if isinstance(x, Tensor) and len(x) == len(ids) else x
-             for n, x in inputs.items()}  # fmt: skip
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    count, n = ids.shape
+    first = {name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
+             for name, x in inputs.items()}  # fmt: skip
+
+    def with_cache(*ends: int) -> tuple[Tensor, Tensor]:
+        parts = [output_of(x) for x in in_parts(model, {"input_ids": ids[:1]}, ends)]
+        return output_of(model(input_ids=ids[:1])), torch.cat(parts, dim=1)
+
     ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
-    if len(ids) > 1:
-        ways["batch"] = lambda: (_output(model(**first)), _output(model(**inputs))[:1])
-    mask = inputs.get("attention_mask")
+    if count > 1:
+        ways["batch"] = lambda: (output_of(model(**first)), output_of(model(**inputs))[:1])
     whole = mask is None or bool(mask.bool().all())
-    if whole and getattr(model, "can_generate", lambda: False)() and ids.shape[1] > 2 * DECODED:
-        n = ids.shape[1]
-        ways["chunks"] = partial(_cached, model, ids[:1], (n // 2, n))
-        ways["decode"] = partial(_cached, model, ids[:1], tuple(range(n - DECODED, n + 1)))
+    if whole and getattr(model, "can_generate", lambda: False)() and n > 2 * DECODED:
+        ways["chunks"] = partial(with_cache, n // 2, n)
+        ways["decode"] = partial(with_cache, *range(n - DECODED, n + 1))
     return ways
-
-
-def _cached(model: nn.Module, ids: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """One pass, and the same tokens with a cache up to each of these ends."""
-    parts, past, start = [], None, 0
-    for end in ends:
-        answer = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True)
-        parts.append(_output(answer))
-        past, start = answer.past_key_values, end
-    return _output(model(input_ids=ids)), torch.cat(parts, dim=1)
-
-
-def _output(answer: Any) -> Tensor:
-    """A model's logits, else its last hidden state."""
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(x := getattr(answer, name, None), Tensor):
-            return x
-    raise MeasurementError(f"the model returns {type(answer).__name__}, with no logits")

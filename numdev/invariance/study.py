@@ -24,14 +24,14 @@ from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import ONLY_ASKED, AuditRequest, InvarianceRequest, Reading
 from numdev.errors import UsageError
-from numdev.formats import Format, round_to
+from numdev.formats import Format, dtype_of, round_to
 from numdev.gate.findings import listed
 from numdev.gate.rules import Rules, default_rules
 from numdev.gate.tests import judged
 from numdev.invariance.axes import AXES, Variant, again, without_positions
 from numdev.invariance.cause import explained
 from numdev.invariance.differences import EXACT, Forms, compared, exact_change, keys_seen
-from numdev.invariance.models import model_of, model_rows
+from numdev.invariance.models import has_model, model_rows
 from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary, ModelRow
 from numdev.invariance.verdict import ALIKE, answer, tested, tests_of
 from numdev.invariance.ways import wrapped
@@ -165,18 +165,16 @@ class Study:
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
         """The model's own output with each kernel, where the source has a model."""
+        if not isinstance(source, CheckpointSource) or not has_model(source):
+            return
         for fmt in formats:
-            model = None
+            model = source.load(dtype_of(fmt)).eval()
             for planned in self.kernels:
                 key = digest(["model", fmt.name, planned.kernel.name, planned.options])
-                if journal.visit(key) or planned.kernel.missing(self.system):
-                    continue
-                model = model or model_of(source, fmt, self.system.device)
-                if not isinstance(source, CheckpointSource) or model is None:
-                    return
-                run = partial(self.output, planned, within=None, gradients=False)
-                of = (model, source.prompt.inputs, planned, fmt, run)
-                journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
+                if not journal.visit(key) and not planned.kernel.missing(self.system):
+                    run = partial(self.output, planned, within=None, gradients=False)
+                    of = (model, source.prompt.inputs, planned, fmt, run)
+                    journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
 
     def rows(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format

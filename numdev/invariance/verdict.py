@@ -25,13 +25,14 @@ BRINGS: Mapping[str, Sequence[str]] = {
 }
 ALIKE = 2  # times its cause's excess, up to which a dependence is brought about, or noise
 WRONG = {  # by rule, the gravest first
-    "finite": "{count} of {elements} elements of {tensor} are NaN or infinite in one form alone",
+    "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or infinite in "
+    "one form alone",
     "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): its error "
     "is {base}× the floor's in the call itself, {other}× in this form of it",
     "row": "a row of {tensor} changes by {number}× what roundings explain (limit {limit}×)",
     "log-sum-exp": "{tensor} changes by {number} × (1 + |log-sum-exp|) (limit {limit})",
-    "bitwise": "{tensor} must keep its bits, and {count} of {elements} elements differ, by up to "
-    "{ulps} ulp",
+    "bitwise": "{tensor} must keep its bits, and {row.differ:,} of {row.elements:,} elements "
+    "differ, by up to {ulps} ulp",
     "floor": "{tensor} changes by {number}× the floor's error (limit {limit}×)",
 }
 
@@ -128,15 +129,10 @@ def _sentence(worst: Held, also: Sequence[str]) -> str:
     """What is wrong, to follow the kernel's name."""
     row = worst.row
     wrong = WRONG[worst.rule].format(
-        tensor=TENSORS.get(row.tensor, row.tensor),
-        number=three(worst.observed, worst.limit),
-        limit=three(worst.limit),
-        count=f"{row.nonfinite if worst.rule == 'finite' else row.differ:,}",
-        elements=f"{row.elements:,}",
-        ulps=three(row.ulps),
-        base=three(row.error_base),
-        other=three(row.error_variant),
-    )
+        row=row, tensor=TENSORS.get(row.tensor, row.tensor), ulps=three(row.ulps),
+        number=three(worst.observed, worst.limit), limit=three(worst.limit),
+        base=three(row.error_base), other=three(row.error_variant),
+    )  # fmt: skip
     begins = f"; first at {where(row)}" if row.first is not None else ""
     cause = f"; {row.cause}" if row.cause is not None else ""
     what = f"depends on {AXES[row.axis]}"

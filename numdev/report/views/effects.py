@@ -14,7 +14,10 @@ LOGITS = (
     "nats a position. |Δ log p|: change of the log-probability of the text's own tokens. flips: "
     "positions where the top token changes."
 )
-STATES = "cost: the error of the {}, relative and squared. error: its root."
+STATES = (
+    "cost: the error of the {}, relative and squared. error: its root. angle: between these and "
+    "the exact ones."
+)
 BOTH = (
     "attention alone: its cost with all else in fp64, of the whole's. over: that beside what the "
     "kernel's rounding model predicts. apart: rms difference of the output from that with {}, of "
@@ -100,11 +103,13 @@ def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) 
         yield si(_mean(run.log_prob)) if logits else si(run.error)
         if logits:
             yield NONE if run.flips is None else f"{run.flips:,}"
+        else:
+            yield NONE if run.angle is None else f"{si(run.angle)}°"
         yield _share(own)
         yield ratio(own.over.mean) if own and own.over else NONE
         yield si(run.apart)
 
-    own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error")
+    own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
     columns = (f"the model in {fmt} with", *own, "attention alone", "over", "apart")
     standard = [run.kind != "whole" for run in shown]
     return doc.table(columns, map(cells, shown), standard, title=title)
