@@ -91,4 +91,4 @@ def test_a_failure_says_how_many_heads_of_how_many() -> None:
     """Beside the number and its limit."""
     root = parsed([row(h, expected_ratio=9.0 if h < 2 else 1.0) for h in range(8)])
     (failure,) = root.findall(".//testcase[@name='error (out, bfloat16)']/failure")
-    assert failure.get("message") == "expected expected_ratio ≤ 1.1, got 9 (2 of 8 heads)"
+    assert failure.get("message") == "expected expected_ratio ≤ 1.1, got 9 (2 of 8 judged)"

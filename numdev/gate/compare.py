@@ -392,10 +392,8 @@ def answer(
     largest = max(moves, key=lambda m: abs(math.log(m.change or 1.0)), default=None)
     if largest and largest.change and largest not in first:
         what += f"; the largest factor, {times(largest.change)}×, {_where(largest, moved, place)}"
-    if not groups:
-        what = "nothing was measured in both reports"
-    elif moves and not moved:
-        what = f"other code ran, {what}"
+    what = f"other code ran, {what}" if moves and not moved else what
+    what = what if groups else "nothing was measured in both reports"
     parts = [there, what] if "BUT" in verdict else [what, there or NEITHER]
     yield f"{verdict}: {sides}{'; '.join(parts)}."
     if allowed:

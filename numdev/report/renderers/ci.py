@@ -75,7 +75,7 @@ def _verdict(verdict: Verdict, findings: Sequence[Finding]) -> _Case:
         what = f"expected {verdict.limit}, got {number(verdict.observed)}"
         if verdict.metric == "suspicion":
             what = f"does not compute the requested attention: {verdict.observed}"
-        message = f"{what} ({verdict.offending} of {verdict.judged} heads)"
+        message = f"{what} ({verdict.offending} of {verdict.judged} judged)"
     of = (verdict.rule, verdict.kernel, verdict.options, verdict.tensor)
     sentences = [
         f.sentence

@@ -65,7 +65,7 @@ def document(
             doc.Bullets(tuple(lines), "verdicts"),
             doc.Bullets(tuple(items)),
             _beyond(judgement.verdicts, place),
-            doc.words(("rule", "outcome", "heads", "worst", "limit", "in"), _rules(judgement)),
+            doc.words(("rule", "outcome", "judged", "worst", "limit", "in"), _rules(judgement)),
             _doses(judgement.power),
             *doc.notes((*declined, *tested, *_beside(judgement))),
             *(() if judgement.power or not plants else doc.notes((NO_POWER,))),

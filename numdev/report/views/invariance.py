@@ -24,10 +24,10 @@ SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     accused = {(labelled(f.kernel, f.options), f.rule.split()[0]) for f in report.findings}
     for fmt, rows in grouped(report.rows, lambda r: r.format).items():
-        tensors = dict.fromkeys(r.tensor for r in rows if r.status == "ok")
-        for tensor in tensors:
+        for tensor in dict.fromkeys(r.tensor for r in rows if r.status == "ok"):
             own = [r for r in rows if r.tensor == tensor or not r.elements]
-            yield _axes(fmt, tensor, own, accused)
+            title = f"{tensor} in {fmt}: largest rms difference, × the floor's error"
+            yield _axes(title, own, accused)
     yield from doc.notes((LEGEND,))
     moved = list(_differences(report.rows))
     yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
@@ -41,37 +41,27 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
         ),
         title="The model's own output, over its size",
     )  # fmt: skip
-    yield doc.words(
-        ("kernel", "axis", "not run"),
-        (
-            (kernel, axis, f"{len(own)}: {own[0].reason}")
-            for (kernel, axis, _), own in grouped(
-                (r for r in report.rows if r.status != "ok"), lambda r: (r.label, r.axis, r.reason)
-            ).items()
-        ),
-        title="Not run",
-        only=doc.TEXT,
-    )
+    lacking = (r for r in report.rows if r.status != "ok")
+    reasons = grouped(lacking, lambda r: (r.label, r.axis, r.reason)).items()
+    lines = ((kernel, axis, f"{len(own)}: {why}") for (kernel, axis, why), own in reasons)
+    yield doc.words(("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT)
 
 
 def _percent(x: float | None) -> str:
     return NONE if x is None else f"{three(100 * x)} %"
 
 
-def _axes(
-    fmt: str, tensor: str, rows: Sequence[InvarianceRow], accused: Container[tuple[str, str]]
-) -> doc.Table:
+def _axes(title: str, rows: Sequence[InvarianceRow], accused: Container[Any]) -> doc.Table:
     """Axes down, kernels across; red where there is a finding."""
     kernels = dict.fromkeys(r.label for r in rows if r.status == "ok")
     cells = grouped(rows, lambda r: (r.axis, r.label))
     table = (
-        [
+        (
             doc.Cell(axis, title=AXES[axis]),
             *(_cell(cells.get((axis, k), ()), bad=(k, axis) in accused) for k in kernels),
-        ]
+        )
         for axis in dict.fromkeys(r.axis for r in rows)
     )
-    title = f"{tensor} in {fmt}: largest rms difference, × the floor's error"
     return doc.table(("axis", *kernels), table, title=title)
 
 
@@ -84,8 +74,7 @@ def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
         return doc.Cell(SAME, style="good")
     worst = max(moved, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
     text = "NaN" if worst.nonfinite else ratio(worst.floor_ratio)
-    many = f"{len(moved)}/{len(ok)}"
-    return doc.Cell(text, style="bad" if bad else "", after=many)
+    return doc.Cell(text, style="bad" if bad else "", after=f"{len(moved)}/{len(ok)}")
 
 
 def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
