@@ -95,10 +95,13 @@ class Ragged:
     def __init__(self, workspace: Tensor, *, backend: str) -> None:
         assert workspace.dtype == torch.uint8
         self._backend = {"auto": "fa2"}.get(backend, backend)
+        self._plan_info: list[int] = []
 
     def plan(self, rows: Tensor, keys: Tensor, *sizes: int, **given: Any) -> None:
         self.rows, self.keys, self.sizes, self.given = rows, keys, sizes, given
         assert rows.dtype == keys.dtype == torch.int32
+        n, group = int(rows[1]), sizes[0] // sizes[1]
+        self._plan_info = [2 * (len(rows) - 1) * -(-n * group // 4), 0, 0, 4]  # 4 rows, 2 parts
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool) -> tuple[Tensor, ...]:
         assert return_lse
@@ -220,7 +223,9 @@ def test_flashinfer_is_told_everything_right(
             with pytest.raises(Refused, match="windows without a right side"):
                 infer.attend(case, page_size=page_size)
         else:
-            assert_right(case, infer.attend(case, page_size=page_size))
+            output = infer.attend(case, page_size=page_size)
+            assert_right(case, output)
+            assert output.did == {"backend": "fa2", "splits": 2}
 
 
 def test_the_comparison_rejects() -> None:
@@ -295,6 +300,10 @@ def test_claims() -> None:
         own = {"preset": "fa2", "group_sum": "running"}
         assert find(name).claims(case, none, H200) == (claim if name == "flash-attn-2" else own)
         assert find(name).claims(case_of({"softcap": 2.0}), none, H200) is None
-    for backend, summed in (("fa2", "rounded"), ("fa3", "unrounded")):
-        output = Output(out=torch.zeros(1), did={"backend": backend})
-        assert find("flashinfer").claims(case, output, H200)["l_from"] == summed
+    parts = {"l_from": "rounded", "merge": "working", "splits": 3}
+    for backend, more in (("fa2", parts), ("fa3", {})):
+        output = Output(out=torch.zeros(1), did={"backend": backend, "splits": 3})
+        assert find("flashinfer").claims(case, output, H200) == {"preset": "fa2", **more}
+    assert find("flashinfer").claims(case, none, H200) is None
+    many = Output(out=none.out, did={"backend": "fa2", "splits": 1 + 1024 // case.v.shape[-1]})
+    assert find("flashinfer").claims(case, many, H200) is None

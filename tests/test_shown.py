@@ -204,7 +204,7 @@ def test_each_column_of_a_gate_has_its_own_number() -> None:
         "limit: expected_ratio ≤ 1.1 | rule: error"
     )
     assert cells([rule]) == (
-        "rule: error | outcome: FAIL | heads: 1/2 | worst: 1.31 | "
+        "rule: error | outcome: FAIL | judged: 1/2 | worst: 1.31 | "
         "limit: ≤ 1.1 | in: mine out bfloat16"
     )
     assert cells([doses]) == (

@@ -24,6 +24,7 @@ from numdev.system import System
 WORKSPACE = 256 << 20  # bytes for the parts of split keys
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of q and v
 HALVES = ("float16", "bfloat16")
+MERGED = 1024  # features of V that are merged at once
 
 
 def _unsupported(case: AttentionCase) -> str | None:
@@ -42,12 +43,18 @@ def _unsupported(case: AttentionCase) -> str | None:
 
 
 def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
-    """FlashAttention-2's arithmetic, with l summed from the P that is multiplied (`fa2`) or from
-    before its cast (`fa3`); the tanh of a soft cap is approximate, and nothing stands for it."""
-    if case.softcap is not None:
+    """FlashAttention-2's arithmetic. `fa2` sums l from the P that is multiplied, and keeps what a
+    split of the keys gives in the format of the output (`prefill.cuh`: `m16k16_rowsum`, `tmp_v`).
+    Nothing stands for the tanh of a soft cap, which is approximate, and for a merge of more parts
+    than one pass holds, which rounds again (`cascade.cuh`: `threadblock_sync_state`)."""
+    did = output.did or {}
+    if case.softcap is not None or did.get("backend") not in ("fa2", "fa3"):
         return None
-    summed = "unrounded" if (output.did or {}).get("backend") == "fa3" else "rounded"
-    return {"preset": "fa2", "l_from": summed}
+    if did["splits"] > MERGED // case.v.shape[-1]:
+        return None
+    if did["backend"] == "fa3":
+        return {"preset": "fa2"}
+    return {"preset": "fa2", "l_from": "rounded", "merge": "working", "splits": did["splits"]}
 
 
 @kernel(
@@ -96,8 +103,19 @@ def flashinfer(
         out=out.unflatten(0, (b, n)).transpose(1, 2),
         lse=lse.unflatten(0, (b, n)).transpose(1, 2) * math.log(2),
         ran=f"flashinfer.{type(wrapper).__name__}",
-        did={"backend": getattr(wrapper, "_backend", backend)},
+        did={"backend": getattr(wrapper, "_backend", backend), "splits": _splits(wrapper, case)},
     )
+
+
+def _splits(wrapper: Any, case: AttentionCase) -> int:
+    """Into how many parts the keys were divided, by the plan of `fa2` (`PrefillPlanInfo` in
+    `scheduler.cuh`): blocks in all, over those of each part."""
+    plan = list(getattr(wrapper, "_plan_info", None) or ())
+    if getattr(wrapper, "_backend", None) != "fa2" or len(plan) < 4:
+        return 1
+    blocks, rows = plan[0], plan[3]
+    of_a_part = case.q.shape[0] * math.ceil(case.q_len * case.group / rows)
+    return max(1, int(blocks // of_a_part))
 
 
 def _paged(x: Tensor, length: int, size: int) -> Tensor:
