@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from numdev.audit.isolation import attempt, copied
+from numdev.audit.isolation import Failure, attempt, copied
 from numdev.audit.plan import Plan
+from numdev.audit.rows import bare_row, case_record
 from numdev.audit.run import provenance
 from numdev.audit.task import Rows, as_located, measured_here
 from numdev.audit.timing import Stopwatch
@@ -44,8 +45,14 @@ def measured(
     watch = Stopwatch(plan.system.device)
     watch.most_searches = SEARCHES
     done: dict[str, Rows] = {}
+    kernel = next(planned.kernel for planned in plan.kernels if planned.role == "kernel")
     for located in source:
-        tasks = plan.tasks(located.ref)
+        tasks, case = plan.tasks(located.ref), located.load()
+        if why := kernel.supports(case):  # nobody to set floor and baseline beside
+            declined = Failure("skipped", why)
+            done[located.ref.case] = {"case": [case_record(case, located.axes)]}
+            done |= {task.key: {"row": [bare_row(task, declined)]} for _, task in tasks}
+            continue
         done |= {key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch)}
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
     record = plan.record(located.ref for located in source)
