@@ -123,7 +123,7 @@ class Output:
             text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
         yield f"{text}."
         if main.flips is not None:
-            yield f"{fmt}: {_flips(main)}."
+            yield f"{fmt} {_flips(main)}."
 
 
 def _ratios(above: Costs, below: Costs) -> list[float]:
@@ -161,9 +161,9 @@ OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
 }
 # By what a ratio is held against: the rule's name and its limit's, and what is beside the error.
 RATIOS = {
-    "predicted": ("own share", "kernel_over_predicted", "what rounding alone predicts"),
-    "eager": ("own share", "kernel_over_baseline", "that of eager attention"),
-    "sites": ("model", "model_over_sites", "that of all rounding sites together"),
+    "predicted": ("own share", "kernel_over_predicted", "that rounding alone predicts"),
+    "eager": ("own share", "kernel_over_baseline", "of eager attention"),
+    "sites": ("model", "model_over_sites", "of all rounding sites together"),
 }
 
 
@@ -177,7 +177,7 @@ def tests_of(runs: Runs, checks: Sequence[Check], limits: EffectsLimits) -> Iter
         yield Test(about, check.name, not check.holds, text, *numbers)
     for run in (run for run in runs if run.kind == "whole"):
         about = {"kernel": run.kernel, "options": run.options, "format": run.format}
-        test = partial(Test, about, colon=True)
+        test = partial(Test, about)
         both = [own for own in (_alone(run, runs), run) if own]
         for own in [own for own in both if own.failed][:1]:
             yield test("runs", True, f"failed in {own.failed} sequences: {own.reason}")
@@ -205,10 +205,11 @@ def _of_ratio(
     judged = ratio / SURELY if run.over.low is None else run.over.low
     if judged <= limit and worst > SURELY * limit and steady:
         judged, ratio, interval = worst / SURELY, worst, "in one sequence"
-    whose = "the whole" if rule == "model" else "its"
+    whose = "as a whole " if rule == "model" else ""
     place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
     within = f"{interval}; limit" if interval else "limit"
-    text = f"{whose} error at {place} is {three(ratio, limit)}× {what} ({within} {three(limit)}×)"
+    text = f"{whose}makes {three(ratio, limit)}× the error {what} at {place}"
+    text += f" ({within} {three(limit)}×)"
     return test(rule, judged > limit, text, judged, limit)
 
 
@@ -225,7 +226,7 @@ def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
 
 
 def _flips(run: RunSummary) -> str:
-    text = f"the top token changes at {run.flips} of {run.positions:,} positions"
+    text = f"changes the top token at {run.flips} of {run.positions:,} positions"
     if run.unexplained:
         return f"{text}, {run.unexplained} of them not near ties"
     return f"{text}, all of them near ties" if run.flips and run.unexplained == 0 else text

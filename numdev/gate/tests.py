@@ -33,7 +33,6 @@ class Test(NamedTuple):
     judged: int = 1
     accused: bool = True  # not where it fails since another does, whose sentence says so
     must: bool = False  # it may not lack its number, though the kernels were not asked for by name
-    colon: bool = False  # whether one parts the kernel's name from the sentence, in a finding
 
     @property
     def nearness(self) -> float:
@@ -42,7 +41,7 @@ class Test(NamedTuple):
 
     def finding(self) -> Finding:
         kernel, options, fmt = self.about.values()
-        name = "" if kernel == MODEL else f"{labelled(kernel, options)} ({fmt}){':' * self.colon} "
+        name = "" if kernel == MODEL else f"{labelled(kernel, options)} ({fmt}) "
         of: Any = {"kernel": kernel, "options": options, "formats": (fmt,)}
         of |= {n: getattr(self, n) for n in (*NUMBERS, "judged")} | {"count": self.failing}
         return Finding(severity="exceeded", sentence=f"{name}{self.sentence}.", **of)
