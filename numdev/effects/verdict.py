@@ -101,18 +101,18 @@ class Output:
         """What a reader wants to know, the answer first."""
         if (main := self.main) is None or main.cost is None:
             return
-        fmt, name, size = main.format, labelled(main.kernel, main.options), main.error or 1.0
+        name, size = labelled(main.kernel, main.options), main.error or 1.0
+        fmt = f"{main.format} with {name}"
         where = f"{fmt}, {main.place}" if main.at else fmt
         what = main.place if main.at else "logits" if self.logits else "final states"
         alone = _alone(main, self.runs)
         if main.apart is not None and main.kernel != self.against and alone and alone.share:
             moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
-            ulp = f" (inputs one ulp off: {three(moved / size)} times)" if moved else ""
+            ulp = f" (inputs one ulp off do by {three(moved / size)} times)" if moved else ""
             share, far = _with_range(alone.share, percent), three(main.apart / size)
             yield (
-                f"{where}: attention, with its inputs rounded, makes {share} of {fmt}'s error; "
-                f"{name} in place of {self.against} moves the {what} by {far} times the error that "
-                f"{fmt} makes there{ulp}."
+                f"{where}: attention, with its inputs rounded, makes {share} of the error; {name} "
+                f"in place of {self.against} moves the {what} by {far} times the error{ulp}."
             )
         unit = " nats a position" if self.logits else ", relative and squared"
         text = f"{where}: the error of the {what} is {_with_range(main.cost)}{unit}"
@@ -161,9 +161,9 @@ OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
 }
 # By what a ratio is held against: the rule's name and its limit's, and what is beside the error.
 RATIOS = {
-    "predicted": ("own share", "kernel_over_predicted", "that rounding alone predicts"),
-    "eager": ("own share", "kernel_over_baseline", "of eager attention"),
-    "sites": ("model", "model_over_sites", "of all rounding sites together"),
+    "predicted": ("own share", "kernel_over_predicted", "its own rounding model predicts"),
+    "eager": ("own share", "kernel_over_baseline", "eager attention"),
+    "sites": ("model", "model_over_sites", "all rounding sites together"),
 }
 
 
@@ -205,11 +205,12 @@ def _of_ratio(
     judged = ratio / SURELY if run.over.low is None else run.over.low
     if judged <= limit and worst > SURELY * limit and steady:
         judged, ratio, interval = worst / SURELY, worst, "in one sequence"
-    whose = "as a whole " if rule == "model" else ""
+    with_all = "" if rule == "model" else "with all else exact, "
+    share = f"; {percent(run.share.mean)} of the whole error" if with_all and run.share else ""
     place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
     within = f"{interval}; limit" if interval else "limit"
-    text = f"{whose}makes {three(ratio, limit)}× the error {what} at {place}"
-    text += f" ({within} {three(limit)}×)"
+    text = f"{with_all}errs {three(ratio, limit)}× as much at {place} as {what}"
+    text += f" ({within} {three(limit)}×){share}"
     return test(rule, judged > limit, text, judged, limit)
 
 

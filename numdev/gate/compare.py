@@ -351,12 +351,11 @@ def _presences(old: Rows, new: Rows, names: Names) -> Iterator[Presence]:
                 if kernel not in kernels:
                     why = ABSENT
                 lacking.append((row, what, why))
-    lacking += [
-        (row, "failed", f"in {side}: {row.reason}")
-        for side, rows in (("A", old), ("B", new))
-        for row in rows
-        if row.status == "failed"
-    ]
+    for side, rows, others in (("A", old, new), ("B", new, old)):
+        kernels = {names.kernel(r) for r in others}
+        for row in (row for row in rows if row.status == "failed"):
+            alone = " alone" * (names.kernel(row) not in kernels)
+            lacking.append((row, "failed", f"in {side}{alone}: {row.reason}"))
     for (_, what, why), members in grouped(lacking, lambda x: (names.kernel(x[0]), *x[1:])).items():
         rows = [row for row, *_ in members]
         tensors = tuple(dict.fromkeys(r.tensor for r in rows))
@@ -413,7 +412,8 @@ def answer(
 def _presence(of: Presence) -> str:
     """What one report alone holds, or what failed; nothing where it is gone because it failed."""
     if of.what == "failed":
-        return f"{label(of)} crashed in {of.why[3]}"
+        where, alone = of.why[:4], of.why[4:].startswith(" alone")
+        return f"{label(of)} {f'was run {where} alone, and ' * alone}crashed {where}"
     side = "A" if of.what == "gone" else "B"
     if of.why == ABSENT:
         return f"{label(of)} was run in {side} alone"

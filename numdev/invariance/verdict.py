@@ -27,8 +27,8 @@ ALIKE = 2  # times its cause's excess, up to which a dependence is brought about
 WRONG = {  # by rule, the gravest first
     "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or infinite in "
     "one form alone",
-    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): its error "
-    "is {base}× the floor's in the call itself, {other}× in this form of it",
+    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): {row.case} "
+    "as it is errs by {base}× the floor's error, {row.variant} by {other}×",
     "row": "a row of {tensor} changes by {number}× what roundings explain (limit {limit}×)",
     "log-sum-exp": "{tensor} changes by {number} × (1 + |log-sum-exp|) (limit {limit})",
     "bitwise": "{tensor} must keep its bits, and {row.differ:,} of {row.elements:,} elements "
@@ -138,7 +138,7 @@ def _sentence(worst: Held, also: Sequence[str]) -> str:
     what = f"depends on {AXES[row.axis]}"
     if row.axis == "repeat":
         what = "gives another answer to the same call"
-    too = f". It therefore differs along {listed(also)} too" if also else ""
+    too = f". What differs along {listed(also)} has the same cause" if also else ""
     return f"{what}: along {row.axis} ({row.case}: {row.variant}) {wrong}{begins}{cause}{too}"
 
 
@@ -174,14 +174,15 @@ def summary_of(rows: Iterable[InvarianceRow]) -> str:
             parts.append(f"{axis} (NaN)")
         elif large:
             worst = max(r.floor_ratio or 0.0 for r in large)
-            parts.append(f"{axis} ({si(worst)}×)")
+            unit = "" if any("×" in part for part in parts) else " the floor's error"
+            parts.append(f"{axis} ({si(worst)}×{unit})")
         elif moved:
             parts.append(f"{axis} (the log-sum-exp alone)")
     same = len(by_axis) - len(parts)
     if not parts:
         return f"keeps its bits along {listed(by_axis) if same < 4 else f'all {same} axes'}"
     rest = f"; keeps its bits along the other {same}" if same else ""
-    return f"differs along {listed(parts)}{rest} (× floor's error)"
+    return f"differs along {listed(parts)}{rest}"
 
 
 def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:

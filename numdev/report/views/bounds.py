@@ -13,16 +13,16 @@ WINDOWS: Mapping[Window, str] = {
     **{"first": "step", "early": "early, step", "saturated": "merged, step", "start": "gradient"}
 }
 STYLES: dict[str, doc.Style] = {
-    "NOT": "bad", "No more": "good", "Far less": "good", "More": "warn",
+    "NOT": "bad", "No more": "good", "Within": "good", "Far less": "good", "More": "warn",
 }  # fmt: skip
 LEGEND = (
     "×: a ratio of two distances, the geometric mean over steps and seeds [95 % interval, with "
     "three or more seeds]. A distance is the mean |difference| of all weights from those of the "
     "golden run: plain attention, the same seed, the same step.",
-    "Verdicts: no more than, where the interval ends at 1 or below (chance varies by itself: at "
-    f"{MERGED:g} or below, and starts at 1 or below); far less than, where it ends below "
+    "Verdicts: no more than, where the interval ends at 1 or below; within twice, of chance, which "
+    f"varies by itself, where it ends at {MERGED:g} or below; far less than, where it ends below "
     f"{FAR_BELOW:g}; more than, where it starts above 1: a real difference, and the ratio says how "
-    "large; else not distinguishable.",
+    "large; else undecided: more seeds would tell.",
     "step: the first recorded step.",
     "early: {early}.",
     "merged: {merged}; distances then say how chaotic training is, not how large flash's was.",

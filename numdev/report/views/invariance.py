@@ -15,8 +15,9 @@ from numdev.report.numbers import NONE, labelled, ratio, si, three
 SAME = "same"
 LEGEND = (
     "same: the same bits in all calls and variants. Otherwise the largest rms difference over the "
-    "error of the exact result rounded once (the floor's), and in how many variants there is one; "
-    "red: a finding. A dash: not run."
+    "error of the exact result rounded once (the floor's), and in how many variants there is one. "
+    "Red: a finding, by another number, the difference over what roundings explain, which is more "
+    "where a kernel errs more. A dash: not run."
 )
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 

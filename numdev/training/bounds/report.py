@@ -55,8 +55,9 @@ class Comparison(Record):
             return "No verdict beside"
         most = MERGED if self.against_role.startswith("null") else 1.0
         if self.low <= 1 and self.high <= most:
-            return "Far less than" if self.high < FAR_BELOW else "No more than"
-        return "More than" if self.low > 1 else "Not distinguishable from"
+            within = "Within twice" if most > 1 else "No more than"
+            return "Far less than" if self.high < FAR_BELOW else within
+        return "More than" if self.low > 1 else "Undecided beside"
 
 
 def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
