@@ -186,6 +186,14 @@ def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
     assert same(here, there)
 
 
+def test_an_output_of_eight_bits_comes_back(shared: Isolated, case: AttentionCase) -> None:
+    here = attempt(find("broken_kernels:eight_bits"), case, {})
+    there = ran(shared, "broken_kernels:eight_bits", case, {})
+    assert isinstance(there, Output), there
+    assert there.out.dtype == torch.float8_e4m3fn
+    assert same(here, there)
+
+
 def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
     """Exceptions, refusals and the end of the program become failures, Ctrl-C does not."""
     for name, status, reason in (

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -141,7 +141,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         started; any exception, Ctrl-C included, ends the worker first."""
         device, on_cpu = case.q.device, copied(case, "cpu")
         how = (dict(options), gradients, within)
-        task = pickle.dumps((kernel.name, how, on_cpu, str(device), torch_settings()))
+        task = packed((kernel.name, how, on_cpu, str(device), torch_settings()))
         try:
             if self.process is None or self.process.poll() is not None:
                 self._start()
@@ -205,7 +205,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
                     return self._fate(self.process)
                 if time.monotonic() >= deadline:
                     return Failure("failed", f"no answer within {limit_s:g} s")
-            return pickle.loads(pipe.recv_bytes())
+            return unpacked(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             return self._fate(self.process)
         except Exception as error:
@@ -234,10 +234,10 @@ def serve(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     all_kernels()  # what they import takes no kernel's time
-    pipe.send_bytes(pickle.dumps("ready"))
+    pipe.send_bytes(packed("ready"))
     while True:
         try:
-            name, how, case, device, settings = pickle.loads(pipe.recv_bytes())
+            name, how, case, device, settings = unpacked(pipe.recv_bytes())
         except EOFError:
             os.killpg(0, signal.SIGKILL)
         set_torch(settings)
@@ -249,7 +249,19 @@ def serve(descriptor: int) -> None:
             options, gradients, within = how
             result = attempt(kernel, here, options, gradients=gradients, within=within)
         answer = result if isinstance(result, Failure) else copied(result, "cpu")
-        pipe.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(packed(answer))
+
+
+def packed(message: Any) -> bytes:
+    """By torch's pickling: Python's own cannot read tensors of 8 bits."""
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(sent: bytes) -> Any:
+    """What one's own process sent."""
+    return torch.load(io.BytesIO(sent), weights_only=False)
 
 
 @contextlib.contextmanager
