@@ -26,8 +26,8 @@ def invariance(target: str, results: Results, verdict: Verdict | None, **flags: 
     batch, in chunks, row by row, padded, laid out another way, with poison around it, and compared
     bit by bit. The same request into the same directory continues where it stopped."""
     from numdev.gate.rules import default_rules
-    from numdev.invariance.reproduce import reproducers
     from numdev.invariance.study import invariance as run
+    from numdev.invariance.study import reproducers
 
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"

@@ -59,8 +59,7 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class Call(NamedTuple):
     case: AttentionCase
     here: Part = WHOLE  # the rows that are compared, in this call
     there: Part = WHOLE  # and in the base
@@ -87,7 +86,7 @@ def again(
     name: str, case: AttentionCase, here: Part = WHOLE, there: Part = WHOLE, **more: Any
 ) -> Variant:
     """A variant of one call."""
-    return Variant(name=name, calls=(Call(case=case, here=here, there=there),), **more)
+    return Variant(name=name, calls=(Call(case, here, there),), **more)
 
 
 # --- how cases change --------------------------------------------------------------------------
@@ -220,13 +219,10 @@ def batch(case: AttentionCase) -> Variants:
             why = f"{scores:.1e} scores are more than are computed for it here ({largest:.1e})"
             yield Variant(name=name, calls=(), reason=why)
             continue
-        ends = [0, count - 1] if size == 1 else [0]
         calls = []
-        for first in ends:
-            own = min(size, count - first)
-            here, there = Part(batch=slice(0, own)), Part(batch=slice(first, first + own))
-            again = picked(whole, range(first, first + size))
-            calls.append(Call(case=again, here=here, there=there))
+        for first in [0, count - 1] if size == 1 else [0]:
+            own, again = min(size, count - first), picked(whole, range(first, first + size))
+            calls.append(Call(again, Part(slice(0, own)), Part(slice(first, first + own))))
         yield Variant(name=name, calls=tuple(calls), base=base)
 
 
@@ -349,7 +345,7 @@ def decode(case: AttentionCase) -> Variants:
             start, stop = 0 if low is None else max(0, i + low), min(i + 1 + high, m)
             if start < stop:
                 cut = _cut(case, i, i + 1, range(start, stop))
-                bare = dataclasses.replace(cut, case=without_positions(cut.case))
+                bare = cut._replace(case=without_positions(cut.case))
                 yield Variant(name=f"row {i} by itself", calls=(bare,))
         if n > EXTEND and n - EXTEND + high >= 0 and low is None and n + high <= m:
             last = _cut(case, n - EXTEND, n, range(n + high))

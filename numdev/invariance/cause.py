@@ -46,24 +46,21 @@ def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool)
             return {"cause": Cause(base=did[0], variant=did[1])}
     if row.first is None or row.nonfinite:
         return {}
-    pairs = zip(forms.variant.calls, forms.others, strict=True)
-    call, other = next((c, o) for c, o in pairs if c.there.holds(row.first))
+    calls = zip(forms.variant.calls, forms.others, strict=True)
+    call, other = next((c, o) for c, o in calls if c.there.holds(row.first))
     if (looked := _looked_at(call, forms, other, row.first)) is None:
         return {}
     cases, difference = looked
-    claims = (
-        _claim(forms.planned, forms.base, forms.first, system),
-        _claim(forms.changed, call.case, other, system),
-    )
+    sides = ((forms.planned, forms.base, forms.first), (forms.changed, call.case, other))
+    claims = [_claim(*side, system) for side in sides]
     few = int((difference != 0).sum()) < FEW
     found: dict[str, Any] = {}
     for searched in (False, True) if search and not few else (False,):
-        forms_of = [
-            list(_emulated(x, c, searched=searched)) for x, c in zip(cases, claims, strict=True)
-        ]
-        if not all(forms_of):
+        pairs = zip(cases, claims, strict=True)
+        made = [list(_emulated(case, claim, searched=searched)) for case, claim in pairs]
+        if not all(made):
             break
-        (one, a), (two, b) = (([o for o, _ in p], torch.stack([x for _, x in p])) for p in forms_of)
+        (one, a), (two, b) = (([o for o, _ in m], torch.stack([x for _, x in m])) for m in made)
         left = torch.stack([(difference - (b - x)).norm(dim=1) for x in a]) / difference.norm()
         if not bool(left.isfinite().all()):
             break

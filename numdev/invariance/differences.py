@@ -93,7 +93,9 @@ def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         of_keys = tensor in ("dk", "dv")
         sees = torch.ones_like(truth[..., 0], dtype=torch.bool) if of_keys else ~exact.empty
-        unit = truth if tensor == "lse" else unit_of(tensor, forms.base, exact, forms.format)
+        unit = 1 + truth.abs()
+        if tensor in TERMS:
+            unit = unit_of(tensor, forms.base, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
             if (b := call.here.of(tensor, other)) is None or call.there.of(tensor, sees) is None:
@@ -108,7 +110,7 @@ def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
         if parts:
             rows = {n: torch.cat([part[n].flatten() for part in parts]) for n in parts[0]}
             first = min(firsts, key=lambda at: (at[2], at[0], at[1]), default=None)
-            yield tensor, {**_summed(rows, tensor), "first": first}
+            yield tensor, {**_summed(rows), "first": first}
 
 
 def _by_row(
@@ -135,27 +137,19 @@ def _by_row(
     }
 
 
-def _summed(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Any]:
-    counts = ("elements", "differ", "nonfinite")
-    fields: dict[str, Any] = {name: int(rows[name].sum()) for name in counts}
-    size = max(1, int(rows["finite"].sum()))
-    rms = {n: math.sqrt(float(rows[n].sum()) / size) for n in (*ERRORS, "difference", "unit")}
+def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of all rows together, from their sums."""
+    fields: dict[str, Any] = {n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")}
+    whole = {name: x.sum()[None] for name, x in rows.items()}
+    size = max(1, int(whole["finite"]))
+    names = ("difference", "floor", "error_base", "error_variant")
+    rms = {name: math.sqrt(float(whole[name]) / size) for name in names}
     fields |= {"difference": rms["difference"], "ulps": float(rows["ulps"].amax())}
     if floor := rms["floor"]:
         fields["floor_ratio"] = rms["difference"] / floor
         fields |= {n: rms[n] / floor for n in ("error_base", "error_variant")}
-    whole, by_row = {n: rows[n].sum()[None] for n in (*ERRORS, "difference", "unit")}, rows
-    if tensor == "lse":  # whose `unit` is its own value
-        whole, by_row = (
-            {**dict.fromkeys(ERRORS, x["unit"] * 0), "difference": x["difference"],
-             "unit": (n.sqrt() + x["unit"].sqrt()).square()}
-            for x, n in ((whole, whole["unit"] * 0 + size), (rows, rows["finite"]))
-        )  # fmt: skip
-    fields["excess"], fields["excess_of_a_row"] = map(_excess, (whole, by_row))
+    fields["excess"], fields["excess_of_a_row"] = _excess(whole), _excess(rows)
     return fields
-
-
-ERRORS = ("floor", "error_base", "error_variant")
 
 
 def _excess(squares: Mapping[str, Tensor]) -> float:

@@ -36,22 +36,16 @@ def has_model(source: Any) -> bool:
 
 
 def model_rows(
-    model: nn.Module,
-    inputs: Inputs,
-    planned: Planned,
-    fmt: Format,
-    run: Callable[[AttentionCase], Any],
-    axes: Collection[str],
-) -> Iterator[ModelRow]:
+    model: nn.Module, inputs: Inputs, planned: Planned, fmt: Format,
+    run: Callable[[AttentionCase], Any], axes: Collection[str],
+) -> Iterator[ModelRow]:  # fmt: skip
     """The model with a kernel, each way that is an axis asked for; `run` gives what the kernel
     returns for a case, or a Failure."""
 
-    def kernel(case: AttentionCase) -> Tensor:
-        output = run(case)
-        if isinstance(output, Failure):
+    def kernel(case: AttentionCase) -> Any:
+        if isinstance(output := run(case), Failure):
             raise Refused(output.reason)
-        out: Tensor = output.out.to(case.q.dtype)
-        return out
+        return output.out.to(case.q.dtype)
 
     def exact(case: AttentionCase) -> Tensor:
         return round_to(attend(case).out, fmt).to(case.q.dtype)
@@ -63,19 +57,16 @@ def model_rows(
             with torch.no_grad():
                 a, b = answered(model, way, kernel)
                 c, d = answered(model, way, exact)
-        except NumdevError as error:
-            yield ModelRow(**row, reason=error.message)
         except Exception as error:  # the model's own code: it may have no cache, or another
-            yield ModelRow(**row, reason=one_line(error))
-        else:
-            size = float(a.square().mean())
-            pairs = ((a, b), (c, d))
-            whole, rest = (float((x - y).square().mean()) for x, y in pairs)
-            yield ModelRow(
-                **row, differ=int((a != b).sum()), elements=a.numel(),
-                difference=(whole / size) ** 0.5, rest=(rest / size) ** 0.5,
-                share=max(0.0, 1 - rest / whole) if whole else None,
-            )  # fmt: skip
+            reason = error.message if isinstance(error, NumdevError) else one_line(error)
+            yield ModelRow(**row, reason=reason)
+            continue
+        size, whole, rest = (float(x.square().mean()) for x in (a, a - b, c - d))
+        yield ModelRow(
+            **row, differ=int((a != b).sum()), elements=a.numel(),
+            difference=(whole / size) ** 0.5, rest=(rest / size) ** 0.5,
+            share=max(0.0, 1 - rest / whole) if whole else None,
+        )  # fmt: skip
 
 
 def _ways(model: nn.Module, inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:

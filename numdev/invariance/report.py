@@ -68,7 +68,8 @@ class InvarianceRow(OfKernel):
     error_variant: Value = None
     excess: Value = None
     """The difference over what roundings explain, rms: the error of the better form, the floor's,
-    or what fp32 makes of the scores, whichever is largest. Of the log-sum-exp, over 1 + its rms."""
+    or what fp32 makes of the scores, whichever is largest. Of the log-sum-exp: over the rms of 1 +
+    its size."""
     excess_of_a_row: Value = None  # the same of the row where it is largest
     ulps: Value = None  # the largest difference, in units in the last place of the larger value
     first: Place | None = None

@@ -18,8 +18,10 @@ from numdev.audit.bench import settled
 from numdev.audit.isolation import Failure, Isolated, Runner, Within, attempt, fitting, threads
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Planned, digest, header, plan_formats, plan_kernels
+from numdev.audit.reproduce import written
 from numdev.audit.rows import given
 from numdev.audit.run import Progress, Say, provenance
+from numdev.audit.script import folder_of
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import ONLY_ASKED, AuditRequest, InvarianceRequest, Reading
@@ -39,6 +41,7 @@ from numdev.kernels import Output
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import same
+from numdev.report import Finding
 from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
@@ -108,6 +111,28 @@ def invariance(
         rows=rows,
         models=models,
     )
+
+
+def reproducers(
+    report: InvarianceReport, request: InvarianceRequest, rules: Rules, directory: Path, **_: Any
+) -> list[Path]:
+    """A script for each finding by the rules: its kernel along its axis alone, on these calls."""
+    source = request.checkpoint
+    if source is not None and Path(source).exists():
+        request = request.model_copy(update={"checkpoint": str(Path(source).resolve())})
+
+    def facts(finding: Finding) -> dict[str, Any]:
+        kernel = {"name": finding.kernel, "options": finding.options}
+        alone = {"kernels": (kernel,), "axes": (finding.rule.split()[0],), "logits": False}
+        asked = request.model_dump() | alone | {"formats": finding.formats}
+        folder = folder_of(finding.kernel.partition(":")[0])
+        return {
+            "folders": [folder] if ":" in finding.kernel and folder else [],
+            "request": InvarianceRequest.model_validate(asked).model_dump_json(),
+            "limits": rules.invariance.model_dump_json(),
+        }
+
+    return written(report.findings, directory, "invariance", facts)
 
 
 def axes_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -201,11 +226,10 @@ class Study:
                 forms = self._forms(planned, changed, variant, base, exact, fmt)
             if isinstance(forms, Forms):
                 yield from self._compared(fields, forms)
-                continue
-            # Memory that runs out is no fault of the kernel's.
-            tolerated = axis in WATCHED or "OutOfMemory" in forms.reason
-            status = "skipped" if tolerated else forms.status
-            yield InvarianceRow(**fields, tensor="out", status=status, reason=forms.reason)
+            else:  # memory that runs out is no fault of the kernel's
+                tolerated = axis in WATCHED or "OutOfMemory" in forms.reason
+                status = "skipped" if tolerated else forms.status
+                yield InvarianceRow(**fields, tensor="out", status=status, reason=forms.reason)
 
     def _forms(
         self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
