@@ -19,9 +19,9 @@ STATES = (
     "the exact ones."
 )
 BOTH = (
-    "attention alone: its cost with all else in fp64, of the whole's. over: that beside what the "
-    "kernel's rounding model predicts. apart: rms difference of the output from that with {}, of "
-    "the exact output's rms."
+    "attention alone: its cost with all else in fp64, of the whole's. × predicted: that over what "
+    "the kernel's own rounding model predicts. apart: rms difference of the output from that with "
+    "{}, of the exact output's rms."
 )
 STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs one ulp off",
@@ -110,7 +110,7 @@ def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) 
         yield si(run.apart)
 
     own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
-    columns = (f"the model in {fmt} with", *own, "attention alone", "over", "apart")
+    columns = (f"the model in {fmt} with", *own, "attention alone", "× predicted", "apart")
     standard = [run.kind != "whole" for run in shown]
     return doc.table(columns, map(cells, shown), standard, title=title)
 
