@@ -248,11 +248,11 @@ def test_rows_that_are_gone_and_why() -> None:
     ]
     assert {p.what for p in found(b, a).presences} == {"new", "failed"}
     assert first(a, b).startswith(
-        "NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: mine was measured in A alone (4 rows), "
-        "third was run in A alone (3 rows), theirs crashed in B (1 row); nothing was "
-        "measured in both reports."
+        "NO NUMBER CHANGED, BUT A KERNEL CRASHED: theirs crashed in B (1 row), mine was measured "
+        "in A alone (4 rows), third was run in A alone (3 rows); nothing was measured in both "
+        "reports."
     )
-    assert "COMPARED: theirs crashed in A (1 row), theirs crashed in B (1 row); " in first(b, b)
+    assert "CRASHED: theirs crashed in A (1 row), theirs crashed in B (1 row); " in first(b, b)
     assert "theirs was run in B alone, and crashed in B (1 row); " in first(HEADS, (*HEADS, b[1]))
     assert first((), ()).startswith("NOT JUDGED: nothing was measured in both reports; ")
 

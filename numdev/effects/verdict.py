@@ -108,11 +108,11 @@ class Output:
         alone = _alone(main, self.runs)
         if main.apart is not None and main.kernel != self.against and alone and alone.share:
             moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
-            ulp = f" (inputs one ulp off do by {three(moved / size)} times)" if moved else ""
+            ulp = f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
             share, far = _with_range(alone.share, percent), three(main.apart / size)
             yield (
-                f"{where}: attention, with its inputs rounded, makes {share} of the error; {name} "
-                f"in place of {self.against} moves the {what} by {far} times the error{ulp}."
+                f"{where}: attention, with its inputs rounded, makes {share} of the error; with "
+                f"{name} and with {self.against} the {what} differ by {far} times the error{ulp}."
             )
         unit = " nats a position" if self.logits else ", relative and squared"
         text = f"{where}: the error of the {what} is {_with_range(main.cost)}{unit}"
@@ -123,7 +123,9 @@ class Output:
             text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
         yield f"{text}."
         if main.flips is not None:
-            yield f"{fmt} {_flips(main)}."
+            other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
+            beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
+            yield f"{fmt} {_flips(main)}{beside}."
 
 
 def _ratios(above: Costs, below: Costs) -> list[float]:

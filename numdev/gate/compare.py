@@ -59,6 +59,7 @@ UNITS = {
     "rms": " (rms)",
 }
 STUDIES = {"effects": effects_moves, "invariance": invariance_moves}
+LACKING = "NOT ALL WAS COMPARED"
 EACH = {"cost": "sequences", "difference": "variants"}  # what is a pair, by metric
 ABSENT = "the kernel is not in the other report"
 NEITHER = "nothing new, nothing gone"
@@ -377,12 +378,13 @@ def answer(
     by_kernel = grouped(groups, _name)
     moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
     counts: Counter[str] = Counter()
-    for p in presences:
+    for p in sorted(presences, key=lambda p: p.what != "failed"):
         counts[_presence(p)] += p.rows
     there = ", ".join(f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what)
     verdict = "CHANGED" if moves else "NO CHANGE" if groups else "NOT JUDGED"
     if not moves and any(p.what != "new" for p in presences):
-        verdict = "NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED"
+        crashed = any(p.what == "failed" for p in presences)
+        verdict = f"NO NUMBER CHANGED, BUT {'A KERNEL CRASHED' if crashed else LACKING}"
     what = f"{listed(moved) or 'nothing'} moved beyond noise"
     first = [m for m in moves if m.metric != "ran"][:1]
     for m in first:

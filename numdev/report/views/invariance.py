@@ -74,7 +74,8 @@ def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
     if not moved:
         return doc.Cell(SAME, style="good")
     worst = max(moved, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
-    text = "NaN" if worst.nonfinite else ratio(worst.floor_ratio)
+    size = worst.floor_ratio or 0.0
+    text = "NaN" if worst.nonfinite else ratio(size) if size >= 0.01 else si(size)
     return doc.Cell(text, style="bad" if bad else "", after=f"{len(moved)}/{len(ok)}")
 
 
