@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from numdev.effects.report import EffectsReport, Estimate, RunSummary
+from numdev.gate.rows import grouped
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, labelled, percent, ratio, si
 
@@ -47,11 +48,11 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
         yield _sites(sites, f"{title}{ratio(budget.parts.mean)}")
     yield from doc.notes(report.summary.notes)
     layers = [run for run in runs if run.layer is not None and run.cost]
-    if layers:
+    for fmt, own in grouped(layers, lambda run: run.format).items():
         yield doc.table(
             ("layer", "of the whole", "cost"),
-            ([str(r.layer), _share(r), si(_mean(r.cost))] for r in layers),
-            title=f"{layers[0].kernel} in {layers[0].format} in one layer, all else in fp64",
+            ([str(r.layer), _share(r), si(_mean(r.cost))] for r in own),
+            title=f"{own[0].kernel} in {fmt} in one layer, all else in fp64",
         )
     grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
     parts = len(grown[0].growth) if grown else 0
