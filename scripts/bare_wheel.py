@@ -22,7 +22,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ELSEWHERE = {"flash-attn"}  # built where there is CUDA
+ELSEWHERE = {"flash-attn", "flashinfer-python"}  # for CUDA alone
 COMMANDS = (
     ("--help",),
     ("kernels",),
