@@ -59,7 +59,6 @@ UNITS = {
     "rms": " (rms)",
 }
 STUDIES = {"effects": effects_moves, "invariance": invariance_moves}
-LACKING = "NOT ALL WAS COMPARED"
 EACH = {"cost": "sequences", "difference": "variants"}  # what is a pair, by metric
 ABSENT = "the kernel is not in the other report"
 NEITHER = "nothing new, nothing gone"
@@ -384,7 +383,8 @@ def answer(
     verdict = "CHANGED" if moves else "NO CHANGE" if groups else "NOT JUDGED"
     if not moves and any(p.what != "new" for p in presences):
         crashed = any(p.what == "failed" for p in presences)
-        verdict = f"NO NUMBER CHANGED, BUT {'A KERNEL CRASHED' if crashed else LACKING}"
+        why = "A KERNEL CRASHED" if crashed else "NOT ALL WAS COMPARED"
+        verdict = f"NO NUMBER CHANGED, BUT {why}"
     what = f"{listed(moved) or 'nothing'} moved beyond noise"
     first = [m for m in moves if m.metric != "ran"][:1]
     for m in first:

@@ -22,7 +22,7 @@ from numdev.kernels.output import refuse, why_not
 from numdev.system import System
 
 WORKSPACE = 256 << 20  # bytes for the parts of split keys
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of q and v
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of Q and V
 HALVES = ("float16", "bfloat16")
 MERGED = 1024  # features of V that are merged at once
 
@@ -31,14 +31,17 @@ def _unsupported(case: AttentionCase) -> str | None:
     own, mask, (left, right) = case.kv_len - case.q_len, case.mask, case.window or (None, None)
     of_heads = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
     return why_not(
-        ((case.q.shape[-1], case.v.shape[-1]) not in HEAD_DIMS, "takes head_dim 64, 128 and 256"),
+        ((case.q.shape[-1], case.v.shape[-1]) not in HEAD_DIMS, f"takes head_dim {HEAD_DIMS}"),
         (case.format.name not in HALVES, "takes float16 and bfloat16"),
-        (case.sinks is not None, "has no attention sinks here"),
+        (case.sinks is not None, "has no attention sinks"),
         (mask is not None and mask.dtype != torch.bool, "takes masks of bool"),
         (of_heads, "takes one mask for all heads"),
-        ((left or 0) < 0 or (right or 0) < 0, "has no window that begins beside the query's key"),
-        (right is not None and not case.is_causal, "has windows without a right side"),
-        (case.restricts_positions and case.causal_offset != own, f"aligns at an offset of {own}"),
+        ((left or 0) < 0 or (right or 0) < 0, "takes no side of a window below 0"),
+        (right is not None and not case.is_causal, "takes the left side of a window alone"),
+        (
+            case.restricts_positions and case.causal_offset != own,
+            f"aligns bottom-right, an offset of {own}",
+        ),
     )
 
 
@@ -68,10 +71,10 @@ def flashinfer(
     case: AttentionCase, *, backend: str = "auto", page_size: int | None = None,
     fixed_split_size: int | None = None, disable_split_kv: bool = False,
 ) -> Output:  # fmt: skip
-    """FlashInfer's attention of a batch, ragged or with `page_size` paged."""
+    """FlashInfer's attention of a batch: keys ragged, or in pages of `page_size` tokens."""
     module: Any = importlib.import_module("flashinfer")
     (b, h, n, d), m, device = case.q.shape, case.kv_len, case.q.device
-    refuse((backend == "fa3" and case.mask is not None, "its kernels of fa3 take no masks"))
+    refuse((backend == "fa3" and case.mask is not None, "its fa3 kernels take no mask"))
     left = (case.window or (None, None))[0]
     mask = None if case.mask is None else explicit_mask(case)
     how: dict[str, Any] = {

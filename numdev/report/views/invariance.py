@@ -16,8 +16,8 @@ SAME = "same"
 LEGEND = (
     "same: the same bits in all calls and variants. Otherwise the largest rms difference over the "
     "error of the exact result rounded once (the floor's), and in how many variants there is one. "
-    "Red: a finding, by another number, the difference over what roundings explain, which is more "
-    "where a kernel errs more. A dash: not run."
+    "Red: a finding. It is judged by another number, the difference over what roundings explain; "
+    "they explain more where a kernel errs more. A dash: not run."
 )
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
