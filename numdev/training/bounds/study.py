@@ -60,8 +60,8 @@ COLUMNS = ("of", "metric", "role", "label", "seed", "step", "value")
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 NOT_DETERMINISTIC = (
-    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run's weights differ by up to {off} when "
-    "it is repeated. Only earlier steps are judged."
+    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run's weights differ by up to {off} "
+    "when it is repeated. Only earlier steps are judged."
 )
 NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
 UNSURE = "Not reproducible, so not judged beside"
