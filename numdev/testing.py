@@ -13,7 +13,7 @@ from typing import Any
 
 from numdev.audit.check import Backward, CheckSource, Named, declining, measured
 from numdev.audit.isolation import attempt
-from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
+from numdev.audit.plan import Plan, Planned, plan_formats, recorded
 from numdev.audit.reproduce import reproduce
 from numdev.audit.script import name_of
 from numdev.audit.timing import Stopwatch
@@ -29,7 +29,7 @@ from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain import never_set, parameters
 from numdev.report import AuditReport, Finding, Place
 from numdev.report.foreign import plain
-from numdev.report.numbers import si
+from numdev.report.numbers import MOST, ratio, si
 from numdev.system import System
 from numdev.yamlfile import validated
 
@@ -140,10 +140,9 @@ def check(
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
     planned = Planned(role="kernel", kernel=declining(kernel), options=options)
-    # What rounding the inputs costs is no part of a check.
-    kernels = [*(p for p in plan_kernels(()) if p.role != "precision"), planned]
+    # Its rows say how far floor and baseline err: rows of their own would say nothing more.
     plan = Plan(
-        system=system, formats=plan_formats(formats, kernels), kernels=kernels,
+        system=system, formats=plan_formats(formats, [planned]), kernels=[planned],
         backward=backward is not False, repeats=2,
     )  # fmt: skip
     rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
@@ -256,10 +255,12 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
     text = [f"{kernel} fails {rules} (rules {judgement.rules})"]
     for finding in wrong[:LISTED]:
         at = (finding.formats[0], finding.tensor, finding.place)
-        rms = {str(r.role): r.rms for r in report.rows if (r.format, r.tensor, Place.of(r)) == at}
-        sizes = [(role, rms.get(role)) for role in ("kernel", "floor", "baseline")]
-        errors = ", ".join(f"{role} {si(size)}" for role, size in sizes if size is not None)
-        beside = "" if "nonfinite" in (finding.metric or "") else f" rms error: {errors or 'none'}."
+        row = next((r for r in report.rows if (r.format, r.tensor, Place.of(r)) == at), None)
+        beside = ""
+        if row is not None and row.rms is not None and "nonfinite" not in (finding.metric or ""):
+            parts = ((row.floor_ratio, "the floor's"), (row.baseline_ratio, "eager attention's"))
+            times = listed(f"{ratio(x)}× {whose}" for x, whose in parts if x and x <= MOST)
+            beside = f" The rms error is {si(row.rms)}{times and f', {times}'}."
         text.append(f"{finding.sentence}{beside}")
     text += [f"And {len(wrong) - LISTED} more."] * (len(wrong) > LISTED)
     predicted = all(f.metric in ("expected_ratio", "worst_row") for f in wrong)

@@ -55,7 +55,6 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
     """A line for each kernel in each format: its verdict, and the number or finding that matters
     most."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
-    eager = {k.format: k for k in kernels if k.role == "baseline"}
     sizes = {(k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"}
     ordered = sorted(report.verdicts, key=_order)
     names = [labelled(v.kernel, v.options) for v in ordered]
@@ -71,7 +70,7 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
         elif v.reason is not None:
             text = v.reason
         elif k is not None and k.max_abs is not None:
-            text = _size(k, eager.get(v.format))
+            text = _size(k)
         else:
             number = three(v.observed, v.limit)
             nearest = f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
@@ -96,7 +95,7 @@ def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
     return VERDICTS.get(outcome, ""), "soft" if soft else STYLES[outcome]
 
 
-def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
+def _size(k: KernelSummary) -> str:
     """How far a kernel that passed is from fp64."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too."
@@ -110,8 +109,8 @@ def _size(k: KernelSummary, eager: KernelSummary | None) -> str:
         how = "less than" if k.expected_ratio < 0.9 else "as"
         how = "more than" if k.expected_ratio > 1.1 else how
         text += f"; {how} its rounding model predicts ({ratio(k.expected_ratio)}×)"
-    if eager is not None and eager.floor_ratio is not None and eager.floor_ratio <= MOST:
-        text += f". For comparison, eager attention: {ratio(eager.floor_ratio)}×"
+    if k.baseline_ratio is not None:
+        text += f"; {ratio(k.baseline_ratio)}× the error of eager attention"
     return f"{text}."
 
 
