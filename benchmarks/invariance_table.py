@@ -21,6 +21,7 @@ import torch
 
 from numdev.audit.isolation import Failure, attempt
 from numdev.config import InvarianceRequest
+from numdev.gate.findings import label
 from numdev.gate.rows import grouped
 from numdev.invariance.axes import SIZES, picked
 from numdev.invariance.report import InvarianceReport
@@ -56,11 +57,11 @@ FEW = ("repeat", "batch", "decode", "chunks")  # axes of those, unless some are 
 
 def lines(report: InvarianceReport) -> Iterator[str]:
     """What differs, kernel by kernel and case by case, the largest difference of each axis."""
-    for (label, case), own in grouped(report.rows, lambda r: (r.label, r.case)).items():
+    for (kernel, case), own in grouped(report.rows, lambda r: (label(r), r.case)).items():
         ran = [r for r in own if r.status == "ok"]
         by_axis = grouped(ran, lambda r: r.axis)
         same = [axis for axis, rows in by_axis.items() if all(r.same for r in rows)]
-        yield f"{label} {case}: same along {', '.join(same) or 'none'}"
+        yield f"{kernel} {case}: same along {', '.join(same) or 'none'}"
         for axis, rows in by_axis.items():
             for tensor, of in grouped((r for r in rows if r.differ), lambda r: r.tensor).items():
                 r = max(of, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))

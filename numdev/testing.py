@@ -197,12 +197,10 @@ def _changes(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
     """What a kernel breaks along these axes, on the cases that it takes; and what is not tested."""
-    from numdev.invariance.study import SECTIONS, Study, axes_of, prepared
+    from numdev.invariance.study import SECTIONS, Study, prepared
     from numdev.invariance.verdict import tests_of
 
-    study = Study(
-        [planned], axes_of(names), plan.system, attempt, Stopwatch(plan.system.device, SECTIONS)
-    )
+    study = Study([planned], names, plan.system, attempt, Stopwatch(plan.system.device, SECTIONS))
     rows = [
         row
         for located in source

@@ -23,7 +23,7 @@ BUDGET = {
     "numdev/training": 3000,
     "numdev/diagnose": 1500,
     "numdev/effects": 1500,
-    "numdev/invariance": 1570,
+    "numdev/invariance": 1500,
     "numdev/report": 3450,
     "numdev": 33900,
     "tests": 20000,

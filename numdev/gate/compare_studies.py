@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from numdev.gate.compare_report import Group, Move
+from numdev.gate.findings import label
 from numdev.gate.rows import grouped
 from numdev.metrics.statistics import holm
 from numdev.report import Place
@@ -33,7 +34,7 @@ def invariance_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move,
     """Every axis of every tensor that both reports have, what moved, and a note."""
     sides: list[dict[Any, Any]] = [
         {
-            (r.label, r.format, r.tensor, r.case, r.axis, r.variant): r
+            (label(r), r.format, r.tensor, r.case, r.axis, r.variant): r
             for r in report.rows
             if r.status == "ok"
         }
@@ -41,7 +42,8 @@ def invariance_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move,
     ]
     pairs = [(sides[0][key], row) for key, row in sides[1].items() if key in sides[0]]
     groups, moves = [], []
-    for own in grouped(pairs, lambda p: (p[1].label, p[1].format, p[1].axis, p[1].tensor)).values():
+    by_axis = grouped(pairs, lambda p: (label(p[1]), p[1].format, p[1].axis, p[1].tensor))
+    for own in by_axis.values():
         first, here = own[0][1], []
         of: dict[str, Any] = {n: getattr(first, n) for n in ("role", "kernel", "options", "format")}
         of |= {"tensor": f"{first.axis} {first.tensor}", "metric": "difference"}

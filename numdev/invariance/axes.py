@@ -1,20 +1,19 @@
 """The ways in which a call can change while some rows' exact answer stays: axes, as data.
 
-An axis is a function of a case that gives variants. A variant is one or more calls, and says where
-their rows stand in the call they are held against: the case itself, or a base of the variant's own
-where the case has too little around it (one sequence has no order). Rows depend on their own query
-and on the keys they see; the study checks in fp64 that they do not change.
-
+An axis gives variants of a case: one or more calls, and where their rows stand in the call that
+they are held against, the case itself or, where it has too little around it (one sequence has no
+order), a base of the variant's own. The study checks in fp64 that the rows' answer is the same.
 What stands around a sequence (neighbours, tokens that are added) is the case's own, rolled along
 its length with alternating sign: numbers of the same size, the same on every machine."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from numdev.invariance import ways
 SIZES = (1, 2, 8, 64)  # sequences in a batch
 LARGEST = 1 << 33  # scores of a call that an axis makes larger than the case
 LARGEST_CPU = 1 << 24
+PLAIN: Within = contextlib.nullcontext  # laid out, and run, as it is
 AROUND = 4  # sequences of a batch whose order or neighbours change
 PAD = 37  # tokens: no multiple of a tile
 EXTEND = 16  # tokens that are added to a cache at once
@@ -44,16 +44,11 @@ class Part(NamedTuple):
     row: slice = slice(None)
     key: slice | None = slice(None)
 
-    def of(self, tensor: str, x: Tensor) -> Tensor | None:
+    def of(self, tensor: str, x: Tensor | None) -> Tensor | None:
         """These rows of `out`, `lse`, `dq`, `dk` or `dv`."""
-        if tensor not in ("dk", "dv"):
-            return x[self.batch, self.head, self.row]
+        if x is None or tensor not in ("dk", "dv"):
+            return x if x is None else x[self.batch, self.head, self.row]
         return None if self.key is None else x[self.batch, self.kv_head, self.key]
-
-    def holds(self, at: tuple[int, int, int, int]) -> bool:
-        """Whether a row is among these: its sequence, head, row and feature."""
-        parts = zip((self.batch, self.head, self.row), at, strict=False)
-        return all(n in range(*x.indices(n + 1)) for x, n in parts)
 
 
 WHOLE = Part()
@@ -65,16 +60,15 @@ class Call(NamedTuple):
     there: Part = WHOLE  # and in the base
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Variant:
+class Variant(NamedTuple):
     """One way to compute the base's rows again."""
 
     name: str
     calls: tuple[Call, ...]
     base: AttentionCase | None = None  # None: the case itself
-    within: Within | None = None  # how the calls are laid out in memory, and run
-    base_within: Within | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the kernel, beside its own
+    within: Within = PLAIN  # how the calls are laid out in memory, and run
+    base_within: Within = PLAIN
+    options: Mapping[str, Any] = MappingProxyType({})  # of the kernel, beside its own
     wrap: Literal["graph", "compiled"] | None = None  # what the kernel is run as
     reason: str = ""  # why it is not tried
 
@@ -87,9 +81,6 @@ def again(
 ) -> Variant:
     """A variant of one call."""
     return Variant(name=name, calls=(Call(case, here, there),), **more)
-
-
-# --- how cases change --------------------------------------------------------------------------
 
 
 def alike(x: Tensor, like: Tensor) -> Tensor:
@@ -136,14 +127,10 @@ def grown(
     }  # fmt: skip
     if case.grad_out is not None:
         changed["grad_out"] = around(case.grad_out, *rows, zero=True)
-    mask = case.mask
-    if mask is not None:
-        mask = _widened(mask, rows, keys)
+    mask = None if case.mask is None else _widened(case.mask, rows, keys)
     if hidden:
-        shown = torch.ones(sum(keys) + case.kv_len, dtype=torch.bool, device=case.q.device)
-        shown[: keys[0]] = False
-        shown[keys[0] + case.kv_len :] = False
-        shown = shown[None, None, None]
+        place = torch.arange(sum(keys) + case.kv_len, device=case.q.device) - keys[0]
+        shown = ((place >= 0) & (place < case.kv_len))[None, None, None]
         if rows[0]:  # one that sees no key would return what is a convention, NaN in some kernels
             shown = shown.repeat(1, 1, sum(rows) + case.q_len, 1)
             shown[:, :, : rows[0], 0] = True
@@ -167,10 +154,8 @@ def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tens
 
 def _together(mask: Tensor | None, shown: Tensor) -> Tensor:
     """A mask that hides what `mask` hides and what is not `shown`, bool."""
-    if mask is None:
-        return shown
-    if mask.dtype == torch.bool:
-        return mask & shown
+    if mask is None or mask.dtype == torch.bool:
+        return shown if mask is None else mask & shown
     return torch.where(shown, mask, torch.finfo(mask.dtype).min)
 
 
@@ -192,17 +177,21 @@ def _cut(case: AttentionCase, first: int, last: int, keys: range | None = None) 
     return Call(case=part(case, **kept), there=there)
 
 
+def _last_of(case: AttentionCase, name: str, rows: int, **changed: Any) -> Variant:
+    """The case's one row as the last of several."""
+    whole = dataclasses.replace(grown(case, rows=(rows - 1, 0)), **changed)
+    return again(name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None))
+
+
 def _own(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
     """The case's rows and keys where so many stand before them."""
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
-# --- axes --------------------------------------------------------------------------------------
-
-
-def repeat(case: AttentionCase) -> Variants:
-    yield again("again", case)
-    yield again("a third time", case)
+def unchanged(case: AttentionCase, *, ways: Mapping[str, Mapping[str, Any]]) -> Variants:
+    """The same call, laid out or run in these ways: fields of a Variant by its name."""
+    for name, how in ways.items():
+        yield again(name, case, **how)
 
 
 def batch(case: AttentionCase) -> Variants:
@@ -311,9 +300,7 @@ def rows(case: AttentionCase) -> Variants:
     if n > EXTEND:
         yield Variant(name=f"the last {EXTEND} rows", calls=(_cut(case, n - EXTEND, n),))
     elif n == 1 and not case.restricts_positions:
-        here = Part(row=slice(EXTEND - 1, EXTEND), key=None)
-        among = grown(case, rows=(EXTEND - 1, 0))
-        yield again(f"the last of {EXTEND} rows", among, here, Part(key=None))
+        yield _last_of(case, f"the last of {EXTEND} rows", EXTEND)
 
 
 def longer(case: AttentionCase) -> Variants:
@@ -352,17 +339,14 @@ def decode(case: AttentionCase) -> Variants:
             yield Variant(name=f"the last {EXTEND} by themselves", calls=(last,))
     elif n == 1 and m > 1 and not case.restricts_positions and case.mask is None:
         for rows in sorted({min(EXTEND, m), m}):
-            whole = grown(case, rows=(rows - 1, 0))
-            whole = dataclasses.replace(whole, is_causal=True, causal_offset=m - rows)
-            here = Part(row=slice(rows - 1, rows), key=None)
-            yield again(f"in a prefill of {rows}", whole, here, Part(key=None))
+            causal = {"is_causal": True, "causal_offset": m - rows}
+            yield _last_of(case, f"in a prefill of {rows}", rows, **causal)
 
 
 def mask(case: AttentionCase) -> Variants:
     shown, plain = explicit_mask(case), without_positions(case)
     if shown is None:
-        shape = (case.q_len, case.kv_len)
-        shown = torch.ones(shape, dtype=torch.bool, device=case.q.device)
+        shown = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device=case.q.device)
     if case.restricts_positions or case.mask is None:
         yield again("a tensor", dataclasses.replace(plain, mask=shown))
     if shown.dtype == torch.bool:
@@ -373,44 +357,20 @@ def mask(case: AttentionCase) -> Variants:
 
 def strides(case: AttentionCase) -> Variants:
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
-    for name, within in LAYOUTS.items():
-        if name != "packed" or alike:
-            yield again(name, case, within=within, base_within=DENSE)
+    yield from unchanged(case, ways=LAYOUTS | (PACKED if alike else {}))
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
         several = picked(case, half := range(AROUND // 2))
         k, v = (x[:1].repeat(len(half), 1, 1, 1) for x in (case.k, case.v))
         same = dataclasses.replace(several, k=k, v=v)
         within = partial(ways.changed, by=ways.one_for_all, of="kv")
-        yield again("stride 0", same, base=same, within=within, base_within=DENSE)
+        yield again("stride 0", same, base=same, within=within)
 
 
 def threads(case: AttentionCase) -> Variants:
     here = torch.get_num_threads()
-    for count in (1, 2, 3) if not case.q.is_cuda else ():
-        if count != here:
-            within = partial(ways.on_threads, count=count)
-            yield again(f"{count} in place of {here}", case, within=within)
-
-
-def wrapped(case: AttentionCase, *, name: str, wrap: Literal["graph", "compiled"]) -> Variants:
-    missing = wrap == "graph" and not case.q.is_cuda
-    yield again(name, case, wrap=wrap, reason="needs CUDA, but this run is on CPU" * missing)
-
-
-def tiles(case: AttentionCase) -> Variants:
-    """Options that cut the keys, or order them; the study leaves out what a kernel has not."""
-    for option, values in ways.TILINGS.items():
-        for value in values:
-            yield again(f"{option}={value}", case, options={option: value})
-
-
-def laid(case: AttentionCase, *, base: Within, ways: Mapping[str, Within]) -> Variants:
-    """The same call laid out, or run, in other ways."""
-    for name, within in ways.items():
-        yield again(name, case, within=within, base_within=base)
-
-
-# --- poison ------------------------------------------------------------------------------------
+    for count in sorted({1, 2, 3} - {here}) if not case.q.is_cuda else ():
+        within = partial(ways.on_threads, count=count)
+        yield again(f"{count} in place of {here}", case, within=within)
 
 
 def hidden(case: AttentionCase, *, poison: str) -> Variants:
@@ -429,27 +389,34 @@ def _changed(by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **mor
     return partial(ways.changed, by=partial(by, **more), of=of)
 
 
-DENSE = _changed(ways.as_laid_out, layout="contiguous")
-LAYOUTS = {
+def _against(base: Within, **ways: Within) -> dict[str, dict[str, Any]]:
+    return {name: {"within": within, "base_within": base} for name, within in ways.items()}
+
+
+LAYOUTS = _against(PLAIN, **{
     "transposed": _changed(ways.as_laid_out, layout="transposed"),
-    "packed": ways.packed,
     "sliced": _changed(ways.inside, value=0.0),
     "every second": _changed(ways.as_laid_out, layout="strided"),
-}
+})  # fmt: skip
+PACKED = _against(PLAIN, packed=ways.packed)
 PAGES = {f"pages of {n}": _changed(ways.gathered, "kv", size=n) for n in (16, 64)}
-INSIDE = _changed(ways.inside, value=None)
 BEYOND = {f"{name} there": _changed(ways.inside, value=x) for name, x in ways.POISONS.items()}
 BEFORE = {f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()}
 
-AXES: Mapping[str, Callable[[AttentionCase], Variants]] = {
-    "repeat": repeat, "batch": batch, "order": order, "neighbours": neighbours, "lengths": lengths,
+SAME_CALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "repeat": {"again": {}, "a third time": {}},
+    "paged": _against(PLAIN, **PAGES),
+    "graph": {"CUDA graph": {"wrap": "graph"}},
+    "compiled": {"torch.compile": {"wrap": "compiled"}},
+    # Options that cut the keys, or order them; the study leaves out what a kernel has not.
+    "tiles": {f"{n}={x}": {"options": {n: x}} for n, xs in ways.TILINGS.items() for x in xs},
+    "beyond": _against(_changed(ways.inside, value=None), **BEYOND),
+    "unwritten": _against(partial(ways.sentinel, value=0.0), **BEFORE),
+}
+VARIANTS: Mapping[str, Callable[[AttentionCase], Variants]] = {  # by the names of `config.AXES`
+    "batch": batch, "order": order, "neighbours": neighbours, "lengths": lengths,
     "padding": padding, "heads": heads, "rows": rows, "longer": longer, "chunks": chunks,
-    "decode": decode, "paged": partial(laid, base=DENSE, ways=PAGES), "mask": mask,
-    "strides": strides, "threads": threads,
-    "graph": partial(wrapped, name="CUDA graph", wrap="graph"),
-    "compiled": partial(wrapped, name="torch.compile", wrap="compiled"), "tiles": tiles,
-    "beyond": partial(laid, base=INSIDE, ways=BEYOND),
+    "decode": decode, "mask": mask, "strides": strides, "threads": threads,
     "hidden": partial(hidden, poison="large numbers"), "hidden-nan": partial(hidden, poison="NaN"),
-    "unwritten": partial(laid, base=partial(ways.sentinel, value=0.0), ways=BEFORE),
+    **{name: partial(unchanged, ways=ways) for name, ways in SAME_CALL.items()},
 }  # fmt: skip
-"""By the names of `numdev.config.AXES`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,13 +16,11 @@ import torch
 from torch import Tensor
 
 from numdev.audit.bench import part
-from numdev.audit.plan import Planned
 from numdev.cases import AttentionCase, visible
 from numdev.errors import NumdevError
 from numdev.invariance.axes import Call, Part
-from numdev.invariance.differences import Forms, differs
+from numdev.invariance.differences import Forms, Ran, differs
 from numdev.invariance.report import Cause, InvarianceRow
-from numdev.kernels import Output
 from numdev.kernels.emulation.kernel import emulation, recipe_of
 from numdev.kernels.emulation.recipe import TILINGS
 from numdev.system import System
@@ -40,19 +39,19 @@ Claim = Mapping[str, Any]
 def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool) -> dict[str, Any]:
     """The fields of a row that differs in `out` which say why: two operators that ran, else two
     tilings. The kernel's claims are tried alone, and with `search` then all candidates."""
-    for output in forms.others:
-        did = [dict(x.did) if isinstance(x.did, Mapping) else {} for x in (forms.first, output)]
+    for ran in forms.others:
+        both = (forms.first.output.did, ran.output.did)
+        did = [dict(x) if isinstance(x, Mapping) else {} for x in both]
         if all(did) and did[0] != did[1]:
             return {"cause": Cause(base=did[0], variant=did[1])}
-    if row.first is None or row.nonfinite:
+    calls = () if row.nonfinite else zip(forms.variant.calls, forms.others, strict=True)
+    for call, other in calls:
+        if looked := _looked_at(call, forms.first, other):
+            cases, difference = looked
+            break
+    else:
         return {}
-    calls = zip(forms.variant.calls, forms.others, strict=True)
-    call, other = next((c, o) for c, o in calls if c.there.holds(row.first))
-    if (looked := _looked_at(call, forms, other, row.first)) is None:
-        return {}
-    cases, difference = looked
-    sides = ((forms.planned, forms.base, forms.first), (forms.changed, call.case, other))
-    claims = [_claim(*side, system) for side in sides]
+    claims = [_claim(ran, system) for ran in (forms.first, other)]
     few = int((difference != 0).sum()) < FEW
     found: dict[str, Any] = {}
     for searched in (False, True) if search and not few else (False,):
@@ -70,42 +69,41 @@ def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool)
         if best <= EXPLAINS:
             near = (left <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
             # Of pairs that say the same the base's simplest, and what changes least.
-            i, j = min(near, key=lambda x: (x[0], _changes(one[x[0]], two[x[1]]), x[1]))
+            i, j = min(near, key=lambda x: (x[0], len(one[x[0]].items() - two[x[1]].items()), x[1]))
             named = Cause(base=one[i], variant=two[j], residual=float(left[i, j]))
             return {**found, "closest": best, "cause": named}
     return found
 
 
-def _claim(planned: Planned, case: AttentionCase, output: Output, system: System) -> Claim:
+def _claim(ran: Ran, system: System) -> Claim:
     """How the kernel says that it computes; FlashAttention-2's way where it does not."""
-    kernel = planned.kernel
+    kernel = ran.planned.kernel
     if kernel.name == "emulated":
-        return {name: value for name, value in planned.options.items() if value is not None}
+        return {name: value for name, value in ran.planned.options.items() if value is not None}
     with contextlib.suppress(Exception):  # a claim is foreign code, and reads what was returned
-        return dict(kernel.claims(case, output, system) or {"preset": "fa2"})
+        return dict(kernel.claims(ran.case, ran.output, system) or {"preset": "fa2"})
     return {"preset": "fa2"}
 
 
-def _changes(one: Claim, two: Claim) -> int:
-    return sum(one.get(n) != two.get(n) for n in CUT)
-
-
 def _looked_at(
-    call: Call, forms: Forms, other: Output, first: tuple[int, int, int, int]
+    call: Call, first: Ran, other: Ran
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
     """Both forms' calls restricted to some rows that differ, of all sequences and heads where these
-    are few, else of those of the `first` row; and the difference there, fp64 [elements]."""
-    base, there, here = forms.base, call.there, call.here
-    a: Any = there.of("out", forms.first.out)
-    b: Any = here.of("out", other.out)
+    are few, else of one kv head; and the difference there, fp64 [elements]. None where none do."""
+    base, there, here = first.case, call.there, call.here
+    a: Any = there.of("out", first.output.out)
+    b: Any = here.of("out", other.output.out)
     sequences = kv_heads = heads = slice(None)
+    moved = differs(a, b)
+    if not bool(moved.any()):
+        return None
     if a.shape[:2].numel() * base.kv_len > MOST_KEYS:
-        at, group = first[0] - (there.batch.start or 0), base.group
-        kv = (first[1] - (there.head.start or 0)) // group
+        at, head = moved.any(dim=3).any(dim=2).nonzero()[0].tolist()
+        kv = head // base.group
         sequences, kv_heads = slice(at, at + 1), slice(kv, kv + 1)
-        heads = slice(kv * group, (kv + 1) * group)
+        heads = slice(kv * base.group, (kv + 1) * base.group)
     one, two = a[sequences, heads], b[sequences, heads]
-    moved = differs(one, two).any(dim=3).flatten(0, 1).any(dim=0)
+    moved = moved[sequences, heads].any(dim=3).flatten(0, 1).any(dim=0)
     one, two = one.double(), two.double()
     finite = (one.isfinite() & two.isfinite()).all(dim=3).flatten(0, 1).all(dim=0)
     rows = (moved & finite).nonzero()[:, 0]
@@ -146,9 +144,7 @@ def _candidates(case: AttentionCase, claim: Claim) -> Iterator[dict[str, Any]]:
     yield dict(claim)
     rest = {n: x for n, x in claim.items() if n not in ("memory", *CUT)}
     tiles = [t for t in TILES if t < 2 * case.kv_len and case.kv_len <= t * MOST_TILES]
-    for splits in SPLITS:
-        for order in ("ascending", "descending"):
-            for tile in tiles:
-                parts = -(-case.kv_len // tile)
-                if splits <= parts and (parts > 1 or order == "ascending"):
-                    yield {**rest, "block_kv": tile, "kv_order": order, "splits": splits}
+    for splits, order, tile in itertools.product(SPLITS, ("ascending", "descending"), tiles):
+        parts = -(-case.kv_len // tile)
+        if splits <= parts and (parts > 1 or order == "ascending"):
+            yield {**rest, "block_kv": tile, "kv_order": order, "splits": splits}

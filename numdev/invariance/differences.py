@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from numdev.audit.bench import TERMS
+from numdev.audit.isolation import Within
 from numdev.audit.plan import Planned
 from numdev.cases import AttentionCase, visible
 from numdev.formats import Format, format_of, round_to, ulp
@@ -21,8 +22,6 @@ from numdev.metrics.bits import bits
 
 TENSORS = ("out", "lse", *GRADIENTS)
 EXACT = 1e-10  # of the terms of a sum: what fp64 in another order may change
-FP32 = 2.0**-24
-TINY = 1e-300  # a divisor that is never 0
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
@@ -40,14 +39,14 @@ def exact_change(call: Call, base: Reference, variant: Reference) -> float:
         return math.inf
     worst = 0.0
     for tensor in TENSORS:
-        of = ((base, call.there), (variant, call.here))
-        a, b = (None if (x := getattr(r, tensor, None)) is None else p.of(tensor, x) for r, p in of)
+        a = call.there.of(tensor, getattr(base, tensor, None))
+        b = call.here.of(tensor, getattr(variant, tensor, None))
         if a is None or b is None:
             continue
         terms: Any = a.abs() + 1
         if tensor in TERMS:
             terms = call.there.of(tensor, getattr(base, TERMS[tensor]))
-        apart = torch.where(a == b, 0.0, (a - b).abs() / terms.clamp_min(TINY))  # -inf is -inf
+        apart = torch.where(a == b, 0.0, (a - b).abs() / terms)  # -inf is -inf
         apart = apart if tensor in ("dk", "dv") else apart[counted]
         worst = max(worst, float(apart.nan_to_num(nan=math.inf).amax()) if apart.numel() else 0.0)
     return worst
@@ -56,10 +55,13 @@ def exact_change(call: Call, base: Reference, variant: Reference) -> float:
 def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> Tensor:
     """What roundings may change in each element though the floor, and by luck one of two forms,
     change nothing (terms that cancel): half a unit of the format in each of n like terms, and
-    |scale| max|q| max|k| 2^-24, what rounding a score in fp32 makes of all of them."""
+    |scale| max|q| max|k| 2^-24, what rounding a score in fp32 makes of all of them. Of the
+    log-sum-exp 1 + its size."""
+    if tensor == "lse":
+        return 1 + exact.lse.abs()
     norms = (x.double().norm(dim=-1).nan_to_num(0.0, 0.0) for x in (case.q, case.k))  # but poison
     q, k = (x.amax(dim=-1) for x in norms)
-    score = abs(case.scale) * FP32 * q * k.repeat_interleave(case.group, dim=1)
+    score = abs(case.scale) * 2.0**-24 * q * k.repeat_interleave(case.group, dim=1)
     count = case.q_len if tensor in ("dk", "dv") else case.kv_len
     if tensor in ("dk", "dv"):
         score = score.unflatten(1, (-1, case.group)).amax(dim=2)
@@ -67,35 +69,40 @@ def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> 
     return part * getattr(exact, TERMS[tensor])  # type: ignore[no-any-return]
 
 
+class Ran(NamedTuple):
+    """A kernel on a case, laid out and run in a way, and what it returned."""
+
+    planned: Planned
+    case: AttentionCase
+    within: Within
+    wrap: str | None
+    output: Output
+
+
 class Forms(NamedTuple):
     """A call computed in two ways."""
 
-    planned: Planned
-    changed: Planned  # with the variant's options
     variant: Variant
-    base: AttentionCase
+    first: Ran  # the base
+    others: list[Ran]  # the variant's calls
     exact: Reference  # of the base
     format: Format
-    first: Output
-    others: list[Output]  # of the variant's calls
 
 
 def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
     """The fields of a row, for each tensor that the base has; rows that see no key are left out."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
-        truth, own = getattr(exact, tensor, None), getattr(forms.first, tensor)
+        truth, own = getattr(exact, tensor, None), getattr(forms.first.output, tensor)
         if truth is None or own is None or all(c.there.of(tensor, truth) is None for c in calls):
             continue
-        others = [getattr(output, tensor) for output in forms.others]
+        others = [getattr(ran.output, tensor) for ran in forms.others]
         if any(other is None for other in others):
             yield tensor, {"status": "skipped", "reason": f"{tensor} is returned in one form alone"}
             continue
         of_keys = tensor in ("dk", "dv")
         sees = torch.ones_like(truth[..., 0], dtype=torch.bool) if of_keys else ~exact.empty
-        unit = 1 + truth.abs()
-        if tensor in TERMS:
-            unit = unit_of(tensor, forms.base, exact, forms.format)
+        unit = unit_of(tensor, forms.first.case, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
             if (b := call.here.of(tensor, other)) is None or call.there.of(tensor, sees) is None:
@@ -130,26 +137,23 @@ def _by_row(
         "elements": shown.expand_as(a), "differ": apart, "nonfinite": turned, "finite": usable,
     }  # fmt: skip
     spacing = ulp(torch.maximum(one.abs(), other.abs()), own)
-    return {
-        **{name: x.square().sum(dim=-1) for name, x in squares.items()},
-        **{name: x.sum(dim=-1) for name, x in counts.items()},
-        "ulps": torch.where(apart, (one - other).abs() / spacing, 0.0).amax(dim=-1),
-    }
+    ulps = torch.where(apart, (one - other).abs() / spacing, 0.0)
+    sums = {name: x.square() for name, x in squares.items()} | counts
+    return {name: x.sum(dim=-1) for name, x in sums.items()} | {"ulps": ulps.amax(dim=-1)}
 
 
 def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of all rows together, from their sums."""
     fields: dict[str, Any] = {n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")}
     whole = {name: x.sum()[None] for name, x in rows.items()}
-    size = max(1, int(whole["finite"]))
     names = ("difference", "floor", "error_base", "error_variant")
-    rms = {name: math.sqrt(float(whole[name]) / size) for name in names}
-    fields |= {"difference": rms["difference"], "ulps": float(rows["ulps"].amax())}
-    if floor := rms["floor"]:
-        fields["floor_ratio"] = rms["difference"] / floor
-        fields |= {n: rms[n] / floor for n in ("error_base", "error_variant")}
-    fields["excess"], fields["excess_of_a_row"] = _excess(whole), _excess(rows)
-    return fields
+    size = max(1, int(whole["finite"]))
+    difference, floor, *errors = (math.sqrt(float(whole[name]) / size) for name in names)
+    if floor:
+        fields["floor_ratio"] = difference / floor
+        fields["error_base"], fields["error_variant"] = (error / floor for error in errors)
+    fields |= {"difference": difference, "ulps": float(rows["ulps"].amax())}
+    return fields | {"excess": _excess(whole), "excess_of_a_row": _excess(rows)}
 
 
 def _excess(squares: Mapping[str, Tensor]) -> float:

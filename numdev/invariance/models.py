@@ -23,16 +23,9 @@ from numdev.invariance.report import ModelRow
 from numdev.kernels.reference import attend
 from numdev.sources.capture import answered, in_parts
 from numdev.sources.loss import at_home
-from numdev.sources.opening import CheckpointSource
 
 DECODED = 8  # tokens, one at a time
 Inputs = Mapping[str, Any]
-
-
-def has_model(source: Any) -> bool:
-    """Whether a source has a model in memory that reads tokens."""
-    in_memory = isinstance(source, CheckpointSource) and source.streamed is None
-    return in_memory and "input_ids" in source.prompt.inputs
 
 
 def model_rows(
@@ -43,9 +36,9 @@ def model_rows(
     returns for a case, or a Failure."""
 
     def kernel(case: AttentionCase) -> Any:
-        if isinstance(output := run(case), Failure):
-            raise Refused(output.reason)
-        return output.out.to(case.q.dtype)
+        if isinstance(ran := run(case), Failure):
+            raise Refused(ran.reason)
+        return ran.output.out.to(case.q.dtype)
 
     def exact(case: AttentionCase) -> Tensor:
         return round_to(attend(case).out, fmt).to(case.q.dtype)

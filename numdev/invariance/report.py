@@ -6,11 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
-
 from numdev.config import Axis
 from numdev.report import OfKernel, Record, Report, Status, Tensor
-from numdev.report.numbers import labelled
 
 Value = float | None
 Place = tuple[int, int, int, int]
@@ -29,16 +26,16 @@ class Cause(Record):
     def __str__(self) -> str:
         """`explained by tiling: 64 keys a tile in one split against 64 keys a tile in 4 splits`."""
         if self.residual is None:
-            return f"{_operator(self.variant)} ran in place of {_operator(self.base)}"
+            return " ran in place of ".join(
+                ", ".join(
+                    str(x) if name == "operator" else f"{name} {x}" for name, x in did.items()
+                )
+                for did in (self.variant, self.base)
+            )
         one, two = _cut(self.base), _cut(self.variant)
         if one == two:
             return f"explained by tiling: {one} in both, but the tiles start at other keys"
         return f"explained by tiling: {one} against {two}"
-
-
-def _operator(did: Mapping[str, Any]) -> str:
-    words = ", ".join(f"{name} {value}" for name, value in did.items())
-    return str(did.get("operator", words))
 
 
 def _cut(options: Mapping[str, Any]) -> str:
@@ -88,10 +85,6 @@ class InvarianceRow(OfKernel):
         """Whether it is the call as it is that is far from exact, not its other form."""
         return (self.error_base or 0.0) > 4 * max(1.0, self.error_variant or 0.0)
 
-    @property
-    def label(self) -> str:
-        return labelled(self.kernel, self.options)
-
 
 class ModelRow(Record):
     """The model's own output, computed another way."""
@@ -111,7 +104,6 @@ class InvarianceSummary(Record):
     """What a reader wants first."""
 
     answer: tuple[str, ...]
-    kernels: tuple[()] = ()
 
 
 class InvarianceReport(Report):
@@ -123,7 +115,7 @@ class InvarianceReport(Report):
     summary: InvarianceSummary
     tested: tuple[str, ...] = ()
     rows: tuple[InvarianceRow, ...]
-    models: tuple[ModelRow, ...] = Field(default=())
+    models: tuple[ModelRow, ...] = ()
 
     @property
     def measured(self) -> bool:

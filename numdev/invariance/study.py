@@ -24,20 +24,19 @@ from numdev.audit.run import Progress, Say, provenance
 from numdev.audit.script import folder_of
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
-from numdev.config import ONLY_ASKED, AuditRequest, InvarianceRequest, Reading
+from numdev.config import AXES, ONLY_ASKED, AuditRequest, InvarianceRequest, Reading
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, round_to
 from numdev.gate.findings import listed
 from numdev.gate.rules import Rules, default_rules
 from numdev.gate.tests import judged
-from numdev.invariance.axes import AXES, Variant, again, without_positions
+from numdev.invariance.axes import PLAIN, VARIANTS, Variant, again, without_positions
 from numdev.invariance.cause import explained
-from numdev.invariance.differences import EXACT, Forms, compared, exact_change, keys_seen
-from numdev.invariance.models import has_model, model_rows
+from numdev.invariance.differences import EXACT, Forms, Ran, compared, exact_change, keys_seen
+from numdev.invariance.models import model_rows
 from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary, ModelRow
 from numdev.invariance.verdict import ALIKE, answer, tested, tests_of
 from numdev.invariance.ways import wrapped
-from numdev.kernels import Output
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import same
@@ -64,7 +63,8 @@ def invariance(
     default ones), which the caller writes. Raises UsageError for a request that cannot be run."""
     system = System.here(request.device)
     kernels = [p for p in plan_kernels(request.kernels) if p.role == "kernel"]
-    formats, axes = plan_formats(request.formats, kernels), axes_of(request.axes)
+    formats = plan_formats(request.formats, kernels)
+    axes = request.axes or tuple(name for name in AXES if name not in ONLY_ASKED)
     rules = rules or default_rules()
     watch = Stopwatch(system.device, SECTIONS)
     with watch("capture"):
@@ -122,9 +122,9 @@ def reproducers(
         request = request.model_copy(update={"checkpoint": str(Path(source).resolve())})
 
     def facts(finding: Finding) -> dict[str, Any]:
-        kernel = {"name": finding.kernel, "options": finding.options}
-        alone = {"kernels": (kernel,), "axes": (finding.rule.split()[0],), "logits": False}
-        asked = request.model_dump() | alone | {"formats": finding.formats}
+        alone = {"axes": (finding.rule.split()[0],), "formats": finding.formats, "logits": False}
+        alone["kernels"] = ({"name": finding.kernel, "options": finding.options},)
+        asked = request.model_dump() | alone
         folder = folder_of(finding.kernel.partition(":")[0])
         return {
             "folders": [folder] if ":" in finding.kernel and folder else [],
@@ -135,17 +135,10 @@ def reproducers(
     return written(report.findings, directory, "invariance", facts)
 
 
-def axes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """These axes; by default all but those that are only asked for."""
-    return tuple(names) or tuple(name for name in AXES if name not in ONLY_ASKED)
-
-
 def opened(request: InvarianceRequest, system: System) -> Source:
     """What the request names, as an audit opens it."""
-    fields: dict[str, Any] = {name: getattr(request, name) for name in Reading.model_fields}
-    fields |= {"cases": request.cases} if request.cases else {"checkpoint": request.checkpoint}
-    fields |= {"formats": request.formats, "backward": request.backward, "kernels": ()}
-    return open_source(AuditRequest(target=request.target, **fields), system)
+    same = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
+    return open_source(AuditRequest(**{name: getattr(request, name) for name in same}), system)
 
 
 def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
@@ -184,20 +177,22 @@ class Study:
         self.met.add(shape)
         with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
             for axis in self.axes:
-                for variant in AXES[axis](case):
+                for variant in VARIANTS[axis](case):
                     yield axis, variant, partial(self.rows, axis, variant, case, fmt)
-                self.kept = {k: x for k, x in self.kept.items() if k[:2] == (id(case), None)}
+                self.kept = {k: x for k, x in self.kept.items() if k[:2] == (id(case), PLAIN)}
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
-        """The model's own output with each kernel, where the source has a model."""
-        if not isinstance(source, CheckpointSource) or not has_model(source):
+        """The model's own output with each kernel, where it is in memory and reads tokens."""
+        if not isinstance(source, CheckpointSource) or source.streamed is not None:
+            return
+        if "input_ids" not in source.prompt.inputs:
             return
         for fmt in formats:
             model = source.load(dtype_of(fmt)).eval()
             for planned in self.kernels:
                 key = digest(["model", fmt.name, planned.kernel.name, planned.options])
                 if not journal.visit(key) and not planned.kernel.missing(self.system):
-                    run = partial(self.output, planned, within=None, gradients=False)
+                    run = partial(self.ran, planned, gradients=False)
                     of = (model, source.prompt.inputs, planned, fmt, run)
                     journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
 
@@ -205,9 +200,9 @@ class Study:
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
     ) -> Iterator[InvarianceRow]:
         """All kernels on one variant, whose exact answer is checked first."""
-        base, exact, why = variant.base or case, None, variant.reason
+        base, why = variant.base or case, variant.reason
         if not why:
-            exact = self._kept((id(base), None), base, partial(self.exact, base))
+            exact = self._kept((id(base), PLAIN), base, partial(self.exact, base))
             new = (call for call in variant.calls if call.case is not base)
             change = max((exact_change(c, exact, self.exact(c.case)) for c in new), default=0.0)
             if not change <= EXACT:
@@ -222,7 +217,7 @@ class Study:
                 "axis": axis, "variant": variant.name,
             }  # fmt: skip
             forms: Forms | Failure = Failure("skipped", why)
-            if exact is not None and not why:
+            if not why:
                 forms = self._forms(planned, changed, variant, base, exact, fmt)
             if isinstance(forms, Forms):
                 yield from self._compared(fields, forms)
@@ -237,20 +232,20 @@ class Study:
     ) -> Forms | Failure:  # fmt: skip
         """What a kernel returns for the base, and in the other form."""
         key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
-        run = partial(self.output, planned, base, variant.base_within)
+        run = partial(self.ran, planned, base, variant.base_within)
         first, others = self._kept(key, base, run), []
         if isinstance(first, Failure):
             return first
-        wrong = ~first.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
+        wrong = ~first.output.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
         if count := int((wrong & ~exact.empty[..., None]).sum()):
             what = f"returns {count} elements that are NaN or infinite where the exact result"
             return Failure("failed", f"{what} is not")
         for call in variant.calls:
-            done = self.output(changed, call.case, variant.within, variant.wrap)
-            if isinstance(done, Failure):
-                return done
-            others.append(done)
-        return Forms(planned, changed, variant, base, exact, fmt, first, others)
+            ran = self.ran(changed, call.case, variant.within, variant.wrap)
+            if isinstance(ran, Failure):
+                return ran
+            others.append(ran)
+        return Forms(variant, first, others, exact, fmt)
 
     def _compared(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
         with self.watch("comparing"):
@@ -266,7 +261,7 @@ class Study:
         for tensor, found in numbers.items():
             row = InvarianceRow(**fields, tensor=tensor, **found)  # type: ignore[arg-type]
             if row.first is not None and tensor not in ("dk", "dv"):
-                row = row.model_copy(update={"keys": keys_seen(forms.base, row.first)})
+                row = row.model_copy(update={"keys": keys_seen(forms.first.case, row.first)})
             if tensor == "out" and row.differ:
                 with self.watch("causes"):
                     found = explained(row, forms, self.system, search=self.searches)
@@ -276,21 +271,18 @@ class Study:
     def _unsteady(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
         """Where one of two forms gives other bits when it runs once more: rows along `repeat`."""
         name = f"again, {fields['axis']} {fields['variant']}"
-        about, way = fields | {"axis": "repeat", "variant": name}, forms.variant
-        # Twice, since a kernel may alternate.
-        runs: list[Any] = [(forms.planned, forms.base, way.base_within, None, forms.first)] * 2
-        for call, other in zip(way.calls, forms.others, strict=True):
-            runs.append((forms.changed, call.case, way.within, way.wrap, other))
-        for planned, case, within, wrap, before in runs:
-            more = self.output(planned, case, within, wrap)
+        about = fields | {"axis": "repeat", "variant": name}
+        # The base twice, since a kernel may alternate.
+        for ran in (forms.first, forms.first, *forms.others):
+            more = self.ran(*ran[:-1])
             if isinstance(more, Failure):
                 yield InvarianceRow(**about, tensor="out", status="failed", reason=more.reason)
                 return
-            pairs = ((getattr(before, n), getattr(more, n)) for n in STEADY)
+            pairs = ((getattr(ran.output, n), getattr(more.output, n)) for n in STEADY)
             if all(x is y or same(x, y) for x, y in pairs):
                 continue
-            of = (planned, planned, again(name, case), case, attend(case), forms.format)
-            found = [(n, x) for n, x in compared(Forms(*of, before, [more])) if x.get("differ")]
+            two = Forms(again(name, ran.case), ran, [more], attend(ran.case), forms.format)
+            found = [(n, x) for n, x in compared(two) if x.get("differ")]
             for tensor, numbers in found:
                 yield InvarianceRow(**about, tensor=tensor, **numbers)  # type: ignore[arg-type]
             if found:
@@ -307,10 +299,10 @@ class Study:
             self.kept[key] = make(), case
         return self.kept[key][0]
 
-    def output(
-        self, planned: Planned, case: AttentionCase, within: Within | None,
+    def ran(
+        self, planned: Planned, case: AttentionCase, within: Within = PLAIN,
         wrap: str | None = None, gradients: bool | None = None,
-    ) -> Output | Failure:  # fmt: skip
+    ) -> Ran | Failure:  # fmt: skip
         """A kernel on a case, if need be laid out and run another way. One that declines the
         backward pass runs forward alone."""
         kernel = planned.kernel
@@ -320,24 +312,21 @@ class Study:
             if self.backward or isinstance(self.run, Isolated):
                 return Failure("skipped", "only the forward pass, in this process, is run so")
             kernel = wrapped(kernel, wrap)
-        how: dict[str, Any] = {} if within is None else {"within": within}
         options = given(planned.options, kernel)
         both = self.backward if gradients is None else gradients
         with self.watch("kernels"):
-            done = self.run(kernel, case, options, gradients=both, **how)
-            if both and isinstance(done, Failure) and done.status == "skipped":
-                done = self.run(kernel, case, options, **how)
-            return done
+            output = self.run(kernel, case, options, gradients=both, within=within)
+            if both and isinstance(output, Failure) and output.status == "skipped":
+                output = self.run(kernel, case, options, within=within)
+        return output if isinstance(output, Failure) else Ran(planned, case, within, wrap, output)
 
 
 def _changed(planned: Planned, variant: Variant) -> Planned | None:
     """The kernel with the options of a variant; None where they are not for it."""
-    kernel, options = planned.kernel, planned.options
-    if not variant.options.keys() <= kernel.options.keys():
-        return None
-    with contextlib.suppress(UsageError):
-        options = (
-            kernel.with_options({**options, **variant.options}) if variant.options else options
-        )
-        return Planned(role="kernel", kernel=kernel, options=options)
+    if not variant.options:
+        return planned
+    if variant.options.keys() <= planned.kernel.options.keys():
+        with contextlib.suppress(UsageError):
+            options = planned.kernel.with_options({**planned.options, **variant.options})
+            return dataclasses.replace(planned, options=options)
     return None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numdev.config import AXES
-from numdev.gate.findings import TENSORS, listed
+from numdev.gate.findings import TENSORS, label, listed
 from numdev.gate.rows import grouped
 from numdev.gate.rules import InvarianceLimits, default_rules
 from numdev.gate.tests import Test
@@ -50,22 +50,23 @@ class Held(NamedTuple):
     def fails(self) -> bool:
         return self.observed > self.limit
 
-    @property
-    def order(self) -> tuple[int, float, float]:
-        """By which the worst of some is the last."""
-        return -list(WRONG).index(self.rule), self.observed, self.row.excess or 0.0
+
+def worst_of(several: Iterable[Held]) -> Held:
+    """By its rule the gravest, of these the largest."""
+    rules = list(WRONG)
+    return max(several, key=lambda h: (-rules.index(h.rule), h.observed, h.row.excess or 0.0))
 
 
 def held(row: InvarianceRow, limits: InvarianceLimits) -> Iterator[Held]:
     """Every rule for a row."""
     if row.axis not in limits.may_turn_nan:
         yield Held(row, "finite", "nonfinite", row.nonfinite, 0)
+        rule, limit = "rounding", limits.beyond_roundings
         if row.tensor == "lse":
-            yield Held(row, "log-sum-exp", "excess", row.excess or 0.0, limits.log_sum_exp)
-        else:
-            yield Held(row, "rounding", "excess", row.excess or 0.0, limits.beyond_roundings)
-            if limit := limits.beyond_roundings_of_a_row.get(row.tensor):
-                yield Held(row, "row", "excess_of_a_row", row.excess_of_a_row or 0.0, limit)
+            rule, limit = "log-sum-exp", limits.log_sum_exp
+        yield Held(row, rule, "excess", row.excess or 0.0, limit)
+        if limit_of_a_row := limits.beyond_roundings_of_a_row.get(row.tensor):
+            yield Held(row, "row", "excess_of_a_row", row.excess_of_a_row or 0.0, limit_of_a_row)
     if row.axis in limits.bitwise and row.tensor in limits.bitwise_tensors:
         yield Held(row, "bitwise", "differ", row.differ, 0)
     if row.axis in limits.within_floor and row.tensor != "lse":
@@ -75,7 +76,7 @@ def held(row: InvarianceRow, limits: InvarianceLimits) -> Iterator[Held]:
 def tests_of(rows: Iterable[InvarianceRow], limits: InvarianceLimits) -> Iterator[Test]:
     """Every rule on every tensor of every kernel in every format along every axis."""
     own_rules = limits == default_rules().invariance
-    for (_, fmt), own in grouped(rows, lambda r: (r.label, r.format)).items():
+    for (_, fmt), own in grouped(rows, lambda r: (label(r), r.format)).items():
         about = {"kernel": own[0].kernel, "options": own[0].options, "format": fmt}
         ok = [row for row in own if row.status == "ok"]
         for row in [r for r in own if r.status == "failed"][:1]:
@@ -92,11 +93,11 @@ def tests_of(rows: Iterable[InvarianceRow], limits: InvarianceLimits) -> Iterato
             yield Test(about, axis, False, f"{axis} is not judged: {why}", must=True)
         every = [each for row in ok for each in held(row, limits)]
         failing = grouped((h for h in every if h.fails), lambda h: h.row.axis)
-        gravest = {axis: max(its, key=lambda h: h.order) for axis, its in failing.items()}
+        gravest = {axis: worst_of(its) for axis, its in failing.items()}
         follows, said = _follows(gravest), summary_of(ok)
         by_rule = grouped(every, lambda h: (h.row.axis, h.rule, h.row.tensor))
         for (axis, rule, tensor), these in by_rule.items():
-            worst = max(these, key=lambda h: h.order)
+            worst = worst_of(these)
             text = said
             if accused := gravest.get(axis) is worst and axis not in follows:
                 text = _sentence(worst, [a for a, by in follows.items() if by == axis])
@@ -133,7 +134,12 @@ def _sentence(worst: Held, also: Sequence[str]) -> str:
         number=three(worst.observed, worst.limit), limit=three(worst.limit),
         base=three(row.error_base), other=three(row.error_variant),
     )  # fmt: skip
-    begins = f"; first at {where(row)}" if row.first is not None else ""
+    begins = ""
+    if row.first is not None:
+        sequence, head, place, _ = row.first
+        what = "key" if row.tensor in ("dk", "dv") else "row"
+        begins = f"; first at sequence {sequence} head {head} {what} {place}"
+        begins += f", which sees {row.keys} key{'s' * (row.keys != 1)}" if row.keys else ""
     cause = f"; {row.cause}" if row.cause is not None else ""
     what = f"depends on {AXES[row.axis]}"
     if row.axis == "repeat":
@@ -142,42 +148,31 @@ def _sentence(worst: Held, also: Sequence[str]) -> str:
     return f"{what}: along {row.axis} ({row.case}: {row.variant}) {wrong}{begins}{cause}{too}"
 
 
-def where(row: InvarianceRow) -> str:
-    """`sequence 0 head 1 row 17, which sees 18 keys`, of a row that differs."""
-    assert row.first is not None
-    sequence, head, place, _ = row.first
-    what = "key" if row.tensor in ("dk", "dv") else "row"
-    text = f"sequence {sequence} head {head} {what} {place}"
-    return text + (f", which sees {row.keys} key{'s' * (row.keys != 1)}" if row.keys else "")
-
-
 def tested(rows: Iterable[InvarianceRow], limits: InvarianceLimits) -> Iterator[str]:
     """What was judged, in a sentence."""
-    ran = dict.fromkeys(row.axis for row in rows if row.status == "ok")
-    bitwise = [axis for axis in limits.bitwise if axis in ran]
-    same = f"the same bits along {listed(bitwise)}; " if bitwise else ""
+    ran = {row.axis for row in rows if row.status == "ok"}
+    same = listed(axis for axis in limits.bitwise if axis in ran)
     if ran:
         yield (
-            f"Judged: {same}along all axes no difference beyond {three(limits.beyond_roundings)}× "
-            "what roundings explain. All else is reported, and judged where a rule says so."
+            f"Judged: {same and f'the same bits along {same}; '}along all axes no difference "
+            f"beyond {three(limits.beyond_roundings)}× what roundings explain. All else is "
+            "reported, and judged where a rule says so."
         )
 
 
 def summary_of(rows: Iterable[InvarianceRow]) -> str:
     """Along which axes a kernel does not keep its bits, and by how much."""
     by_axis = grouped((r for r in rows if r.status == "ok"), lambda r: r.axis)
-    parts = []
+    parts: list[str] = []
     for axis, own in by_axis.items():
         moved = [r for r in own if r.differ]
-        large = [r for r in moved if r.tensor != "lse"]
-        if any(r.nonfinite for r in moved):
-            parts.append(f"{axis} (NaN)")
-        elif large:
-            worst = max(r.floor_ratio or 0.0 for r in large)
+        if sizes := [r.floor_ratio or 0.0 for r in moved if r.tensor != "lse"]:
             unit = "" if any("×" in part for part in parts) else " the floor's error"
-            parts.append(f"{axis} ({si(worst)}×{unit})")
-        elif moved:
-            parts.append(f"{axis} (the log-sum-exp alone)")
+            size = f"{si(max(sizes))}×{unit}"
+        else:
+            size = "the log-sum-exp alone"
+        if moved:
+            parts.append(f"{axis} ({'NaN' if any(r.nonfinite for r in moved) else size})")
     same = len(by_axis) - len(parts)
     if not parts:
         return f"keeps its bits along {listed(by_axis) if same < 4 else f'all {same} axes'}"
@@ -188,12 +183,12 @@ def summary_of(rows: Iterable[InvarianceRow]) -> str:
 def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:
     """What explains a difference, kernel by kernel and axis by axis; then what becomes of it in the
     model's own output."""
-    causes = grouped((r for r in rows if r.cause is not None), lambda r: (r.label, r.axis))
-    for (label, axis), own in causes.items():
+    causes = grouped((r for r in rows if r.cause is not None), lambda r: (label(r), r.axis))
+    for (kernel, axis), own in causes.items():
         row: Any = max(own, key=lambda r: r.floor_ratio or 0.0)
         size = f"{three(100 * row.differ / row.elements)} % of elements differ"
         by = f"by {three(row.floor_ratio)}× the floor's error (rms)"
-        yield f"{label} along {axis} ({row.variant}): {row.cause}; {size}, {by}."
+        yield f"{kernel} along {axis} ({row.variant}): {row.cause}; {size}, {by}."
     ran = grouped((m for m in models if m.reason is None), lambda m: (m.format, m.axis))
     for (fmt, axis), of in ran.items():
         shares = [f"{100 * (m.share or 0.0):.0f} % with {m.kernel}" for m in of if m.difference]

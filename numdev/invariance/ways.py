@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from numdev.audit.isolation import copied, threads
 from numdev.cases import AttentionCase, laid_out, transposed
 from numdev.kernels import Kernel, Output
+from numdev.kernels.output import refuse
 
 POISONS: Mapping[str, float] = {"NaN": math.nan, "large numbers": 1024.0}
 """What stands in memory that must not matter: far above usual values, while its products with them
@@ -28,7 +30,6 @@ TILINGS: Mapping[str, Sequence[Any]] = {
     "kv_order": ("descending",), "num_splits": (2, 4), "page_size": (1, 16),
     "disable_split_kv": (True,),
 }  # fmt: skip
-EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 FEATURES = ("q", "k", "v", "grad_out")
 
 
@@ -100,7 +101,7 @@ class _Filled(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in EMPTY and result.is_floating_point():
+        if "empty" in func.overloadpacket.__name__ and result.is_floating_point():
             result.fill_(self.value)
         return result
 
@@ -117,38 +118,29 @@ def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
         yield case
 
 
-# --- what a kernel is run as ---------------------------------------------------------------------
-
-
 def wrapped(kernel: Kernel, wrap: str) -> Kernel:
     """The kernel's forward pass in a CUDA graph, or compiled."""
     run = {"graph": _in_a_graph, "compiled": _compiled}[wrap]
-    return dataclasses.replace(kernel, function=run(kernel))
+    return dataclasses.replace(kernel, function=partial(run, kernel))
 
 
-def _in_a_graph(kernel: Kernel) -> Any:
-    def run(case: AttentionCase, **options: Any) -> Output:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            kernel.attend(case, **options)
-        torch.cuda.current_stream().wait_stream(side)
-        whole = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(whole):
-            output = kernel.attend(case, **options)
-        whole.replay()
-        torch.cuda.synchronize()
-        return copied(output)  # type: ignore[no-any-return]
-
-    return run
+def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: Any) -> Output:
+    refuse((not case.q.is_cuda, "needs CUDA, but this run is on CPU"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kernel.attend(case, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    whole = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(whole):
+        output = kernel.attend(case, **options)
+    whole.replay()
+    torch.cuda.synchronize()
+    return copied(output)  # type: ignore[no-any-return]
 
 
-def _compiled(kernel: Kernel) -> Any:
+def _compiled(kernel: Kernel, case: AttentionCase, **options: Any) -> Any:
     """Its output as an operation of autograd's graph where it has one: what is watched beside it
     while it is measured is not compiled."""
-
-    def run(case: AttentionCase, **options: Any) -> Any:
-        torch.compiler.reset()
-        return torch.compile(kernel.training or kernel.function, dynamic=False)(case, **options)
-
-    return run
+    torch.compiler.reset()
+    return torch.compile(kernel.training or kernel.function, dynamic=False)(case, **options)

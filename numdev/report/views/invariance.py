@@ -7,10 +7,11 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from numdev.config import AXES
+from numdev.gate.findings import label
 from numdev.gate.rows import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, labelled, ratio, si, three
+from numdev.report.numbers import NONE, ratio, si, three
 
 SAME = "same"
 LEGEND = (
@@ -23,7 +24,7 @@ SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
 
 def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
-    accused = {(labelled(f.kernel, f.options), f.rule.split()[0]) for f in report.findings}
+    accused = {(label(f), f.rule.split()[0]) for f in report.findings}
     for fmt, rows in grouped(report.rows, lambda r: r.format).items():
         for tensor in dict.fromkeys(r.tensor for r in rows if r.status == "ok"):
             own = [r for r in rows if r.tensor == tensor or not r.elements]
@@ -43,7 +44,7 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
         title="The model's own output, over its size",
     )  # fmt: skip
     lacking = (r for r in report.rows if r.status != "ok")
-    reasons = grouped(lacking, lambda r: (r.label, r.axis, r.reason)).items()
+    reasons = grouped(lacking, lambda r: (label(r), r.axis, r.reason)).items()
     lines = ((kernel, axis, f"{len(own)}: {why}") for (kernel, axis, why), own in reasons)
     yield doc.words(("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT)
 
@@ -54,8 +55,8 @@ def _percent(x: float | None) -> str:
 
 def _axes(title: str, rows: Sequence[InvarianceRow], accused: Container[Any]) -> doc.Table:
     """Axes down, kernels across; red where there is a finding."""
-    kernels = dict.fromkeys(r.label for r in rows if r.status == "ok")
-    cells = grouped(rows, lambda r: (r.axis, r.label))
+    kernels = dict.fromkeys(label(r) for r in rows if r.status == "ok")
+    cells = grouped(rows, lambda r: (r.axis, label(r)))
     table = (
         (
             doc.Cell(axis, title=AXES[axis]),
@@ -82,7 +83,7 @@ def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
 def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
     """Of every kernel, axis and variant the call and tensor that moves most."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
-    for own in grouped(moved, lambda r: (r.label, r.format, r.axis, r.variant, r.tensor)).values():
+    for own in grouped(moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)).values():
         r = max(own, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
         cause = next((x.cause for x in (r, *own) if x.cause is not None), None)
         begins = NONE
@@ -93,7 +94,7 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
         if not why and r.closest is not None:
             why = f"none of {r.tried} tilings and splits (residual {three(r.closest)})"
         yield (
-            doc.Cell(r.label, style="strong"),
+            doc.Cell(label(r), style="strong"),
             r.axis,
             r.variant,
             r.tensor,
