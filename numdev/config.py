@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -20,20 +20,11 @@ from numdev.yamlfile import Names, Scalar, Strict, as_list, bundled, each_once, 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
-MaskKind = Literal[
-    "all_true",
-    "causal",
-    "random",
-    "mostly_masked",
-    "padding",
-    "one_empty",
-    "bias",
-    "bias_inf",
+MaskKind = Literal[  # what `numdev.sources.regimes` can draw
+    "all_true", "causal", "random", "mostly_masked", "padding", "one_empty", "bias", "bias_inf",
     "bias_lowest",
-]  # what `numdev.sources.regimes` can draw
-Layout = Literal[
-    "contiguous", "transposed", "packed", "strided"
-]  # of q, k and v (`numdev.cases.laid_out`)
+]  # fmt: skip
+Layout = Literal["contiguous", "transposed", "packed", "strided"]  # `numdev.cases.laid_out`
 MOST_SEEDS = 100_000
 
 
@@ -101,9 +92,8 @@ class CaseConfig(Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> CaseConfig:
         if self.kv_heads and self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
-            )
+            what = f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            raise ValueError(what)
         alike = self.kv_len in (None, self.seq_len) and self.v_dim in (None, self.head_dim)
         if self.layout == "packed" and not alike:
             raise ValueError("layout packed: q, k and v in one tensor have one length and head_dim")
@@ -184,12 +174,23 @@ class Measuring(Placed):
     """Time limit of a kernel with --isolate, --workers or --scheduler.  [60]"""
 
 
-class AuditConfig(Measuring, Reading):
-    """The keys of a YAML file for `numdev audit`."""
+class OneSource(Strict):
+    """What calls are taken from."""
 
     checkpoint: str | None = None
     """A checkpoint directory, a state dict, a file or directory of captured tensors, or `demo`."""
     cases: Cases = ()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.checkpoint) == bool(self.cases):
+            raise ValueError("give either `checkpoint` or `cases`")
+        return self
+
+
+class AuditConfig(OneSource, Measuring, Reading):
+    """The keys of a YAML file for `numdev audit`."""
+
     kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
     """Kernel to audit: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
     the default, all SDPA backends."""
@@ -213,12 +214,6 @@ class AuditConfig(Measuring, Reading):
     """Measure planted faults of growing size too, to show which of them a gate would catch."""
     repeats: Annotated[Positive, Option(metavar="N")] = 2
     """Run each kernel N times on the same inputs; 2 or more measure its noise.  [2]"""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> AuditConfig:
-        if bool(self.checkpoint) == bool(self.cases):
-            raise ValueError("give either `checkpoint` or `cases`")
-        return self
 
 
 class AuditRequest(AuditConfig):
@@ -369,12 +364,9 @@ Axis = Annotated[str, AfterValidator(_axis)]
 Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list)]
 
 
-class InvarianceConfig(Reading):
+class InvarianceConfig(OneSource, Reading):
     """The keys of a YAML file for `numdev invariance`."""
 
-    checkpoint: str | None = None
-    """A checkpoint directory, a state dict, a file or directory of captured tensors, or `demo`."""
-    cases: Cases = ()
     kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
     """Kernel to ask: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
     the default, all SDPA backends."""
@@ -392,12 +384,6 @@ class InvarianceConfig(Reading):
     """Run kernels in a process of their own, so that a crash or a hang costs one row."""
     time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
     """What an isolated kernel may take.  [60]"""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> InvarianceConfig:
-        if bool(self.checkpoint) == bool(self.cases):
-            raise ValueError("give either `checkpoint` or `cases`")
-        return self
 
 
 class InvarianceRequest(InvarianceConfig):
