@@ -46,9 +46,8 @@ class Part(NamedTuple):
 
     def of(self, tensor: str, x: Tensor | None) -> Tensor | None:
         """These rows of `out`, `lse`, `dq`, `dk` or `dv`."""
-        if x is None or tensor not in ("dk", "dv"):
-            return x if x is None else x[self.batch, self.head, self.row]
-        return None if self.key is None else x[self.batch, self.kv_head, self.key]
+        at = (self.kv_head, self.key) if tensor in ("dk", "dv") else (self.head, self.row)
+        return None if x is None or at[1] is None else x[self.batch, *at]
 
 
 WHOLE = Part()
