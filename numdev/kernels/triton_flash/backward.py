@@ -16,6 +16,7 @@ import triton.language as tl
 
 from numdev.kernels.triton_flash.forward import (
     LOG2_E,
+    block_of,
     exponential,
     finite,
     gradient_of_p,
@@ -44,14 +45,8 @@ def of_queries(
     if mask is not None:
         mask = head_of(mask, mask_strides, batch, head)
     i = start + tl.arange(0, BLOCK_Q)
-    q = rows_of(
-        head_of(Q, q_strides, batch, head), q_strides, start, size.q_len,
-        BLOCK_Q, PLAN.head_dim, PLAN.wide, True,
-    )  # fmt: skip
-    do = rows_of(
-        head_of(dO, do_strides, batch, head), do_strides, start, size.q_len,
-        BLOCK_Q, PLAN.v_dim, PLAN.v_wide, True,
-    )  # fmt: skip
+    q = block_of(Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide)
+    do = block_of(dO, do_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide)
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
     l = tl.load(L + lines + i, mask=i < size.q_len, other=0.0)
     l = finite(l * LOG2_E if PLAN.folded else l)
@@ -69,10 +64,7 @@ def of_queries(
         d = over_keys(d, zero, common, full, rest, True, False, BLOCK_KV, PLAN)
         d = over_keys(d, zero, common, rest, end, True, True, BLOCK_KV, PLAN)
     else:
-        o = rows_of(
-            head_of(O, o_strides, batch, head), o_strides, start, size.q_len,
-            BLOCK_Q, PLAN.v_dim, PLAN.v_wide, True,
-        )  # fmt: skip
+        o = block_of(O, o_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide)
         d = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta + lines + i, d, mask=i < size.q_len)
 
@@ -127,14 +119,9 @@ def of_keys(
     if mask is not None:
         mask = head_of(mask, mask_strides, batch, head)
     j = start + tl.arange(0, BLOCK_KV)
-    k = rows_of(
-        head_of(K, k_strides, batch, head // size.group), k_strides, start, size.kv_len,
-        BLOCK_KV, PLAN.head_dim, PLAN.wide, True,
-    )  # fmt: skip
-    v = rows_of(
-        head_of(V, v_strides, batch, head // size.group), v_strides, start, size.kv_len,
-        BLOCK_KV, PLAN.v_dim, PLAN.v_wide, True,
-    )  # fmt: skip
+    kv = head // size.group
+    k = block_of(K, k_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.head_dim, PLAN.wide)
+    v = block_of(V, v_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.v_dim, PLAN.v_wide)
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
     # Row i sees keys i + first to i + last, so key j is seen by rows j - last to j - first.
     begin, full, rest, end = within(

@@ -52,6 +52,14 @@ def rows_of(
 
 
 @triton.jit
+def block_of(
+    X, strides, batch, head, start, rows, COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
+):
+    """`rows_of` a head, where the last ones may not be there."""
+    return rows_of(head_of(X, strides, batch, head), strides, start, rows, COUNT, DIM, WIDE, True)
+
+
+@triton.jit
 def store_rows(
     X, strides, start, rows, x, COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
 ):
@@ -163,10 +171,7 @@ def forward(
     if mask is not None:
         mask = head_of(mask, mask_strides, batch, head)
     i = start + tl.arange(0, BLOCK_Q)
-    q = rows_of(
-        head_of(Q, q_strides, batch, head), q_strides, start, size.q_len,
-        BLOCK_Q, PLAN.head_dim, PLAN.wide, True,
-    )  # fmt: skip
+    q = block_of(Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide)
 
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
