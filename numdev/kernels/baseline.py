@@ -28,7 +28,7 @@ def baseline(case: AttentionCase) -> Output:
     """Plain attention as eager model code does it, every product in the working format."""
     dtype = case.q.dtype
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
-    k, v = _repeated(case)
+    k, v = repeated(case)
     S = torch.matmul(case.q, k.transpose(-1, -2)) * case.scale
     if case.softcap is not None:
         S = torch.tanh(S / case.softcap) * case.softcap
@@ -56,7 +56,7 @@ HIDDEN = -1e30  # the score of a hidden key: exp of it is 0 beside any other, an
 def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
     """Plain attention; `wide` says which are in fp32: the product Q Kᵀ, the softmax, P V."""
     dtype, (scores, softmax, product) = case.q.dtype, wide
-    k, v = _repeated(case)
+    k, v = repeated(case)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
     S = _with_sinks(case, S)
     P = (S.float() if softmax else S).softmax(dim=-1)[..., : case.kv_len]
@@ -66,7 +66,7 @@ def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
 def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
     """The online softmax, in tiles of keys (None: one): P cast for its product, O / l at the end.
     `maximum`: whether it is detached, or differentiated as torch.amax or torch.max is."""
-    k, v = _repeated(case)
+    k, v = repeated(case)
     S = _scores(case, case.q.float(), k.float())
     m = S.new_full((*S.shape[:3], 1), HIDDEN)
     l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], v.shape[-1])
@@ -91,7 +91,7 @@ def _with_sinks(case: AttentionCase, S: Tensor) -> Tensor:
     return torch.cat([S, sink], dim=-1)
 
 
-def _repeated(case: AttentionCase) -> list[Tensor]:
+def repeated(case: AttentionCase) -> list[Tensor]:
     """k and v with as many heads as q."""
     group = case.group
     return [x if group == 1 else x.repeat_interleave(group, dim=1) for x in (case.k, case.v)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.kernels import Output, kernel, no_claim
+from numdev.kernels.baseline import repeated
 from numdev.kernels.output import why_not
 
 
@@ -86,14 +87,11 @@ def inductor(case: AttentionCase, *, spelling: str) -> Output:
     mask = explicit_mask(case)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(case.q.dtype)
-    k, v = case.k, case.v
-    if case.group > 1:
-        k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
     limits: dict[str, Any] = dict.fromkeys(
         ("recompile_limit", "accumulated_recompile_limit"), 1_000_000
     )
     with config.patch(limits):  # every shape is compiled for itself, as by `flex`
-        out = _compiled(spelling)(case.q, k, v, mask, case.scale)
+        out = _compiled(spelling)(case.q, *repeated(case), mask, case.scale)
     return Output(out=out, ran=f"torch.compile of the spelling {spelling}")
 
 

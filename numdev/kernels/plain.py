@@ -18,6 +18,7 @@ import torch
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import UsageError
 from numdev.kernels import Kernel, apart_like_fa2, fingerprint, like_fa2, options_of, summary_of
+from numdev.kernels.baseline import repeated
 from numdev.kernels.output import why_not
 from numdev.report import CaseRecord
 
@@ -71,9 +72,7 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     required = {p.name for p in rest.values() if p.default is p.empty}
 
     def run(case: AttentionCase, **options: Any) -> Any:
-        k, v = case.k, case.v
-        if case.group > 1 and not roles["gqa"]:
-            k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
+        k, v = (case.k, case.v) if roles["gqa"] else repeated(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
             # PyTorch's operator, for one, takes no mask beside is_causal: the mask then has both.
