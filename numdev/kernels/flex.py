@@ -47,6 +47,7 @@ TILES: Mapping[tuple[int, bool], Mapping[int, int]] = {
 }
 """Keys of a tile by head_dim, for (compute capability, 16-bit format); 64 for others."""
 LEAST_HEAD_DIM = 16  # of a matrix product in Triton
+NO_LIMITS: Any = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1_000_000)
 Modification = Callable[..., Tensor]
 
 
@@ -108,8 +109,7 @@ def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
     )
     from torch._dynamo import config
 
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1_000_000)
-    with config.patch(limits), warnings.catch_warnings():
+    with config.patch(NO_LIMITS), warnings.catch_warnings():
         # Said once a process where it is eager, which `ran` says of every call.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out, lse, was_compiled = (_compiled() if compiled else _call)(

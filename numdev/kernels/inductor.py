@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.kernels import Output, kernel, no_claim
 from numdev.kernels.baseline import repeated
+from numdev.kernels.flex import NO_LIMITS
 from numdev.kernels.output import why_not
 
 
@@ -87,10 +87,7 @@ def inductor(case: AttentionCase, *, spelling: str) -> Output:
     mask = explicit_mask(case)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(case.q.dtype)
-    limits: dict[str, Any] = dict.fromkeys(
-        ("recompile_limit", "accumulated_recompile_limit"), 1_000_000
-    )
-    with config.patch(limits):  # every shape is compiled for itself, as by `flex`
+    with config.patch(NO_LIMITS):  # every shape is compiled for itself, as by `flex`
         out = _compiled(spelling)(case.q, *repeated(case), mask, case.scale)
     return Output(out=out, ran=f"torch.compile of the spelling {spelling}")
 
