@@ -21,10 +21,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
+from numdev.config import BACKENDS
 from numdev.errors import MeasurementError, UsageError, closest
 from numdev.kernels import Kernel, imported
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain import adapt
+from numdev.kernels.sdpa import backend_of
 from numdev.sources import tensorfile
 from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED, storage_order
 from numdev.system import System
@@ -48,14 +50,6 @@ SHOWN_BY = {
     "rms": ("floor_ratio", "baseline_ratio", "rel", "mean_abs", "lse_error"),
     "max_abs": ("max_ulp", "fa_rule"),
     "noise": ("noise_ratio",),
-}
-# The kernels that are a call of scaled_dot_product_attention, and the backend each forces.
-BACKENDS: Mapping[str, str | None] = {
-    "sdpa-math": "MATH",
-    "sdpa-flash": "FLASH_ATTENTION",
-    "sdpa-efficient": "EFFICIENT_ATTENTION",
-    "sdpa-cudnn": "CUDNN_ATTENTION",
-    "sdpa-default": None,
 }
 Call = tuple[AttentionCase, dict[str, Any]]  # the case as the kernel was given it; the spelling
 
@@ -166,9 +160,10 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
     """How the template spells the call, and the case as it was given (its mask explicit)."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
-        backend, positions = BACKENDS[name], case.window or case.causal_offset
+        forced, positions = backend_of(name), case.window or case.causal_offset
         if case.restricts_positions and (positions or case.mask is not None):
             case = dataclasses.replace(case, mask=explicit_mask(case), **EVERYWHERE)
+        backend = forced and forced.name
         how = f"backend {backend}, forced alone" if backend else "whatever PyTorch picks"
         words = f"PyTorch's SDPA, {how}"
         return case, {"call": "sdpa", "kernel_words": words, "backend": backend}

@@ -75,6 +75,12 @@ def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
     return (None if by_flag else explicit_mask(case)), by_flag
 
 
+def backend_of(kernel: str) -> SDPBackend | None:
+    """The backend that a kernel of this module forces; None: PyTorch's own choice."""
+    operator = OPERATORS["cuda"].get(kernel)
+    return None if operator is None else FUSED.get(operator, SDPBackend.MATH)
+
+
 def forced(backend: SDPBackend | None) -> Any:
     """A context in which PyTorch has this backend alone (None: its own choice)."""
     return contextlib.nullcontext() if backend is None else sdpa_kernel([backend])
@@ -203,9 +209,9 @@ def _splits(case: AttentionCase, tile: int, processors: int) -> int:
 # --- the kernels ---------------------------------------------------------------------------------
 
 
-def _register(
-    name: str, backend: SDPBackend | None, summary: str, requires: Requirement = NOTHING
-) -> None:
+def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
+    backend = backend_of(name)
+
     def attend(case: AttentionCase) -> Output:
         return _attend(case, backend)
 
@@ -233,8 +239,8 @@ def _register(
 
 
 CUDA, AMPERE = Requirement(device="cuda"), Requirement(device="cuda", capability=(8, 0))
-_register("sdpa-math", SDPBackend.MATH, "PyTorch's unfused path: 16 bits in fp32, with one cast.")
-_register("sdpa-flash", SDPBackend.FLASH_ATTENTION, "FlashAttention-2; on a CPU PyTorch's own.")
-_register("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, "Memory-efficient attention.", CUDA)
-_register("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, "cuDNN's fused attention.", AMPERE)
-_register("sdpa-default", None, "What PyTorch picks for this call by default.")
+_register("sdpa-math", "PyTorch's unfused path: 16 bits in fp32, with one cast.")
+_register("sdpa-flash", "FlashAttention-2; on a CPU PyTorch's own.")
+_register("sdpa-efficient", "Memory-efficient attention.", CUDA)
+_register("sdpa-cudnn", "cuDNN's fused attention.", AMPERE)
+_register("sdpa-default", "What PyTorch picks for this call by default.")
