@@ -6,7 +6,6 @@ aligned bottom-right, as FlashAttention's, which it calls."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -47,8 +46,8 @@ def _unsupported(case: AttentionCase) -> str | None:
 )
 def varlen_attn(case: AttentionCase) -> Output:
     """PyTorch's attention of packed sequences."""
-    attend: Any = importlib.import_module(MODULE).varlen_attn
-    takes = _takes()
+    module: Any = importlib.import_module(MODULE)
+    takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)
     given = {
         "is_causal": case.is_causal,  # before the windows of 2.12
@@ -72,10 +71,9 @@ def varlen_attn(case: AttentionCase) -> Output:
         k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     rows = torch.arange(b + 1, device=q.device, dtype=torch.int32) * n
-    aux = importlib.import_module(MODULE).AuxRequest(lse=True)
-    out, lse = attend(
+    out, lse = module.varlen_attn(
         *(q, k, v, rows, ends, n, int(lengths.max())),
-        return_aux=aux,
+        return_aux=module.AuxRequest(lse=True),
         **{name: x for name, x in given.items() if name in takes},
     )
     return Output(
@@ -83,12 +81,6 @@ def varlen_attn(case: AttentionCase) -> Output:
         lse=lse.unflatten(1, (b, n)).transpose(0, 1),
         ran=f"{MODULE}.varlen_attn",
     )
-
-
-@functools.cache
-def _takes() -> frozenset[str]:
-    """The parameters that this PyTorch's function has."""
-    return frozenset(inspect.signature(importlib.import_module(MODULE).varlen_attn).parameters)
 
 
 def _lengths(case: AttentionCase) -> Tensor:
