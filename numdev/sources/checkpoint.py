@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
-from numdev.sources.capture import attention_implementation
+from numdev.sources.capture import attention_implementation, followed
 from numdev.sources.files import SplitTensor, blaming, is_distributed, name_of, quiet, read_json
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -440,18 +440,15 @@ class Streamed:
         for module in names.keys() - inside:  # what a module that holds lists has itself is small
             self._fill(list(slots(module)))
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
+        def enter(unit: nn.Module, *_: Any) -> None:
+            self._fill(self.units[unit])
+
         def leave(unit: nn.Module, *_: Any) -> None:
             for places, name, _weight, empty in self.units[unit]:
                 places[name] = empty
 
-        with ExitStack() as stack:
-            for unit, slots in self.units.items():
-                enter = unit.register_forward_pre_hook(lambda *_, slots=slots: self._fill(slots))
-                stack.callback(enter.remove)
-                stack.callback(unit.register_forward_hook(leave, always_call=True).remove)
-            yield
+        return followed(self.units, enter, leave)
 
     @torch.no_grad()
     def _fill(self, slots: Sequence[Slot]) -> None:
