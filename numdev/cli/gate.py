@@ -112,25 +112,22 @@ class Verdict:
 
 
 def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    rules = click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
-    junit = click.option(
-        "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."
-    )
-    markdown = "Write the verdicts as Markdown."
-    summary = click.option("--summary", type=FILE, metavar="FILE", help=markdown)
-    github = click.option("--github", is_flag=True, help=GITHUB)
-
+    @click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
+    @click.option("--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML.")
+    @click.option("--summary", type=FILE, metavar="FILE", help="Write the verdicts as Markdown.")
+    @click.option("--github", is_flag=True, help=GITHUB)
     @functools.wraps(function)
     def with_verdict(*args: Any, **given: Any) -> Any:
         asked = Verdict(**{part.name: given.pop(part.name) for part in fields(Verdict)})
         return function(*args, verdict=asked, **given)
 
-    return rules(junit(summary(github(with_verdict))))
+    return with_verdict
 
 
 def gated(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--gate` for a command that measures: its `verdict` is None where no gate is asked for."""
 
+    @click.option("--gate", is_flag=True, help=GATE)
     @verdict_options
     @functools.wraps(function)
     def with_gate(*args: Any, verdict: Verdict, gate: bool, **given: Any) -> Any:
@@ -139,7 +136,7 @@ def gated(function: Callable[..., Any]) -> Callable[..., Any]:
             _ = verdict.limits  # refuse a wrong file before anything is measured
         return function(*args, verdict=verdict if asked else None, **given)
 
-    return click.option("--gate", is_flag=True, help=GATE)(with_gate)
+    return with_gate
 
 
 @command("gate numdev-reports/demo-1234abcd")
@@ -172,7 +169,7 @@ def gate(
         file = output or INIT
         if file.exists() and not overwrite:
             raise UsageError(f"{file}: already exists", hint="give --overwrite, or another -o")
-        _write(file, fitted(_read(path), str(path)))
+        _write(file, fitted(_read(path, "audit", "sweep"), str(path)))
         click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")
         return
     if output or overwrite:
@@ -186,9 +183,9 @@ def _read(path: Path, *kinds: str) -> Any:
     from numdev.report import read
 
     found = read(path)
-    if found.kind not in (kinds or ("audit", "sweep")):
-        what = f"{path}: expected the report of {', '.join(kinds or ('audit', 'sweep'))}"
-        raise UsageError(f"{what}, got one of {found.kind}")
+    if found.kind not in kinds:
+        expected = f"expected the report of {', '.join(kinds)}"
+        raise UsageError(f"{path}: {expected}, got one of {found.kind}")
     return found
 
 
