@@ -4,11 +4,8 @@
 docs/sites.md), computed by `forward` and `backward` beside it.
 
 It is also what a kernel's errors should be: a kernel's claim is a set of these options, and the
-emulation's distance from the reference is then the kernel's, head by head and on any inputs.
-
-An emulation leaves out what a kernel's fp32 arithmetic errs. So it predicts no single error where
-that is not small beside the rounding to the working format, or where the output keeps more bits
-than fp32 sums have to give. In float32 a size of error is expected nevertheless (`unexpected`)."""
+emulation's distance from the reference is then the kernel's, head by head and on any inputs, but
+for what fp32 arithmetic errs (`unpredictable`)."""
 
 from __future__ import annotations
 
@@ -105,7 +102,9 @@ def emulated_step(case: AttentionCase, claim: Mapping[str, Any]) -> dict[str, Te
 
 
 def unpredictable(claim: Mapping[str, Any] | None, working: Format, returned: Format) -> str | None:
-    """Why nothing is expected of an output, as a clause; None where something is."""
+    """Why no error of an output is predicted, as a clause; None where it is: fp32 arithmetic, which
+    is left out, must be small beside the rounding to the working format, and the output keep no
+    more bits than fp32 sums have to give."""
     if claim is None:
         return "no emulation predicts this kernel"
     if working.precision > MOST_BITS or not FORMATS["float32"].contains(working):
