@@ -383,3 +383,12 @@ def test_the_tutorials_example(tmp_path: Path, capsys: Any, monkeypatch: Any) ->
         "FAIL mine:my_attention bfloat16 does not compute the requested attention: the causal mask "
         "is off by one: each query sees one key too many (with this change the fp64 result is "
     )
+
+
+@pytest.mark.parametrize("axes", ["h11", "11k", "1k", "bh1k", "b1qk"])
+def test_varlen_attn_takes_masks_of_lengths_alone(axes: str) -> None:
+    """A mask over heads, of as many as there are keys, is no length of a sequence."""
+    supports = find("varlen-attn").supports
+    shape = {"batch": 2, "heads": 4, "q_len": 4, "kv_len": 4}
+    assert "lengths alone" in (supports(make_case(mask=("bool", axes), **shape)) or "")
+    assert "lengths alone" not in (supports(make_case(mask=("bool", "b11k"), **shape)) or "")

@@ -24,7 +24,8 @@ MODULE = "torch.nn.attention.varlen"
 
 def _unsupported(case: AttentionCase) -> str | None:
     own, mask = case.kv_len - case.q_len, case.mask
-    of_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
+    shape = () if mask is None or mask.dtype != torch.bool else mask.shape
+    of_keys = mask is None or (len(shape) == 4 and shape[1:3] == (1, 1))
     return why_not(
         (importlib.util.find_spec(MODULE) is None, "this PyTorch has no varlen_attn"),
         (case.softcap is not None or case.sinks is not None, "it has no soft cap and no sinks"),
