@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import islice, repeat, takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -29,9 +29,9 @@ from numdev.gate.rows import (
     something,
     spelt,
 )
-from numdev.gate.rules import Limit, Rules, Selector, Threshold, default_rules, matches, share
+from numdev.gate.rules import Limit, Rules, Selector, Threshold, default_rules, matches
 from numdev.gate.verdict import Calls, Dose, Held, Judgement, Outcome, Power, Verdict
-from numdev.metrics.of_rows import DERIVED, ERRORS, ESTIMATED, MAXIMA, interval_of, value_of
+from numdev.metrics.of_rows import ERRORS, ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.metrics.statistics import holm
 from numdev.report import NOT_PREDICTED, DeviationRow, Place, PlanRecord
 from numdev.report.numbers import three
@@ -120,8 +120,7 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
     """One rule on the heads of one tensor of one kernel in one format."""
     first = rows[0]
     threshold = threshold.at(first).of(len(rows))
-    within = _within(threshold, rows)
-    held, lacking = _held(threshold, rows) if within is None else ([within], [])
+    held, lacking = _held(threshold, rows)
     held, unsure = _decided(threshold, held)
     offending = _offending(threshold, held)
     # Beside the limit stands the worst of what offends; a large bias that is not certain does not.
@@ -149,41 +148,13 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
         limit=str(limit),
         bound=limit.at_most,
         median=threshold.heads is not None,
-        judged=len(held) if within is None else len(rows),
+        judged=len(held),
         offending=len(offending),
         places=tuple(map(Place.of, named.get(outcome, ())[:PLACES])),
         unjudged=len(lacking),
         reasons=tuple(dict.fromkeys(why for _, why in lacking)),
         beyond=tuple(offending),
     )
-
-
-def _within(threshold: Threshold, rows: Rows) -> Held | None:
-    """The row nearest to the limit (the median, where that is held to it), where every row has the
-    number and none is in question: of most groups there is no more to say than that."""
-    test, heads = threshold.certain, 1 if threshold.heads is None else len(rows)
-    if test and any(r.bias_p is None or (r.sequences or 0) < test.sequences for r in rows):
-        return None
-    if heads < (threshold.heads or 0) or any(map(attrgetter("sampled"), rows)):
-        return None
-    values = list(map(DERIVED.get(threshold.metric) or attrgetter(threshold.metric), rows))
-    if values.count(None) != (len(values) if threshold.absent else 0):
-        return None
-    allowed: Iterable[float] = repeat(threshold.at_most or 0.0)
-    if threshold.scatter:  # rows of one size have one limit
-        sizes = list(map(attrgetter("elements", "rows_measured"), rows))
-        alike = dict(zip(sizes, rows, strict=True))
-        of = {size: threshold.allowed(row, heads) for size, row in alike.items()}
-        allowed = map(of.__getitem__, sizes)
-    excess = list(map(share, values, allowed))
-    order = range(len(rows))
-    nearest = max(order, key=excess.__getitem__)
-    if threshold.heads is not None:
-        nearest = sorted(order, key=excess.__getitem__, reverse=True)[heads // 2]
-    if excess[nearest] > 1:
-        return None
-    row, value = rows[nearest], values[nearest]
-    return Held(row, threshold.above_luck(row, heads), value, excess[nearest])
 
 
 def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Lacking]]:

@@ -102,14 +102,6 @@ def _known(metric: str) -> str:
 Metric = Annotated[str, AfterValidator(_known)]
 
 
-def share(value: Value, at_most: float) -> float:
-    """The size of a number as a multiple of the most it may be; infinite for NaN."""
-    size = abs(float(value or 0.0))
-    if size != size:
-        return math.inf
-    return size / at_most if at_most else (math.inf if size else 0.0)
-
-
 class Limit(Strict):
     """What one metric may be: `at_most` a number, by its size if it is signed, or `absent`."""
 
@@ -126,11 +118,14 @@ class Limit(Strict):
         return self
 
     def excess(self, value: Value) -> float:
-        """How far on the way to the limit: above 1 it is exceeded; infinite where there is none
-        to be near to, and for NaN."""
+        """The size of a number as a multiple of the most it may be: above 1 it is exceeded;
+        infinite where there is no limit to be near to, and for NaN."""
         if self.absent:
             return 0.0 if value is None else math.inf
-        return share(value, self.at_most or 0.0)
+        size = abs(float(value or 0.0))
+        if size != size:
+            return math.inf
+        return size / self.at_most if self.at_most else (math.inf if size else 0.0)
 
     def __str__(self) -> str:
         return "none" if self.absent else f"{self.metric} ≤ {power(f'{self.at_most:g}')}"
@@ -190,25 +185,19 @@ class Threshold(Limit):
         least, most = self.few
         return self.model_copy(update={"heads": least, "at_most": max(self.at_most or 0.0, most)})
 
-    def allowed(self, row: DeviationRow, heads: int = 1) -> float:
-        """The limit of a row: more where it has few numbers. A ratio of root mean squares of n of
+    def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
+        """As it is for a row: higher where it has few numbers. A ratio of root mean squares of n of
         them has a standard deviation of 1/√n or less; a median of N, 1.25/√N of that; an interval
         has luck. A row of dq or dk shares the error of its delta, and counts as 8 numbers."""
-        at_most = self.at_most or 0.0
         if not (self.scatter and row.elements) or row.sampled:
-            return at_most
+            return self
         n = row.elements
         if row.tensor in ("dq", "dk") and row.rows_measured:
             n = min(n, 8 * row.rows_measured)
         luck = (1.25 if heads > 1 else 1.0) / math.sqrt(n * heads)
-        return max(at_most, math.ceil(1000 * (1 + self.scatter * luck)) / 1000)
-
-    def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
-        """As it is for a row."""
-        allowed = self.allowed(row, heads)
-        return (
-            self if allowed == (self.at_most or 0) else self.model_copy(update={"at_most": allowed})
-        )
+        allowed = math.ceil(1000 * (1 + self.scatter * luck)) / 1000
+        higher = allowed > (self.at_most or 0.0)
+        return self.model_copy(update={"at_most": allowed}) if higher else self
 
 
 AtMost = Annotated[float, Field(ge=0)]
