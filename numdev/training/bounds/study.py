@@ -21,13 +21,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.rows import grouped
@@ -100,14 +98,9 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     off, first = repeat.value.max(), float(repeat.step[repeat.value > 0].min())
     formats = {"" if v.role == "golden" else label_of(v): v.format for v in run.variants}
     axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
+    source = {"config": str(path), "sha256": sha256, "run": run.provenance.source}
     return records.BoundsReport(
-        provenance=Provenance(
-            numdev=numdev.__version__,
-            command=command,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            system=run.provenance.system,
-            source={"config": str(path), "sha256": sha256, "run": run.provenance.source},
-        ),
+        provenance=Provenance.now(command, run.provenance.system, source),
         request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
         summary=records.BoundsSummary(
             answer=(*_warnings(run, off, first), *answer(compared, formats, first)),
