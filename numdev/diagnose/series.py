@@ -15,6 +15,7 @@ from pathlib import Path
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources.checkpoint import WHOLE
+from numdev.sources.files import identity
 from numdev.sources.pipeline import is_pipeline
 from numdev.sources.tensorfile import holds_cases
 from numdev.training.weights.files import open_weights
@@ -64,7 +65,7 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
             weights = open_weights(str(path))
             if weights.damage:
                 raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
-            stage = replace(stage, sha256=weights.identity())
+            stage = replace(stage, sha256=identity(weights.files))
             lost = {n: int((~x.read().isfinite()).sum()) for n, x in weights.tensors.items()}
             if broken := [f"{n} holds {c} NaN or infinite elements" for n, c in lost.items() if c]:
                 left_out.append(f"{stage.name}: {broken[0]}; left out.")

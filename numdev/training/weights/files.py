@@ -40,7 +40,7 @@ class Weights:
     """An opened set of weights, its tensors in the order of the files."""
 
     name: str  # as the user named it
-    files: tuple[Path, ...] = ()  # those that are there
+    files: tuple[Path, ...] = ()  # those that are there, which `sources.files.identity` hashes
     tensors: dict[str, Stored] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     """Names in a pickle that share the storage of another, which is the one in `tensors`."""
@@ -49,10 +49,6 @@ class Weights:
     def find(self, name: str) -> Stored | None:
         """The tensor of this name, by whichever of its names it is listed."""
         return self.tensors.get(self.tied.get(name, name))
-
-    def identity(self) -> str:
-        """SHA-256 over the names and contents of the files that are there."""
-        return storage.identity(self.files)
 
 
 def open_weights(target: str) -> Weights:

@@ -20,7 +20,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS
 from numdev.report.io import claim
 from numdev.report.numbers import si, times
-from numdev.sources.files import some
+from numdev.sources.files import identity, some
 from numdev.system import System
 from numdev.training.weights import pairs
 from numdev.training.weights import report as records
@@ -118,7 +118,7 @@ def weights(
                 name=source.name,
                 tensors=len(source.tensors),
                 elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
-                sha256=source.identity(),
+                sha256=identity(source.files),
             )
             for source in opened
         )
