@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Collection
+from decimal import ROUND_CEILING, Context
 from typing import Any
 
 import yaml
@@ -27,6 +28,7 @@ MARGINS = {
     ("lse_error", False): (3.0, 0.0),
 }
 LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
+TWO_DIGITS = Context(prec=2, rounding=ROUND_CEILING)
 HEADER = """\
 # Thresholds for numdev gate, fitted to a report: the default rules; `instead` has the worst number
 # measured there times a margin. What the keys mean: docs/gate.md.
@@ -114,11 +116,7 @@ def _worst(rows: Rows, threshold: Threshold) -> float | None:
 
 def rounded_up(x: float) -> float:
     """To two significant digits, and never down; 0 stays 0."""
-    nearest = float(f"{x:.1e}")
-    if nearest >= x:
-        return nearest
-    step = math.floor(math.log10(x)) - 1
-    return float(f"{nearest + 10.0**step:.1e}")
+    return float(TWO_DIGITS.create_decimal(repr(x)))
 
 
 def _dumped(data: Any) -> str:

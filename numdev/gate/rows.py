@@ -73,14 +73,14 @@ def check_whole(report: Measured) -> None:
         if name not in cases:
             raise MeasurementError(f"incomplete report: case {name} is missing")
         heads = _heads(plan, cases[name])
-        floors: dict[tuple[str, int | None], tuple[DeviationRow, Key]] = {}
+        floors: dict[tuple[str, int | None], DeviationRow] = {}
         for fmt, planned in itertools.product(plan.formats, plan.kernels):
             key = (name, seed, fmt, planned.role, planned.kernel, spelt(planned.options))
             where = f"of {name}" + ("" if seed is None else f", seed {seed}")
             rows = tasks.pop(key, [])
             if planned.role == "floor":
-                floors = {(row.tensor, row.head): (row, OF_CALL(row)) for row in rows}
-            beside = ((row, *floors.get((row.tensor, row.head), (row, None))) for row in rows)
+                floors = {(row.tensor, row.head): row for row in rows}
+            beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
             wrong = _lacking(rows, heads, plan, planned.role)
             if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
                 what = f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}"
@@ -91,10 +91,10 @@ def check_whole(report: Measured) -> None:
         raise MeasurementError(what, hint=CUT)
 
 
-def _contradiction(row: DeviationRow, floor: DeviationRow, call: Key | None) -> str | None:
-    """What of a row cannot be, beside that of the floor of a call; None where all fits together."""
+def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
+    """What of a row cannot be, beside the floor's (or itself); None where all fits together."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
-    if call is not None and OF_CALL(row) != call:
+    if OF_CALL(row) != OF_CALL(floor):
         return "is from another call than the floor"
     if row.status != "ok" or (
         row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements)
