@@ -20,7 +20,7 @@ from numdev import report as reports
 from numdev.audit.run import audit as study
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
-from numdev.gate.compare import Compared, compare, compared
+from numdev.gate.compare import compare
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
 from numdev.report import DeviationRow, SweepReport
@@ -30,8 +30,8 @@ from numdev.report.views import document_of
 HEADS = tuple(head(h) for h in range(4))
 
 
-def found(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> Compared:
-    return compared(audit(*a), audit(*b))
+def found(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> CompareReport:
+    return compare(audit(*a), audit(*b))
 
 
 def moves(a: DeviationRow, b: DeviationRow) -> tuple[Move, ...]:

@@ -12,7 +12,7 @@ from compared_reports import audit, head
 from oracles import make_case
 
 import numdev
-from numdev.gate.compare import compared
+from numdev.gate.compare import compare
 from numdev.kernels import Output, find
 from numdev.kernels.reference import attend
 from numdev.kernels.triton_flash.kernel import Launch
@@ -152,7 +152,7 @@ def test_a_worst_row_moves_from_twice_or_four_times_on(tensor: str, least: float
     before = head(tensor=tensor, worst_row=2.0)
     for factor, moved in ((0.99 * least, False), (1.01 * least, True)):
         after = head(tensor=tensor, worst_row=2.0 * factor)
-        assert bool(compared(audit(before), audit(after)).moves) is moved
+        assert bool(compare(audit(before), audit(after)).moves) is moved
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from numdev.errors import UsageError, closest
 from numdev.gate.compare_report import (
+    Compared,
     CompareReport,
     CompareSummary,
     Difference,
@@ -85,27 +85,33 @@ def compare(
         (_measured(x), f"report of {x.provenance.created}" if isinstance(x, Report) else str(x))
         for x in reports
     ]
-    study = STUDIES.get(given[0][0].kind)
-    if len(given) > 2 and study:
+    several, study = len(given) > 2, STUDIES.get(given[0][0].kind)
+    if several and study:
         what = f"compare: of {given[0][0].kind}, expected two reports, got {len(given)}"
         raise UsageError(what)
-    if len(given) > 2:
+    if several:
         given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
     (old, first), (new, last) = given[-2:]
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
-    sides = f"{last} against {first}: " if len(given) > 2 else ""
-    result = (partial(_studied, study) if study else compared)(old, new, apart, sides)
+    sides = f"{last} against {first}: " if several else ""
+    found = (study or _compared)(old, new)
+    moves = sorted(found.moves, key=lambda move: -move.excess)
+    places = Places([m.place for m in moves] if study else _rows(new))
+    sentences = answer(found.groups, moves, found.presences, apart, places, sides)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
         ),
         request={"a": first, "b": last, "allow": sorted(allow)},
-        **result._asdict(),
+        summary=CompareSummary(answer=tuple(sentences), notes=found.notes, inputs=found.inputs),
+        groups=tuple(found.groups),
+        moves=tuple(moves),
+        presences=found.presences,
         a=old.provenance,
         b=new.provenance,
         allowed=tuple(apart),
         changes=_changes(old, new),
-        history=tuple(_past(x) for x, _ in given) if len(given) > 2 else (),
+        history=tuple(_past(x) for x, _ in given) if several else (),
     )
 
 
@@ -196,20 +202,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class Compared(NamedTuple):
-    """What a comparison found."""
-
-    summary: CompareSummary
-    groups: tuple[Group, ...]
-    moves: tuple[Move, ...]
-    presences: tuple[Presence, ...]
+def _rows(report: Measured) -> list[DeviationRow]:
+    return [row for row in report.rows if row.role != "control"]
 
 
-def compared(
-    a: Measured, b: Measured, allowed: Sequence[Difference] = (), sides: str = ""
-) -> Compared:
+def _compared(a: Measured, b: Measured) -> Compared:
     """The rows of B beside those of A. A row that is there twice counts once."""
-    old, new = ([r for r in x.rows if r.role != "control"] for x in (a, b))
+    old, new = _rows(a), _rows(b)
     names, pairs = Names(old, new), pairs_of(old, new, b.cases)
     noise = Noise(pairs)
     groups: list[Group] = []
@@ -220,9 +219,7 @@ def compared(
         here += _reproducible(members)
         groups.append(_group(members, judged, here))
         moves += here
-    moves.sort(key=lambda move: -move.excess)
-    presences = tuple(_presences(old, new, names))
-    inputs = Counter(pair.inputs for pair in pairs)
+    inputs = Counter(str(pair.inputs) for pair in pairs)
     notes = [THRESHOLD.format(tests=noise.tests)]
     if other := inputs["other"]:
         notes.insert(0, OTHER.format(count=other, every=len(pairs)))
@@ -231,21 +228,7 @@ def compared(
         notes.insert(0, f"Skipped in B: {who} ({why}).")
     if unjudged := sum(group.unjudged for group in groups):
         notes.insert(0, f"{unjudged} rows have no number that could be judged.")
-    summary = CompareSummary(
-        answer=tuple(answer(groups, moves, presences, allowed, Places(new), sides)),
-        notes=tuple(notes),
-        inputs={str(k): v for k, v in inputs.items()},
-    )
-    return Compared(summary, tuple(groups), tuple(moves), presences)
-
-
-def _studied(
-    study: Any, a: Any, b: Any, allowed: Sequence[Difference] = (), sides: str = ""
-) -> Compared:
-    """What moved between two reports of a study."""
-    groups, moves, note = study(a, b)
-    sentences = answer(groups, moves, (), allowed, Places([m.place for m in moves]), sides)
-    return Compared(CompareSummary(answer=tuple(sentences), notes=(note,)), groups, moves, ())
+    return Compared(groups, moves, tuple(notes), tuple(_presences(old, new, names)), inputs)
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
@@ -290,13 +273,9 @@ def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
                 yield _move(its[0], "ran", f"{a} ran, now {b} ({len(its)} of {len(passes)} calls)")
 
 
-def _who(row: DeviationRow) -> dict[str, Any]:
-    return {n: getattr(row, n) for n in ("role", "kernel", "options", "format")}
-
-
 def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any) -> Move:
     return Move(
-        **_who(pair.b),
+        **pair.b.who,
         tensor=pair.b.tensor,
         place=Place.of(pair.b),
         metric=metric,
@@ -319,7 +298,7 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
     ratios = [(x.change, pair) for pair, x in told if x.change]
     farthest = max(ratios, key=lambda r: abs(math.log(r[0])), default=None)
     return Group(
-        **_who(pairs[0].b),
+        **pairs[0].b.who,
         tensor=pairs[0].b.tensor,
         pairs=len(pairs),
         same_bits=sum(same_bits(p.a, p.b) for p in pairs),
@@ -361,7 +340,7 @@ def _presences(old: Rows, new: Rows, names: Names) -> Iterator[Presence]:
         tensors = tuple(dict.fromkeys(r.tensor for r in rows))
         place = Place.of(rows[0])
         yield Presence(
-            what=what, **_who(rows[0]), tensors=tensors, rows=len(rows), why=why, place=place
+            what=what, **rows[0].who, tensors=tensors, rows=len(rows), why=why, place=place
         )
 
 
@@ -371,7 +350,7 @@ def answer(
     presences: Sequence[Presence],
     allowed: Sequence[Difference],
     place: Places,
-    sides: str = "",
+    sides: str,
 ) -> Iterator[str]:
     """The verdict on the two `sides` and the largest moves, then a sentence for each kernel."""
     by_kernel = grouped(groups, _name)

@@ -5,6 +5,7 @@ A row is one head of one tensor of one kernel in one call; rows of A and B that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field
@@ -73,6 +74,17 @@ class Past(Record):
     on: str  # the GPU, or the CPU
     outcome: str
     errors: dict[str, float]  # by kernel and format: median error of the output over the floor
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison of two reports found."""
+
+    groups: Sequence[Group]
+    moves: Sequence[Move]
+    notes: tuple[str, ...]
+    presences: tuple[Presence, ...] = ()
+    inputs: dict[str, int] = field(default_factory=dict)
 
 
 class CompareSummary(Record):

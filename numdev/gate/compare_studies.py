@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from numdev.gate.compare_report import Group, Move
+from numdev.gate.compare_report import Compared, Group, Move
 from numdev.gate.findings import label
+from numdev.gate.movement import FAR
 from numdev.gate.rows import grouped
 from numdev.metrics.statistics import holm
 from numdev.report import Place
@@ -22,7 +23,6 @@ from numdev.report.numbers import three
 ALPHA = 0.01
 LEAST = 3  # sequences, below which nothing is judged
 TIMES = 2.0
-FAR = 100.0  # the excess of what has no ratio
 NOWHERE: dict[str, Any] = {**dict.fromkeys(Place.model_fields), "module": "", "call": 0}
 NOTE = (
     "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 % over all "
@@ -30,8 +30,8 @@ NOTE = (
 )
 
 
-def invariance_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ...], str]:
-    """Every axis of every tensor that both reports have, what moved, and a note."""
+def invariance_moves(old: Any, new: Any) -> Compared:
+    """Every axis of every tensor that both reports have, and what moved."""
     sides: list[dict[Any, Any]] = [
         {
             (label(r), r.format, r.tensor, r.case, r.axis, r.variant): r
@@ -45,8 +45,7 @@ def invariance_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move,
     by_axis = grouped(pairs, lambda p: (label(p[1]), p[1].format, p[1].axis, p[1].tensor))
     for own in by_axis.values():
         first, here = own[0][1], []
-        of: dict[str, Any] = {n: getattr(first, n) for n in ("role", "kernel", "options", "format")}
-        of |= {"tensor": f"{first.axis} {first.tensor}", "metric": "difference"}
+        of = first.who | {"tensor": f"{first.axis} {first.tensor}", "metric": "difference"}
         for a, b in own:
             change = b.floor_ratio / a.floor_ratio if a.floor_ratio and b.floor_ratio else None
             far = abs(math.log(change)) / math.log(TIMES) if change else FAR
@@ -62,12 +61,11 @@ def invariance_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move,
         judged = {"pairs": len(own), "same_bits": same, "moved": len(here)}
         groups.append(Group(**of, a=largest[0], b=largest[1], **judged))
         moves += here
-    moves.sort(key=lambda move: -move.excess)
     note = (
         f"An axis moved where its bits, its cause, or its size by {TIMES:g} times did; A and B are "
         "the largest differences over the floor's error."
     )
-    return tuple(groups), tuple(moves), note
+    return Compared(groups, moves, (note,))
 
 
 def _said(row: Any) -> str:
@@ -77,8 +75,8 @@ def _said(row: Any) -> str:
     return text + (f" ({row.cause})" if row.cause is not None else "")
 
 
-def effects_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ...], str]:
-    """Every run that both reports have, those that moved (the farthest first), and a note."""
+def effects_moves(old: Any, new: Any) -> Compared:
+    """Every run that both reports have, and those that moved."""
     sides: list[dict[Any, dict[int, float]]] = [
         {run: {r.sequence: r.cost for r in rows if r.cost} for run, rows in by_run.items()}
         for by_run in (grouped(report.rows, lambda row: row.run) for report in (old, new))
@@ -106,8 +104,7 @@ def effects_moves(old: Any, new: Any) -> tuple[tuple[Group, ...], tuple[Move, ..
             words = f"the error at the {row.place} (cost) from {three(a)} to {three(b)}"
             excess = 1 + abs(math.log(of["change"]))
             moves.append(Move(**of, place=place, words=words, excess=excess))
-    moves.sort(key=lambda move: -move.excess)
-    return tuple(groups), tuple(moves), NOTE.format(tests=len(p))
+    return Compared(groups, moves, (NOTE.format(tests=len(p)),))
 
 
 def _p(logs: Sequence[float]) -> float:

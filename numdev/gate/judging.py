@@ -138,11 +138,11 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Verdict:
     limit, observed = (shown.limit, shown.value) if shown else (threshold, None)
     if isinstance(observed, float) and not math.isfinite(observed):
         observed = str(observed)  # JSON has no infinity
-    about = ("role", "kernel", "options", "format", "tensor")
     return Verdict(
         rule=threshold.name,
         outcome=outcome,
-        **{name: getattr(first, name) for name in about},
+        **first.who,
+        tensor=first.tensor,
         observed=observed,
         metric=limit.metric,
         limit=str(limit),

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.rows import GRADIENTS, Key, Rows, spelt
+from numdev.gate.rows import GRADIENTS, Key, Rows, grouped, spelt
 from numdev.metrics.of_rows import interval_of, value_of
 from numdev.report import CaseRecord, DeviationRow
 
@@ -197,11 +198,8 @@ class Noise:
         self.tests = max(1, sum(len(metrics_of(pair)) for pair in pairs))
         self._level = 1 - ALPHA / 2 / self.tests
         self.z = float(ndtri(self._level))
-        self._together: dict[Key, list[Pair]] = {}
-        for pair in pairs:
-            if pair.inputs == "other":
-                for whole in (pair.call, pair.tensor):
-                    self._together.setdefault(whole, []).append(pair)
+        others = [pair for pair in pairs if pair.inputs == "other"]
+        self._together = {p: grouped(others, attrgetter(p)) for p in ("call", "tensor")}
 
     def judged(self, pair: Pair) -> list[Change]:
         """Every metric of the pair that both have, and what noise explains of its change."""
@@ -224,10 +222,10 @@ class Noise:
 
     def _luck(self, pair: Pair, metric: str) -> float:
         variance, freedom = 0.0, 0
-        for whole in (pair.call, pair.tensor):
+        for whole, pairs in self._together.items():
             if freedom < HEADS:
-                others = (other for other in self._together[whole] if other is not pair)
-                variance, freedom = _scatter(others, metric)
+                own = pairs[getattr(pair, whole)]
+                variance, freedom = _scatter((other for other in own if other is not pair), metric)
         if freedom < 2:
             return math.inf
         return float(stdtrit(freedom, self._level)) * math.sqrt(2 * variance)

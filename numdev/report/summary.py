@@ -88,7 +88,7 @@ def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
     gradients = ((tensor, _measured(rows, tensor)) for tensor in named)
     phases = dict.fromkeys(row.phase for row in ok if row.phase is not None)
     return KernelSummary(
-        **rows[0].model_dump(include={"role", "kernel", "options", "format"}),
+        **rows[0].who,
         **_over_heads(ok, KernelSummary, places),
         skipped=sum(row.status == "skipped" for row in rows),
         failed=sum(row.status == "failed" for row in rows),

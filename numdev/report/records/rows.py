@@ -55,6 +55,11 @@ class OfKernel(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
 
+    @property
+    def who(self) -> dict[str, Any]:
+        """These fields, for another record of the same kernel."""
+        return {name: getattr(self, name) for name in OfKernel.model_fields}
+
 
 class _OfCall(Record):
     case: str
