@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from scipy.special import stdtr
+
 from numdev.gate.compare_report import Compared, Group, Move
 from numdev.gate.findings import label
 from numdev.gate.movement import FAR
@@ -109,8 +111,6 @@ def effects_moves(old: Any, new: Any) -> Compared:
 
 def _p(logs: Sequence[float]) -> float:
     """The two-sided p of the mean of logarithms, 1 where all are 0."""
-    from scipy.special import stdtr
-
     spread = statistics.stdev(logs) / math.sqrt(len(logs))
     if spread == 0:
         return 0.0 if any(logs) else 1.0

@@ -102,8 +102,7 @@ def _of_kernel(
 
 def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """The same of what is judged of these rows already, without what planted faults showed."""
-    places = Places(rows if any(v.beyond for v in judgement.verdicts) else ())
-    findings = [*_exceeded(judgement.verdicts, places), *_not_run(judgement.calls)]
+    findings = [*_exceeded(judgement.verdicts, Places(rows)), *_not_run(judgement.calls)]
     tested = _tested(judgement.verdicts, findings)
     return tuple(findings), (*tested, *remarks(rows))
 

@@ -20,11 +20,10 @@ def si(value: float | None) -> str:
 
 def percent(share: float | None, *, sign: bool = False) -> str:
     """`3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1 %`."""
-    plus = "+" if sign and share is not None and share > 0 else ""
     if share is None:
         return NONE
     number = f"{100 * share:.0f}" if 0.995 <= abs(share) < 10 else si(100 * share)
-    return f"{plus}{number} %"
+    return f"{'+' if sign and share > 0 else ''}{number} %"
 
 
 def power(number: str) -> str:

@@ -143,9 +143,7 @@ class AttributionRow(OfKernel, _OfCall):
 
     tensor: Tensor = "out"
     heads: tuple[int, ...]  # the query heads that were compared
-    explained_by: str | None = (
-        None  # the preset that makes these errors; null: unknown, see `reason`
-    )
+    explained_by: str | None = None  # the preset that makes these errors; null: see `reason`
     reason: str | None = None
     nearest: str | None = None
     recipe: dict[str, Any] = Field(default_factory=dict)  # options of `emulated` that fit best
@@ -202,9 +200,7 @@ class ProfileRow(OfKernel):
     counts: tuple[int, ...]  # rows of each bin that were measured and have a relative error
     errors: tuple[float | None, ...]  # root mean square
     predicted: tuple[float | None, ...] | None = None  # the same of what its roundings predict
-    ulps: tuple[
-        Count, ...
-    ] = ()  # elements that err by less than 1/32 ulp, then by up to twice that
+    ulps: tuple[Count, ...] = ()  # elements off by less than 1/32 ulp, then by up to twice that
     ulps_predicted: tuple[Count, ...] | None = None
 
 
