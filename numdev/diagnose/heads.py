@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from numdev.diagnose.report import CureRow, HeadRow, Ranked
+from numdev.gate.rows import grouped
 from numdev.report.numbers import percent, si
 
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that is lost
@@ -84,14 +86,13 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
 
     places = sorted(heads, key=lambda h: (h.checkpoint, h.layer or 0, h.case, h.call, h.head))
     places.sort(key=lambda h: (score(h)[0], -score(h)[1]))  # equals stay in this order
-    ordered = []
+    ordered, of_head = [], grouped(cures, attrgetter("key"))
     for rank, head in enumerate(places, start=1):
         verdicts = {name: meets(head, name) for name in CONDITIONS}
         met, missing = (tuple(n for n, v in verdicts.items() if v is x) for x in (True, False))
-        by = _cured_by([cure for cure in cures if cure.is_of(head)])
         ordered.append(
             Ranked(**head.place, rank=rank, score=score(head)[1], conditions=met, missing=missing,
-                   cured_by=by)
+                   cured_by=_cured_by(of_head.get(head.key, ())))
         )  # fmt: skip
     return tuple(ordered)
 
@@ -155,8 +156,8 @@ def answer(
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
     first = leading(ranking)
-    pairs = [(r, next(head for head in heads if head.is_of(r))) for r in ranking]
-    row = next(head for r, head in pairs if r is first)
+    rows = {head.key: head for head in heads}
+    pairs, row = [(r, rows[r.key]) for r in ranking], rows[first.key]
     known = [head for r, head in pairs if judged(r)]
     t, sums = si(row.delta_t), percent(row.ds_row_sum)
     said = []
@@ -202,7 +203,7 @@ def answer(
 
 
 def _cure(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
-    rows = {cure.cure: cure for cure in cures if cure.is_of(first)}
+    rows = {cure.cure: cure for cure in cures if cure.key == first.key}
     if not rows:
         return []
     broken = f"NaN or infinity: {_listed([r.cure for r in rows.values() if r.nonfinite])}."

@@ -44,10 +44,10 @@ class Place(Record):
         where = f"{self.module or self.case} " if self.layer is None else f"L{self.layer}"
         return f"{where}{f'#{self.call} ' if self.call else ''}H{self.head}"
 
-    def is_of(self, other: Place) -> bool:
-        """Whether both are of one head of one checkpoint."""
-        names = ("checkpoint", "case", "head")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Which head of which checkpoint it is of."""
+        return self.checkpoint, self.case, self.head
 
 
 class HeadRow(Place):

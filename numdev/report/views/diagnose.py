@@ -45,7 +45,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         yield _ranked(report)
         yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
         yield _map(report)
-        cures = [row for row in report.cures if row.is_of(first)]
+        cures = [row for row in report.cures if row.key == first.key]
         yield doc.table(
             ("cure", *_titles(CURE),
              doc.Column("where it fails, or what it takes", align="left", width=200)),
@@ -62,7 +62,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
             (
                 (doc.Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
                  *_cells(row, SEEN))
-                for row in report.kernels if row.is_of(first)
+                for row in report.kernels if row.key == first.key
             ),
             title=f"{first.brief}: real kernels on the same inputs",
         )  # fmt: skip
@@ -92,11 +92,12 @@ def _scored(head: Ranked) -> doc.Cell:
 
 def _ranked(report: DiagnoseReport) -> doc.Table:
     """The first heads, each with its numbers and how much of the chain it meets."""
+    rows = {head.key: head for head in report.heads}
 
     def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:
         yield doc.Cell(ranked.brief, style="strong")
         yield _scored(ranked)
-        yield from _cells(next(head for head in report.heads if head.is_of(ranked)), HEAD)
+        yield from _cells(rows[ranked.key], HEAD)
         verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
         verdicts |= dict.fromkeys(ranked.missing, "missing")
         known = len(ranked.conditions) + len(ranked.missing)
