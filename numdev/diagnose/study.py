@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def diagnose(
         cures=cures,
         costs={name: cure.breaks for name, cure in CURES.items()} if cures else {},
         kernels=journal.records("kernel", records.KernelRow),
-        figures=figures(heads, leading(ranking)) if axis else (),
+        figures=tuple(figures(heads, leading(ranking))) if axis else (),
     )  # fmt: skip
 
 
@@ -201,9 +201,8 @@ def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
     return Axis(name="step", title="step", scale="linear", ticks=ticks) if len(ticks) > 1 else None
 
 
-def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Figure, ...]:
+def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator[Figure]:
     """Each number by step: of the head `first`, the worst where that is another, and the median."""
-    drawn = []
     for metric, (title, y_title) in METRICS.items():
         known = [(h.step, abs(getattr(h, metric)), (h.case, h.head)) for h in heads
                  if h.step is not None and getattr(h, metric) is not None]  # fmt: skip
@@ -224,6 +223,5 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Fi
             if line and (label != "worst head" or line != lines[first.brief])
         )  # fmt: skip
         if len(by_step) > 1:
-            drawn.append(Figure(title=title, metric=metric, y_title=y_title, y_scale="linear",
-                                curves=curves))  # fmt: skip
-    return tuple(drawn)
+            yield Figure(title=title, metric=metric, y_title=y_title, y_scale="linear",
+                         curves=curves)  # fmt: skip

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sysconfig
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,8 @@ def stdlib() -> list[str]:
         # _sysconfigdata_*.py records the machine that built this Python.
         if EXCLUDED_FOLDERS.intersection(name.parts) or name.name.startswith("_sysconfigdata"):
             continue
-        try:
+        with suppress(UnicodeDecodeError):
             texts.append(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            continue
     return [text for text in texts if text.strip()]
 
 

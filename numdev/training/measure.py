@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -73,18 +73,16 @@ def number(x: Tensor | float | None) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def with_spikes(rows: Iterable[TrainRow]) -> tuple[TrainRow, ...]:
+def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
     """The rows with `spike` set. Rows of one run come in the order of their steps; a loss that is
     None is no spike, and no past for others."""
     pasts: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
-    marked = []
     for row in rows:
         past = pasts[row.seed, row.variant]
         spike = row.loss is not None and is_spike(row.loss, past)
-        marked.append(row.model_copy(update={"spike": spike}))
+        yield row.model_copy(update={"spike": spike})
         if row.loss is not None:
             past.append(row.loss)
-    return tuple(marked)
 
 
 def is_spike(loss: float, past: Iterable[float]) -> bool:

@@ -59,7 +59,7 @@ def train(
     with deterministic(wanted=request.deterministic), threads(fitting(numbers)):
         system = System.here(request.device)  # starts CUDA, when cuBLAS reads its setting
         watch = Stopwatch(system.device, ("training", "metrics", "saving", "other"))
-        plan = _planned(request, system)
+        plan = list(_planned(request, system))
         device = torch.device(system.device)
         data = load(request.data, request.model, request.batch, device)
         described = {"config": request.target, **data.about}
@@ -70,7 +70,7 @@ def train(
             run = _Run(request, data, device, journal, progress, watch, until)
             if not run.finished():
                 return None
-            rows = with_spikes(journal.records("row", TrainRow))
+            rows = tuple(with_spikes(journal.records("row", TrainRow)))
             distances = journal.records("distance", DistanceRow)
             ran = {row["variant"]: row["ran"] for row in journal.rows("variant")}
         variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
@@ -260,17 +260,15 @@ def answer(
                 yield TROUBLE.format(name=name, what=what, row=first, count=len(which))
 
 
-def _planned(request: TrainRequest, system: System) -> list[Planned]:
+def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
     """The variants' kernels, each with options that it has and on a machine that can run it."""
-    plan = []
     for variant, choice in ((v, choice) for v in request.variants for choice in v.kernels):
         kernel = find(choice.name)
         options = recorded(kernel.with_options(choice.options))
         if missing := kernel.missing(system):
             words = f"variant {variant.name}: {kernel.name} cannot run here: {missing}"
             raise UsageError(words, hint="leave it out, or choose another kernel")
-        plan.append(Planned(role="kernel", kernel=kernel, options=options))
-    return plan
+        yield Planned(role="kernel", kernel=kernel, options=options)
 
 
 def _key(seed: int, step: int) -> str:
