@@ -28,8 +28,6 @@ NONE = "none"
 
 
 class Cure(NamedTuple):
-    """One change of an attention."""
-
     breaks: str  # where it fails, or what it costs
     options: Mapping[str, Any]  # of `emulated`
 

@@ -124,8 +124,6 @@ class Ranked(Place):
 
 
 class DiagnoseSummary(Record):
-    """What a reader wants first."""
-
     answer: tuple[str, ...]
     ranking: tuple[Ranked, ...]
     notes: tuple[str, ...] = ()  # what could not be seen, and why

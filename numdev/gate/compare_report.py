@@ -66,8 +66,6 @@ class Presence(OfKernel):
 
 
 class Past(Record):
-    """A report of the history."""
-
     created: str
     numdev: str
     torch: str
@@ -88,8 +86,6 @@ class Compared:
 
 
 class CompareSummary(Record):
-    """The first sentences, and how it was judged."""
-
     answer: tuple[str, ...]
     notes: tuple[str, ...] = ()
     inputs: dict[str, int] = Field(default_factory=dict)  # pairs by `Inputs`
@@ -116,7 +112,6 @@ class CompareReport(Report):
 
     @property
     def failed(self) -> tuple[Presence, ...]:
-        """Calls that failed in either report."""
         return tuple(p for p in self.presences if p.what == "failed")
 
     @property
@@ -126,7 +121,6 @@ class CompareReport(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing moved and no call failed."""
         return self.exit_code == 0
 
     @property

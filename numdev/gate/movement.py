@@ -144,7 +144,6 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
 
 
 def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
-    """Whether two outputs have the same checksum."""
     return a.bits is not None and a.bits == b.bits
 
 

@@ -102,8 +102,6 @@ class Power(Record):
 
 
 class Judgement(Record):
-    """All of it, and what it comes to."""
-
     rules: str
     outcome: Literal["passed", "exceeded", "unmeasured"]
     verdicts: tuple[Verdict, ...]

@@ -94,7 +94,6 @@ def _table(known: list[Comparison], windows: Mapping[Window, str]) -> doc.Table:
 
 
 def _ratio(c: Comparison | None) -> str:
-    """A ratio and its interval, where it has one."""
     if c is None:
         return NONE
     return times(c.ratio) + ("" if c.low is None else f" [{times(c.low)}, {times(c.high)}]")

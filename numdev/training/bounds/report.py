@@ -73,8 +73,6 @@ def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
 
 
 class BoundsSummary(Record):
-    """What a reader wants first."""
-
     answer: tuple[str, ...]
     seeds: tuple[int, ...]
     deterministic: bool | None
@@ -93,7 +91,6 @@ class BoundsReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether there is any ratio."""
         return any(c.ratio is not None for c in self.comparisons)
 
     @property
