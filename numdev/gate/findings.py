@@ -307,9 +307,11 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
         yield f"{kernel}: log-sum-exp not judged: {own[0].nulls['lse_error']}."
     found = [r for r in kernels if (r.claim or "").startswith(FOUND)]
     for kernel, own in grouped(found, attrgetter("kernel")).items():
+        claims = dict.fromkeys(str(r.claim) for r in own)
+        ways = (x for x in claims if not any(other.startswith(f"{x},") for other in claims))
         yield (
             f"{kernel} declares no rounding model and exceeds `fa2`'s predicted error. Element by "
-            f"element it rounds {listed(dict.fromkeys(str(r.claim) for r in own))}; judged so."
+            f"element it rounds {listed(ways)}; judged so."
         )
     over = grouped((r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor"))
     for (kernel, fmt, tensor), own in over.items():
