@@ -20,7 +20,7 @@ from numdev import report as reports
 from numdev.audit.run import audit as study
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
-from numdev.gate.compare import compare
+from numdev.gate.compare import compare, unequal
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
 from numdev.report import DeviationRow, SweepReport
@@ -463,3 +463,48 @@ def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: s
     with pytest.raises(UsageError) as error:
         of(tmp_path, swept(*seeded()), make())
     assert said in str(error.value)
+
+
+STORED = Path(__file__).parent / "data" / "reports"
+
+
+@pytest.mark.parametrize("kind", ["effects", "invariance"])
+def test_a_study_says_what_one_report_alone_measured(kind: str) -> None:
+    """A kernel that is gone is no pass, one that is new is; a report is as it is itself."""
+    whole = reports.read(STORED / f"{kind}.json")
+    kernel = next(r.kernel for r in whole.rows if r.kernel and r.status == "ok")
+    fewer = whole.model_copy(update={"rows": tuple(r for r in whole.rows if r.kernel != kernel)})
+    gone, new, same = compare(whole, fewer), compare(fewer, whole), compare(whole, whole)
+    assert [c.exit_code for c in (gone, new, same)] == [1, 0, 0]
+    assert gone.summary.answer[0].startswith("NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: ")
+    assert f"{kernel} was run in A alone" in gone.summary.answer[0]
+    assert f"{kernel} was run in B alone" in new.summary.answer[0]
+    assert (same.presences, same.moves) == ((), ())
+    bad = [
+        r.model_copy(update={"status": "failed", "reason": "it crashed"}) for r in whole.rows[:1]
+    ]
+    crashed = compare(whole, whole.model_copy(update={"rows": (*bad, *whole.rows[1:])}))
+    assert any(p.why == "in B: it crashed" for p in crashed.failed)
+
+
+def test_a_cost_that_was_0_has_moved_where_it_no_longer_is() -> None:
+    whole = reports.read(STORED / "effects.json")
+    exact = [r.model_copy(update={"cost": 0.0}) if r.kind == "repeat" else r for r in whole.rows]
+    before = whole.model_copy(update={"rows": tuple(exact)})
+    for a, b in ((before, whole), (whole, before)):
+        assert {move.tensor for move in compare(a, b).moves} == {"repeat"}
+    assert not compare(before, before).moves
+
+
+def test_a_difference_without_a_ratio_has_not_moved_from_itself() -> None:
+    whole = reports.read(STORED / "invariance.json")
+    rows = [r.model_copy(update={"differ": 3, "nonfinite": 3, "floor_ratio": None})
+            for r in whole.rows]  # fmt: skip
+    nan = whole.model_copy(update={"rows": tuple(rows)})
+    assert compare(nan, nan).exit_code == 0
+    assert compare(whole, nan).exit_code == 1
+
+
+def test_an_empty_list_beside_nothing_is_a_difference() -> None:
+    (difference,) = unequal("cases", [{"x": []}], [{"x": None}])
+    assert (difference.key, difference.a, difference.b) == ("cases.0.x", "[]", "null")

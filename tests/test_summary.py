@@ -13,6 +13,7 @@ from gate_rows import SOUND
 from numdev.gate.rules import default_rules
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, Finding, KernelSummary, KernelVerdict
+from numdev.report.numbers import si, three
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
 from numdev.report.views.audit import maps
@@ -218,3 +219,14 @@ def test_options_make_a_kernel_of_its_own() -> None:
     rows = [row(options={"block": 64}), row(options={"block": 128}, baseline_ratio=0.7), row()]
     found = [(k.options, k.baseline_ratio) for k in summarise(rows).kernels]
     assert found == [({"block": 64}, 0.5), ({}, 0.5), ({"block": 128}, 0.7)]
+
+
+def test_numbers_are_written_as_what_they_round_to() -> None:
+    assert [si(x) for x in (0.0, 0.0099, 99.4, 99.6, 100.2)] == [
+        "0",
+        "9.9e-3",
+        "99",
+        "1.0e2",
+        "1.0e2",
+    ]
+    assert [three(x) for x in (999.4, 999.6, 9570.0, 1e6)] == ["999", "1000", "9570", "1e6"]

@@ -30,8 +30,8 @@ from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.training.measure import distance, spectral_norms
 from numdev.training.models import build
-from numdev.training.report import TrainReport
-from numdev.training.study import train
+from numdev.training.report import DistanceRow, TrainReport, VariantRecord
+from numdev.training.study import answer, train
 from numdev.yamlfile import read_yaml
 
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}
@@ -447,3 +447,19 @@ def test_checkpoints_are_written_as_they_were_at_their_step(tmp_path: Path) -> N
     assert numdev("train", other, "-o", output, "-q", "--overwrite", "--device", "cpu") == 0
     names = {path.name for path in (output / "checkpoints").iterdir()}
     assert names == {"golden-seed0-step6", "flash-seed0-step6"}
+
+
+def test_weights_that_are_no_longer_finite_are_not_said_to_be_the_same() -> None:
+    how: Any = {
+        "role": None,
+        "kernel": "sdpa-flash",
+        "format": "float32",
+        "attention_format": "float32",
+    }
+    flash = VariantRecord(name="flash", **how | {"role": "flash"})
+    rows: Any = {"seed": 0, "variant": "flash", "of": "weights", "elements": 9, "max_abs": 0.0}
+    rows |= {"mean_abs": 0.0, "rel": 0.0, "w1": 0.0}
+    same = [DistanceRow(**rows, step=step, equal=1.0) for step in (1, 2)]
+    gone = same[1].model_copy(update={"equal": None, "rel": None, "nonfinite": 9})
+    assert any("bit for bit" in said for said in answer([flash], [], same))
+    assert not any("bit for bit" in said for said in answer([flash], [], [same[0], gone]))

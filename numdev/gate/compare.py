@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,16 @@ from numdev.gate.movement import (
     same_bits,
 )
 from numdev.gate.rows import GRADIENTS, Measured, Rows, grouped
-from numdev.report import DeviationRow, Place, Places, Provenance, Report, SweepReport, read
+from numdev.report import (
+    CaseRecord,
+    DeviationRow,
+    Place,
+    Places,
+    Provenance,
+    Report,
+    SweepReport,
+    read,
+)
 from numdev.report.numbers import three, times
 
 MUST = (
@@ -90,14 +98,16 @@ def compare(
         what = f"compare: of {given[0][0].kind}, expected two reports, got {len(given)}"
         raise UsageError(what)
     if several:
-        given.sort(key=lambda pair: datetime.fromisoformat(pair[0].provenance.created))
+        given.sort(key=lambda pair: pair[0].provenance.created)
     (old, first), (new, last) = given[-2:]
     apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
     sides = f"{last} against {first}: " if several else ""
-    found = (study or _compared)(old, new)
+    rows = _rows(old), _rows(new)
+    names, found = study(old, new) if study else _compared(*rows, new.cases)
     moves = sorted(found.moves, key=lambda move: -move.excess)
-    places = Places([m.place for m in moves] if study else _rows(new))
-    sentences = answer(found.groups, moves, found.presences, apart, places, sides)
+    presences = tuple(_presences(*rows, names))
+    places = Places([m.place for m in moves] if study else rows[1])
+    sentences = answer(found.groups, moves, presences, apart, places, sides)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
@@ -106,7 +116,7 @@ def compare(
         summary=CompareSummary(answer=tuple(sentences), notes=found.notes, inputs=found.inputs),
         groups=tuple(found.groups),
         moves=tuple(moves),
-        presences=found.presences,
+        presences=presences,
         a=old.provenance,
         b=new.provenance,
         allowed=tuple(apart),
@@ -189,7 +199,7 @@ def unequal(key: str, a: Any, b: Any) -> list[Difference]:
 def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """The leaves of mappings and of lists of mappings, each with its path."""
     items: Any = value.items() if isinstance(value, Mapping) else ()
-    if isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value):
+    if value and isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value):
         items = enumerate(value)
     if not items:
         yield key, value
@@ -206,10 +216,9 @@ def _rows(report: Measured) -> list[DeviationRow]:
     return [row for row in report.rows if row.role != "control"]
 
 
-def _compared(a: Measured, b: Measured) -> Compared:
+def _compared(old: Rows, new: Rows, cases: Sequence[CaseRecord]) -> tuple[Names, Compared]:
     """The rows of B beside those of A. A row that is there twice counts once."""
-    old, new = _rows(a), _rows(b)
-    names, pairs = Names(old, new), pairs_of(old, new, b.cases)
+    names, pairs = Names(old, new), pairs_of(old, new, cases)
     noise = Noise(pairs)
     groups: list[Group] = []
     moves: list[Move] = list(_ran(pairs, names))
@@ -228,7 +237,7 @@ def _compared(a: Measured, b: Measured) -> Compared:
         notes.insert(0, f"Skipped in B: {who} ({why}).")
     if unjudged := sum(group.unjudged for group in groups):
         notes.insert(0, f"{unjudged} rows have no number that could be judged.")
-    return Compared(groups, moves, tuple(notes), tuple(_presences(old, new, names)), inputs)
+    return names, Compared(groups, moves, tuple(notes), inputs)
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
@@ -315,7 +324,7 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
     )
 
 
-def _presences(old: Rows, new: Rows, names: Names) -> Iterator[Presence]:
+def _presences(old: Rows, new: Rows, names: Any) -> Iterator[Presence]:
     """By kernel and reason: what one report alone measured, and calls that failed."""
     lacking = []
     for what, mine, others in (("gone", old, new), ("new", new, old)):
@@ -337,11 +346,10 @@ def _presences(old: Rows, new: Rows, names: Names) -> Iterator[Presence]:
             lacking.append((row, "failed", f"in {side}{alone}: {row.reason}"))
     for (_, what, why), members in grouped(lacking, lambda x: (names.kernel(x[0]), *x[1:])).items():
         rows = [row for row, *_ in members]
-        tensors = tuple(dict.fromkeys(r.tensor for r in rows))
-        place = Place.of(rows[0])
-        yield Presence(
-            what=what, **rows[0].who, tensors=tensors, rows=len(rows), why=why, place=place
-        )
+        tensors = tuple(dict.fromkeys(names.about(row)["tensor"] for row in rows))
+        about = names.about(rows[0]) | {"place": names.place(rows[0]), "rows": len(rows)}
+        del about["tensor"]
+        yield Presence(what=what, why=why, tensors=tensors, **about)
 
 
 def answer(

@@ -81,7 +81,6 @@ class Compared:
     groups: Sequence[Group]
     moves: Sequence[Move]
     notes: tuple[str, ...]
-    presences: tuple[Presence, ...] = ()
     inputs: dict[str, int] = field(default_factory=dict)
 
 

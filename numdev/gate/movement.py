@@ -20,7 +20,7 @@ from scipy.special import ndtri, stdtrit
 
 from numdev.gate.rows import GRADIENTS, Key, Rows, grouped, spelt
 from numdev.metrics.of_rows import interval_of, value_of
-from numdev.report import CaseRecord, DeviationRow
+from numdev.report import CaseRecord, DeviationRow, Place
 
 LEAST = 1.05
 ALPHA = 0.01
@@ -99,6 +99,13 @@ class Names:
 
     def row(self, row: DeviationRow) -> Key:
         return (self.kernel(row), self.call(row), row.tensor, row.head)
+
+    def about(self, row: DeviationRow) -> dict[str, Any]:
+        """Fields of a record about the row: its kernel and tensor."""
+        return row.who | {"tensor": row.tensor}
+
+    def place(self, row: DeviationRow) -> Place:
+        return Place.of(row)
 
     def inputs(self, row: DeviationRow) -> Key:
         """The row of the floor that tells of this row's inputs."""

@@ -15,7 +15,7 @@ def si(value: float | None) -> str:
     """An error in two digits: 0.012, 3.4, 1.2e-5."""
     if value is None:
         return NONE
-    return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 100 else power(f"{value:.1e}")
+    return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 99.5 else power(f"{value:.1e}")
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
@@ -39,7 +39,7 @@ def three(value: float | None, beside: float | None = None) -> str:
     while float(f"{value:.{digits}g}") == beside != value:
         digits += 1
     text = f"{value:.{digits}g}"
-    return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else power(text)
+    return f"{float(text):.0f}" if 1e3 <= abs(float(text)) < 1e6 else power(text)
 
 
 def labelled(kernel: str, options: Mapping[str, Any]) -> str:

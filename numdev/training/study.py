@@ -239,8 +239,7 @@ def answer(
     chance = [d for d in whole if d.variant in names.get("re-rounded at random", ())]
     for label, members in names.items():
         own = [d for d in whole if d.variant in members]
-        shares = [d.equal for d in own if d.equal is not None]
-        if shares and min(shares) == 1.0:
+        if own and all(d.equal == 1.0 for d in own):
             yield SAME.format(label=label)
         elif step := max((d.step for d in own if d.rel is not None), default=0):
             apart, by_chance = (
