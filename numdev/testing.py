@@ -67,7 +67,7 @@ class CheckResult:
     def in_short(self) -> str:
         """A check in one line: what passed, or what is wrong first."""
         if self.passed:
-            return f"{_tested(self.report)}, by the rules {self.judgement.rules}."
+            return f"{_tested(self.report)}; rules: {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
         wrong = [f.sentence for f in every if f.severity == "exceeded"]
         lacking = [*_unmeasured(self.report, self.judgement), *self.untried, *self.skipped]

@@ -171,7 +171,8 @@ def _finding(fault: Fault, named: Places) -> Finding:
     verdict, rows = verdicts[0], [held.row for _, held in fault]
     formats = tuple(v.format or "" for v in verdicts)
     judged, place = sum(v.judged for v in verdicts), Place.of(rows[0])
-    which = "for example" if len(verdicts) > 1 else "worst"
+    ranked = len(verdicts) == 1 and verdict.metric != "suspicion"
+    which = "worst" if ranked else "for example"
     where = f"{len(rows)} of {judged} heads, {which} at {named(place)}"
     if rows[0].errs_in and verdict.metric != "suspicion":  # which says so itself
         where += f", in {rows[0].errs_in}"
@@ -310,8 +311,8 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
         claims = dict.fromkeys(str(r.claim) for r in own)
         ways = (x for x in claims if not any(other.startswith(f"{x},") for other in claims))
         yield (
-            f"{kernel} declares no rounding model and exceeds `fa2`'s predicted error. Element by "
-            f"element it rounds {listed(ways)}; judged so."
+            f"{kernel} declares no rounding model, and does not round as FlashAttention-2 (`fa2`) "
+            f"does. Element by element it rounds {listed(ways)}, and is judged by that."
         )
     over = grouped((r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor"))
     for (kernel, fmt, tensor), own in over.items():

@@ -104,6 +104,7 @@ class InvarianceSummary(Record):
     """What a reader wants first."""
 
     answer: tuple[str, ...]
+    kernels: tuple[()] = ()
 
 
 class InvarianceReport(Report):

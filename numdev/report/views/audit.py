@@ -36,7 +36,8 @@ LEGEND = (
     "error / floor: rms error, against fp64 on the same rounded inputs, divided by the least "
     "possible (the exact result rounded once), median and worst head; shaded from 1.25, 2, 4, 16. "
     "error / expected: divided by what the kernel's rounding model predicts, worst head. error / "
-    "eager: divided by eager attention's. Mean and max error are in the output's units."
+    "eager: divided by eager attention's (the row baseline), median. Mean and max error are in the "
+    "output's units."
 )
 SAMPLED = (
     "Only {} random query rows per head were measured, over all positions, and the {} "
@@ -65,7 +66,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
     if "architecture" in report.provenance.source:
         target = report.request.get("checkpoint")
-        note = f"What this does at the model's output: numdev effects {target}"
+        note = f"What this does at the model's output: `numdev effects {target}`"
         yield from doc.notes([f"At the model's output: {x}" for x in summary.effects] or [note])
     yield doc.Choice(tuple(maps(report)))
     yield from by_layer(report)
