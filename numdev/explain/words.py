@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
+from numdev.gate.rows import grouped
 from numdev.report import AttributionRow, Explanation, SiteShare
 
 DEFAULT = "sdpa-default"  # PyTorch's own choice, which is one of the others: not said twice
@@ -15,9 +16,7 @@ SMALL = 0.005  # a site's share of the squared error that is not worth naming
 def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
     """One for each kernel, format and tensor, in the order of the rows: its calls together. That of
     PyTorch's own choice is left out where another kernel has the same."""
-    groups: dict[str, list[AttributionRow]] = {}
-    for row in rows:
-        groups.setdefault(f"{row.kernel} {row.options} {row.format} {row.tensor}", []).append(row)
+    groups = grouped(rows, lambda r: (r.kernel, str(r.options), r.format, r.tensor))
     found: list[Explanation] = []
     for made in map(_explanation, groups.values()):
         same = {"kernel": made.kernel, "options": made.options}
@@ -59,11 +58,8 @@ def _median(rows: Sequence[AttributionRow], field: str) -> float:
 
 def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
     """Medians over the calls, the largest share first, those that are too small left out."""
-    sites: dict[str, list[SiteShare]] = {}
-    for site in (s for row in rows for s in row.sites):
-        sites.setdefault(site.site, []).append(site)
     found = []
-    for of_calls in sites.values():
+    for of_calls in grouped((s for row in rows for s in row.sites), lambda s: s.site).values():
         new = {n: median(getattr(s, n) for s in of_calls) for n in ("share", "residual")}
         found += [of_calls[-1].model_copy(update=new)] * (new["share"] >= SMALL)
     return sorted(found, key=lambda s: -s.share)
