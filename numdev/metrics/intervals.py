@@ -20,7 +20,6 @@ one of the groups.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -74,11 +73,16 @@ def intervals(
     """For each head the intervals of the metrics that these sums give: of `rows` sampled rows in
     order of position, dealt to groups [H, GROUPS], `of` so many; beside others that are all
     measured and have the sums `certain` [sums, H]."""
+    from scipy.special import stdtrit
+
     heads, most = groups["count"].shape
     if rows < 2:
         return [{} for _ in range(heads)]
     count = min(rows, most)  # groups that are not empty
-    chosen, quantile = _chosen(count)
+    quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
+    # Over all groups, and without each over the others: not by subtraction, since where one row
+    # has all little is left.
+    chosen = np.concatenate([np.ones((count, 1)), 1 - np.eye(count)], axis=1)
     parts = np.array([x[:, :count] for x in groups.values()])  # [sums, H, groups]
     with np.errstate(all="ignore"):  # a metric that means nothing has no interval
         together = (parts.reshape(-1, count) @ chosen).reshape(*parts.shape[:2], -1)
@@ -101,13 +105,3 @@ def intervals(
         }
         for own in ends.transpose(2, 0, 1).tolist()
     ]
-
-
-@functools.cache
-def _chosen(count: int) -> tuple[Numbers, float]:
-    """What sums over all of so many groups, and without each: of the others, not by subtraction,
-    since where one row has all little is left. And Student's quantile."""
-    from scipy.special import stdtrit
-
-    chosen = np.concatenate([np.ones((count, 1)), 1 - np.eye(count)], axis=1)
-    return chosen, float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
