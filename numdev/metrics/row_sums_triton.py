@@ -60,9 +60,11 @@ def compare_rows(
     grid's first axis. A program takes CHUNK rows of a head, the grid's second axis, BLOCK of them
     at a time. TABLE is [columns, heads, rows]."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    features = tl.zeros([BLOCK_D], tl.float64)
+    d, features = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float64)
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
-        row, here, at, ok = places(head, first, rows, width, BLOCK, BLOCK_D)
+        i = first + tl.arange(0, BLOCK)
+        row, here = head * rows + i, i < rows
+        at, ok = row[:, None] * width + d[None, :], here[:, None] & (d < width)[None, :]
         o = tl.load(OUT + at, mask=ok, other=0.0).to(tl.float64)
         r = tl.load(REFERENCE + at, mask=ok, other=0.0)
         off = o - tl.load(FLOOR + at, mask=ok, other=0.0)
@@ -83,18 +85,8 @@ def compare_rows(
             apart = o - tl.load(BASELINE + at, mask=ok, other=0.0).to(tl.float64)
             put(TABLE, 6, row, here, rows, tl.sum(apart * apart, axis=1))
             put(TABLE, 7, row, here, rows, tl.max(tl.abs(off), axis=1))
-    d = tl.arange(0, BLOCK_D)
     at = (head * tl.num_programs(1) + chunk) * width
     tl.store(FEATURES + at + d, features, mask=d < width)
-
-
-@triton.jit
-def places(head, first, rows, width, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of BLOCK rows from `first` on: their numbers over all heads, which of them are there; where
-    their elements are, and which of these are there."""
-    i, d = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    row, here = head * rows + i, i < rows
-    return row, here, row[:, None] * width + d[None, :], here[:, None] & (d < width)[None, :]
 
 
 @triton.jit
