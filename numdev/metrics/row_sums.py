@@ -115,8 +115,7 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
             "least_row": least,
             "expected_count": same.judged.double(),
         }
-        typical = _typical(torch.stack([square, least]), same)
-        largest["worst_row"] = _ratios(size, predicted, typical, same)
+        largest["worst_row"] = _ratios(size, predicted, same)
     # Rows that repeat others are no observation of a bias.
     distinct = rows.usable & y.floor_finite & ~y.repeated[..., None]
     return RowSums(
@@ -208,25 +207,18 @@ def to_host(x: RowSums, bins: Tensor | None = None, of: int | Strata | None = No
 
 def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick) -> Tensor:
     """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an error.
-
-    What is predicted is at least typical of the head (the rms over rows of what is predicted
-    relative to |term scale_i|): that one row's roundings happen to cancel is no prediction. It is
-    also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE. Both are 0 where they are not usable."""
+    `error` and `predicted` [B, H, rows, features] are 0 where they are not usable."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
-    typical = _typical(rows.relative(torch.stack([sizes, rows.least])).square(), rows)
-    return _ratios(yardstick.row_norm(error), sizes, typical, rows)
+    return _ratios(yardstick.row_norm(error), sizes, rows)
 
 
-def _typical(squares: Tensor, rows: yardstick.RowScales) -> Tensor:
-    """[H]: the rms over rows of what is predicted relative to the term scale, or of the least that
-    may be if it is larger, from the squares of both, [2, B, H, rows]."""
-    most = squares.sum(dim=(1, 3)).amax(dim=0)
-    typical: Tensor = (most / rows.judged.sum(dim=(0, 2))).sqrt()
-    return typical
-
-
-def _ratios(size: Tensor, predicted: Tensor, typical: Tensor, rows: yardstick.RowScales) -> Tensor:
+def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tensor:
+    """What is predicted for a row is at least typical of the head (the rms over rows of what is
+    predicted relative to |term scale_i|): that one row's roundings happen to cancel is no
+    prediction. It is also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE."""
+    squares = rows.relative(torch.stack([predicted, rows.least])).square()
+    typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged.sum(dim=(0, 2))).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
     allowed = torch.maximum(allowed, rows.least).clamp_min(rows.least_allowed)
     return torch.where(size > 0, size / allowed, 0.0)
