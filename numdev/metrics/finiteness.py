@@ -41,8 +41,6 @@ def elsewhere(
     bad = ~finite(x)
     if rows is not None:
         bad[:, :, rows] = False
-    if not bool(bad.any()):
-        return [Elsewhere(0)] * heads
     if tensor not in ("dk", "dv"):
         empty = empty_rows(case)
         bad &= ~(empty if x.ndim == 3 else empty[..., None])
