@@ -136,7 +136,7 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
             _factor(probe, fit, o / _row_sum(probe), r - o),
             0,
             "the row sum is {1:.2g} too large",
-            _more,
+            lambda p, factor: p.multiplied(1 / (1 + factor / _row_sum(p))),
         ),
         (math.log(max(sink, 1e-99)), math.inf, f"it has a sink of {{1:z.2f}}, {whose}", _sink),
     ):
@@ -160,10 +160,6 @@ def _factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
 def _row_sum(p: Probe) -> Tensor:
     """sum_j exp(S_j - max S) [b, h, rows, 1]."""
     return (p.exact.lse - p.scores.amax(dim=-1)).exp()[..., None]
-
-
-def _more(p: Probe, factor: float) -> Reference:
-    return p.multiplied(1 / (1 + factor / _row_sum(p)))
 
 
 def _sink(p: Probe, factor: float) -> Reference:
