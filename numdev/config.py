@@ -319,7 +319,7 @@ class EffectsRequest(Reading):
 
 def effects_request(target: str, flags: Mapping[str, Any]) -> EffectsRequest:
     """What `numdev effects` is asked of a checkpoint, a cached model's name, or `demo`."""
-    name, path = Path(target).resolve().name, target
+    name, path = Path(target).resolve().name, str(Path(target))
     if target == "demo" or not Path(target).exists():
         name, path = target, target if target == "demo" else _cached(target)
     asked = {**_asked(flags), "target": name, "checkpoint": path}

@@ -13,7 +13,7 @@ from typing import Any
 
 from numdev.audit.check import Backward, CheckSource, Named, declining, measured
 from numdev.audit.isolation import attempt
-from numdev.audit.plan import Plan, Planned, plan_formats, recorded
+from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce import reproduce
 from numdev.audit.script import name_of
 from numdev.audit.timing import Stopwatch
@@ -140,9 +140,11 @@ def check(
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
     planned = Planned(role="kernel", kernel=declining(kernel), options=options)
-    # Its rows say how far floor and baseline err: rows of their own would say nothing more.
+    # The floor's rows tell of the inputs, and what has to be there. How far eager attention errs, the
+    # kernel's say; what rounding the inputs costs is no part of a check.
+    kernels = [*(p for p in plan_kernels(()) if p.role == "floor"), planned]
     plan = Plan(
-        system=system, formats=plan_formats(formats, [planned]), kernels=[planned],
+        system=system, formats=plan_formats(formats, kernels), kernels=kernels,
         backward=backward is not False, repeats=2,
     )  # fmt: skip
     rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged

@@ -13,6 +13,7 @@ import torch
 from commands import run as numdev
 from compared_reports import audit, floor, head, times
 from gate_rows import planned, row
+from oracles import make_case
 from test_html import sweep
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repea
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.document import Figures
 from numdev.report.views import document_of
+from numdev.testing import check
 
 HEADS = tuple(head(h) for h in range(4))
 
@@ -508,3 +510,16 @@ def test_a_difference_without_a_ratio_has_not_moved_from_itself() -> None:
 def test_an_empty_list_beside_nothing_is_a_difference() -> None:
     (difference,) = unequal("cases", [{"x": []}], [{"x": None}])
     assert (difference.key, difference.a, difference.b) == ("cases.0.x", "[]", "null")
+
+
+def test_two_checks_know_that_their_inputs_differ() -> None:
+    """Calls in memory are in no request; the rows of the floor tell of them."""
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    whole = {"formats": "bfloat16", "backward": False, "claims": {"preset": "fa2"}}
+    calls = [make_case(q_len=64, kv_len=64, head_dim=64, logits=logits) for logits in (1.0, 3.0)]
+    a, b = (check(sdpa, cases=[call], **whole).report for call in calls)
+    assert set(compare(a, b).summary.inputs) == {"other"}
+    assert set(compare(a, a).summary.inputs) == {"same"}
