@@ -43,6 +43,7 @@ from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
+from numdev.gate.thresholds import tests_of
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow, PlanRecord
@@ -121,8 +122,9 @@ def rows_of(
 
 
 def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | None = None) -> Trial:
-    judged = judge(rows, TWICE, rules)
-    by = dict.fromkeys(v.rule for v in judged.verdicts if v.outcome == "exceeded")
+    rules = rules or default_rules()
+    judged = judge(tests_of(rows, TWICE, rules), rules)
+    by = dict.fromkeys(t.rule for t in judged.tests if t.standing == "exceeded")
     return Trial(kind=kind, name=name, outcome=judged.outcome, by=tuple(by))
 
 

@@ -22,7 +22,7 @@ import torch
 from numdev.audit.isolation import Failure, attempt
 from numdev.config import InvarianceRequest
 from numdev.gate.findings import label
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.invariance.axes import SIZES, picked
 from numdev.invariance.report import InvarianceReport
 from numdev.invariance.study import invariance

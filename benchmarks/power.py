@@ -41,8 +41,8 @@ from numdev.audit.plan import Task
 from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
-from numdev.gate.judging import verdicts_of
 from numdev.gate.rules import default_rules
+from numdev.gate.thresholds import threshold_tests
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.of_rows import value_of
@@ -185,8 +185,8 @@ def judged(rows: Sequence[DeviationRow]) -> Unit | None:
         return None
     why = [
         [v.rule, v.tensor, v.metric, v.observed, v.bound]
-        for v in verdicts_of(rows, TWICE, default_rules())
-        if v.outcome == "exceeded"
+        for v in threshold_tests(rows, TWICE, default_rules())
+        if v.standing == "exceeded"
     ]
     fa = [r for r in rows if r.fa_rule is not None]
     largest: dict[str, float] = {}
@@ -245,9 +245,9 @@ def units(seeds: Sequence[int], only: str | None = None) -> Iterator[Unit]:
                         found.append(doses(on))
                 yield from ({**where, **unit} for unit in itertools.chain(*found))
     for (kind, name, fmt, place), rows in pooled.items():
-        said = list(verdicts_of(rows, TWICE, default_rules()))
+        said = list(threshold_tests(rows, TWICE, default_rules()))
         said = [v for v in said if v.rule == TYPICAL]
-        why = [v.tensor for v in said if v.outcome == "exceeded"]
+        why = [v.tensor for v in said if v.standing == "exceeded"]
         medians = {v.tensor: v.observed for v in said if v.judged}
         of = {"set": system.cpu_capability, "format": fmt, "regime": "all", "shape": place}
         yield {"pooled": kind, "name": name, **of, "heads": len(rows), "why": why,

@@ -24,7 +24,10 @@ from numdev.audit.plan import Plan, Planned, plan_kernels
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError, one_line
-from numdev.gate.findings import findings_of
+from numdev.gate.findings import findings_in
+from numdev.gate.judging import judge
+from numdev.gate.rules import default_rules
+from numdev.gate.thresholds import tests_of
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing
@@ -178,7 +181,8 @@ class _Observer(TorchFunctionMode):
         plan = Plan(system=system, formats=[case.format], **how)
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
-        findings = findings_of(rows, plan.record([ref])).findings
+        judgement = judge(tests_of(rows, plan.record([ref]), default_rules()), default_rules())
+        findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
         self.numbers.append({
             "step": owner.step, "module": ref.module, "layer": ref.layer,

@@ -20,14 +20,13 @@ from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.gate.findings import listed, remarks
-from numdev.gate.judging import judge_report
+from numdev.gate.judgement import Judgement
+from numdev.gate.judging import check_system, judgement_of
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
-from numdev.gate.tests import judged
-from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain import never_set, parameters
-from numdev.report import AuditReport, Finding, Place
+from numdev.report import AuditReport, Finding, Outcome, Place
 from numdev.report.foreign import plain
 from numdev.report.numbers import MOST, ratio, si
 from numdev.system import System
@@ -61,7 +60,9 @@ class CheckResult:
         """`PASS`, `FAIL`, or `NOT JUDGED`, which is no pass."""
         if self.passed:
             return "PASS"
-        return "FAIL" if self.judgement.outcome == "exceeded" or self.changes else "NOT JUDGED"
+        return (
+            "FAIL" if self.judgement.outcome is Outcome.EXCEEDED or self.changes else "NOT JUDGED"
+        )
 
     @property
     def in_short(self) -> str:
@@ -140,19 +141,20 @@ def check(
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
     planned = Planned(role="kernel", kernel=declining(kernel), options=options)
-    # The floor's rows tell of the inputs, and what has to be there. How far eager attention errs, the
-    # kernel's say; what rounding the inputs costs is no part of a check.
+    # The floor's rows tell of the inputs, and what has to be there. How far eager attention errs,
+    # the kernel's say; what rounding the inputs costs is no part of a check.
     kernels = [*(p for p in plan_kernels(()) if p.role == "floor"), planned]
     plan = Plan(
         system=system, formats=plan_formats(formats, kernels), kernels=kernels,
         backward=backward is not False, repeats=2,
     )  # fmt: skip
     rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
+    check_system(system.as_dict(), rules)
     report = measured(source, plan, rules, asked)
-    judgement = judge_report(report, rules)
+    judgement = judgement_of(report, rules)
     ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
     lacking = backward is True and not any(row.tensor in GRADIENTS for row in ok)
-    passed = judgement.outcome == "passed" and not lacking
+    passed = judgement.outcome is Outcome.PASSED and not lacking
     said: list[str] = []
     scripts: list[Path] = []
     # Of a row that sees no key there is no truth that a script could show an error against.
@@ -199,8 +201,8 @@ def _changes(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
     """What a kernel breaks along these axes, on the cases that it takes; and what is not tested."""
-    from numdev.invariance.study import SECTIONS, Study, prepared
-    from numdev.invariance.verdict import tests_of
+    from numdev.invariance.study import SECTIONS, Study, compared_axes, prepared
+    from numdev.invariance.verdict import findings
 
     study = Study([planned], names, plan.system, attempt, Stopwatch(plan.system.device, SECTIONS))
     rows = [
@@ -210,10 +212,18 @@ def _changes(
         for _, _, rows_of in study.variants(prepared(located.load().rounded_to(fmt)), fmt)
         for row in rows_of()
     ]
-    limits = rules.invariance.model_copy(update={"bitwise": tuple(names)})
-    tests = list(tests_of(rows, limits))
-    untried = [f"{planned.kernel.name}: {t.sentence}." for t in tests if t.observed is None]
-    return judged(tests, named=True)["findings"], untried
+    report = compared_axes(study, plan, rows)
+    limits = rules.limits_of("invariance").model_dump(mode="json") | {"bitwise": list(names)}
+    strict = rules.model_copy(update={"limits": {**rules.limits, "invariance": limits}})
+    judgement = judgement_of(report, strict)
+    untried = [
+        f"{planned.kernel.name}: {why}."
+        for test in judgement.tests
+        if test.outcome is Outcome.NOT_JUDGED and test.kernel is not None and not test.runs
+        for why in test.reasons[:1]
+    ]
+    wrong = [f for f in findings(judgement, report)[0] if f.severity == "exceeded"]
+    return wrong, untried
 
 
 def _rules(thresholds: Thresholds) -> Rules:
@@ -282,9 +292,9 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
     return [
         *(f.sentence for f in report.findings if f.severity == "unmeasured"),
         *(
-            f"{v.rule} of {v.tensor} ({v.format}) could not be judged: {'; '.join(v.reasons[:2])}."
-            for v in judgement.verdicts
-            if v.outcome == "unmeasured" and v.kernel is not None
+            f"{t.rule} of {t.tensor} ({t.format}) could not be judged: {'; '.join(t.reasons[:2])}."
+            for t in judgement.tests
+            if t.outcome is Outcome.NOT_JUDGED and t.kernel is not None and not t.runs
         ),
     ]
 

@@ -66,7 +66,7 @@ def wrong_with_sound(verdict: dict[str, Any]) -> str | None:
     """What is not as it should be with kernels that are right; None where all is."""
     if verdict["returned"] != 0:
         return f"sound kernels do not pass: exit code {verdict['returned']}"
-    ran = {calls["kernel"] for calls in verdict["calls"] if calls["ok"]}
+    ran = {t["kernel"] for t in verdict["tests"] if t["rule"] == "runs" and t["judged"]}
     if "sdpa-flash" not in ran:
         return "PyTorch's flash kernel did not run, so that it passes says nothing"
     return None
@@ -81,7 +81,9 @@ def wrong_with_planted(verdict: dict[str, Any]) -> str | None:
         return f"no message names {FAULT}"
     if any(SOUND in sentence for sentence in sentences):
         return f"{SOUND} is accused"
-    judged = {v["kernel"] for v in verdict["verdicts"] if v["outcome"] == "passed"}
+    judged = {
+        t["kernel"] for t in verdict["tests"] if t["standing"] == "held" and t["metric"] != "calls"
+    }
     return None if SOUND in judged else f"{SOUND} was not judged"
 
 

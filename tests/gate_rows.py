@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from numdev.gate import findings, judging
-from numdev.gate.rules import Rules
-from numdev.gate.verdict import Judgement
+from numdev.gate.judgement import SOMETHING, Judgement
+from numdev.gate.rules import Rules, default_rules
+from numdev.gate.thresholds import power_of, tests_of
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -34,7 +36,10 @@ def row(head: int | None = 0, **changes: Any) -> DeviationRow:
     }  # fmt: skip
     numbers = SOUND if changes.get("status", "ok") == "ok" else {}
     fields = {**identity, **numbers, **changes}
-    return DeviationRow(**{"out_format": fields["format"], **fields})
+    usual = {"out_format": fields["format"], "tensors": (fields["tensor"],)}
+    if fields["status"] != "ok":
+        usual = {"reason": "it does not run"}
+    return DeviationRow(**{**usual, **fields})
 
 
 def lse(head: int = 0, **changes: Any) -> DeviationRow:
@@ -75,17 +80,43 @@ def planned(rows: Sequence[DeviationRow], /, **fields: Any) -> PlanRecord:
 
 def judge(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any) -> Judgement:
     """Rows that are all that was planned."""
-    return judging.judge(rows, planned(rows, **plan), rules)
+    rules, record = rules or default_rules(), planned(rows, **plan)
+    power = tuple(power_of(rows, record, rules))
+    fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
+    passed = (sum(fa_rule), len(fa_rule)) if fa_rule else None
+    return judging.judge(tests_of(rows, record, rules), rules, power=power, fa_rule=passed)
+
+
+def rule_tests(judgement: Judgement) -> list[Any]:
+    """The tests of rules: not of which calls ran, nor that something was judged."""
+    return [t for t in judgement.tests if not t.runs and t.rule != SOMETHING]
 
 
 def findings_of(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any) -> Any:
     """The same in words."""
-    judged = findings.findings_of(rows, planned(rows, **plan), rules)
-    return judged.findings, judged.tested
+    return findings.findings_in(judge(rows, rules, **plan), rows)
 
 
 def report(*rows: DeviationRow, **system: Any) -> AuditReport:
     """A report that claims to be whole: by its plan these rows are all there should be."""
+    return judging.judged(unjudged(*together(rows), **system))
+
+
+def together(rows: Sequence[DeviationRow]) -> list[DeviationRow]:
+    """Rows of one call of one kernel, which say which tensors they are of."""
+    task = attrgetter("case", "seed", "format", "role", "kernel", "options")
+    tensors: dict[str, dict[str, None]] = {}
+    for r in rows:
+        if r.status == "ok":
+            tensors.setdefault(str(task(r)), {})[r.tensor] = None
+    return [
+        r.model_copy(update={"tensors": tuple(tensors[str(task(r))])}) if r.status == "ok" else r
+        for r in rows
+    ]
+
+
+def unjudged(*rows: DeviationRow, **system: Any) -> AuditReport:
+    """The same before it was judged."""
     cases = dict.fromkeys(r.case for r in rows)
     heads = {name: 1 + max([r.head or 0 for r in rows if r.case == name]) for name in cases}
     return AuditReport(

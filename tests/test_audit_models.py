@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from numdev import report
+from numdev.audit.view import maps
 from numdev.cli.main import main
 from numdev.config import AuditRequest
-from numdev.report.views.audit import maps
 from numdev.sources.capture import capture
 from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.prompts import draw, from_text, model_inputs, wanted

@@ -18,8 +18,8 @@ from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import Provenance
 from numdev.report.document import Table
-from numdev.report.views import bounds as views
 from numdev.training.bounds import study
+from numdev.training.bounds import view as views
 from numdev.training.bounds.report import BoundsReport, Comparison, Saturation
 from numdev.training.bounds.study import COLUMNS, ratios, saturation
 from numdev.training.report import DistanceRow, TrainReport, TrainSummary, VariantRecord

@@ -15,8 +15,8 @@ from commands import refused, run
 from gate_rows import report, row
 from loaded import load
 
+from numdev.gate import judgement
 from numdev.gate.rules import read_rules
-from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
 from numdev.report import Finding, write
 
 ROOT = Path(__file__).parent.parent
@@ -121,15 +121,24 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     (section,) = re.findall(r"^## The verdict as JSON\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     told = {name for line in re.findall(r"^(\|.*)", section, re.MULTILINE)
             for name in re.findall(r"`(\w+)`", line)}  # fmt: skip
-    records = (Judgement, Verdict, Calls, Power, Dose)
+    records = (judgement.Judgement, judgement.Test, judgement.Power, judgement.Dose)
     fields = [item for record in records for item in record.model_fields.items()]
     known = {name for name, field in fields if not field.exclude}
-    outcomes = {"passed", "exceeded", "unmeasured", "untested", "caught", "missed"}
+    outcomes = {
+        "passed",
+        "exceeded",
+        "unmeasured",
+        "held",
+        "undecided",
+        "missing",
+        "caught",
+        "missed",
+    }
     assert told - outcomes == known | {"exit_code", "findings"}
     write(report(row(expected_ratio=9.0)), tmp_path)
     assert run("gate", tmp_path, "--json") == 1
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == Judgement.model_fields.keys() | {"exit_code", "findings"}
+    assert found.keys() == judgement.Judgement.model_fields.keys() | {"exit_code", "findings"}
     assert found["findings"][0].keys() == Finding.model_fields.keys()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gate_rows import control, findings_of, planned, row
+from gate_rows import control, findings_of, judge, row
 
 from numdev.gate import findings as gate_findings
 from numdev.gate.rules import Rules
@@ -37,7 +37,8 @@ def test_a_kernel_that_no_rule_applies_to_is_not_judged() -> None:
     """In its own line: where no row sees a key there is nothing that could pass."""
     for elements, outcome in ((10_000, "passed"), (0, "unmeasured")):
         rows = [row(elements=elements)]
-        (verdict,) = gate_findings.findings_of(rows, planned(rows)).verdicts
+        judgement = judge(rows)
+        (verdict,) = gate_findings.kernel_verdicts(judgement, findings_of(rows)[0])
         assert verdict.outcome == outcome
 
 

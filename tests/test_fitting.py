@@ -13,7 +13,7 @@ from gate_rows import control, lse, report, row
 
 from numdev.audit import explanations
 from numdev.errors import MeasurementError
-from numdev.gate import fitting
+from numdev.gate import fitting, judging
 from numdev.gate.fitting import fitted, rounded_up
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, default_rules
@@ -66,7 +66,9 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
             assert worst <= limit <= max(1.1, 1.1 * worst + 0.1)
             beyond = these[0].model_copy(update={"expected_ratio": 1.1 * limit})
             rows = tuple(beyond if r is these[0] else r for r in found.rows)
-            assert judge_report(found.model_copy(update={"rows": rows}), rules).exit_code == 1
+            assert (
+                judging.judgement_of(found.model_copy(update={"rows": rows}), rules).exit_code == 1
+            )
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -8,13 +8,13 @@ import random
 from typing import Any
 
 import pytest
-from gate_rows import SOUND, control, judge, lse, report, row
+from gate_rows import SOUND, control, judge, lse, report, row, rule_tests
 
 from numdev.errors import MeasurementError
-from numdev.gate.findings import _not_run
+from numdev.gate.findings import run_findings
+from numdev.gate.judgement import Judgement
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, Threshold, default_rules, default_rules_for_checks
-from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow
 
 
@@ -23,8 +23,8 @@ def rules(**threshold: Any) -> Rules:
     return Rules(thresholds=(Threshold(**{"name": "r", **threshold}),))
 
 
-def verdict(judged: Judgement, rule: str, tensor: str | None = "out") -> Verdict:
-    (found,) = (v for v in judged.verdicts if v.rule == rule and v.tensor == tensor)
+def verdict(judged: Judgement, rule: str, tensor: str | None = "out") -> Any:
+    (found,) = (v for v in judged.tests if v.rule == rule and v.tensor == tensor)
     return found
 
 
@@ -32,7 +32,7 @@ def test_a_sound_kernel_passes() -> None:
     """All that is to be measured was, and within every limit."""
     judged = judge([*(row(h) for h in range(8)), *(lse(h) for h in range(8))])
     assert (judged.outcome, judged.exit_code, judged.fa_rule) == ("passed", 0, (8, 8))
-    assert {v.outcome for v in judged.verdicts} == {"passed"}
+    assert {v.outcome for v in judged.tests} == {"passed"}
 
 
 @pytest.mark.parametrize(("tensor", "fmt", "metric", "at", "beyond"), [
@@ -105,7 +105,7 @@ def test_bias_takes_certainty_and_size() -> None:
         assert verdict(judged, "bias").outcome == outcome
     judged = judge([row(h, sequences=7, bias_p=0.0, bias_size=1.0) for h in range(2)])
     found = verdict(judged, "bias")
-    assert (found.outcome, found.unjudged) == ("untested", 2)
+    assert (found.standing, found.unjudged) == ("not applicable", 2)
     assert found.reasons == ("needs 8 independent sequences, has 7",)
     assert judged.exit_code == 0
 
@@ -138,7 +138,7 @@ def test_a_rule_that_matches_no_row_is_no_pass() -> None:
         book = rules(metric="nonfinite", at_most=0, where=where)
         judged = judge([row()], book)
         assert judged.exit_code == 3
-        assert judged.verdicts[0].reasons[0].startswith("no row matches")
+        assert judged.tests[0].reasons[0].startswith("no row matches")
     assert judge([row()], rules(metric="nonfinite", at_most=0, where={"head": 0})).exit_code == 0
 
 
@@ -159,7 +159,8 @@ def test_failed_and_required_kernels() -> None:
     assert judge([row()], strict).exit_code == 0
     assert judge([row(), row(status="skipped", **gone)], strict).exit_code == 3
     judged = judge([row()], default_rules().model_copy(update={"required": ("other",)}))
-    assert (judged.exit_code, judged.missing) == (3, ("other",))
+    missing = [t.rule for t in judged.tests if t.standing == "missing"]
+    assert (judged.exit_code, missing) == (3, ["required other"])
 
 
 EMPTY = {k: None for k in SOUND if k not in ("nonfinite", "sequences")} | {"elements": 0}
@@ -196,7 +197,7 @@ def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: in
         book = rules(metric="expected_ratio", at_most=1.1, may_lack=lenient)
         judged = judge([estimated(expected_ratio=(low, high))], book)
         assert judged.exit_code == code
-        (said,) = judged.verdicts
+        (said,) = rule_tests(judged)
         if code == 3:
             assert said.reasons == (
                 f"the interval of expected_ratio, {low:.3g} to {high:.3g}, contains the limit 1.1: "
@@ -221,8 +222,10 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
     assert judge(rows, finite).exit_code == 0
     required = judge(rows, finite.model_copy(update={"required": ("mine",)}))
     assert required.exit_code == 3
-    assert required.calls[0].reasons == ("no element of this tensor could be judged",)
-    (finding,) = _not_run(required.calls)
+    assert next(t for t in required.tests if t.runs).reasons == (
+        "no element of this tensor could be judged",
+    )
+    (finding,) = run_findings(required.tests)
     said = "mine (bfloat16) is required, but gave no result in 1 of 1 calls: no el"
     assert said in finding.sentence
 
@@ -246,7 +249,7 @@ def test_the_median_of_estimates_has_the_medians_of_their_ends(width: float, cod
     judged = judge(heads, book)
     assert judged.exit_code == code
     if code == 3:  # of the middle one of nine, 1.0
-        assert "of the median expected_ratio, 0.8 to 1.2," in judged.verdicts[0].reasons[0]
+        assert "of the median expected_ratio, 0.8 to 1.2," in judged.tests[0].reasons[0]
     high = [estimated(h, expected_ratio=(1.1, 1.12)) for h in range(9)]
     assert judge(high, book).exit_code == 1
     # One head that is known well, in the middle, says nothing of the eight that are not.

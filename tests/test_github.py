@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from numdev.gate.judgement import Judgement
 from numdev.gate.rules import default_rules
-from numdev.gate.verdict import Judgement
 from numdev.report import DeviationRow, Finding, Places, write
 from numdev.report.foreign import plain
 from numdev.report.renderers.ci import commands

@@ -255,7 +255,7 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     code, out, err = ran(capsys, *gate, "--json")
     told = json.loads(out)
     assert (code, told["outcome"], told["rules"]) == (1, "exceeded", "mine")
-    assert [v["rule"] for v in told["verdicts"] if v["outcome"] == "exceeded"] == ["decode bitwise"]
+    assert [t["rule"] for t in told["tests"] if t["standing"] == "exceeded"] == ["decode bitwise"]
     assert re.search(r"against 16 keys a tile", told["findings"][0]["sentence"])
     assert 'failures="1"' in Path("j.xml").read_text()
     report = read(Path("r"))

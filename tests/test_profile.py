@@ -16,6 +16,7 @@ from torch import Tensor
 from numdev.audit.explanations import profile
 from numdev.audit.run import audit
 from numdev.audit.task import measure_task
+from numdev.audit.view import positions, spread
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import format_named
 from numdev.kernels import find
@@ -25,7 +26,6 @@ from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.document import Bullets, Figures
 from numdev.report.renderers import html, markdown
-from numdev.report.views.audit import positions, spread
 
 
 def sound(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:

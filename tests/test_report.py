@@ -1,7 +1,7 @@
 """The report on disk and in every form: what is written can be read back, what cannot be read is
 refused, by its place and with both versions named, and foreign text commands nobody.
 
-tests/data/reports holds one of every kind, and tests/data/older/audit-schema2.json one as an early
+tests/data/reports holds one of every kind, and tests/data/older/audit-schema3.json one as an early
 version wrote it: of the same schema, before checksums and more had fields. These files stay: who
 changes a record learns it here."""
 
@@ -32,7 +32,7 @@ from numdev.report.renderers.markdown import escaped
 from numdev.yamlfile import read_yaml
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
-OLDER = Path(__file__).parent / "data" / "older" / "audit-schema2.json"
+OLDER = Path(__file__).parent / "data" / "older" / "audit-schema3.json"
 
 
 READ: Any = report.read(sample("audit"))
@@ -99,7 +99,7 @@ def test_what_is_unknown_is_refused(tmp_path: Path, kind: str, change: Any, name
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 10**30, "2", 2.0, True, None])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 10**30, "3", 3.0, True, None])
 @pytest.mark.parametrize("command", ["report", "gate"])
 def test_a_newer_report_is_refused(tmp_path: Path, command: str, version: Any, capsys: Any) -> None:
     """By its number, of whatever type: exit code 3, and who wrote it."""

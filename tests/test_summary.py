@@ -10,13 +10,13 @@ import gate_rows
 import pytest
 from gate_rows import SOUND
 
+from numdev.audit.view import maps
 from numdev.gate.rules import default_rules
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, Finding, KernelSummary, KernelVerdict
 from numdev.report.numbers import si, three
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
-from numdev.report.views.audit import maps
 
 pytestmark = pytest.mark.filterwarnings("error")  # of 0/0 in pandas: it must not get that far
 NUMBERS: dict[str, Any] = {

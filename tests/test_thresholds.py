@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 from commands import run
-from gate_rows import control, judge, report, row
+from gate_rows import control, judge, report, row, rule_tests
 from test_gate import rules
 
 from numdev.errors import UsageError
+from numdev.gate.judgement import Judgement
 from numdev.gate.rules import default_rules, read_rules
-from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import write
 from numdev.yamlfile import bundled
 
 
-def only(judgement: Judgement) -> Verdict:
-    (found,) = judgement.verdicts
+def only(judgement: Judgement) -> Any:
+    (found,) = rule_tests(judgement)
     return found
 
 
@@ -101,7 +101,7 @@ def test_a_gate_can_be_asked_to_prove_what_it_catches(doses: Any, why: Any) -> N
     book = default_rules().model_copy(update={"catches": {"scale": 0.01}})
     judged = judge([row(), *(control("scale", d, r) for d, r in doses.items())], book)
     assert judged.exit_code == (3 if why else 0)
-    proofs = [v for v in judged.verdicts if v.rule == "catches scale"]
+    proofs = [v for v in judged.tests if v.rule == "catches scale"]
     assert [reason for v in proofs for reason in v.reasons] == [*why]
 
 

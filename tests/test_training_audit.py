@@ -13,8 +13,8 @@ from gate_rows import planned
 from on_bench import grouped_step, invoked, prepare, rows_on
 
 from numdev.cases import AttentionCase
-from numdev.gate.judging import calls_of
 from numdev.gate.rules import default_rules
+from numdev.gate.thresholds import run_tests
 from numdev.kernels import Kernel, Output, find
 from numdev.report import DeviationRow, read
 
@@ -50,9 +50,10 @@ def test_without_a_backward_its_output_is_measured(kernel: Any, status: str, rea
     assert [(r.tensor, r.head, r.status) for r in measured] == [("out", h, "ok") for h in range(4)]
     assert all((r.floor_ratio or 0) >= 0.9 for r in measured)
     assert (last.tensor, last.head, last.status, last.reason) == ("dq", None, status, reason)
-    forward, backward = calls_of([*measured, last], planned(measured), default_rules())
-    assert (forward.backward, forward.ok) == (False, 1)
-    assert (backward.backward, getattr(backward, status)) == (True, 1)
+    forward, backward = run_tests([*measured, last], planned(measured), default_rules())
+    assert (forward.tensor, forward.judged) == ("out", 1)
+    name = {"ok": "judged", "skipped": "unjudged", "failed": "offending"}[status]
+    assert (backward.tensor, getattr(backward, name)) == ("dq", 1)
 
 
 def test_a_selection_of_heads_grows_to_its_groups() -> None:

@@ -18,12 +18,11 @@ from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import Refused, UsageError, closest, one_line
-from numdev.gate.findings import findings_of
+from numdev.gate.judging import judged
 from numdev.gate.rules import Rules
 from numdev.kernels import Kernel
 from numdev.kernels.output import differentiate, refuse
-from numdev.report import AuditReport
-from numdev.report.summary import summarise
+from numdev.report import AuditReport, AuditSummary
 from numdev.sources.loss import with_drawn
 from numdev.sources.opening import ConfigSource, Located
 from numdev.sources.regimes import REGIMES
@@ -55,18 +54,16 @@ def measured(
             continue
         done |= {key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch)}
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
-    record = plan.record(located.ref for located in source)
-    judged = findings_of(rows, record, rules)
-    return AuditReport(
+    report = AuditReport(
         provenance=provenance(plan.system, source.describe(), "numdev.check"),
         request=dict(request),
-        summary=summarise(rows, judged.findings),
-        **judged._asdict(),
-        plan=record,
+        summary=AuditSummary(answer=(), kernels=()),
+        plan=plan.record(located.ref for located in source),
         cases=tuple(case for each in done.values() for case in each.get("case", ())),
         rows=rows,
         timings=watch.seconds(),
     )
+    return judged(report, rules)
 
 
 def declining(kernel: Kernel) -> Kernel:

@@ -96,7 +96,7 @@ class Plan:
         if isinstance(request, SweepRequest):
             kernels = plan_kernels((*request.kernels, request.baseline))
         else:
-            kernels = plan_kernels(request.kernels, own)
+            kernels = plan_kernels(request.kernels, own, under_audit=True)
             kernels += plan_controls(gradients=request.backward) if request.control else []
             same += ["heads", "explain", "seed"]
         return cls(
@@ -174,16 +174,22 @@ def fingerprint() -> str:
 
 
 def plan_kernels(
-    choices: Iterable[Choice], own: Mapping[str, Kernel] | None = None
+    choices: Iterable[Choice],
+    own: Mapping[str, Kernel] | None = None,
+    *,
+    under_audit: bool = False,
 ) -> list[Planned]:
-    """The standard three and the kernels under audit, in the order they run, each once. Raises
+    """The standard three and the kernels under audit, in the order they run, each once. One of the
+    three that is chosen is measured again as a kernel if it is to be `under_audit`. Raises
     UsageError for a kernel or an option that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
         kernel = (own or {}).get(choice.name) or find(choice.name)
         options = recorded(kernel.with_options(choice.options))
-        twice = any(p.kernel.name == kernel.name and p.options == options for p in planned)
-        if not twice and kernel.name not in dict(ALWAYS).values():
+        rivals = [p for p in planned if p.role == "kernel" or not under_audit]
+        twice = any(p.kernel.name == kernel.name and p.options == options for p in rivals)
+        standard = kernel.name in dict(ALWAYS).values()
+        if not twice and (under_audit or not standard):
             planned.append(Planned(role="kernel", kernel=kernel, options=options))
     return planned
 

@@ -65,9 +65,12 @@ class Runs:
         trained = any(getattr(output, name) is not None for name in GRADIENTS)
         # What was computed of sampled queries alone has no dk and dv.
         tensors = bench.by_row if task.role in ("baseline", "control") else (*bench.yardsticks,)
+        tensors = tuple(tensors) if trained else ("out",)
+        lse = None if task.role in ("precision", "control") else output.lse
+        self.tensors = (*tensors, *(() if lse is None else ("lse",)))
         rows: list[DeviationRow] = []
         along: dict[str, Deviation] = {}
-        for tensor in tensors if trained else ("out",):
+        for tensor in tensors:
             x, y = getattr(output, tensor), bench.yardsticks[tensor]
             if x is None:
                 raise MeasurementError(f"the kernel returned no {tensor}")
@@ -90,8 +93,8 @@ class Runs:
                     head["nulls"] = {**head["nulls"], "lse_error": why}
             self.finish(heads, tensor, rest)
             rows += self.shown(tensor, heads, fmt)
-        if output.lse is not None and task.role not in ("precision", "control"):
-            exact, lse = bench.reference, select.select(output.lse)
+        if lse is not None:
+            exact, lse = bench.reference, select.select(lse)
             heads = measure_plain(lse, exact.lse, exact.empty, of=select.sampled_from("lse")).heads
             self.finish(heads, "lse", rest)
             rows += self.shown("lse", heads)
@@ -202,6 +205,7 @@ class Runs:
         shared = {
             **identity(task),
             "tensor": tensor,
+            "tensors": self.tensors,
             "status": "ok",
             "reason": self.bench.unscreened or ("reference-limited" if limited else None),
             "ran": output.ran_backward if tensor in GRADIENTS else output.ran,

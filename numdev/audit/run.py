@@ -25,10 +25,10 @@ from numdev.cases import CaseRef
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import UsageError
 from numdev.explain.words import explanations
-from numdev.gate.findings import findings_of
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import Kernel
 from numdev.metrics.weights import weight_row
-from numdev.report.summary import summarise
 from numdev.sources.opening import Source, open_source
 from numdev.sources.tensorfile import Add, writing
 from numdev.system import System
@@ -44,15 +44,18 @@ def audit(
     *,
     opened: Callable[[AuditRequest, System], Source] = open_source,
     own: Mapping[str, Kernel] | None = None,
+    rules: Rules | None = None,
     **how: Any,
 ) -> records.AuditReport:
-    """Run `request`, journalling into `directory`; returns the report, which the caller writes.
-    `opened` makes the source, `own` are kernels by name that are not registered, `how` is what
-    `run_plan` takes. Raises UsageError, before anything is measured, for a request that cannot be
-    run here, and MeasurementError when a sound one could not be carried out."""
+    """Run `request`, journalling into `directory`; returns the report, judged by the rules (the
+    default ones), which the caller writes. `opened` makes the source, `own` are kernels by name
+    that are not registered, `how` is what `run_plan` takes. Raises UsageError, before anything is
+    measured, for a request that cannot be run here, and MeasurementError when a sound one could not
+    be carried out."""
     system = System.here(request.device)
     watch = Stopwatch(system.device)
-    plan = Plan.of(request, system, own)
+    plan, rules = Plan.of(request, system, own), rules or default_rules()
+    check_system(system.as_dict(), rules)
     with watch("capture"):
         source = opened(request, system)
     asked = request.model_dump(mode="json")
@@ -68,22 +71,24 @@ def audit(
     journal = results.journal
     attributions = journal.records("attribution", records.AttributionRow)
     worst = most(journal.records("worst", records.WorstRow))
-    return records.AuditReport(
+    report = records.AuditReport(
         **results.fields,
         request=asked,
-        summary=summarise(results.rows, results.findings, explanations(attributions), worst),
+        summary=records.AuditSummary(
+            answer=(), kernels=(), explanations=explanations(attributions), worst_rows=worst
+        ),
         rows=results.rows,
         weights=weights,
         attributions=attributions,
         profiles=journal.records("profile", records.ProfileRow),
         timings=watch.seconds(),
     )
+    return judged(report, rules)
 
 
 class Results(NamedTuple):
     journal: Journal
     rows: tuple[records.DeviationRow, ...]
-    findings: tuple[records.Finding, ...]
     fields: Mapping[str, Any]  # of a report, whatever its kind
 
 
@@ -102,7 +107,7 @@ def run_plan(
     say: Say = lambda text: None,
     command: str = "",
 ) -> Results:
-    """Measure a source and hold its rows to the rules. A run that was interrupted continues where
+    """Measure a source. A run that was interrupted continues where
     `asked` and all else that decides its numbers is the same. `workers`: who measures; None: this
     process. `save_cases`: where to write cases, unrounded. `say` is told what a user should know
     that the report does not hold."""
@@ -133,15 +138,13 @@ def run_plan(
         if not rows:
             what = f"{request.target}: no attention call was selected"
             raise UsageError(what, hint="check --layers and --heads")
-        planned = plan.record(calls)
-        judged = findings_of(rows, planned)
-    fields = judged._asdict() | {
-        "tested": (*judged.tested, *source.doubts),
+    fields = {
+        "doubts": tuple(source.doubts),
         "provenance": provenance(plan.system, described, command),
-        "plan": planned,
+        "plan": plan.record(calls),
         "cases": journal.records("case", records.CaseRecord),
     }
-    return Results(journal, rows, judged.findings, fields)
+    return Results(journal, rows, fields)
 
 
 def run_source(

@@ -13,6 +13,8 @@ from numdev.audit.plan import Plan, Planned, recorded
 from numdev.audit.run import run_plan
 from numdev.audit.timing import Stopwatch
 from numdev.config import SweepRequest
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
 from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentences
@@ -59,8 +61,13 @@ def plan(request: SweepRequest) -> SweepPlan:
     )
 
 
-def sweep(planned: SweepPlan, directory: Path, **how: Any) -> SweepReport:
-    """Run the plan, journalling into `directory`; the caller writes it. `how`: of `run_plan`."""
+def sweep(
+    planned: SweepPlan, directory: Path, *, rules: Rules | None = None, **how: Any
+) -> SweepReport:
+    """Run the plan, journalling into `directory`; returns the report, judged by the rules (the
+    default ones), which the caller writes. `how`: of `run_plan`."""
+    rules = rules or default_rules()
+    check_system(planned.plan.system.as_dict(), rules)
     request, source, grid = planned.request, planned.source, planned.grid
     watch, asked = Stopwatch(planned.plan.system.device), request.measured()
     results = run_plan(source, planned.plan, request, asked, directory, watch, **how)
@@ -69,7 +76,7 @@ def sweep(planned: SweepPlan, directory: Path, **how: Any) -> SweepReport:
     metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
     every = cells(rows, metrics, of, {case.name: case.axes for case in request.cases})
     lines, called = grid.lines(every), grid.label(*of)
-    return SweepReport(
+    report = SweepReport(
         **results.fields,
         request=request.model_dump(mode="json"),
         summary=SweepSummary(
@@ -81,6 +88,8 @@ def sweep(planned: SweepPlan, directory: Path, **how: Any) -> SweepReport:
         ),
         figures=tuple(figures(lines, grid, called)),
         cells=every,
-        rows=rows if request.keep == "head" else (),
+        rows=rows,
         timings=watch.seconds(),
     )
+    report = judged(report, rules)
+    return report if request.keep == "head" else report.model_copy(update={"rows": ()})

@@ -55,7 +55,7 @@ def audit(
     more = {"workers": cluster, "save_cases": save_cases, "say": results.say}
     told = None if effects is None else _effects(effects, request)
     with sharing(cluster, request.device):
-        found = results.study(run, request, directory, **more)
+        found = results.judged(verdict, run, request, directory, **more)
     if told:
         summary = found.summary.model_copy(update={"effects": told})
         found = found.model_copy(update={"summary": summary})
@@ -111,7 +111,7 @@ def sweep(
         if dry_run:
             return
         directory = results.directory(config.stem, request.measured())
-        found = results.study(run, planned, directory, workers=cluster, say=results.say)
+        found = results.judged(verdict, run, planned, directory, workers=cluster, say=results.say)
     opened = planned.source, planned.plan
     scripts = functools.partial(
         reproducers, request=planned.request, opened=opened, workers=cluster

@@ -36,5 +36,5 @@ def effects(
     name = f"effects-{Path(request.target).stem or 'model'}"
     directory = results.directory(name, request.model_dump(mode="json"))
     with sharing(cluster, request.device):
-        found = results.study(run, request, directory, workers=cluster, say=results.say)
+        found = results.judged(verdict, run, request, directory, workers=cluster, say=results.say)
     results.hand_over(found, directory, reproducers, verdict)

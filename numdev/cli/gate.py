@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,8 +19,6 @@ from numdev.errors import UsageError
 
 if TYPE_CHECKING:
     from numdev.gate.rules import Rules
-    from numdev.gate.verdict import Judgement
-    from numdev.report import Finding
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
@@ -49,44 +47,21 @@ class Verdict:
 
         return read_rules(self.rules) if self.rules else default_rules()
 
-    def judged(self, found: Any) -> tuple[Judgement, Sequence[Finding], Sequence[str]]:
-        """The rules, of its kind, on a report; what it says in sentences; what was tested."""
-        from numdev.gate.tests import judgement
-
-        if found.kind == "invariance":
-            from numdev.invariance.verdict import tested, tests_of
-
-            limits = self.limits.invariance
-            tests = list(tests_of(found.rows, limits))
-            told = tuple(tested(found.rows, limits))
-            return *judgement(tests, self.limits.name, named=found.named), told
-        if found.kind == "effects":
-            from numdev.effects.verdict import tests_of as of_effects
-
-            tests = list(of_effects(found.summary.runs, found.checks, self.limits.effects))
-            return *judgement(tests, self.limits.name, named=found.named), ()
-        from numdev.gate import findings as sentences
-        from numdev.gate.judging import judge_report
-
-        judged = judge_report(found, self.limits)
-        return judged, *sentences.findings_in(judged, found.rows)
-
     def of(self, found: Any, show: Literal["page", "json", "nothing"]) -> int:
         """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
-        from numdev.report import Places
+        from numdev.gate.judging import judge_report
         from numdev.report.renderers import ci, markdown, terminal
-        from numdev.report.views.gate import document
+        from numdev.report.views.gate import page_of
+        from numdev.studies import judged_by
 
-        judged, findings, tested = self.judged(found)
+        judged = judge_report(found, self.limits)
+        findings, _ = judged_by(found.kind).findings(judged, found)
         click.get_current_context().find_root().obj = judged.exit_code
-        audited = found.kind in ("audit", "sweep")
-        shown = any(v.places for v in judged.verdicts) or any(f.place for f in findings)
-        places = Places(found.rows if audited and shown else ())
-        page = document(judged, findings, tested, places, plants=audited)
+        page = page_of(judged, found)
         if show == "json":
-            told = [finding.model_dump(mode="json") for finding in findings]
-            verdicts = judged.model_dump(mode="json")
-            click.echo(json.dumps({**verdicts, "exit_code": judged.exit_code, "findings": told}))
+            data = judged.model_dump(mode="json") | {"exit_code": judged.exit_code}
+            data["findings"] = [finding.model_dump(mode="json") for finding in findings]
+            click.echo(json.dumps(data))
         elif show == "page":
             # GitHub takes nothing for a command that is printed before it reads a word that nobody
             # can guess: sentences hold names that come from elsewhere.
@@ -165,28 +140,21 @@ def gate(
         if as_json or any(vars(verdict).values()):
             raise UsageError("--init only writes rules", hint="give it only -o and --overwrite")
         from numdev.gate.fitting import fitted
+        from numdev.report import read
 
         file = output or INIT
         if file.exists() and not overwrite:
             raise UsageError(f"{file}: already exists", hint="give --overwrite, or another -o")
-        _write(file, fitted(_read(path, "audit", "sweep"), str(path)))
+        _write(file, fitted(read(path), str(path)))
         click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")
         return
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init")
     gc.disable()  # a sixth of the time of a large report, whose records all stay
-    found = _read(path, "audit", "sweep", "effects", "invariance")
-    context.exit(verdict.of(found, "json" if as_json else "page"))
-
-
-def _read(path: Path, *kinds: str) -> Any:
     from numdev.report import read
 
     found = read(path)
-    if found.kind not in kinds:
-        expected = f"expected the report of {', '.join(kinds)}"
-        raise UsageError(f"{path}: {expected}, got one of {found.kind}")
-    return found
+    context.exit(verdict.of(found, "json" if as_json else "page"))
 
 
 def _write(path: Path, text: str) -> None:

@@ -25,14 +25,12 @@ def invariance(target: str, results: Results, verdict: Verdict | None, **flags: 
     cases such as configs/invariance/decode.yaml. Every attention call is computed again in another
     batch, in chunks, row by row, padded, laid out another way, with poison around it, and compared
     bit by bit. The same request into the same directory continues where it stopped."""
-    from numdev.gate.rules import default_rules
     from numdev.invariance.study import invariance as run
     from numdev.invariance.study import reproducers
 
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"
     directory = results.directory(name, request.model_dump(mode="json"))
-    rules = verdict.limits if verdict else default_rules()
-    found = results.study(run, request, directory, rules=rules, say=results.say)
-    scripts = functools.partial(reproducers, request=request, rules=rules)
+    found = results.judged(verdict, run, request, directory, say=results.say)
+    scripts = functools.partial(reproducers, request=request)
     results.hand_over(found, directory, scripts, verdict)

@@ -47,6 +47,12 @@ class Results:
         same = {"overwrite": self.overwrite, "command": command_line()}
         return self.watched(run, *asked, **same, **more)
 
+    def judged(
+        self, verdict: Verdict | None, run: Callable[..., Any], *asked: Any, **more: Any
+    ) -> Any:
+        """A study whose report is judged by the rules of the `verdict` that is asked for."""
+        return self.study(run, *asked, rules=verdict.limits if verdict else None, **more)
+
     def watched(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
         """What a function returns, with its progress shown; kernels' prints stay off stdout, and no
         Ctrl-C is lost."""

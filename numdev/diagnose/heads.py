@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from numdev.diagnose.report import CureRow, HeadRow, Ranked
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.report.numbers import percent, si
 
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that is lost

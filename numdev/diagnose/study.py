@@ -26,7 +26,7 @@ from numdev.diagnose.heads import answer, leading, ranked
 from numdev.diagnose.series import YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.kernels import find
 from numdev.kernels.emulation.recipe import recipe
 from numdev.report import Axis, Curve, Figure, Point, Tick

@@ -17,7 +17,7 @@ from numdev.audit.reproduce import written
 from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.effects.outputs import counted, output_of, text_of
-from numdev.effects.report import Check, EffectsReport
+from numdev.effects.report import COMPILED, LIMIT, Check, EffectsReport
 from numdev.effects.rounding import is_floating, widened
 from numdev.effects.running import Inputs, Subject, exact
 from numdev.errors import MeasurementError, NumdevError, one_line
@@ -27,8 +27,6 @@ from numdev.report.numbers import three
 from numdev.sources.capture import attention_modules, in_parts, layer_of, led
 from numdev.sources.loss import at_home
 
-LIMIT = 1e-9  # over the rms of the exact output: fp64 in another order differs by 1e-13 and less
-COMPILED = 2.0  # how much more a compiled model may err than the model as it is
 HIDDEN = 4  # tokens that a mask hides
 INTERFACE = "computes another function than the model's attention interface"
 WRONG = {  # what is, where a check does not hold

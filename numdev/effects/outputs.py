@@ -102,7 +102,8 @@ def compared(
         if bad or not len(own):
             reason = f"NaN or infinity in the output at {bad} of {len(own)} positions"
             reason = reason if bad else "the sequence is all padding"
-            rows.append({"status": "failed" if bad else "skipped", "reason": reason})
+            status = "failed" if bad else "skipped"
+            rows.append({"status": status, "reason": reason, "nonfinite": bad})
             continue
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]

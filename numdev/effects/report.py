@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from numdev.report import Record, Report
+from numdev.report import PlannedKernel, Record, Report
 
 Value = float | None
+Place = Literal["", "latents", "image"]
 Kind = Literal[
     "whole",  # the model in the format with a kernel: what a user runs
     "repeat",  # that again
@@ -25,6 +26,47 @@ Kind = Literal[
 ]
 
 
+# Over the rms of the exact output: fp64 in another order differs by 1e-13 and less.
+LIMIT = 1e-9
+COMPILED = 2.0  # how much more a compiled model may err than the model as it is
+
+
+class PlannedRun(Record):
+    """One way in which the model was to run, in every format, by the fields of `OfRun`."""
+
+    kind: Kind
+    kernel: str = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+    site: str = ""
+    layer: int | None = None
+
+    @property
+    def run(self) -> tuple[Any, ...]:
+        """As `OfRun.run`, but for the format and the output."""
+        return self.kind, self.kernel, str(self.options), self.site, self.layer
+
+
+class PlannedCheck(Record):
+    name: str
+    format: str = ""  # of a check in a format
+    applies: bool  # to this model, and somebody asked for it
+
+
+class EffectsPlan(Record):
+    """What was to be measured."""
+
+    kernels: tuple[PlannedKernel, ...]  # with which the whole model was to run
+    against: str  # of them the one that the others are compared with
+    named: bool  # whether the kernels were asked for by name
+    formats: tuple[str, ...]
+    runs: tuple[PlannedRun, ...]
+    outputs: tuple[Place, ...]  # of the model
+    sequences: int
+    logits: bool
+    routes: bool  # whether the model chooses experts by its own numbers
+    checks: tuple[PlannedCheck, ...]
+
+
 class OfRun(Record):
     """One way to run the model, and what became of its output: over the scored positions of one
     sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
@@ -34,7 +76,7 @@ class OfRun(Record):
     format: str
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
-    at: Literal["", "latents", "image"] = ""  # of a pipeline: which of its two outputs
+    at: Place = ""  # of a pipeline: which of its two outputs
     site: str = ""
     layer: int | None = None  # with attention in the format in this layer alone
     reason: str | None = None  # why there are no numbers
@@ -70,6 +112,7 @@ class OutputRow(OfRun):
 
     sequence: int
     status: Literal["ok", "skipped", "failed"] = "ok"
+    nonfinite: int = 0  # positions with NaN or infinity: then there are no numbers
     cost: Value = None
     log_prob: Value = None  # |change| of the log-probability of the text's own tokens
 
@@ -86,9 +129,11 @@ class RunSummary(OfRun):
     """One run over all sequences, of which `failed` have no number since the run failed."""
 
     failed: int = 0
+    nonfinite: int = 0  # sequences with NaN or infinity in the output
     cost: Estimate | None = None
     log_prob: Estimate | None = None
     share: Estimate | None = None  # of the whole's cost
+    unmatched: int = 0  # sequences with an error where what it is held against has none
     over: Estimate | None = None  # its cost over that of what it is held against
     over_worst: Value = None  # of the one sequence where it is largest
     beside: Literal["predicted", "eager", "sites"] | None = None
@@ -108,7 +153,8 @@ class Check(Record):
     """A property that the exact model must have, and whether it has."""
 
     name: str
-    holds: bool | None  # None: it could not be tried
+    holds: bool | None  # None: it was not tried
+    applies: bool = True  # False: not to this model, or nobody asked for it
     difference: Value = None  # the largest, over the rms of the exact output
     limit: Value = None
     format: str = ""  # where it is a check in a format
@@ -128,8 +174,8 @@ class EffectsReport(Report):
     """The result of `numdev effects`."""
 
     kind: Literal["effects"] = "effects"
+    plan: EffectsPlan
     output: Literal["logits", "states"]
-    named: bool = False  # whether the kernels were asked for by name
     tokens: tuple[int, ...] = ()  # of the first sequence, where the model reads `input_ids`
     summary: EffectsSummary
     checks: tuple[Check, ...] = ()

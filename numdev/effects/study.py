@@ -21,15 +21,23 @@ from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.effects.checks import checks_of
 from numdev.effects.outputs import Scored, compared, largest_error, outputs_of
-from numdev.effects.report import Check, EffectsReport, OutputRow
+from numdev.effects.report import (
+    Check,
+    EffectsPlan,
+    EffectsReport,
+    EffectsSummary,
+    OutputRow,
+    PlannedCheck,
+    PlannedRun,
+)
 from numdev.effects.rounding import SITES
 from numdev.effects.running import Inputs, Source, Subject
-from numdev.effects.verdict import summarise, tests_of
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format
-from numdev.gate.rules import default_rules
-from numdev.gate.tests import judged
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
+from numdev.report import PlannedKernel
 from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.files import naming
 from numdev.sources.opening import CheckpointSource, open_source, refuse_options
@@ -56,6 +64,18 @@ class Run(NamedTuple):
             own |= {"kernel": p.kernel.name, "options": dict(p.options)}
         return own
 
+    @property
+    def planned_run(self) -> PlannedRun:
+        """For the report."""
+        of = self.planned
+        return PlannedRun(
+            kind=self.kind,
+            kernel=of.kernel.name if of else "",
+            options=dict(of.options) if of else {},
+            site=self.site,
+            layer=self.layer,
+        )
+
 
 def effects(
     request: EffectsRequest,
@@ -66,9 +86,13 @@ def effects(
     progress: Progress = lambda what, done, total: None,
     say: Say = lambda text: None,
     command: str = "",
+    rules: Rules | None = None,
 ) -> EffectsReport:
-    """Run `request`, journalling into `directory`; returns the report. Raises UsageError for what
-    cannot be run here, and MeasurementError where the model cannot be run exactly."""
+    """Run `request`, journalling into `directory`; returns the report, judged by the rules (the
+    default ones). Raises UsageError for what cannot be run here, and MeasurementError where the
+    model cannot be run exactly."""
+    rules = rules or default_rules()
+    check_system(System.here(request.device).as_dict(), rules)
     watch = Stopwatch(System.here(request.device).device, ("model", "runs", "checks", "other"))
     runner = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
     with runner as run, contextlib.ExitStack() as stack:
@@ -97,23 +121,40 @@ def effects(
                     if not journal.visit(key := digest([fmt.name, "checks"])):
                         in_fp64 = fmt == study.formats[0]  # where every format comes to the same
                         of = study.subject(fmt), study.chunks[0], request
-                        journal.append(key, {"check": checks_of(*of, in_fp64=in_fp64)})
+                        tried = list(checks_of(*of, in_fp64=in_fp64))
+                        facts = [{"routes": of[0].routes}]
+                        journal.append(key, {"check": tried, "model": facts})
             rows, checks = journal.records("row", OutputRow), journal.records("check", Check)
-    logits = all(row.flips is not None for row in rows if row.cost is not None)
-    named = "kernels" in request.model_fields_set
-    summary = summarise(rows, study.against.kernel.name, logits=logits)
-    return EffectsReport(
+            facts = journal.rows("model")
+    logits = any(row.flips is not None for row in rows)
+    report = EffectsReport(
         provenance=provenance(study.system, described, command),
         request=asked,
         timings=watch.seconds(),
+        plan=EffectsPlan(
+            kernels=tuple(
+                PlannedKernel(role="kernel", kernel=p.kernel.name, options=dict(p.options))
+                for p in (study.against, *study.mine)
+            ),
+            against=study.against.kernel.name,
+            named="kernels" in request.model_fields_set,
+            formats=tuple(fmt.name for fmt in study.formats),
+            runs=tuple(run.planned_run for run in study.runs),
+            outputs=tuple(dict.fromkeys(row.at for row in rows)),
+            sequences=study.sequences,
+            logits=logits,
+            routes=any(fact["routes"] for fact in facts),
+            checks=tuple(
+                PlannedCheck(name=c.name, format=c.format, applies=c.applies) for c in checks
+            ),
+        ),
         output="logits" if logits else "states",
-        summary=summary,
+        summary=EffectsSummary(answer=(), runs=()),
         checks=checks,
         rows=rows,
-        named=named,
         tokens=tuple(int(token) for token in study.chunks[0].get("input_ids", [()])[0]),
-        **judged(list(tests_of(summary.runs, checks, default_rules().effects)), named=named),
     )
+    return judged(report, rules)
 
 
 class Study:
@@ -155,6 +196,11 @@ class Study:
             *(Run("site", site=site) for site in SITES if self.request.sites and placed),
             *(Run("attention", main, layer=layer) for layer in sorted(layers)),
         ]
+
+    @property
+    def sequences(self) -> int:
+        """How many the model reads."""
+        return sum(len(next(iter(x.values()))) for x in self.chunks)
 
     @cached_property
     def chunks(self) -> list[dict[str, Any]]:

@@ -1,235 +1,300 @@
-"""From runs to what they mean: shares, the budget, sentences, findings. Needs no torch."""
+"""What is judged of a model's output: a test for everything planned, and its sentences. Needs no
+torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from numdev.effects.report import Budget, Check, EffectsSummary, Estimate, OutputRow, RunSummary
-from numdev.gate.rows import grouped
-from numdev.gate.rules import EffectsLimits
-from numdev.gate.tests import MODEL, Test
-from numdev.metrics.statistics import BIAS_FORMATS, factor
-from numdev.report.numbers import labelled, percent, si, three
+from numdev.effects.report import Check, EffectsPlan, EffectsReport, OutputRow, RunSummary
+from numdev.effects.summary import alone, flips_in_words, interval_in_words, summarise, summary
+from numdev.gate.findings import label, listed, run_findings
+from numdev.gate.judgement import MODEL, Judgement, Test
+from numdev.gate.rules import AtMost, Rules
+from numdev.gate.thresholds import run_test
+from numdev.grouping import grouped
+from numdev.metrics.statistics import BIAS_FORMATS
+from numdev.report import Finding, Standing
+from numdev.report.numbers import labelled, percent, three
+from numdev.yamlfile import Strict
 
-LEAST = 3  # sequences that an interval is made of
-SURELY = 10  # times a limit, without an interval or in one sequence alone
-USED = "sdpa-default"  # what a model calls that asks for no backend
-ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
-Costs = Mapping[int, float]  # by sequence
-Runs = Sequence[RunSummary]
+__all__ = ["EffectsLimits", "findings", "passing", "summary", "tests"]
 
-
-def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
-    """The runs over their sequences, the budgets of the formats, the answer, and notes."""
-    by_output = grouped(rows, lambda row: (row.format, row.at)).values()
-    outputs = [Output(own, against, logits=logits) for own in by_output]
-    budgets = tuple(x.budget for x in outputs if x.budget)
-    notes: tuple[str, ...] = ()
-    if off := ", ".join(budget.format for budget in budgets if not budget.adds_up):
-        notes = (f"In {off} the sites do not add up to the whole: draw no conclusion from shares.",)
-    if any(row.at for row in rows):
-        notes = ("In a diffusers pipeline single rounding sites are not tried.",)
-    runs = tuple(run for x in outputs for run in x.runs)
-    answer = tuple(line for x in outputs for line in x.answer())
-    return EffectsSummary(answer=answer, runs=runs, budgets=budgets, notes=notes)
+SURELY = 10  # times a limit: exceeded in one sequence alone, or without an interval
+WHOLE = ("whole", "attention")  # the kinds of runs with a kernel that are judged
 
 
-class Output:
-    """All runs of one output of the model in one format."""
+class EffectsLimits(Strict):
+    """What `numdev effects` is held to; configs/gate/default.yaml says what each key means."""
 
-    def __init__(self, rows: Sequence[OutputRow], against: str, *, logits: bool) -> None:
-        self.against, self.logits = against, logits
-        by_run = grouped(rows, lambda row: row.run)
-        self.costs = {
-            run: {row.sequence: row.cost for row in own if row.cost is not None}
-            for run, own in by_run.items()
-        }
-        # The run of the whole model that stands for what a user runs; None where none ran.
-        order = {USED: 0, against: 2}
-        wholes = [own[0] for run, own in by_run.items() if run[0] == "whole" and self.costs[run]]
-        used = min(wholes, key=lambda row: order.get(row.kernel, 1), default=None)
-        self.whole: Costs = self.costs[used.run] if used else {}
-        self.runs = [self._summary(own) for own in by_run.values()]
-        self.main = next((run for run in self.runs if used and run.run == used.run), None)
-        self.sites = [run for run in self.runs if run.kind == "site" and run.cost]
-        self.budget = self._budget(self.main) if self.main and self.sites else None
-
-    def _summary(self, rows: Sequence[OutputRow]) -> RunSummary:
-        fields: dict[str, Any] = {name: getattr(rows[0], name) for name in ABOUT}
-        for name, over_sequences in OVER_SEQUENCES.items():
-            values = [getattr(row, name) for row in rows if row.cost is not None]
-            if values := [x for x in values if x not in (None, ())]:
-                fields[name] = over_sequences(values)
-        costs, (beside, yardstick) = self.costs[rows[0].run], self._yardstick(rows[0])
-        ratios = _ratios(costs, yardstick)
-        return RunSummary(
-            **fields,
-            reason=next((row.reason for row in rows if row.reason), None),
-            failed=sum(row.status == "failed" for row in rows),
-            share=_geometric(_ratios(costs, self.whole)),
-            beside=beside,
-            over=_geometric(ratios),
-            over_worst=max(ratios, default=None),
-        )
-
-    def _yardstick(self, run: OutputRow) -> tuple[Any, Costs]:
-        """What a run's cost is held against, as `RunSummary.beside` names it."""
-
-        def of(**changes: Any) -> Costs:
-            return self.costs.get(run.model_copy(update=changes).run, {})
-
-        if run.kind == "whole":
-            return "sites", of(kind="emulated", kernel="", options={})
-        if run.kind != "attention" or run.layer is not None:
-            return None, {}
-        predicted = of(kind="predicted")
-        if any(predicted.values()):
-            return "predicted", predicted
-        return "eager", of(kernel=self.against, options={})
-
-    def _budget(self, main: RunSummary) -> Budget:
-        sites = [self.costs[run.run] for run in self.sites]
-        sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
-        ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
-        parts = _geometric(_ratios(sums, self.whole)) or Estimate(mean=ratio)
-        parts, adds_up = parts.model_copy(update={"mean": ratio}), 0.9 <= ratio <= 1.1
-        return Budget(format=main.format, kernel=main.kernel, parts=parts, adds_up=adds_up)
-
-    def answer(self) -> Iterator[str]:
-        """What a reader wants to know, the answer first."""
-        if (main := self.main) is None or main.cost is None:
-            return
-        name, size = labelled(main.kernel, main.options), main.error or 1.0
-        fmt = f"{main.format} with {name}"
-        where = f"{fmt}, {main.place}" if main.at else fmt
-        what = main.place if main.at else "logits" if self.logits else "final states"
-        alone = _alone(main, self.runs)
-        if main.apart is not None and main.kernel != self.against and alone and alone.share:
-            moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
-            ulp = f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
-            share, far = _with_range(alone.share, percent), three(main.apart / size)
-            yield (
-                f"{where}: attention, with its inputs rounded, makes {share} of the error; with "
-                f"{name} and with {self.against} the {what} differ by {far} times the error{ulp}."
-            )
-        unit = " nats a position" if self.logits else ", relative and squared"
-        text = f"{where}: the error of the {what} is {_with_range(main.cost)}{unit}"
-        if (budget := self.budget) and budget.adds_up:
-            shares = {run.site: run.share.mean for run in self.sites if run.share}
-            first = sorted(shares, key=lambda site: -shares[site])[:3]
-            text += f"; its sites add up to {three(budget.parts.mean)} of that, the largest: "
-            text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
-        yield f"{text}."
-        if main.flips is not None:
-            other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
-            beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
-            yield f"{fmt} {_flips(main)}{beside}."
+    kernel_over_predicted: AtMost
+    kernel_over_baseline: AtMost
+    model_over_sites: AtMost
+    model_over_sites_float32: AtMost
+    unexplained_flips: AtMost
 
 
-def _ratios(above: Costs, below: Costs) -> list[float]:
-    return [above[i] / below[i] for i in above if below.get(i, 0.0) > 0]
+class Yardstick(NamedTuple):
+    """What a ratio is held against."""
+
+    rule: str
+    limit: str  # the name of its limit
+    words: str
 
 
-def _geometric(values: Sequence[float]) -> Estimate | None:
-    """The geometric mean, its interval that of logarithms; none of under LEAST values."""
-    mean, low, high = factor(values) if values else (0.0, None, None)
-    low, high = (low, high) if len(values) >= LEAST else (None, None)
-    return Estimate(mean=mean, low=low, high=high) if values else None
-
-
-def _mean(values: Sequence[float]) -> Estimate:
-    """The mean of what is above 0, its interval that of the geometric mean, in proportion."""
-    mean, middle = _average(values), _geometric(values)
-    if not middle or not middle.mean or middle.low is None or middle.high is None:
-        return Estimate(mean=mean)
-    low, high = (mean * end / middle.mean for end in (middle.low, middle.high))
-    return Estimate(mean=mean, low=max(0.0, low), high=high)
-
-
-def _average(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-# What a number of a run is, from those of its sequences.
-OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("cost", "log_prob"), _mean),
-    **dict.fromkeys(("log_perplexity", "error", "angle", "apart"), _average),
-    **dict.fromkeys(("cost_p999", "cost_max", "log_prob_p999", "log_prob_max"), max),
-    **dict.fromkeys(("positions", "flips", "unexplained"), sum),
-    "first_flip": min,
-    "growth": lambda sequences: tuple(map(_average, zip(*sequences, strict=True))),
-}
-# By what a ratio is held against: the rule's name and its limit's, and what is beside the error.
-RATIOS = {
-    "predicted": ("own share", "kernel_over_predicted", "its own rounding model predicts"),
-    "eager": ("own share", "kernel_over_baseline", "eager attention"),
-    "sites": ("model", "model_over_sites", "all rounding sites together"),
+YARDSTICKS = {
+    "predicted": Yardstick("own share", "kernel_over_predicted", "its own rounding model predicts"),
+    "eager": Yardstick("own share", "kernel_over_baseline", "eager attention"),
+    "sites": Yardstick("model", "model_over_sites", "all rounding sites together"),
 }
 
 
-def tests_of(runs: Runs, checks: Sequence[Check], limits: EffectsLimits) -> Iterator[Test]:
-    """Everything that is judged: of the model, then of each kernel in each format."""
-    formats = ", ".join(dict.fromkeys(run.format for run in runs))
-    agree = "causality, masks and implementations" if len(checks) > 1 else "two runs"
-    for check in (check for check in checks if check.holds is not None):
-        about = {"kernel": MODEL, "options": {}, "format": check.format or formats}
-        text, numbers = check.reason or f"{agree} agree in fp64", (check.difference, check.limit)
-        yield Test(about, check.name, not check.holds, text, *numbers)
-    for run in (run for run in runs if run.kind == "whole"):
-        about = {"kernel": run.kernel, "options": run.options, "format": run.format}
-        test = partial(Test, about)
-        both = [own for own in (_alone(run, runs), run) if own]
-        for own in [own for own in both if own.failed][:1]:
-            yield test("runs", True, f"failed in {own.failed} sequences: {own.reason}")
-        if run.cost is None:
-            yield test("runs", False, run.reason or "")
-            continue
-        steady = bool(run.growth) and run.unexplained is not None
-        yield from (_of_ratio(test, own, limits, steady=steady) for own in both if own.over)
-        if run.unexplained is not None:
-            flips, most = run.unexplained, limits.unexplained_flips
-            yield test("flips", flips > most, _flips(run), flips, most)
+def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
+    """For the model every planned check and what it read; for every planned kernel in every format
+    whether it ran, whether it is finite, and its share, the whole and its flips, or why not."""
+    plan, limits = report.plan, rules.limits_of("effects")
+    runs = summarise(report.rows, plan.against, logits=plan.logits).runs
+    steady = not any(check.name == "repeat" and check.holds is False for check in report.checks)
+    yield from _of_checks(report)
+    for kernel in plan.kernels:
+        for fmt in plan.formats:
+            who: dict[str, Any] = {
+                "role": "kernel", "kernel": kernel.kernel, "options": kernel.options, "format": fmt,
+            }  # fmt: skip
+            yield _ran(report, who, rules)
+            for at in plan.outputs:
+                of = (kernel.kernel, str(kernel.options))
+                whole = next(
+                    run for run in runs
+                    if run.kind == "whole" and (run.format, run.at) == (fmt, at)
+                    and (run.kernel, str(run.options)) == of
+                )  # fmt: skip
+                own = _of_output(plan, whole, runs, limits)
+                for test in own:
+                    about = {**who, "tensor": at or "output", **test}
+                    if not steady and about["standing"] in (Standing.HELD, Standing.EXCEEDED):
+                        about |= {
+                            "standing": Standing.UNDECIDED,
+                            "reasons": ("the model does not repeat itself",),
+                            "beyond": (),
+                        }
+                    yield Test(**about)
 
 
-def _of_ratio(
-    test: Callable[..., Test], run: RunSummary, limits: EffectsLimits, *, steady: bool
-) -> Test:
-    """A ratio exceeds a limit where the lower end of its interval does, or surely where it has none
-    or in one sequence alone, if that has many positions and the model no router (`steady`)."""
-    assert run.over is not None
-    assert run.beside is not None
-    rule, key, what = RATIOS[run.beside]
-    float32 = rule == "model" and run.format not in BIAS_FORMATS
-    limit = getattr(limits, f"{key}_float32" if float32 else key)
-    ratio, worst, interval = run.over.mean, run.over_worst or 0.0, _range(run.over, three)
-    judged = ratio / SURELY if run.over.low is None else run.over.low
-    if judged <= limit and worst > SURELY * limit and steady:
-        judged, ratio, interval = worst / SURELY, worst, "in one sequence"
-    with_all = "" if rule == "model" else "with all else exact, "
-    share = f"; {percent(run.share.mean)} of the whole error" if with_all and run.share else ""
+def _of_checks(report: EffectsReport) -> Iterator[Test]:
+    formats = ", ".join(report.plan.formats)
+    for check in report.checks:
+        standing = Standing.HELD if check.holds else Standing.EXCEEDED
+        if check.holds is None:
+            standing = Standing.UNDECIDED if check.applies else Standing.NOT_APPLICABLE
+        failing = standing is Standing.EXCEEDED
+        yield Test(
+            rule=check.name, standing=standing, kernel=MODEL, format=check.format or formats,
+            metric="difference", observed=check.difference, bound=check.limit,
+            limit="" if check.limit is None else f"at most {three(check.limit)}",
+            judged=int(check.holds is not None), offending=int(failing),
+            reasons=(check.reason,) if check.holds is None else (),
+            beyond=(check,) if failing else (),
+        )  # fmt: skip
+
+
+def _ran(report: EffectsReport, who: Mapping[str, Any], rules: Rules) -> Test:
+    """In how many sequences the model ran with a kernel, alone and as a whole. Where its output is
+    not finite it ran: that is another rule's."""
+    states = [
+        ("ok" if row.nonfinite else row.status, row.reason or "")
+        for row in report.rows
+        if row.kind in WHOLE and row.layer is None and _same_kernel(row, who)
+    ]
+    count = {
+        name: sum(state == name for state, _ in states) for name in ("ok", "skipped", "failed")
+    }
+    why = "failed" if count["failed"] else "skipped"
+    reasons = [reason for state, reason in states if state == why]
+    return run_test(who, rules, "out", count, reasons, asked=report.plan.named)
+
+
+def _same_kernel(row: OutputRow, who: Mapping[str, Any]) -> bool:
+    mine = (who["kernel"], str(who["options"]), who["format"])
+    return (row.kernel, str(row.options), row.format) == mine
+
+
+def _of_output(
+    plan: EffectsPlan, whole: RunSummary, runs: Sequence[RunSummary], limits: Any
+) -> Iterator[dict[str, Any]]:
+    """Fields of the tests of one output of the model with one kernel in one format."""
+    own = alone(whole, runs)
+    yield _finite(whole, own, runs)
+    if whole.cost is None or own is None or own.cost is None:
+        why = (whole.reason or (own and own.reason) or "it did not run",)
+        for rule in ("own share", "model", "flips"):
+            yield {"rule": rule, "standing": Standing.NOT_APPLICABLE, "reasons": why}
+        return
+    steady = bool(whole.growth) and not plan.routes
+    yield _ratio(plan, own, limits, steady=steady)
+    yield _ratio(plan, whole, limits, steady=steady)
+    if not plan.logits or plan.routes or whole.unexplained is None:
+        lacks = plan.logits and not plan.routes and _emulated(plan)
+        yield {
+            "rule": "flips", "reasons": (_no_flips(plan),),
+            "standing": Standing.MISSING if lacks else Standing.NOT_APPLICABLE,
+        }  # fmt: skip
+        return
+    most, flips = limits.unexplained_flips, whole.unexplained
+    yield {
+        "rule": "flips", "metric": "unexplained", "observed": float(flips), "bound": most,
+        "limit": f"at most {three(most)}", "judged": whole.positions, "offending": flips,
+        "standing": Standing.EXCEEDED if flips > most else Standing.HELD,
+        "beyond": (whole,) if flips > most else (),
+    }  # fmt: skip
+
+
+def _no_flips(plan: EffectsPlan) -> str:
+    """Why no flip can be called unexplained."""
+    if not plan.logits:
+        return "its output is no distribution"
+    if plan.routes:
+        return "a choice of experts may move one token far"
+    return "nothing tells flips from near ties"
+
+
+def _emulated(plan: EffectsPlan) -> bool:
+    """Whether single rounding sites are placed in the model."""
+    return any(run.kind == "emulated" for run in plan.runs)
+
+
+def _finite(
+    whole: RunSummary, own: RunSummary | None, runs: Sequence[RunSummary]
+) -> dict[str, Any]:
+    """NaN and infinity are the kernel's fault where the model is finite with another one."""
+    bad = max(whole.nonfinite, own.nonfinite if own else 0)
+    others = [
+        run for run in runs
+        if run.kind == "whole" and (run.format, run.at) == (whole.format, whole.at)
+        and run is not whole and run.cost is not None and not run.nonfinite
+    ]  # fmt: skip
+    test: dict[str, Any] = {"rule": "finite", "metric": "nonfinite", "bound": 0.0}
+    test |= {"limit": "at most 0", "observed": float(bad), "judged": 1, "offending": int(bad > 0)}
+    if not bad:
+        return test | {"standing": Standing.HELD if whole.cost else Standing.NOT_APPLICABLE}
+    worst = whole if whole.nonfinite else own
+    why = (worst.reason or "") if worst else ""
+    if others:
+        return test | {"standing": Standing.EXCEEDED, "beyond": (worst,)}
+    return test | {"standing": Standing.UNDECIDED, "reasons": (f"with every kernel: {why}",)}
+
+
+def _ratio(plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool) -> dict[str, Any]:
+    """A ratio is exceeded where the lower end of its interval is beyond the limit; also surely
+    (SURELY) where it has no interval, or in one sequence alone if that has many positions and the
+    model no router (`steady`). It is held where the ratio itself is within and has an interval."""
+    by = YARDSTICKS[run.beside or "sites"]
+    name = f"{by.limit}_float32" if by.rule == "model" else by.limit
+    limit = getattr(limits, by.limit if run.format in BIAS_FORMATS or by.rule != "model" else name)
+    test: dict[str, Any] = {"rule": by.rule, "metric": "over", "bound": limit}
+    test |= {"limit": f"at most {three(limit)}", "judged": run.positions}
+    if run.beside == "eager" and run.kernel == plan.against:
+        why = "where nothing is predicted it is what others are held against"
+        return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
+    if run.beside == "sites" and not _emulated(plan):
+        why = "single rounding sites are not placed in a pipeline"
+        return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
+    if run.over is None or run.unmatched:
+        assert run.cost is not None
+        if run.cost.mean == 0:
+            return test | {"standing": Standing.HELD, "observed": 0.0}
+        why = f"there is an error, and none in {by.words.replace('predicts', 'prediction')}"
+        return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
+    ratio, low, worst = run.over.mean, run.over.low, run.over_worst or 0.0
+    test |= {"observed": ratio, "beyond": (run,), "offending": 1}
+    if low is not None and run.over.high is not None:
+        test["interval"] = (low, run.over.high)
+    if (low is None and ratio > SURELY * limit) or (low is not None and low > limit):
+        return test | {"standing": Standing.EXCEEDED}
+    if steady and worst > SURELY * limit:
+        return test | {"standing": Standing.EXCEEDED, "observed": worst, "interval": None}
+    test |= {"beyond": (), "offending": 0}
+    if low is None:
+        why = f"{three(ratio, limit)}× without an interval: read 3 sequences or more"
+    elif ratio > limit:
+        why = f"{three(ratio, limit)}× ({interval_in_words(run.over, three)}): more sequences "
+        why += "would tell on which side of the limit it is"
+    else:
+        return test | {"standing": Standing.HELD}
+    return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
+
+
+def findings(
+    judgement: Judgement, report: EffectsReport
+) -> tuple[Sequence[Finding], Sequence[str]]:
+    """A sentence for each limit that is exceeded, the farthest first; what was not tested."""
+    wrong = [test for test in judgement.tests if test.beyond]
+    sentences = []
+    for own in grouped(wrong, lambda t: (label(t), t.format)).values():
+        for test in sorted(own, key=lambda test: -test.nearness):
+            name = "" if test.kernel == MODEL else f"{label(test)} ({test.format}) "
+            sentences.append(Finding(
+                rule=test.rule, severity="exceeded", sentence=f"{name}{_sentence(test)}.",
+                kernel=test.kernel or "", options=test.options, formats=(test.format or "",),
+                tensor=test.tensor, metric=test.metric, limit=test.bound, count=test.offending,
+                observed=test.observed if isinstance(test.observed, float) else None,
+                judged=test.judged,
+            ))  # fmt: skip
+    return (*sentences, *run_findings(judgement.tests)), ()
+
+
+def _sentence(test: Test) -> str:
+    """What a test says, made of its numbers, to follow the kernel's name."""
+    of: Any = test.beyond[0]
+    if isinstance(of, Check):
+        return of.reason
+    if test.rule == "finite":
+        return f"gives NaN or infinity where another kernel does not: {of.reason}"
+    return flips_in_words(of) if test.rule == "flips" else _of_ratio(test, of)
+
+
+def _of_ratio(test: Test, run: RunSummary) -> str:
+    by = YARDSTICKS[run.beside or "sites"]
+    with_all = "" if by.rule == "model" else "with all else exact, "
     place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
-    within = f"{interval}; limit" if interval else "limit"
-    text = f"{with_all}errs {three(ratio, limit)}× as much at {place} as {what}"
-    text += f" ({within} {three(limit)}×){share}"
-    return test(rule, judged > limit, text, judged, limit)
+    within = "in one sequence; limit"
+    if test.interval:
+        within = f"{three(test.interval[0])} to {three(test.interval[1])}; limit"
+    elif run.over and run.over.low is None:
+        within = "limit"
+    ratio = test.observed if isinstance(test.observed, float) else None
+    text = f"{with_all}errs {three(ratio, test.bound)}× as much at {place} as {by.words} "
+    text += f"({within} {three(test.bound)}×)"
+    if with_all and run.share:
+        text += f"; {percent(run.share.mean)} of the whole error"
+    return text
 
 
-def _alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
-    return next((run for run in runs if run.run == ("attention", *whole.run[1:])), None)
+def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
+    """What a kernel, or the model, passed: the number nearest to its limit; what held, and what was
+    not tested and why."""
+    if tests[0].kernel != MODEL:
+        return _nearest(report, tests)
+    held = [test.rule for test in tests if test.standing is Standing.HELD]
+    lacking = [f"{t.rule} ({t.reasons[0]})" for t in tests if t.standing is Standing.NOT_APPLICABLE]
+    text = f"{listed(held)} hold" + "s" * (len(held) == 1)
+    return text + (f"; not tested: {', '.join(lacking)}" if lacking else "")
 
 
-def _range(x: Estimate, write: Callable[[float | None], str]) -> str:
-    return "" if x.low is None else f"{write(x.low)} to {write(x.high)}"
-
-
-def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
-    return write(x.mean) + (f" ({_range(x, write)})" if x.low is not None else "")
-
-
-def _flips(run: RunSummary) -> str:
-    text = f"changes the top token at {run.flips} of {run.positions:,} positions"
-    if run.unexplained:
-        return f"{text}, {run.unexplained} of them not near ties"
-    return f"{text}, all of them near ties" if run.flips and run.unexplained == 0 else text
+def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
+    held = [test for test in tests if test.standing is Standing.HELD and test.metric]
+    test = max(held, key=lambda test: test.nearness, default=None)
+    if test is None:
+        return None
+    who = (label(test), test.format, test.tensor)
+    kind = "attention" if test.rule == "own share" else "whole"
+    for run in report.summary.runs or summary(report).runs:
+        at = run.at or "output"
+        if (
+            run.kind == kind
+            and run.layer is None
+            and ((labelled(run.kernel, run.options), run.format, at) == who)
+        ):
+            ratio = test.rule in ("own share", "model") and run.over
+            return _of_ratio(test, run) if ratio else flips_in_words(run)
+    return None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.report import AttributionRow, Explanation, SiteShare
 
 DEFAULT = "sdpa-default"  # PyTorch's own choice, which is one of the others: not said twice

@@ -38,7 +38,8 @@ from numdev.gate.movement import (
     pairs_of,
     same_bits,
 )
-from numdev.gate.rows import GRADIENTS, Measured, Rows, grouped
+from numdev.gate.rows import GRADIENTS, Measured, Rows
+from numdev.grouping import grouped
 from numdev.report import (
     CaseRecord,
     DeviationRow,

@@ -17,7 +17,8 @@ from scipy.special import stdtr
 from numdev.gate.compare_report import Compared, Group, Move
 from numdev.gate.findings import label
 from numdev.gate.movement import FAR
-from numdev.gate.rows import Key, grouped
+from numdev.gate.rows import Key
+from numdev.grouping import grouped
 from numdev.metrics.statistics import holm
 from numdev.report import Place
 from numdev.report.numbers import three

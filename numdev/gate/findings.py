@@ -6,16 +6,24 @@ accused by a later one again, which is added to the sentence instead."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, assert_never
 
-from numdev.gate.judging import NOTHING, judge
-from numdev.gate.rows import FOUND, GRADIENTS, OVERFLOWS, Rows, grouped
-from numdev.gate.rules import Rules
-from numdev.gate.verdict import Calls, Held, Judgement, Verdict
-from numdev.report import DeviationRow, Finding, KernelVerdict, Place, Places, PlanRecord
+from numdev.gate.judgement import MODEL, RUNS, SOMETHING, Held, Judgement, Test
+from numdev.gate.rows import FOUND, GRADIENTS, OVERFLOWS, Rows
+from numdev.gate.thresholds import NOTHING
+from numdev.grouping import grouped
+from numdev.report import (
+    DeviationRow,
+    Finding,
+    KernelVerdict,
+    Outcome,
+    Place,
+    Places,
+    Standing,
+    worst,
+)
 from numdev.report.numbers import labelled, power, three
 
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
@@ -42,69 +50,84 @@ WRONG = {
 TENSORS = {"out": "the output", "lse": "the log-sum-exp", None: ""}
 
 
-class Judged(NamedTuple):
-    """Rows held to the rules, for a report."""
-
-    outcome: Literal["passed", "exceeded", "unmeasured"]
-    verdicts: tuple[KernelVerdict, ...]
-    findings: tuple[Finding, ...]  # the gravest first; calls that a kernel declined are last
-    tested: tuple[str, ...]  # sentences on what was tested, and what could not be
-
-
-def findings_of(rows: Rows, plan: PlanRecord, rules: Rules | None = None) -> Judged:
-    """What the rules (the default ones) say of a plan's rows."""
-    judgement = judge(rows, plan, rules)
-    findings, tested = findings_in(judgement, rows)
-    if judgement.power:
-        caught = "; ".join(map(str, judgement.power))
-        tested = (*tested, f"Of the faults planted in this run, these rules catch: {caught}.")
-    return Judged(judgement.outcome, tuple(kernel_verdicts(judgement, findings)), findings, tested)
+def kernel_verdicts(
+    judgement: Judgement,
+    findings: Sequence[Finding],
+    passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
+) -> list[KernelVerdict]:
+    """One for each kernel in each format, the worst first. `findings` are the judgement's own;
+    `passing` says in words what a kernel passed."""
+    by_kernel = grouped(
+        (t for t in judgement.tests if t.kernel is not None and t.role in (None, "kernel")),
+        lambda t: (label(t), t.format),
+    )
+    ran = {key: tests for key, tests in by_kernel.items() if any(map(_counts, tests))}
+    verdicts = [_of_kernel(tests, findings, passing) for tests in ran.values()]
+    return sorted(verdicts, key=lambda verdict: list(Outcome).index(verdict.outcome))
 
 
-def kernel_verdicts(judgement: Judgement, findings: Sequence[Finding]) -> list[KernelVerdict]:
-    """One for each kernel in each format, the worst first. `findings` are the judgement's own."""
-    rules = grouped(judgement.verdicts, lambda v: (v.kernel and label(v), v.format))
-    calls = grouped(judgement.calls, lambda c: (label(c), c.format))
-    verdicts = [_of_kernel(own, rules.get(key, []), findings) for key, own in calls.items()]
-    return sorted(verdicts, key=lambda v: ("exceeded", "unmeasured", "passed").index(v.outcome))
+def _counts(test: Test) -> bool:
+    """Whether a verdict is due on what it is of: a kernel under audit, or the whole model."""
+    return test.runs or test.kernel == MODEL
 
 
 def _of_kernel(
-    calls: Sequence[Calls], rules: Sequence[Verdict], findings: Sequence[Finding]
+    tests: Sequence[Test],
+    findings: Sequence[Finding],
+    passing: Callable[[Sequence[Test]], str | None],
 ) -> KernelVerdict:
-    of, outcome, own = calls[0], "unmeasured", {v.outcome for v in rules}
-    if "exceeded" in own:
-        outcome = "exceeded"
-    elif "passed" in own and "unmeasured" not in {*own, *(c.outcome for c in calls)}:
-        outcome = "passed"
+    of, names = tests[0], ("rule", "tensor", "metric", "observed")
+    outcomes = [test.outcome for test in tests if test.outcome is not None]
+    applied = [t for t in tests if not t.runs and t.standing in (Standing.HELD, Standing.EXCEEDED)]
+    outcome = worst(outcomes) if applied else Outcome.NOT_JUDGED
+    if outcome is Outcome.NOT_JUDGED and Outcome.EXCEEDED in outcomes:
+        outcome = Outcome.EXCEEDED
     about: dict[str, Any] = {"outcome": outcome}
-    names = ("rule", "tensor", "metric", "observed")
-    for number, f in enumerate(findings):
-        if f.severity != "note" and label(f) == label(of) and of.format in f.formats:
-            about |= {name: getattr(f, name) for name in (*names, "limit", "place")}
+    number = next(
+        (
+            at for at, finding in enumerate(findings)
+            if finding.severity != "note" and label(finding) == label(of)
+            and (of.format or "") in finding.formats
+        ),
+        None,
+    )  # fmt: skip
+    match outcome:
+        case Outcome.EXCEEDED | Outcome.NOT_JUDGED if number is not None:
+            finding = findings[number]
+            about |= {name: getattr(finding, name) for name in (*names, "limit", "place")}
             about["finding"] = number
-            break
-    else:
-        if outcome == "passed":
-            bound = [v for v in rules if isinstance(v.observed, float) and v.bound]
-            nearest = max(bound, key=lambda v: abs(v.observed) / v.bound, default=None)  # type: ignore
+        case Outcome.EXCEEDED:
+            beyond = (test for test in tests if test.outcome is Outcome.EXCEEDED)
+            farthest = max(beyond, key=lambda test: test.nearness)
+            about |= {name: getattr(farthest, name) for name in names}
+            about |= {"limit": farthest.bound, "reason": f"breaks the rule `{farthest.rule}`"}
+        case Outcome.NOT_JUDGED:
+            lacking = [test for test in tests if test.outcome is Outcome.NOT_JUDGED]
+            reasons = dict.fromkeys(why for test in lacking or tests for why in test.reasons)
+            about["reason"] = "; ".join(list(reasons)[:2]) or "no rule could be applied"
+            about["rule"] = lacking[0].rule if lacking else None
+        case Outcome.PASSED:
+            bound = [test for test in applied if test.bound is not None]
+            nearest = max(bound, key=lambda test: test.nearness, default=None)
             if nearest is not None:
                 about |= {name: getattr(nearest, name) for name in names}
                 about["limit"] = nearest.bound
-        else:
-            lacking = [v for v in rules if v.outcome == "unmeasured"] or rules
-            reasons = dict.fromkeys(chain(*(x.reasons for each in (calls, lacking) for x in each)))
-            about["reason"] = "; ".join(list(reasons)[:2]) or "no rule could be applied"
-            about["rule"] = next((v.rule for v in lacking if v.outcome == "unmeasured"), None)
-    which = {name: getattr(of, name) for name in ("kernel", "options", "format")}
-    return KernelVerdict(**which, **about)
+            about["reason"] = passing(tests)
+        case _:
+            assert_never(outcome)
+    return KernelVerdict(
+        kernel=of.kernel or "", options=of.options, format=of.format or "", **about
+    )
 
 
 def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """The same of what is judged of these rows already, without what planted faults showed."""
-    findings = [*_exceeded(judgement.verdicts, Places(rows)), *_not_run(judgement.calls)]
-    tested = _tested(judgement.verdicts, findings)
-    return tuple(findings), (*tested, *remarks(rows))
+    """What is wrong by a judgement of rows, and what was tested."""
+    findings = [*_exceeded(judgement.tests, Places(rows)), *run_findings(judgement.tests)]
+    tested = [*_tested(judgement.tests, findings), *remarks(rows)]
+    if judgement.power:
+        caught = "; ".join(map(str, judgement.power))
+        tested.append(f"Of the faults planted in this run, these rules catch: {caught}.")
+    return tuple(findings), tuple(tested)
 
 
 def label(of: Any) -> str:
@@ -118,12 +141,12 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
+def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     """A finding for each thing wrong, in the order of the rules."""
     findings: list[Finding] = []
     named_by: dict[int, int] = {}  # a row to the finding that names it first
     also: dict[int, dict[str, None]] = {}
-    for fault in _faults(verdicts):
+    for fault in _faults(tests):
         rows = [held.row for _, held in fault]
         mine = None
         if any(id(row) not in named_by for row in rows):
@@ -152,26 +175,26 @@ def _is_function(finding: Finding) -> bool:
     return finding.metric == "suspicion" and finding.tensor == "out"
 
 
-Fault = list[tuple[Verdict, Held]]
+Fault = list[tuple[Test, Held]]
 
 
-def _faults(verdicts: Sequence[Verdict]) -> Iterable[Fault]:
-    """Rows that offend, by verdict; of a different function by what it computes, in all formats."""
+def _faults(tests: Sequence[Test]) -> Iterable[Fault]:
+    """Rows that offend, by test; of a different function by what it computes, in all formats."""
     faults: dict[Any, Fault] = {}
-    for number, verdict in enumerate(verdicts):
-        for held in verdict.beyond if verdict.outcome == "exceeded" else ():
-            function = (verdict.rule, label(verdict), held.row.suspicion)
-            fault = function if verdict.metric == "suspicion" else number
-            faults.setdefault(fault, []).append((verdict, held))
+    for number, test in enumerate(tests):
+        for held in test.beyond:
+            function = (test.rule, label(test), held.row.suspicion)
+            fault = function if test.metric == "suspicion" else number
+            faults.setdefault(fault, []).append((test, held))
     return faults.values()
 
 
 def _finding(fault: Fault, named: Places) -> Finding:
-    verdicts = list({id(v): v for v, _ in fault}.values())
-    verdict, rows = verdicts[0], [held.row for _, held in fault]
-    formats = tuple(v.format or "" for v in verdicts)
-    judged, place = sum(v.judged for v in verdicts), Place.of(rows[0])
-    ranked = len(verdicts) == 1 and verdict.metric != "suspicion"
+    tests = list({id(test): test for test, _ in fault}.values())
+    verdict, rows = tests[0], [held.row for _, held in fault]
+    formats = tuple(test.format or "" for test in tests)
+    judged, place = sum(test.judged for test in tests), Place.of(rows[0])
+    ranked = len(tests) == 1 and verdict.metric != "suspicion"
     which = "worst" if ranked else "for example"
     where = f"{len(rows)} of {judged} heads, {which} at {named(place)}"
     if rows[0].errs_in and verdict.metric != "suspicion":  # which says so itself
@@ -195,7 +218,7 @@ def _finding(fault: Fault, named: Places) -> Finding:
     )
 
 
-def _wrong(verdict: Verdict, rows: Rows, where: str) -> str:
+def _wrong(verdict: Test, rows: Rows, where: str) -> str:
     """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a sentence."""
     worst, observed = rows[0], verdict.observed
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
@@ -234,52 +257,57 @@ def _whose(rows: Rows) -> str:
     return f"the rounding model `{claim}`" if claim else "its rounding model"
 
 
-def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
-    """Calls in which a kernel failed; then those that it declined, where it ran others."""
-    for call in calls:
-        if call.outcome == "unmeasured":
-            words = f"{'is required' if call.required else 'was requested'}, but "
-            words += "not run in" if call.skipped else "gave no result in"
-            yield _call(call, "runs", "failed in" if call.failed else words)
-    for call in calls:
-        if call.ok and call.outcome == "untested":
-            yield _call(call, "refuses", "refuses")
+def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
+    """Calls in which a kernel failed, or that it had to run; then those that it declined, where it
+    ran others."""
+    runs = [test for test in tests if test.runs]
+    for test in runs:
+        if test.outcome is Outcome.NOT_JUDGED:
+            words = f"{'is required' if test.required else 'was requested'}, but "
+            words += "not run in" if test.unjudged else "gave no result in"
+            yield _of_runs(test, RUNS, "failed in" if test.offending else words)
+    for test in runs:
+        if test.judged and test.standing is Standing.NOT_APPLICABLE:
+            yield _of_runs(test, "refuses", "refuses")
 
 
-def _call(call: Calls, rule: str, words: str) -> Finding:
-    every = call.ok + call.skipped + call.failed
-    count = call.failed or call.skipped or call.ok
-    what = "backward passes" if call.backward else "calls"
-    why = "; ".join(call.reasons[:3])
+def _of_runs(test: Test, rule: str, words: str) -> Finding:
+    every = test.judged + test.unjudged + test.offending
+    count = test.offending or test.unjudged or test.judged
+    what = "backward passes" if test.tensor == "dq" else "calls"
+    why = "; ".join(test.reasons[:3])
     return Finding(
-        **call.model_dump(include={"kernel", "options", "place"}),
+        kernel=test.kernel or "",
+        options=test.options,
+        place=next(iter(test.places), None),
         rule=rule,
-        severity="unmeasured" if rule == "runs" else "note",
-        sentence=f"{label(call)} ({call.format}) {words} {count} of {every} {what}: {why}.",
-        formats=(call.format,),
-        tensor=("dq" if call.backward else "out") if call.failed else None,
+        severity="unmeasured" if rule == RUNS else "note",
+        sentence=f"{label(test)} ({test.format}) {words} {count} of {every} {what}: {why}.",
+        formats=(test.format or "",),
+        tensor=test.tensor if test.offending else None,
         count=count,
         judged=every,
     )
 
 
-def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterator[str]:
+def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]:
     """Whom the rules cleared of what, and which rules could not be applied."""
-    by_rule = grouped(verdicts, attrgetter("rule"))
-    heads = {rule: sum(v.judged for v in these) for rule, these in by_rule.items()}
+    of_rows = [test for test in tests if test.metric not in (None, "calls") or not test.kernel]
+    by_rule = grouped((t for t in of_rows if t.rule != SOMETHING), attrgetter("rule"))
+    heads = {rule: sum(test.judged for test in own) for rule, own in by_rule.items()}
     applied = [rule for rule, count in heads.items() if count]
     if not applied:
         return
     kernels, formats = (
-        listed(dict.fromkeys(getattr(v, name) for v in verdicts if v.judged))
+        listed(dict.fromkeys(getattr(test, name) for test in of_rows if test.judged))
         for name in ("kernel", "format")
     )
     start = "Checked" if any(f.severity != "note" for f in findings) else "All applied rules passed"
     what = f"{kernels} in {formats}, {max(heads.values())} results (one per head and tensor)"
     sentence = f"{start}: {what}; rules: {listed(applied)}."
     lacking = []
-    for rule, these in by_rule.items():
-        reasons = list(dict.fromkeys(chain.from_iterable(v.reasons for v in these)))
+    for rule, own in by_rule.items():
+        reasons = list(dict.fromkeys(why for test in own for why in test.reasons))
         why = f"{'partly: ' if heads[rule] else ''}{'; '.join(reasons[:2])}"
         if any(reason.startswith(NOTHING) for reason in reasons):
             why = "no result has the metric it needs"

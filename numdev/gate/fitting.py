@@ -13,11 +13,14 @@ from typing import Any
 
 import yaml
 
-from numdev.errors import MeasurementError
-from numdev.gate.judging import judge_report, verdicts_of
-from numdev.gate.rows import Groups, Measured, Rows, grouped, measured
+from numdev.errors import MeasurementError, UsageError
+from numdev.gate.judging import judge_report
+from numdev.gate.rows import Groups, Measured, Rows, measured
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
+from numdev.gate.thresholds import threshold_tests
+from numdev.grouping import grouped
 from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
+from numdev.report import Outcome, Report
 
 # By metric, of one head or of a median, of what is fitted: the margin, and the least fitted to.
 MARGINS = {
@@ -35,26 +38,30 @@ HEADER = """\
 """
 
 
-def fitted(report: Measured, name: str) -> str:
+def fitted(report: Report, name: str) -> str:
     """The YAML file; `name` is what to call the report in it.
 
-    Raises MeasurementError where nothing was measured, or a kernel is wrong outright."""
+    Raises UsageError for a report without rows of deviation, MeasurementError where nothing was
+    measured, or a kernel is wrong outright."""
+    if not isinstance(report, Measured):
+        what = f"{name}: expected the report of an audit or a sweep, got one of {report.kind}"
+        raise UsageError(what)
     groups = measured(row for row in report.rows if row.role == "kernel")
     if not groups:
         what = f"{name}: no kernel under audit was measured, so nothing can be fitted"
         raise MeasurementError(what, hint="audit a kernel that runs here")
     rules = default_rules()
-    verdicts = verdicts_of(report.rows, report.plan, rules)
-    broken = [v for v in verdicts if v.outcome in ("exceeded", "unmeasured")]
-    wider = {(v.rule, v.format, v.tensor, v.kernel) for v in broken}
+    tests = threshold_tests(report.rows, report.plan, rules)
+    broken = [test for test in tests if test.outcome not in (None, Outcome.PASSED)]
+    wider = {(test.rule, test.format, test.tensor, test.kernel) for test in broken}
     text = HEADER + _dumped(_scope(report)) + "\nthresholds:\n"
     for threshold in rules.thresholds:
         fits = (threshold.metric, threshold.heads is not None) in MARGINS
         entry = _fit(threshold, groups, wider) if fits else threshold
         text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
     judged = judge_report(report, Rules.model_validate(yaml.safe_load(text)))
-    if judged.outcome != "passed":
-        wrong = (v for v in judged.verdicts if v.outcome == "exceeded")
+    if judged.outcome is not Outcome.PASSED:
+        wrong = (test for test in judged.tests if test.outcome is Outcome.EXCEEDED)
         why = [f"{v.kernel} breaks the rule {v.rule} in {v.tensor} ({v.format})" for v in wrong]
         what = f"{name}: cannot serve as a standard: {[*why, 'something was not measured'][0]}"
         raise MeasurementError(what, hint="see numdev gate on it; fix the kernel, or leave it out")

@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.rows import GRADIENTS, Key, Rows, grouped, spelt
+from numdev.gate.rows import GRADIENTS, Key, Rows, spelt
+from numdev.grouping import grouped
 from numdev.metrics.of_rows import interval_of, value_of
 from numdev.report import CaseRecord, DeviationRow, Place
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from numdev.errors import MeasurementError
+from numdev.grouping import grouped
+from numdev.metrics.of_rows import FIELDS
 from numdev.report import AuditReport, CaseRecord, DeviationRow, PlanRecord, SweepReport
 
 Measured = AuditReport | SweepReport
@@ -23,9 +27,13 @@ FOUND = "as "
 ROUNDING = 1 + 1e-9
 # Formats in which an exact result may rightly be infinite once it is rounded.
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
+# What a row may say that it returned; of names, so that this needs no torch.
+FORMAT = re.compile(r"bfloat16|float(16|32|64)|float8_\w+|e\d+m\d+")
+SIGNED = frozenset({"bias", "bias_sign", "bias_feature", "bias_size", "bias_t"})
+NUMBERS = FIELDS - {"layer", "seed", "head", "step"}  # of a row
+UNSIGNED = NUMBERS - SIGNED - {"fa_rule"}
 CUT = "rows were removed, added or changed; measure again"
 OF_CALL = attrgetter("source", "module", "layer", "call", "phase", "step", "attends")
-T = TypeVar("T")
 Key = tuple[Any, ...]
 Rows = Sequence[DeviationRow]
 Groups = dict[Any, list[DeviationRow]]
@@ -34,14 +42,6 @@ Groups = dict[Any, list[DeviationRow]]
 def spelt(options: Mapping[str, Any]) -> str:
     """Options as text: the same for the same ones in another order."""
     return json.dumps(options, sort_keys=True, default=str) if options else ""
-
-
-def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Items of equal keys, in the order they first came."""
-    groups: defaultdict[Any, list[T]] = defaultdict(list)
-    for item in items:
-        groups[key(item)].append(item)
-    return dict(groups)
 
 
 def measured(rows: Iterable[DeviationRow]) -> Groups:
@@ -63,9 +63,11 @@ def check_whole(report: Measured) -> None:
     """Raises MeasurementError unless each planned task has its rows: one for every head of every
     tensor, or one that says why there is none. A head that is not there exceeds no limit, and one
     that is there ten times is most of a median."""
+    plan, cases = report.plan, {case.case: case for case in report.cases}
+    for difference in _of_request(report.request, plan):
+        raise MeasurementError(f"inconsistent report: {difference}", hint=CUT)
     if not report.rows:
         return  # of which nothing can be judged
-    plan, cases = report.plan, {case.case: case for case in report.cases}
     tasks = grouped(
         report.rows, lambda r: (r.case, r.seed, r.format, r.role, r.kernel, spelt(r.options))
     )
@@ -82,6 +84,7 @@ def check_whole(report: Measured) -> None:
                 floors = {(row.tensor, row.head): row for row in rows}
             beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
             wrong = _lacking(rows, heads, plan, planned.role)
+            wrong = wrong or _of_task(rows, plan, cases[name])
             if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
                 what = f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}"
                 raise MeasurementError(what, hint=CUT)
@@ -91,29 +94,99 @@ def check_whole(report: Measured) -> None:
         raise MeasurementError(what, hint=CUT)
 
 
+def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
+    """Where the request, as far as there is one, asked for something else than was planned."""
+    for name in ("backward", "rows", "repeats"):
+        if name in request and request[name] != getattr(plan, name):
+            yield f"the plan and the request differ in `{name}`"
+    if "heads" in request and list(request["heads"] or ()) != list(plan.heads or ()):
+        yield "the plan and the request differ in `heads`"
+    if "formats" in request and len({*request["formats"]}) != len(plan.formats):
+        yield "the plan and the request differ in `formats`"
+    chosen = {spelt(kernel) for kernel in request.get("kernels") or ()}
+    audited = [kernel for kernel in plan.kernels if kernel.role == "kernel"]
+    if chosen and not len(audited) <= len(chosen) + ("baseline" in request):
+        yield "the plan has kernels that the request has not"
+    names = {kernel.kernel.rpartition(":")[2] for kernel in audited}
+    if "kernels" in request and "named" not in request:
+        asked = {str(k["name"]).rpartition(":")[2] for k in request["kernels"]}
+        standard = {kernel.kernel for kernel in plan.kernels if kernel.role != "kernel"}
+        if lacking := asked - names - standard:
+            yield f"the plan lacks {min(lacking)}, which the request has"
+    if len(set(plan.formats)) != len(plan.formats) or len(set(plan.calls)) != len(plan.calls):
+        yield "the plan has a format or a call twice"
+    tasks = [(kernel.role, kernel.kernel, spelt(kernel.options)) for kernel in plan.kernels]
+    if len(set(tasks)) != len(tasks):
+        yield "the plan has a kernel twice"
+
+
+def _of_task(rows: Rows, plan: PlanRecord, case: CaseRecord) -> str | None:
+    """What of the rows of one call of one kernel cannot be, taken together."""
+    ok = [row for row in rows if row.status == "ok"]
+    if any(row.tensors != ok[0].tensors or row.tensor not in row.tensors for row in ok):
+        return "has rows of different calls"
+    if ok and {row.tensor for row in ok} != set(ok[0].tensors):
+        return f"has no rows for one of {', '.join(ok[0].tensors)}"
+    for (tensor, head), own in grouped(rows, lambda r: (r.tensor, r.head)).items():
+        if any(row.out_format != own[0].out_format for row in own):
+            return f"returned {tensor} head {head} in several formats"
+    for tensor, own in grouped(ok, lambda r: r.tensor).items():
+        if len({row.out_format for row in own}) > 1:
+            return f"returned {tensor} in several formats"
+        length = case.kv_len if tensor in ("dk", "dv") else case.q_len
+        fewer = plan.rows is not None and plan.rows < length
+        if any(row.sampled and not fewer for row in own):
+            return f"has sampled rows of {tensor}, and was to measure all"
+        if fewer and any(not row.sampled and row.rows_measured is not None for row in own):
+            measured = own[0].rows_measured or 0
+            if measured < case.batch * length:
+                return f"has fewer rows of {tensor} than there are"
+    return None
+
+
 def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     """What of a row cannot be, beside the floor's (or itself); None where all fits together."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if OF_CALL(row) != OF_CALL(floor):
         return "is from another call than the floor"
-    if row.status != "ok" or (
-        row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements)
-    ):
+    if row.status != "ok":
+        return _bare(row)
+    if row.out_format is not None and not FORMAT.fullmatch(row.out_format):
+        return f"returned a format that is none, {row.out_format!r},"
+    for name in sorted(UNSIGNED):
+        value = getattr(row, name)
+        if value is not None and not 0 <= value < math.inf:
+            return f"has a {name} that cannot be, {value!r},"
+    if row.bias_p is not None and row.bias_p > 1:
+        return "has a probability above 1"
+    if row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements):
         return None
     if not row.elements or mean is None or rms is None or largest is None:
         return "has no error values"
     if not mean <= rms * ROUNDING or not rms <= largest * ROUNDING:
         return "has a mean error above the rms, or an rms above the largest,"
     for metric, (low, high) in row.interval.items():
-        value = getattr(row, metric)
+        value = getattr(row, metric, None)
         if value is None or not low <= value * ROUNDING or not value <= high * ROUNDING:
             return f"has an interval of {metric} without its value"
+    if row.sampled and (row.suspects or 0) < 0:
+        return "has fewer rows than none"
     alike = row.role == "kernel" and row.out_format == row.format
     if row.format in OVERFLOWS and row.sequences is not None:  # of which fewer may be finite
         alike &= row.elements == floor.elements
     counts = [(each.elements, each.sequences) for each in (row, floor)]
     if alike and not row.nonfinite and not row.overflow and counts[0] != counts[1]:
         return "has more or fewer elements or sequences than the floor"
+    return None
+
+
+def _bare(row: DeviationRow) -> str | None:
+    """A row that was not measured has no numbers, and says why."""
+    if not row.reason:
+        return f"was {row.status}, and says no why,"
+    present = (name for name in sorted(NUMBERS) if getattr(row, name) is not None)
+    if row.interval or row.tensors or next(present, None):
+        return f"was {row.status}, and has numbers,"
     return None
 
 

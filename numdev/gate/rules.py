@@ -11,14 +11,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from numdev.config import Axes
 from numdev.errors import closest
 from numdev.metrics.of_rows import METRICS, Value
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase, Tensor
 from numdev.report.numbers import power
+from numdev.studies import REGISTERED, kind_of
 from numdev.yamlfile import Names, Strict, as_list, bundled, read_yaml
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
@@ -200,29 +208,7 @@ class Threshold(Limit):
         return self.model_copy(update={"at_most": allowed}) if higher else self
 
 
-AtMost = Annotated[float, Field(ge=0)]
-
-
-class EffectsLimits(Strict):
-    """What `numdev effects` is held to; of a ratio the lower end of its interval."""
-
-    kernel_over_predicted: AtMost
-    kernel_over_baseline: AtMost
-    model_over_sites: AtMost
-    model_over_sites_float32: AtMost
-    unexplained_flips: AtMost
-
-
-class InvarianceLimits(Strict):
-    """What `numdev invariance` is held to; configs/gate/default.yaml says what each key means."""
-
-    bitwise: Axes
-    bitwise_tensors: Tensors
-    within_floor: Axes
-    beyond_roundings: AtMost
-    beyond_roundings_of_a_row: dict[Tensor, AtMost]
-    log_sum_exp: AtMost
-    may_turn_nan: Axes
+AtMost = Annotated[float, Field(ge=0)]  # of a limit of a kind of report (`numdev.studies`)
 
 
 class Rules(Strict):
@@ -239,8 +225,9 @@ class Rules(Strict):
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()
     """Where a file does not say any, those of configs/gate/default.yaml; so with each of the keys
     of `effects` and `invariance`."""
-    effects: EffectsLimits
-    invariance: InvarianceLimits
+    limits: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By kind of report, its own limits where they are not the default ones, as plain data; a file
+    has them under the kind's name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -250,11 +237,13 @@ class Rules(Strict):
         whole = dict(values)
         if "thresholds" not in whole:
             whole["thresholds"] = default_rules().thresholds
-        for name, limits in (("effects", EffectsLimits), ("invariance", InvarianceLimits)):
-            given = whole.get(name, {})
-            if isinstance(given, Mapping) and limits.model_fields.keys() - given.keys():
-                whole[name] = {**vars(getattr(default_rules(), name)), **given}
+        whole["limits"] = _limits(whole)
         return whole
+
+    def limits_of(self, kind: str) -> Any:
+        """The limits that reports of a kind are held to beside the thresholds, by its own model."""
+        model: Any = kind_of(kind).limits
+        return model.model_validate(self.limits.get(kind) or default_limits()[kind])
 
     @field_validator("thresholds")
     @classmethod
@@ -264,6 +253,35 @@ class Rules(Strict):
         if twice is not None:
             raise ValueError(f"two thresholds are named {twice!r}")
         return thresholds
+
+
+@lru_cache(maxsize=1)
+def default_limits() -> Mapping[str, Mapping[str, Any]]:
+    """By kind of report, the limits of configs/gate/default.yaml."""
+    raw = yaml.safe_load(bundled("gate/default.yaml").read_text(encoding="utf-8"))
+    return {name: raw[name] for name in REGISTERED if name in raw}
+
+
+def _limits(values: dict[str, Any]) -> dict[str, Any]:
+    """Takes the limits of kinds of reports out of the values of a file, and checks them: those that
+    are not the default ones, each whole."""
+    limits: dict[str, Any] = dict(values.pop("limits", None) or {})
+    limits |= {name: values.pop(name) for name in REGISTERED if name in values}
+    usual = default_limits()
+    for name, own in limits.items():
+        if isinstance(own, Mapping):
+            limits[name] = {**usual.get(name, {}), **own}
+    limits = {name: own for name, own in limits.items() if own != usual.get(name)}
+    models = {name: kind_of(name).limits for name in limits if name in REGISTERED}
+    typed: Any = {name: (model, ...) for name, model in models.items() if model is not None}
+    whole = create_model("Limits", __base__=Strict, **typed)
+    checked: dict[str, Any] = whole.model_validate(limits).model_dump(mode="json")
+    return checked
+
+
+def as_data(rules: Rules) -> dict[str, Any]:
+    """The rules whole, as a report holds them."""
+    return rules.model_dump(mode="json", exclude_defaults=True)
 
 
 def read_rules(path: Path) -> Rules:

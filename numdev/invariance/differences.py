@@ -77,6 +77,7 @@ class Ran(NamedTuple):
     within: Within
     wrap: str | None
     output: Output
+    declined: str = ""  # why it has no gradients, though they were asked for
 
 
 class Forms(NamedTuple):

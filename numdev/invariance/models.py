@@ -6,6 +6,7 @@ where changes are independent."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -29,11 +30,12 @@ Inputs = Mapping[str, Any]
 
 
 def model_rows(
-    model: nn.Module, inputs: Inputs, planned: Planned, fmt: Format,
+    model: nn.Module, wider: Callable[[], nn.Module], inputs: Inputs, planned: Planned, fmt: Format,
     run: Callable[[AttentionCase], Any], axes: Collection[str],
 ) -> Iterator[ModelRow]:  # fmt: skip
     """The model with a kernel, each way that is an axis asked for; `run` gives what the kernel
-    returns for a case, or a Failure."""
+    returns for a case, or a Failure. `wider` gives the model in a wider format, whose output tells
+    how far roundings explain a difference."""
 
     def kernel(case: AttentionCase) -> Any:
         if isinstance(ran := run(case), Failure):
@@ -44,22 +46,42 @@ def model_rows(
         return round_to(attend(case).out, fmt).to(case.q.dtype)
 
     home = at_home(model, inputs)
-    for axis, way in ((axis, way) for axis, way in _ways(model, home).items() if axis in axes):
-        row: dict[str, Any] = {"axis": axis, "kernel": planned.kernel.name, "format": fmt.name}
+    for axis in model_axes(model, inputs, axes):
+        way = _ways(model, home)[axis]
+        row: dict[str, Any] = {
+            "axis": axis, "kernel": planned.kernel.name, "options": dict(planned.options),
+            "format": fmt.name,
+        }  # fmt: skip
         try:
             with torch.no_grad():
                 a, b = answered(model, way, kernel)
                 c, d = answered(model, way, exact)
+                wide = wider()
+                truth = answered(wide, _ways(wide, at_home(wide, inputs))[axis], _in_fp64)[0]
         except Exception as error:  # the model's own code: it may have no cache, or another
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
             yield ModelRow(**row, reason=reason)
             continue
-        size, whole, rest = (float(x.square().mean()) for x in (a, a - b, c - d))
+        changes = (a, a - b, c - d, a - truth, b - truth)
+        size, whole, rest, *errors = (float(x.square().mean()) for x in changes)
+        if not math.isfinite(size + whole + rest + sum(errors)) or not size:
+            yield ModelRow(**row, reason="the model's output is not finite, or all zero")
+            continue
         yield ModelRow(
             **row, differ=int((a != b).sum()), elements=a.numel(),
             difference=(whole / size) ** 0.5, rest=(rest / size) ** 0.5,
+            explained=(min(errors) / size) ** 0.5,
             share=max(0.0, 1 - rest / whole) if whole else None,
         )  # fmt: skip
+
+
+def model_axes(model: nn.Module, inputs: Inputs, axes: Collection[str]) -> tuple[str, ...]:
+    """Which of these axes the model's own output can be compared along."""
+    return tuple(axis for axis in _ways(model, inputs) if axis in axes)
+
+
+def _in_fp64(case: AttentionCase) -> Tensor:
+    return attend(case).out.to(case.q.dtype)
 
 
 def _ways(model: nn.Module, inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from pydantic import Field
+
 from numdev.config import Axis
-from numdev.report import OfKernel, Record, Report, Status, Tensor
+from numdev.report import OfKernel, PlannedKernel, Record, Report, Status, Tensor
 
 Value = float | None
 Place = tuple[int, int, int, int]
@@ -45,6 +47,35 @@ def _cut(options: Mapping[str, Any]) -> str:
     return text if not tile else f"{text} in {'one split' if splits == 1 else f'{splits} splits'}"
 
 
+class Way(Record):
+    """One call of one format, computed another way along an axis: what every kernel was to do."""
+
+    format: str
+    case: str
+    axis: Axis
+    variant: str
+    reason: str = ""  # why nobody could: no such call can be made, or its exact answer is another
+
+
+class InvariancePlan(Record):
+    """What was to be compared: every kernel in every way, and the model's own output with it."""
+
+    kernels: tuple[PlannedKernel, ...]
+    named: bool  # whether the kernels were asked for by name
+    formats: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    asked: bool  # whether the axes were asked for by name
+    backward: bool
+    ways: tuple[Way, ...]
+    models: tuple[Axis, ...] = ()  # along which the model's own output was to be compared
+
+
+Excuse = Literal["", "call", "option", "kernel", "memory", "way", "repeat"]
+"""Why a row has no numbers: no such call can be made; the kernel has no such option; it declines
+the call, or cannot run here; memory ran out; a way in which a sound kernel may not run; the kernel
+does not repeat itself."""
+
+
 class InvarianceRow(OfKernel):
     """One tensor of one kernel along one axis, over all rows that were computed both ways."""
 
@@ -54,8 +85,11 @@ class InvarianceRow(OfKernel):
     axis: Axis
     variant: str
     tensor: Tensor
+    tensors: tuple[Tensor, ...]  # that were compared together, each in a row; none without numbers
     status: Status = "ok"
-    reason: str | None = None  # why there are no numbers
+    excuse: Excuse = ""
+    reason: str | None = None  # why there are no numbers; if `ok`, why there are no gradients
+    repeats: bool | None = None  # whether both forms gave their bits again; None: not asked
     elements: int = 0  # that were compared
     differ: int = 0  # of them with other bits
     nonfinite: int = 0  # that are NaN or infinite in one form alone
@@ -89,12 +123,14 @@ class InvarianceRow(OfKernel):
 class ModelRow(Record):
     """The model's own output, computed another way."""
 
-    axis: str
+    axis: Axis
     kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
     format: str
     differ: int = 0
     elements: int = 0
     difference: Value = None  # rms, over the rms of the output
+    explained: Value = None  # the error of the better of both ways, over the same
     rest: Value = None  # the same with attention in fp64, whose answer cannot change
     share: Value = None  # of the mean square of the change, what attention adds
     reason: str | None = None
@@ -104,17 +140,14 @@ class InvarianceSummary(Record):
     """What a reader wants first."""
 
     answer: tuple[str, ...]
-    kernels: tuple[()] = ()
 
 
 class InvarianceReport(Report):
     """The result of `numdev invariance`."""
 
     kind: Literal["invariance"] = "invariance"
-    rules: str
-    named: bool = False  # whether the kernels were asked for by name
+    plan: InvariancePlan
     summary: InvarianceSummary
-    tested: tuple[str, ...] = ()
     rows: tuple[InvarianceRow, ...]
     models: tuple[ModelRow, ...] = ()
 

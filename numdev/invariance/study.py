@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from numdev.audit.bench import settled
 from numdev.audit.isolation import Failure, Isolated, Runner, Within, attempt, fitting, threads
 from numdev.audit.journal import Journal
-from numdev.audit.plan import Planned, digest, header, plan_formats, plan_kernels
+from numdev.audit.plan import Plan, Planned, digest, header, plan_formats, plan_kernels
 from numdev.audit.reproduce import written
 from numdev.audit.rows import given
 from numdev.audit.run import Progress, Say, provenance
@@ -28,19 +31,28 @@ from numdev.config import AXES, ONLY_ASKED, AuditRequest, InvarianceRequest, Rea
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, round_to
 from numdev.gate.findings import listed
-from numdev.gate.rules import Rules, default_rules
-from numdev.gate.tests import judged
+from numdev.gate.judgement import MODEL
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, as_data, default_rules
 from numdev.invariance.axes import PLAIN, VARIANTS, Variant, again, without_positions
 from numdev.invariance.cause import explained
 from numdev.invariance.differences import EXACT, Forms, Ran, compared, exact_change, keys_seen
-from numdev.invariance.models import model_rows
-from numdev.invariance.report import InvarianceReport, InvarianceRow, InvarianceSummary, ModelRow
-from numdev.invariance.verdict import ALIKE, answer, tested, tests_of
+from numdev.invariance.models import model_axes, model_rows
+from numdev.invariance.report import (
+    Excuse,
+    InvariancePlan,
+    InvarianceReport,
+    InvarianceRow,
+    InvarianceSummary,
+    ModelRow,
+    Way,
+)
+from numdev.invariance.verdict import ALIKE
 from numdev.invariance.ways import wrapped
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import same
-from numdev.report import Finding
+from numdev.report import Finding, PlannedKernel
 from numdev.sources.opening import CheckpointSource, Source, open_source
 from numdev.system import System
 
@@ -62,10 +74,11 @@ def invariance(
     """Run `request`, journalling into `directory`; returns the report, held to the rules (the
     default ones), which the caller writes. Raises UsageError for a request that cannot be run."""
     system = System.here(request.device)
-    kernels = [p for p in plan_kernels(request.kernels) if p.role == "kernel"]
+    rules = rules or default_rules()
+    check_system(system.as_dict(), rules)
+    kernels = [p for p in plan_kernels(request.kernels, under_audit=True) if p.role == "kernel"]
     formats = plan_formats(request.formats, kernels)
     axes = request.axes or tuple(name for name in AXES if name not in ONLY_ASKED)
-    rules = rules or default_rules()
     watch = Stopwatch(system.device, SECTIONS)
     with watch("capture"):
         source = opened(request, system)
@@ -87,41 +100,60 @@ def invariance(
                             progress(f"{located.ref.case} {axis}", done, total)
                             key = digest([about, axis, variant.name, variant.options])
                             if not journal.visit(key):
-                                journal.append(key, {"row": list(rows_of())})
+                                own = list(rows_of())
+                                why = next((r.reason for r in own if r.excuse == "call"), None)
+                                way = Way(
+                                    format=fmt.name, case=case.ref.case, axis=axis,
+                                    variant=variant.name, reason=why or "",
+                                )  # fmt: skip
+                                journal.append(key, {"row": own, "way": [way]})
                         done += len(axes)
         if request.logits:
             with watch("model"):
                 study.model(source, formats, journal)
         rows = journal.records("row", InvarianceRow)
+        ways = journal.records("way", Way)
         models = journal.records("model", ModelRow)
     if not rows:
         along = listed(axes) if request.axes else "any axis"
         what = f"{request.target}: no attention call could be made another way along {along}"
         raise UsageError(what, hint="check --layers and --axis")
-    limits, named = rules.invariance, "kernels" in request.model_fields_set
-    return InvarianceReport(
+    plan = study.plan(formats, ways, named="kernels" in request.model_fields_set)
+    report = InvarianceReport(
         provenance=provenance(system, described, command),
         request=asked,
         timings=watch.seconds(),
-        rules=rules.name,
-        named=named,
-        **judged(list(tests_of(rows, limits)), named=named),
-        tested=tuple(tested(rows, limits)),
-        summary=InvarianceSummary(answer=tuple(answer(rows, models))),
+        plan=plan.model_copy(update={"asked": bool(request.axes)}),
+        summary=InvarianceSummary(answer=()),
         rows=rows,
         models=models,
+    )
+    return judged(report, rules)
+
+
+def compared_axes(study: Study, plan: Plan, rows: Sequence[InvarianceRow]) -> InvarianceReport:
+    """Rows of a study of calls in memory, as a report that is not judged."""
+    return InvarianceReport(
+        provenance=provenance(plan.system, {}, "numdev.check"),
+        request={},
+        plan=study.plan(plan.formats, (), named=True),
+        summary=InvarianceSummary(answer=()),
+        rows=tuple(rows),
     )
 
 
 def reproducers(
-    report: InvarianceReport, request: InvarianceRequest, rules: Rules, directory: Path, **_: Any
+    report: InvarianceReport, request: InvarianceRequest, directory: Path, **_: Any
 ) -> list[Path]:
-    """A script for each finding by the rules: its kernel along its axis alone, on these calls."""
+    """A script for each finding: its kernel along its axis alone, on these calls."""
+    rules = Rules.model_validate(report.rules)
     source = request.checkpoint
     if source is not None and Path(source).exists():
         request = request.model_copy(update={"checkpoint": str(Path(source).resolve())})
 
-    def facts(finding: Finding) -> dict[str, Any]:
+    def facts(finding: Finding) -> dict[str, Any] | None:
+        if finding.severity != "exceeded" or finding.kernel == MODEL:
+            return None
         alone = {"axes": (finding.rule.split()[0],), "formats": finding.formats, "logits": False}
         alone["kernels"] = ({"name": finding.kernel, "options": finding.options},)
         asked = request.model_dump() | alone
@@ -129,7 +161,7 @@ def reproducers(
         return {
             "folders": [folder] if ":" in finding.kernel and folder else [],
             "request": InvarianceRequest.model_validate(asked).model_dump_json(),
-            "limits": rules.invariance.model_dump_json(),
+            "rules": json.dumps(as_data(rules)),
         }
 
     return written(report.findings, directory, "invariance", facts)
@@ -167,6 +199,25 @@ class Study:
     searches: bool = True
     kept: dict[Any, Any] = field(default_factory=dict)
     """References and outputs of the case at hand and of an axis's bases, by what they are of."""
+    model_axes: tuple[str, ...] = ()  # along which the model's own output is compared
+
+    def plan(
+        self, formats: Sequence[Format], ways: Sequence[Way], *, named: bool
+    ) -> InvariancePlan:
+        """What was to be compared, its axes asked for by name."""
+        return InvariancePlan(
+            kernels=tuple(
+                PlannedKernel(role="kernel", kernel=p.kernel.name, options=recorded_options(p))
+                for p in self.kernels
+            ),
+            named=named,
+            formats=tuple(fmt.name for fmt in formats),
+            axes=tuple(self.axes),
+            asked=True,
+            backward=self.backward,
+            ways=tuple(ways),
+            models=tuple(self.model_axes),
+        )
 
     def variants(
         self, case: AttentionCase, fmt: Format
@@ -189,12 +240,16 @@ class Study:
             return
         for fmt in formats:
             model = source.load(dtype_of(fmt)).eval()
+            wide = torch.float32 if dtype_of(fmt).itemsize < 4 else torch.float64
+            wider = cache(lambda wide=wide: source.load(wide).eval())
+            self.model_axes = model_axes(model, source.prompt.inputs, self.axes)
             for planned in self.kernels:
                 key = digest(["model", fmt.name, planned.kernel.name, planned.options])
-                if not journal.visit(key) and not planned.kernel.missing(self.system):
-                    run = partial(self.ran, planned, gradients=False)
-                    of = (model, source.prompt.inputs, planned, fmt, run)
-                    journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
+                if journal.visit(key):
+                    continue
+                run = partial(self.ran, planned, gradients=False)
+                of = (model, wider, source.prompt.inputs, planned, fmt, run)
+                journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
 
     def rows(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
@@ -208,23 +263,25 @@ class Study:
             if not change <= EXACT:
                 why = f"the exact answer changes by {change:.0e} of its terms"
         for planned in self.kernels:
-            if (changed := _changed(planned, variant)) is None:
-                continue
             fields: dict[str, Any] = {
                 "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
-                "options": dict(planned.options) if planned.kernel.options else {},
+                "options": recorded_options(planned),
                 "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
                 "axis": axis, "variant": variant.name,
             }  # fmt: skip
-            forms: Forms | Failure = Failure("skipped", why)
-            if not why:
+            changed = _changed(planned, variant)
+            excuse: Excuse = "call" if why else "option"
+            forms: Forms | Failure = Failure("skipped", why or "has no such option")
+            if not why and changed is not None:
                 forms = self._forms(planned, changed, variant, base, exact, fmt)
             if isinstance(forms, Forms):
                 yield from self._compared(fields, forms)
-            else:  # memory that runs out is no fault of the kernel's
-                tolerated = axis in WATCHED or "OutOfMemory" in forms.reason
-                status = "skipped" if tolerated else forms.status
-                yield InvarianceRow(**fields, tensor="out", status=status, reason=forms.reason)
+                continue
+            if not why and changed is not None:
+                excuse = _excuse(forms, axis)
+            status = "skipped" if excuse else "failed"
+            fields |= {"tensor": "out", "tensors": (), "status": status, "excuse": excuse}
+            yield InvarianceRow(**fields, reason=forms.reason)
 
     def _forms(
         self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
@@ -250,16 +307,21 @@ class Study:
     def _compared(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
         with self.watch("comparing"):
             numbers = dict(compared(forms))
+        repeats = None
+        tensors: Any = tuple(numbers)
         if fields["axis"] != "repeat" and any(numbers.get(n, {}).get("differ") for n in STEADY):
             unsteady = list(self._unsteady(fields, forms))
+            repeats = not unsteady
             yield from unsteady
             far = max((numbers[n].get("excess", 0.0) for n in numbers if n != "lse"), default=0.0)
             if unsteady and far <= ALIKE * max(1.0, *(row.excess or 0.0 for row in unsteady)):
                 why = "the kernel gives another answer to the same call"
-                yield InvarianceRow(**fields, tensor="out", status="skipped", reason=why)
+                fields |= {"tensor": "out", "tensors": (), "status": "skipped", "excuse": "repeat"}
+                yield InvarianceRow(**fields, reason=why, repeats=False)
                 return
-        for tensor, found in numbers.items():
-            row = InvarianceRow(**fields, tensor=tensor, **found)  # type: ignore[arg-type]
+        fields |= {"tensors": tensors, "repeats": repeats, "reason": forms.first.declined or None}
+        for tensor in tensors:
+            row = InvarianceRow(**fields, tensor=tensor, **numbers[tensor])
             if row.first is not None and tensor not in ("dk", "dv"):
                 row = row.model_copy(update={"keys": keys_seen(forms.first.case, row.first)})
             if tensor == "out" and row.differ:
@@ -274,18 +336,20 @@ class Study:
         about = fields | {"axis": "repeat", "variant": name}
         # The base twice, since a kernel may alternate.
         for ran in (forms.first, forms.first, *forms.others):
-            more = self.ran(*ran[:-1])
+            more = self.ran(ran.planned, ran.case, ran.within, ran.wrap)
             if isinstance(more, Failure):
-                yield InvarianceRow(**about, tensor="out", status="failed", reason=more.reason)
+                about |= {"tensor": "out", "tensors": (), "status": "failed"}
+                yield InvarianceRow(**about, reason=more.reason)
                 return
             pairs = ((getattr(ran.output, n), getattr(more.output, n)) for n in STEADY)
             if all(x is y or same(x, y) for x, y in pairs):
                 continue
             two = Forms(again(name, ran.case), ran, [more], attend(ran.case), forms.format)
-            found = [(n, x) for n, x in compared(two) if x.get("differ")]
-            for tensor, numbers in found:
-                yield InvarianceRow(**about, tensor=tensor, **numbers)  # type: ignore[arg-type]
-            if found:
+            changes = {n: x for n, x in compared(two) if x.get("differ")}
+            tensors: Any = tuple(changes)
+            for tensor in tensors:
+                yield InvarianceRow(**about, tensors=tensors, tensor=tensor, **changes[tensor])
+            if changes:
                 return
 
     def exact(self, case: AttentionCase) -> Reference:
@@ -315,10 +379,33 @@ class Study:
         options = given(planned.options, kernel)
         both = self.backward if gradients is None else gradients
         with self.watch("kernels"):
-            output = self.run(kernel, case, options, gradients=both, within=within)
+            output, declined = self.run(kernel, case, options, gradients=both, within=within), ""
             if both and isinstance(output, Failure) and output.status == "skipped":
+                declined = output.reason
                 output = self.run(kernel, case, options, within=within)
-        return output if isinstance(output, Failure) else Ran(planned, case, within, wrap, output)
+        if isinstance(output, Failure):
+            return output
+        return Ran(planned, case, within, wrap, output, declined)
+
+
+def _excuse(failure: Failure, axis: str) -> Excuse:
+    """Why a kernel that was run gave nothing; empty where that is its fault."""
+    if axis in WATCHED:
+        return "way"
+    if failure.status == "skipped":
+        return "kernel"
+    return "memory" if out_of_memory(failure) else ""
+
+
+def recorded_options(planned: Planned) -> dict[str, Any]:
+    """The options of a kernel that has some, as its rows hold them."""
+    return dict(planned.options) if planned.kernel.options else {}
+
+
+def out_of_memory(failure: Failure) -> bool:
+    """Whether a kernel failed since memory ran out. It may say so of itself: an axis along which it
+    ran in no call is not excused by it (`numdev.invariance.verdict`)."""
+    return failure.reason.startswith(("OutOfMemoryError: ", "MemoryError: "))
 
 
 def _changed(planned: Planned, variant: Variant) -> Planned | None:

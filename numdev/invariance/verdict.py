@@ -1,17 +1,26 @@
-"""From rows to what they mean: rules, tests, sentences. Needs no torch."""
+"""From rows to what they mean: tests, sentences, the answer. Needs no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from numdev.config import AXES
-from numdev.gate.findings import TENSORS, label, listed
-from numdev.gate.rows import grouped
-from numdev.gate.rules import InvarianceLimits, default_rules
-from numdev.gate.tests import Test
-from numdev.invariance.report import InvarianceRow, ModelRow
-from numdev.report.numbers import si, three
+from numdev.config import AXES, Axes
+from numdev.gate.findings import TENSORS, label, listed, run_findings
+from numdev.gate.judgement import MODEL, Judgement, Test
+from numdev.gate.rules import AtMost, Rules, Tensors
+from numdev.gate.thresholds import run_test
+from numdev.grouping import grouped
+from numdev.invariance.report import (
+    InvarianceReport,
+    InvarianceRow,
+    InvarianceSummary,
+    ModelRow,
+)
+from numdev.report import Finding, PlannedKernel, Standing, Tensor
+from numdev.report.numbers import labelled, si, three
+from numdev.yamlfile import Strict
 
 # What a dependence along one axis brings about along others, which are then not accused too.
 BRINGS: Mapping[str, Sequence[str]] = {
@@ -24,6 +33,9 @@ BRINGS: Mapping[str, Sequence[str]] = {
     "rows": ("decode", "chunks"),
 }
 ALIKE = 2  # times its cause's excess, up to which a dependence is brought about, or noise
+TINY = 1e-300  # a divisor that is never 0
+UNTRIED = ("call", "option", "way")  # excuses that are no refusal of the kernel's
+NAMES = ("ok", "skipped", "failed")
 WRONG = {  # by rule, the gravest first
     "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or infinite in "
     "one form alone",
@@ -37,6 +49,19 @@ WRONG = {  # by rule, the gravest first
 }
 
 
+class InvarianceLimits(Strict):
+    """What `numdev invariance` is held to; configs/gate/default.yaml says what each key means."""
+
+    bitwise: Axes
+    bitwise_tensors: Tensors
+    within_floor: Axes
+    beyond_roundings: AtMost
+    beyond_roundings_of_a_row: dict[Tensor, AtMost]
+    log_sum_exp: AtMost
+    model_beyond_roundings: AtMost
+    may_turn_nan: Axes
+
+
 class Held(NamedTuple):
     """A number of a row beside its limit."""
 
@@ -48,7 +73,7 @@ class Held(NamedTuple):
 
     @property
     def fails(self) -> bool:
-        return self.observed > self.limit
+        return not self.observed <= self.limit
 
 
 def worst_of(several: Iterable[Held]) -> Held:
@@ -58,54 +83,181 @@ def worst_of(several: Iterable[Held]) -> Held:
 
 
 def held(row: InvarianceRow, limits: InvarianceLimits) -> Iterator[Held]:
-    """Every rule for a row."""
+    """Every rule for a measured row. A number that lacks is beyond every limit."""
+
+    def number(name: str) -> float:
+        value = getattr(row, name)
+        return math.inf if value is None else float(value)
+
     if row.axis not in limits.may_turn_nan:
-        yield Held(row, "finite", "nonfinite", row.nonfinite, 0)
+        yield Held(row, "finite", "nonfinite", float(row.nonfinite), 0)
         rule, limit = "rounding", limits.beyond_roundings
         if row.tensor == "lse":
             rule, limit = "log-sum-exp", limits.log_sum_exp
-        yield Held(row, rule, "excess", row.excess or 0.0, limit)
+        yield Held(row, rule, "excess", number("excess"), limit)
         if limit_of_a_row := limits.beyond_roundings_of_a_row.get(row.tensor):
-            yield Held(row, "row", "excess_of_a_row", row.excess_of_a_row or 0.0, limit_of_a_row)
+            yield Held(row, "row", "excess_of_a_row", number("excess_of_a_row"), limit_of_a_row)
     if row.axis in limits.bitwise and row.tensor in limits.bitwise_tensors:
-        yield Held(row, "bitwise", "differ", row.differ, 0)
+        yield Held(row, "bitwise", "differ", float(row.differ), 0)
     if row.axis in limits.within_floor and row.tensor != "lse":
-        yield Held(row, "floor", "floor_ratio", row.floor_ratio or 0.0, 1)
+        # Where the exact result needs no rounding, nothing may differ.
+        exact = row.floor_ratio is None and not row.difference
+        yield Held(row, "floor", "floor_ratio", 0.0 if exact else number("floor_ratio"), 1)
 
 
-def tests_of(rows: Iterable[InvarianceRow], limits: InvarianceLimits) -> Iterator[Test]:
-    """Every rule on every tensor of every kernel in every format along every axis."""
-    own_rules = limits == default_rules().invariance
-    for (_, fmt), own in grouped(rows, lambda r: (label(r), r.format)).items():
-        about = {"kernel": own[0].kernel, "options": own[0].options, "format": fmt}
-        ok = [row for row in own if row.status == "ok"]
-        for row in [r for r in own if r.status == "failed"][:1]:
-            why = f"along {row.axis} ({row.case}: {row.variant}): {row.reason}"
-            yield Test(about, "runs", False, why, must=True)
-        if not ok:
-            reasons = dict.fromkeys(row.reason or "" for row in own)
-            yield Test(about, "runs", False, "; ".join(list(reasons)[:2]))
-        # Rules that somebody wrote are for axes that the report has to have; numdev's own are for
-        # whatever axes were asked for.
-        asked = {*limits.bitwise, *limits.within_floor} if ok and not own_rules else set()
-        for axis in sorted(asked - {row.axis for row in ok}):
-            why = next((r.reason or "" for r in own if r.axis == axis), "no call was made so")
-            yield Test(about, axis, False, f"{axis} is not judged: {why}", must=True)
-        every = [each for row in ok for each in held(row, limits)]
-        failing = grouped((h for h in every if h.fails), lambda h: h.row.axis)
-        gravest = {axis: worst_of(its) for axis, its in failing.items()}
-        follows, said = _follows(gravest), summary_of(ok)
-        by_rule = grouped(every, lambda h: (h.row.axis, h.rule, h.row.tensor))
-        for (axis, rule, tensor), these in by_rule.items():
-            worst = worst_of(these)
-            text = said
-            if accused := gravest.get(axis) is worst and axis not in follows:
-                text = _sentence(worst, [a for a, by in follows.items() if by == axis])
-            yield Test(
-                about, f"{axis} {rule}", worst.fails, text, float(worst.observed), worst.limit,
-                tensor=tensor, metric=worst.metric, failing=sum(h.fails for h in these),
-                judged=len(these), accused=accused,
-            )  # fmt: skip
+def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
+    """For every planned kernel in every format: whether it ran; every rule on every tensor along
+    every planned axis, or why there is none; and the model's own output with it."""
+    limits: InvarianceLimits = rules.limits_of("invariance")
+    plan = report.plan
+    rows = grouped(report.rows, lambda r: (label(r), r.format))
+    models = grouped(report.models, lambda m: (labelled(m.kernel, m.options), m.format))
+    # Rules that somebody wrote are for axes that the report has to have.
+    ours = "invariance" not in rules.limits
+    needed = () if ours else (*limits.bitwise, *limits.within_floor)
+    for kernel in plan.kernels:
+        for fmt in plan.formats:
+            key = (labelled(kernel.kernel, kernel.options), fmt)
+            who = {"role": "kernel", "kernel": kernel.kernel, "options": kernel.options}
+            yield from _of_kernel(report, {**who, "format": fmt}, rows.get(key, ()), rules)
+            for axis in dict.fromkeys((*plan.axes, *needed)):
+                own = [row for row in rows.get(key, ()) if row.axis == axis]
+                must = axis in limits.bitwise and plan.named
+                must |= axis in needed or plan.asked
+                yield from _along(axis, {**who, "format": fmt}, own, limits, must=must)
+    for kernel in plan.kernels:
+        for fmt in plan.formats:
+            key = (labelled(kernel.kernel, kernel.options), fmt)
+            yield from _of_model(models.get(key, ()), kernel, limits)
+
+
+def _of_kernel(
+    report: InvarianceReport, who: Mapping[str, Any], rows: Sequence[InvarianceRow], rules: Rules
+) -> Iterator[Test]:
+    """In how many ways a kernel ran; forward and, where it was asked for, backward."""
+    tried = [row for row in rows if row.tensor == "out" and row.excuse not in UNTRIED]
+    passes: list[tuple[str, list[tuple[str, str]]]] = [("out", [_ran(row) for row in tried])]
+    if report.plan.backward:
+        ok = (row for row in tried if row.status == "ok")
+        back = [("ok", "") if "dq" in r.tensors else ("skipped", r.reason or "") for r in ok]
+        passes.append(("dq", back))
+    for tensor, states in passes:
+        count = {name: sum(state == name for state, _ in states) for name in NAMES}
+        why = "failed" if count["failed"] else "skipped"
+        reasons = [reason for state, reason in states if state == why]
+        asked = report.plan.named or tensor == "dq"
+        yield run_test(who, rules, tensor, count, reasons, asked=asked)
+
+
+def _ran(row: InvarianceRow) -> tuple[str, str]:
+    """`ok`, `skipped` or `failed`, and why."""
+    why = row.reason or ""
+    if row.status == "failed":
+        why = f"along {row.axis} ({row.case}: {row.variant}): {why}"
+    return "ok" if row.excuse == "repeat" else row.status, why
+
+
+def _along(
+    axis: str, who: Mapping[str, Any], rows: Sequence[InvarianceRow], limits: InvarianceLimits,
+    *, must: bool,
+) -> Iterator[Test]:  # fmt: skip
+    """Every rule on every tensor along one axis; one test where there is no number along it."""
+    ok = [row for row in rows if row.status == "ok"]
+    if not ok:
+        reasons = tuple(dict.fromkeys(row.reason or "" for row in rows)) or ("no call was made so",)
+        declined = all(row.excuse not in ("", "memory") for row in rows)
+        possible = any(row.excuse != "call" for row in rows)
+        asked = must and (possible or axis not in limits.bitwise or not rows)
+        lacks = asked or not declined
+        yield Test(
+            **who, rule=axis, standing=Standing.MISSING if lacks else Standing.NOT_APPLICABLE,
+            unjudged=len(rows), reasons=tuple(f"{axis} is not judged: {why}" for why in reasons),
+        )  # fmt: skip
+        return
+    every = [each for row in ok for each in held(row, limits)]
+    for (rule, tensor), own in grouped(every, lambda h: (h.rule, h.row.tensor)).items():
+        worst = worst_of(own)
+        failing = tuple(sorted((h for h in own if h.fails), key=lambda h: -h.observed))
+        yield Test(
+            **who, rule=f"{axis} {rule}", tensor=tensor, metric=worst.metric,
+            standing=Standing.EXCEEDED if failing else Standing.HELD,
+            observed=worst.observed if math.isfinite(worst.observed) else str(worst.observed),
+            bound=worst.limit, limit=f"at most {three(worst.limit)}",
+            judged=len(own), offending=len(failing), beyond=failing,
+        )  # fmt: skip
+
+
+def _of_model(
+    rows: Iterable[ModelRow], kernel: PlannedKernel, limits: InvarianceLimits
+) -> Iterator[Test]:
+    """The model's own output with a kernel: as a kernel's, its difference over what roundings
+    explain, which is the error of the better of both ways."""
+    for row in rows:
+        name = labelled(kernel.kernel, kernel.options)
+        about: dict[str, Any] = {
+            "kernel": MODEL,
+            "format": row.format,
+            "rule": f"{row.axis} with {name}",
+        }
+        if row.difference is None or row.explained is None:
+            yield Test(**about, standing=Standing.NOT_APPLICABLE, reasons=(row.reason or "",))
+            continue
+        ratio = row.difference / max(row.explained, TINY)
+        limit = limits.model_beyond_roundings
+        yield Test(
+            **about, tensor="out", metric="difference", observed=ratio, bound=limit,
+            standing=Standing.HELD if ratio <= limit else Standing.EXCEEDED,
+            limit=f"at most {three(limit)}", judged=1, offending=int(ratio > limit),
+            beyond=(row,) if ratio > limit else (),
+        )  # fmt: skip
+
+
+def findings(
+    judgement: Judgement, report: InvarianceReport
+) -> tuple[Sequence[Finding], Sequence[str]]:
+    """A sentence for each dependence that none graver brings about; what was judged."""
+    wrong: list[Finding] = []
+    beyond = [test for test in judgement.tests if test.beyond]
+    for own in grouped(beyond, lambda t: (label(t), t.format)).values():
+        if own[0].kernel == MODEL:
+            wrong += [_finding(test, _of_output(test)) for test in own]
+            continue
+        by_axis = grouped(own, lambda test: test.beyond[0].row.axis)
+        gravest = {a: worst_of(h for t in of for h in t.beyond) for a, of in by_axis.items()}
+        follows = _follows(gravest)
+        accused = [
+            (test, worst)
+            for axis, worst in gravest.items()
+            if axis not in follows
+            for test in by_axis[axis]
+            if worst in test.beyond
+        ]
+        for test, worst in sorted(accused, key=lambda pair: -pair[0].nearness):
+            also = [axis for axis, cause in follows.items() if cause == worst.row.axis]
+            wrong.append(_finding(test, _sentence(worst, also)))
+    wrong += run_findings(judgement.tests)
+    return wrong, tuple(_tested(judgement, report))
+
+
+def _finding(test: Test, text: str) -> Finding:
+    name = f"{label(test)} ({test.format}) " if test.kernel != MODEL else ""
+    return Finding(
+        rule=test.rule, severity="exceeded", sentence=f"{name}{text}.", kernel=test.kernel or "",
+        options=test.options, formats=(test.format or "",), tensor=test.tensor, metric=test.metric,
+        observed=test.observed if isinstance(test.observed, float) else None, limit=test.bound,
+        count=test.offending, judged=test.judged,
+    )  # fmt: skip
+
+
+def _of_output(test: Test) -> str:
+    row: ModelRow = test.beyond[0]
+    ratio = test.observed if isinstance(test.observed, float) else None
+    name = labelled(row.kernel, row.options)
+    return (
+        f"The model's output ({row.format}, with {name}) depends on {AXES[row.axis]}: along "
+        f"{row.axis} it changes by {si(row.difference)} of its size, "
+        f"{three(ratio, test.bound)}× what roundings explain (limit {three(test.bound)}×)"
+    )
 
 
 def _follows(gravest: Mapping[str, Held]) -> dict[str, str]:
@@ -148,16 +300,38 @@ def _sentence(worst: Held, also: Sequence[str]) -> str:
     return f"{what}: along {row.axis} ({row.case}: {row.variant}) {wrong}{begins}{cause}{too}"
 
 
-def tested(rows: Iterable[InvarianceRow], limits: InvarianceLimits) -> Iterator[str]:
-    """What was judged, in a sentence."""
-    ran = {row.axis for row in rows if row.status == "ok"}
-    same = listed(axis for axis in limits.bitwise if axis in ran)
-    if ran:
+def _tested(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
+    """What was judged, in a sentence; along which axes a kernel was not."""
+    axes = listed(
+        axis for axis in report.plan.axes
+        if any(t.rule == f"{axis} bitwise" and t.judged for t in judgement.tests)
+    )  # fmt: skip
+    beyond = {t.bound for t in judgement.tests if t.rule.endswith(" rounding") and t.bound}
+    if beyond:
         yield (
-            f"Judged: {same and f'the same bits along {same}; '}along all axes no difference "
-            f"beyond {three(limits.beyond_roundings)}× what roundings explain. All else is "
-            "reported, and judged where a rule says so."
+            f"Judged: {axes and f'the same bits along {axes}; '}along all axes no difference "
+            f"beyond {three(max(beyond))}× what roundings explain. All else is reported, and "
+            "judged where a rule says so."
         )
+    lacking = [t for t in judgement.tests if t.standing is Standing.NOT_APPLICABLE and t.unjudged]
+    by_kernel = grouped((t for t in lacking if not t.runs), lambda t: (label(t), t.format))
+    for (name, fmt), own in by_kernel.items():
+        reasons = grouped(own, lambda t: t.reasons[0].partition(": ")[2])
+        parts = (f"{listed(t.rule for t in of)} ({why})" for why, of in reasons.items())
+        yield f"Not judged: {name} ({fmt}) along {'; '.join(parts)}."
+
+
+def passing(report: InvarianceReport, tests: Sequence[Test]) -> str | None:
+    """Along which axes a kernel that passed keeps its bits."""
+    of = tests[0]
+    if of.kernel == MODEL:
+        return "its output changes along no axis by more than roundings explain"
+    rows = [r for r in report.rows if label(r) == label(of) and r.format == of.format]
+    return summary_of(rows)
+
+
+def summary(report: InvarianceReport) -> InvarianceSummary:
+    return InvarianceSummary(answer=tuple(answer(report.rows, report.models)))
 
 
 def summary_of(rows: Iterable[InvarianceRow]) -> str:

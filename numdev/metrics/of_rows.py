@@ -1,5 +1,5 @@
-"""The metrics of a report's row, by name: its fields, and what is derived from them. Which of them
-sampled rows estimate, and which they only bound."""
+"""The metrics of a report's row, by name: its fields, and what is derived from them. What sampled
+rows tell of each."""
 
 from __future__ import annotations
 
@@ -23,20 +23,30 @@ DERIVED: dict[str, Callable[[DeviationRow], float | None]] = {
     "noise_ratio": noise_ratio,
     "lse_error": lse_error,
 }
+# Every metric is in one of the next four: what sampled rows tell of all of them. One that is in
+# none is not judged where rows are sampled.
+WHOLE = frozenset(
+    {"nonfinite", "empty_nonfinite", "empty_rows", "overflow", "noise"}  # counted in all rows
+    | {"elements", "sequences", "rows_measured", "suspects"}  # said of the sample itself
+)
 # Extreme values: over sampled rows they are lower bounds, and so never pass.
 MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
-# What sampled rows give an estimate of, to be judged by its interval. What else a row holds is of
-# the whole output (nonfinite, noise), or has a test of its own (bias).
+# What sampled rows give an estimate of, to be judged by its interval.
 ESTIMATED = frozenset(
     {"mean_abs", "rms", "rel", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"}
-    | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error"}
+    | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error", "noise_ratio"}
     | {"low_precision_rms", "flash_vs_low_precision"}
+)
+# What has a test of its own, with its certainty beside it.
+TESTED = frozenset(
+    {"bias", "bias_sign", "bias_feature", "bias_size", "bias_t", "bias_p"}
+    | {"suspicion", "suspicion_cut"}
 )
 # Multiples of an error, and so 0 where there is none, whatever the denominator.
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 _NUMBERS = (float | None, int | None, Count | None, bool | None)
 FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
-METRICS = (FIELDS - {"layer", "seed", "head"}) | {"suspicion", *DERIVED}
+METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
@@ -54,12 +64,17 @@ def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     `value_of`, a multiple of an error is 0 where there is none."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")
-    if metric != "lse_error":
+    if metric not in DERIVED:
         return row.interval.get(metric)
-    ends, value = row.interval.get("rms"), lse_error(row)
-    if ends is None or value is None or not row.rms:
+    value = DERIVED[metric](row)
+    if value == 0:
+        return 0.0, 0.0
+    ends = row.interval.get("rms")
+    if ends is None or value is None or not row.rms or not ends[0]:
         return ends
-    return ends[0] * value / row.rms, ends[1] * value / row.rms
+    low, high = (end / row.rms for end in ends)
+    # The log-sum-exp's error goes with the rms; noise is divided by one that is as uncertain.
+    return (value * low, value * high) if metric == "lse_error" else (value / high, value / low)
 
 
 ULPS = (-5, 6)

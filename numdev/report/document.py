@@ -12,7 +12,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any, Literal
 
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.report import Axis, Curve, Figure, Point, Role
 from numdev.report.numbers import ratio, shade, si
 

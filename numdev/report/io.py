@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,19 +19,8 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.report.foreign import cell, json_text
 from numdev.report.records.reports import SCHEMA_VERSION, Report
 from numdev.report.records.rows import Record
+from numdev.studies import REGISTERED, kind_of
 
-KINDS = {
-    "audit": "numdev.report.records.reports:AuditReport",
-    "sweep": "numdev.report.records.reports:SweepReport",
-    "weights": "numdev.training.weights.report:WeightsReport",
-    "train": "numdev.training.report:TrainReport",
-    "bounds": "numdev.training.bounds.report:BoundsReport",
-    "diagnose": "numdev.diagnose.report:DiagnoseReport",
-    "effects": "numdev.effects.report:EffectsReport",
-    "invariance": "numdev.invariance.report:InvarianceReport",
-    "compare": "numdev.gate.compare_report:CompareReport",
-}
-"""Where the class of each kind of report is; imported when one is read."""
 HEAD = 1 << 16  # bytes of a file in which it says what it is
 
 
@@ -57,15 +45,14 @@ def read(path: Path) -> Report:
     head = _Head()
     try:
         head = _Head.model_validate(from_json(bytes(text[:HEAD]), allow_partial=True))
-        for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(KINDS))):
+        for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(REGISTERED))):
             if (got := getattr(head, name)) not in known or isinstance(got, float):
                 raise ValueError(f"{name}: expected {', '.join(map(str, known))}, got {got!r}")
         end = text.rfind(b',"digest":')
         said, text[end:] = text[end:], b""
         if said.rstrip() != f',"digest":"{hashlib.sha256(text).hexdigest()}"}}'.encode():
             raise ValueError("digest: the file was truncated or edited")
-        module, _, name = KINDS[head.kind].partition(":")
-        model: type[Report] = getattr(importlib.import_module(module), name)
+        model = kind_of(head.kind).report
         text += b"}"
         return model.model_validate_json(text, strict=True)
     except ValueError as error:

@@ -15,6 +15,7 @@ from pydantic import Field
 import numdev
 from numdev.errors import UsageError, closest
 from numdev.report.foreign import plain
+from numdev.report.records.outcomes import Outcome
 from numdev.report.records.rows import (
     AttributionRow,
     CaseRecord,
@@ -31,9 +32,7 @@ from numdev.report.records.summaries import AuditSummary, CellRow, Figure, Sweep
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA_VERSION = 2
-Outcome = Literal["passed", "exceeded", "unmeasured"]
-VERDICTS = {"passed": "PASS", "exceeded": "FAIL", "unmeasured": "NOT JUDGED"}  # of an outcome
+SCHEMA_VERSION = 3
 
 
 class Place(Record):
@@ -162,19 +161,22 @@ class Report(Record):
     """What every report has, whatever its kind."""
 
     kind: str
-    schema_version: Literal[2] = 2
-    outcome: Outcome | None = None  # by the rules, of all kernels under audit; None: not judged
+    schema_version: Literal[3] = 3
+    rules: dict[str, Any] | None = None  # that it is judged by, whole; None: it is not judged
+    outcome: Outcome | None = None  # by these rules, of all that was planned
     verdicts: tuple[KernelVerdict, ...] = ()
     provenance: Provenance
     request: dict[str, Any]
     timings: dict[str, float] = Field(default_factory=dict)
     """Seconds by section, and `total`: of the run that made the report, not of one it resumed."""
     findings: tuple[Finding, ...] = ()
+    tested: tuple[str, ...] = ()  # by which rules, and which could not be applied
+    doubts: tuple[str, ...] = ()  # about what was read, which no row tells
 
     @property
     def passed(self) -> bool:
-        """Whether every kernel under audit was judged, and none exceeds a limit."""
-        return self.outcome == "passed"
+        """Whether all that was planned was judged, and nothing exceeds a limit."""
+        return self.outcome is Outcome.PASSED
 
     @property
     def measured(self) -> bool:
@@ -208,8 +210,8 @@ class Report(Record):
 
     def __repr__(self) -> str:
         failed = dict.fromkeys(v.kernel for v in self.verdicts if v.outcome == self.outcome)
-        verdict = VERDICTS.get(self.outcome or "", "")
-        verdict += f" ({', '.join(failed)})" if self.outcome in ("exceeded", "unmeasured") else ""
+        verdict = "" if self.outcome is None else self.outcome.word
+        verdict += f" ({', '.join(failed)})" if failed and not self.passed else ""
         sizes = [f"{len(lines)} {name}" for name, lines in self.tables().items()]
         sizes.append(f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}")
         name = self.request.get("target") or self.provenance.command
@@ -232,7 +234,6 @@ class AuditReport(Report):
 
     kind: Literal["audit"] = "audit"
     summary: AuditSummary
-    tested: tuple[str, ...] = ()  # by which rules, and which could not be applied
     plan: PlanRecord
     cases: tuple[CaseRecord, ...] = ()
     rows: tuple[DeviationRow, ...]
@@ -255,7 +256,6 @@ class SweepReport(Report):
 
     kind: Literal["sweep"] = "sweep"
     summary: SweepSummary
-    tested: tuple[str, ...] = ()
     figures: tuple[Figure, ...]
     cells: tuple[CellRow, ...]
     plan: PlanRecord

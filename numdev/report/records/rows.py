@@ -81,6 +81,7 @@ class DeviationRow(OfKernel, _OfCall):
 
     head: int | None
     tensor: Tensor
+    tensors: tuple[Tensor, ...] = ()  # that were measured of this call, each in its own rows
     status: Status
     reason: str | None = None  # why it was skipped or failed; if `ok`, a limit of the measurement
     ran: str | None = None  # evidence, for example the operator the dispatcher chose

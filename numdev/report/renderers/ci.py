@@ -7,21 +7,34 @@ from elsewhere: they cannot end a line, an element or a command."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import assert_never
 from xml.etree import ElementTree
 
 from numdev.gate.findings import label
-from numdev.gate.verdict import Judgement, Outcome, Verdict
-from numdev.report import Finding, Place
+from numdev.gate.judgement import Judgement, Test
+from numdev.report import Finding, Outcome, Place
 from numdev.report.foreign import plain
 from numdev.report.views.gate import number, problems_of
 
 GATE = "numdev gate"
-TAGS: Mapping[Outcome, str] = {"exceeded": "failure", "unmeasured": "error", "untested": "skipped"}
 COUNTS = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
 ERRORS = 10  # error annotations of a step that GitHub shows; of warnings as many
 
-_Case = tuple[str, str, Outcome, list[str]]  # suite, name, outcome, lines that say why
+
+def tag_of(outcome: Outcome | None) -> str:
+    """The element that JUnit has for what is no pass; empty for a pass."""
+    match outcome:
+        case Outcome.EXCEEDED:
+            return "failure"
+        case Outcome.NOT_JUDGED:
+            return "error"
+        case Outcome.PASSED:
+            return ""
+        case None:
+            return "skipped"
+        case _:
+            assert_never(outcome)
 
 
 def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
@@ -29,15 +42,16 @@ def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
     # A finished report is judged in no time worth telling, and readers want the attribute.
     root = ElementTree.Element("testsuites", name=GATE, time="0")
     suites: dict[str, ElementTree.Element] = {}
-    for kernel, name, outcome, why in _cases(judgement, findings):
-        suite = plain(kernel)
-        names = {"name": plain(name), "classname": suite, "time": "0"}
+    for test in judgement.tests:
+        suite, name = plain(_suite(test)), plain(_name(test))
+        names = {"name": name, "classname": suite, "time": "0"}
         if suite not in suites:
             suites[suite] = ElementTree.SubElement(root, "testsuite", name=suite, time="0")
-        test = ElementTree.SubElement(suites[suite], "testcase", names)
-        if outcome in TAGS:
-            problem = {"message": plain(why[0]), "type": outcome}
-            ElementTree.SubElement(test, TAGS[outcome], problem).text = "\n".join(map(plain, why))
+        case = ElementTree.SubElement(suites[suite], "testcase", names)
+        if tag := tag_of(test.outcome):
+            why = [plain(line) for line in _why(test, findings)]
+            problem = {"message": why[0], "type": test.standing.value}
+            ElementTree.SubElement(case, tag, problem).text = "\n".join(why)
     for element in (*root, root):
         for attribute, tag in COUNTS.items():
             element.set(attribute, str(len(list(element.iter(tag)))))
@@ -46,45 +60,44 @@ def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
-def _cases(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[_Case]:
-    for verdict in judgement.verdicts:
-        yield _verdict(verdict, findings)
-    for calls in judgement.calls:
-        word, count = ("failed", calls.failed) if calls.failed else ("skipped", calls.skipped)
-        every = calls.ok + calls.skipped + calls.failed
-        name = f"runs ({'backward, ' if calls.backward else ''}{calls.format})"
-        why = [f"{word} in {count} of {every} calls: {'; '.join(calls.reasons[:3])}"]
-        why += [_place(calls.place)] if calls.place else []
-        yield label(calls), name, calls.outcome, why
-    for kernel in judgement.missing:
-        yield kernel, "runs", "unmeasured", ["required, but not in this report"]
-    # A report of nothing passes no other case's test.
-    ran = any(calls.ok for calls in judgement.calls)
-    judged = any(v.outcome in ("passed", "exceeded") for v in judgement.verdicts)
-    message = "no rule could be applied to any row" if ran else "no kernel under audit was measured"
-    yield GATE, "something was judged", "passed" if ran and judged else "unmeasured", [message]
+def _suite(test: Test) -> str:
+    if test.kernel is None:
+        return GATE
+    return label(test) + (" (baseline)" if test.role == "baseline" else "")
 
 
-def _verdict(verdict: Verdict, findings: Sequence[Finding]) -> _Case:
-    suite, name = GATE, verdict.rule
-    if verdict.kernel is not None:
-        suite = label(verdict) + (" (baseline)" if verdict.role == "baseline" else "")
-        name = f"{verdict.rule} ({', '.join(filter(None, (verdict.tensor, verdict.format)))})"
-    message = "; ".join(verdict.reasons[:3])
-    if verdict.outcome == "exceeded":
-        what = f"expected {verdict.limit}, got {number(verdict.observed)}"
-        if verdict.metric == "suspicion":
-            what = f"does not compute the requested attention: {verdict.observed}"
-        message = f"{what} ({verdict.offending} of {verdict.judged} judged)"
-    of = (verdict.rule, verdict.kernel, verdict.options, verdict.tensor)
+def _name(test: Test) -> str:
+    """The rule, and of what; names hold no numbers."""
+    if test.runs:
+        return f"{test.rule} ({'backward, ' if test.tensor == 'dq' else ''}{test.format})"
+    of = ", ".join(filter(None, (test.tensor, test.format)))
+    return f"{test.rule} ({of})" if test.kernel is not None and of else test.rule
+
+
+def _why(test: Test, findings: Sequence[Finding]) -> list[str]:
+    """Lines that say why a test is no pass, the shortest first."""
+    if test.runs:
+        word, count = "failed", test.offending
+        if not count:
+            word, count = "skipped", test.unjudged
+        every = test.judged + test.unjudged + test.offending
+        lines = [f"{word} in {count} of {every} calls: {'; '.join(test.reasons[:3])}"]
+        return lines + list(map(_place, test.places))
+    message = "; ".join(test.reasons[:3])
+    if test.outcome is Outcome.EXCEEDED:
+        what = f"expected {test.limit}, got {number(test.observed)}"
+        if test.metric == "suspicion":
+            what = f"does not compute the requested attention: {test.observed}"
+        message = f"{what} ({test.offending} of {test.judged} judged)"
+    of = (test.rule, test.kernel, test.options, test.tensor)
     sentences = [
         f.sentence
         for f in findings
         if f.severity == "exceeded"
-        and verdict.format in f.formats
+        and test.format in f.formats
         and (f.rule, f.kernel, f.options, f.tensor) == of
     ]
-    return suite, name, verdict.outcome, [message, *sentences, *map(_place, verdict.places)]
+    return [message, *sentences, *map(_place, test.places)]
 
 
 def _place(place: Place) -> str:

@@ -3,40 +3,47 @@ what all have: the title, the answer, the findings, and where the numbers come f
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from numdev.audit.timing import words as seconds
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import VERDICTS, Finding, KernelSummary, KernelVerdict, Places, Report
+from numdev.report import Finding, KernelSummary, KernelVerdict, Outcome, Places, Report
 from numdev.report import document as doc
 from numdev.report.numbers import MOST, labelled, ratio, si, three
+from numdev.studies import kind_of
 
 REPRODUCERS = "reproducers"
 LONGEST = 32_000  # characters of a reproducer that the page shows; a longer one is only named
-STYLES: dict[str, doc.Style] = {  # of an outcome, and of a finding's severity; the gravest first
-    "exceeded": "bad",
-    "unmeasured": "warn",
-    "passed": "good",
-    "untested": "soft",
-    "note": "soft",
-}
+
+
+def style_of(outcome: Outcome | None) -> doc.Style:
+    """The colour of an outcome; soft where nothing follows."""
+    match outcome:
+        case Outcome.EXCEEDED:
+            return "bad"
+        case Outcome.NOT_JUDGED:
+            return "warn"
+        case Outcome.PASSED:
+            return "good"
+        case None:
+            return "soft"
+        case _:
+            assert_never(outcome)
 
 
 def document_of(report: Report | doc.Document, directory: Path | None = None) -> doc.Document:
     """The report as a document; reproducers are looked for under `directory`."""
     if isinstance(report, doc.Document):
         return report
-    view: Any = importlib.import_module(f"numdev.report.views.{report.kind}")
+    kind = kind_of(report.kind)
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
     target = report.request.get("target") or report.provenance.command
     findings = tuple(_findings(report, directory))
     lines, answer = list(verdicts(report)), [doc.headed(line) for line in summary.answer]
-    styles = view.styles(report) if hasattr(view, "styles") else ()  # of those that are verdicts
-    lines += [replace(answer.pop(0), style=style) for style in styles]
+    lines += [replace(answer.pop(0), style=style) for style in kind.styles(report)]
     return doc.Document(
         str(report.request.get("title") or f"{report.kind.capitalize()}: {target}"),
         (
@@ -44,8 +51,8 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
             doc.Bullets(tuple(answer), "answer"),
             *((doc.Heading("Findings", doc.TEXT),) if findings else ()),
             doc.Bullets(findings, "findings"),
-            *doc.notes(getattr(report, "tested", ())),
-            *view.blocks(report),
+            *doc.notes(report.tested),
+            *kind.blocks(report),
             *_origin(report),
         ),
     )
@@ -88,11 +95,13 @@ def _order(verdict: KernelVerdict) -> int:
 
 def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
     """An outcome's word and colour: a crash is a problem; what this machine lacks is none."""
-    outcome = of.severity if isinstance(of, Finding) else of.outcome
-    if outcome == "unmeasured" and of.rule == "runs" and of.tensor:  # a finding's, of a failed call
+    if isinstance(of, Finding) and of.severity == "note":
+        return "", "soft"
+    outcome = Outcome(of.severity) if isinstance(of, Finding) else of.outcome
+    if outcome is Outcome.NOT_JUDGED and of.rule == "runs" and of.tensor:  # of a failed call
         return "CRASHED", "bad"
-    soft = outcome == "unmeasured" and of.rule is None
-    return VERDICTS.get(outcome, ""), "soft" if soft else STYLES[outcome]
+    soft = outcome is Outcome.NOT_JUDGED and of.rule is None
+    return outcome.word, "soft" if soft else style_of(outcome)
 
 
 def _size(k: KernelSummary) -> str:

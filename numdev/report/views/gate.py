@@ -6,20 +6,21 @@ A judgement that did not pass has at least one problem."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from numdev.gate.findings import kernel_verdicts, label
-from numdev.gate.rows import grouped
-from numdev.gate.verdict import Judgement, Power, Verdict
-from numdev.report import VERDICTS, Finding, Place, Places
+from numdev.gate.judgement import REQUIRED, SOMETHING, Held, Judgement, Power, Test
+from numdev.grouping import grouped
+from numdev.report import Finding, Outcome, Place, Places, PlanRecord, Report, Standing
 from numdev.report import document as doc
 from numdev.report.numbers import three
-from numdev.report.views import STYLES, verdicts
+from numdev.report.views import style_of, verdicts
+from numdev.studies import judged_by
 
-OUTCOMES = {**VERDICTS, "untested": "not applied"}
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB
 NO_POWER = (
@@ -31,9 +32,22 @@ NO_POWER = (
 class Problem(NamedTuple):
     """One reason why a judgement did not pass; the title names the kernel and what is judged."""
 
-    severity: Literal["exceeded", "unmeasured"]
+    outcome: Outcome
     title: str
     sentence: str
+
+
+def page_of(judgement: Judgement, report: Report) -> doc.Document:
+    """The judgement of a report, of any kind."""
+    study = judged_by(report.kind)
+    findings, tested = study.findings(judgement, report)
+    placed = any(test.places for test in judgement.tests) or any(f.place for f in findings)
+    rows = getattr(report, "rows", ()) if placed else ()
+    planned = getattr(report, "plan", None)
+    return document(
+        judgement, findings, tested, Places(rows),
+        plants=isinstance(planned, PlanRecord), passing=partial(study.passing, report),
+    )  # fmt: skip
 
 
 def document(
@@ -43,15 +57,17 @@ def document(
     place: Places,
     *,
     plants: bool = True,
+    passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
 ) -> doc.Document:
-    """`findings` are the exceeded verdicts in sentences; `place` says what a place is called;
-    `plants`: whether a report of this kind can have planted faults."""
-    leading = kernel_verdicts(judgement, findings)[:SENTENCES]
+    """`findings` are the exceeded tests in sentences; `place` says what a place is called;
+    `plants`: whether a report of this kind can have planted faults; `passing`: what is said of a
+    kernel that passed."""
+    leading = kernel_verdicts(judgement, findings, passing)[:SENTENCES]
     lines = verdicts(SimpleNamespace(verdicts=leading, findings=findings))
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
     problems = [p for p in problems_of(judgement, findings) if p.sentence not in shown]
     room = SENTENCES - len(leading)
-    items = [doc.Item(p.sentence, style=STYLES[p.severity]) for p in problems[:room]]
+    items = [doc.Item(p.sentence, style=style_of(p.outcome)) for p in problems[:room]]
     if len(problems) > room:
         items.append(doc.Item(f"and {len(problems) - room} more"))
     declined = [finding.sentence for finding in findings if finding.severity == "note"]
@@ -59,12 +75,12 @@ def document(
         "numdev gate",
         (
             doc.Paragraph(
-                f"{VERDICTS[judgement.outcome]} by the {judgement.rules} rules.",
-                STYLES[judgement.outcome],
+                f"{judgement.outcome.word} by the {judgement.rules} rules.",
+                style_of(judgement.outcome),
             ),
             doc.Bullets(tuple(lines), "verdicts"),
             doc.Bullets(tuple(items)),
-            _beyond(judgement.verdicts, place),
+            _beyond(judgement.tests, place),
             doc.words(("rule", "outcome", "judged", "worst", "limit", "in"), _rules(judgement)),
             _doses(judgement.power),
             *doc.notes((*declined, *tested, *_beside(judgement))),
@@ -78,58 +94,57 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
     own; their notes are no problems."""
     for f in findings:
         if f.severity == "exceeded":
-            yield Problem("exceeded", f"{f.kernel}: {f.rule}", f.sentence)
+            yield Problem(Outcome.EXCEEDED, f"{f.kernel}: {f.rule}", f.sentence)
     for f in findings:
         if f.severity == "unmeasured":
             title = f"{f.kernel} {'crashed' if f.tensor else 'did not run'}"
-            yield Problem("unmeasured", title, f.sentence)
-    for name in judgement.missing:
-        sentence = f"{name} is required and not in this report."
-        yield Problem("unmeasured", "a required kernel", sentence)
-    if not any(call.ok for call in judgement.calls):
-        yield Problem("unmeasured", "no kernel", "No kernel under audit was measured.")
-    elif not any(v.outcome != "untested" for v in judgement.verdicts):
-        yield Problem("unmeasured", "nothing judged", "No rule could be applied to any row.")
-    lacking = (v for v in judgement.verdicts if v.outcome == "unmeasured")
-    said = grouped(lacking, lambda v: (v.rule, v.limit, v.reasons))
-    for (rule, limit, reasons), these in said.items():
-        who = dict.fromkeys(f" of {v.kernel} ({v.tensor}, {v.format})" for v in these if v.kernel)
-        where = f" in {sum(v.unjudged for v in these)} heads{','.join(who)}" if who else ""
+            yield Problem(Outcome.NOT_JUDGED, title, f.sentence)
+    lacking = [t for t in judgement.tests if t.outcome is Outcome.NOT_JUDGED and not t.runs]
+    for test in lacking:
+        if test.rule == SOMETHING or test.rule.startswith(f"{REQUIRED} "):
+            yield Problem(Outcome.NOT_JUDGED, test.rule, f"{test.reasons[0]}.")
+    rules = (t for t in lacking if t.rule != SOMETHING and not t.rule.startswith(f"{REQUIRED} "))
+    for (rule, limit, reasons), own in grouped(
+        rules, lambda t: (t.rule, t.limit, t.reasons)
+    ).items():
+        who = dict.fromkeys(f" of {_of(test)}" for test in own if test.kernel)
+        rows = sum(test.unjudged for test in own)
+        where = f"{f' in {rows} heads' if rows else ''}{','.join(who)}"
         named = f"{rule} ({limit})" if limit else rule
         sentence = f"{named} could not be judged{where}: {'; '.join(reasons[:3])}."
-        yield Problem("unmeasured", f"{rule} not judged", sentence)
+        yield Problem(Outcome.NOT_JUDGED, f"{rule} not judged", sentence)
+
+
+def _of(test: Test) -> str:
+    """`mine (out, bfloat16)`."""
+    return f"{test.kernel} ({', '.join(filter(None, (test.tensor, test.format)))})"
 
 
 def _beside(judgement: Judgement) -> Iterator[str]:
-    """What is told, and not judged."""
-    for call in judgement.calls:
-        if not call.ok and call.outcome == "untested":
-            what = " backward" if call.backward else ""
-            yield f"{label(call)}{what} ({call.format}) was skipped: {'; '.join(call.reasons[:3])}"
+    """What is said, and not judged."""
+    for test in judgement.tests:
+        if test.runs and not test.judged and test.standing is Standing.NOT_APPLICABLE:
+            what = " backward" if test.tensor == "dq" else ""
+            yield f"{label(test)}{what} ({test.format}) was skipped: {'; '.join(test.reasons[:3])}"
     if rule := judgement.fa_rule:
         yield f"{rule[0]} of {rule[1]} heads pass flash-attention's own 2× rule, a looser one."
 
 
 def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
     """A line for each rule: where it came nearest to its limit, or went beyond."""
-    gravity = list(STYLES)
-    for rule, these in grouped(judgement.verdicts, attrgetter("rule")).items():
-        worst = min(these, key=lambda v: (gravity.index(v.outcome), -_nearness(v)))
-        judged, bad = sum(v.judged for v in these), sum(v.offending for v in these)
+    order = [Outcome.EXCEEDED, Outcome.NOT_JUDGED, Outcome.PASSED, None]
+    of_rules = (test for test in judgement.tests if not test.runs and test.rule != SOMETHING)
+    for rule, own in grouped(of_rules, attrgetter("rule")).items():
+        nearest = min(own, key=lambda test: (order.index(test.outcome), -test.nearness))
+        judged, bad = sum(test.judged for test in own), sum(test.offending for test in own)
         yield (
             rule,
-            doc.Cell(OUTCOMES[worst.outcome], style=STYLES[worst.outcome]),
+            doc.Cell(nearest.standing.word, style=style_of(nearest.outcome)),
             f"{bad}/{judged}" if bad else str(judged or "-"),
-            number(worst.observed),
-            worst.limit.removeprefix(f"{worst.metric} "),
-            " ".join((worst.kernel or "-", worst.tensor or "", worst.format or "")),
+            number(nearest.observed),
+            nearest.limit.removeprefix(f"{nearest.metric} "),
+            " ".join((nearest.kernel or "-", nearest.tensor or "", nearest.format or "")),
         )
-
-
-def _nearness(verdict: Verdict) -> float:
-    if not isinstance(verdict.observed, float | int):
-        return 0.0
-    return abs(verdict.observed) / (verdict.bound or 1.0)
 
 
 def number(observed: float | str | None) -> str:
@@ -137,21 +152,21 @@ def number(observed: float | str | None) -> str:
     return three(observed) if isinstance(observed, float) else str(observed or "-")
 
 
-def _beyond(verdicts: Iterable[Verdict], place: Places) -> doc.Table:
+def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
     """A line for each row that is beyond a limit, the one farthest beyond first."""
-    beyond = [(held, verdict) for verdict in verdicts for held in verdict.beyond]
+    beyond = [(held, test) for test in tests for held in test.beyond if isinstance(held, Held)]
     beyond.sort(key=lambda pair: -pair[0].excess)
     rows = [
         (
             f"{three(held.excess)}×" if math.isfinite(held.excess) else "-",
-            label(verdict),
-            f"{verdict.tensor} {verdict.format}",
+            label(test),
+            f"{test.tensor} {test.format}",
             place(Place.of(held.row)),
             number(held.row.suspicion if held.limit.absent else held.value),
             str(held.limit),
-            verdict.rule,
+            test.rule,
         )
-        for held, verdict in beyond[:SHOWN]
+        for held, test in beyond[:SHOWN]
     ]
     more = f", the first {SHOWN} of {len(beyond)}" if len(beyond) > SHOWN else ""
     columns = ("over", "kernel", "in", "where", "number", "limit", "rule")

@@ -28,7 +28,7 @@ import pandas as pd
 
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.metrics.statistics import Mean, factor
 from numdev.report import Figure, Provenance
 from numdev.report.numbers import si, times

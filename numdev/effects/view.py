@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from numdev.effects.report import EffectsReport, Estimate, RunSummary
-from numdev.gate.rows import grouped
+from numdev.effects.report import Check, EffectsReport, Estimate, RunSummary
+from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, labelled, percent, ratio, si
 
@@ -21,13 +21,15 @@ STATES = (
 )
 BOTH = (
     "attention alone: its cost with all else in fp64, of the whole's. × predicted: that over what "
-    "the kernel's own rounding model predicts. apart: rms difference of the output from that with "
+    "the kernel's own rounding model predicts; × eager: where nothing is predicted, over that of "
+    "eager attention. apart: rms difference of the output from that with "
     "{}, of the exact output's rms."
 )
 STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs one ulp off",
     "emulated": "all sites together", "random": "all sites, rounded at random",
 }  # fmt: skip
+BESIDE = {"predicted": "× predicted", "eager": "× eager"}
 BAR = 24  # the width of the longest bar
 
 
@@ -66,7 +68,7 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     yield doc.words(
         ("the model in fp64", "", "largest difference", ""),
         (
-            (f"{c.name} {c.format}".strip(), _state(c.holds), si(c.difference), c.reason)
+            (f"{c.name} {c.format}".strip(), _state(c), si(c.difference), c.reason)
             for c in report.checks
         ),
         title="Two ways to compute one thing",
@@ -85,15 +87,19 @@ def _share(run: RunSummary | None) -> str:
     return NONE if run is None or run.share is None else percent(run.share.mean)
 
 
-def _state(holds: bool | None) -> doc.Cell:
-    if holds is None:
-        return doc.Cell("not tried", style="soft")
+def _state(check: Check) -> doc.Cell:
+    if check.holds is None:
+        word = "COULD NOT BE TRIED" if check.applies else "not tested"
+        return doc.Cell(word, style="warn" if check.applies else "soft")
+    holds = check.holds
     return doc.Cell("agree", style="good") if holds else doc.Cell("DIFFER", style="bad")
 
 
 def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) -> doc.Table:
     """The model with each kernel, and what it is held against below."""
     alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
+    present = {own.beside for own in alone.values()}
+    beside = [what for what in BESIDE if what in present]
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
     shown = [*wholes, *(run for kind in STANDARD for run in runs if run.kind == kind)]
 
@@ -107,13 +113,19 @@ def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) 
         else:
             yield NONE if run.angle is None else f"{si(run.angle)}°"
         yield _share(own)
-        yield ratio(own.over.mean) if own and own.over else NONE
+        yield from (_beside(own, what) for what in beside)
         yield si(run.apart)
 
     own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
-    columns = (f"the model in {fmt} with", *own, "attention alone", "× predicted", "apart")
+    ratios = (BESIDE[what] for what in beside)
+    columns = (f"the model in {fmt} with", *own, "attention alone", *ratios, "apart")
     standard = [run.kind != "whole" for run in shown]
     return doc.table(columns, map(cells, shown), standard, title=title)
+
+
+def _beside(run: RunSummary | None, what: str) -> str:
+    """A run's cost over that of what it is held against, if that is this."""
+    return ratio(run.over.mean) if run and run.over and run.beside == what else NONE
 
 
 def _sites(runs: Sequence[RunSummary], title: str) -> doc.Table:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import add, attrgetter
 from typing import Any
 
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.metrics.of_rows import ULPS
 from numdev.report import (
     AuditReport,

@@ -8,7 +8,7 @@ from typing import Any
 
 from numdev.config import AXES
 from numdev.gate.findings import label
-from numdev.gate.rows import grouped
+from numdev.grouping import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, ratio, si, three

@@ -1,18 +1,23 @@
-"""What the gate says: verdicts, and what they come to. Records alone; `judging` makes them."""
+"""What a judgement consists of: tests, and what they come to. Records alone.
+
+A test is one thing that was planned, held to one rule. Every kind of report is judged by a list of
+them, exactly one for each thing planned; `judging` makes a judgement of the list."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SkipValidation
 
 from numdev.gate.rules import Limit
 from numdev.metrics.of_rows import Value
-from numdev.report import DeviationRow, Place, Record, Role
+from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
 
-Outcome = Literal["passed", "exceeded", "unmeasured", "untested"]
-"""`untested`: not judged, and allowed not to be."""
-EXIT_CODES = {"passed": 0, "exceeded": 1, "unmeasured": 3}
+MODEL = "model"  # whose tests are of no kernel
+RUNS = "runs"  # the rule that what was asked for ran
+SOMETHING = "something is judged"  # the rule that some other one could be applied
+REQUIRED = "required"
 
 
 class Held(NamedTuple):
@@ -23,6 +28,7 @@ class Held(NamedTuple):
     value: Value
     excess: float  # above 1 it is exceeded
     interval: tuple[float, float] | None = None  # of an estimate from sampled rows
+    unsure: str = ""  # why it decides nothing
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -32,20 +38,24 @@ class Held(NamedTuple):
         return min(both), max(both)
 
 
-class Verdict(Record):
-    """One rule on one tensor of one kernel in one format; without a kernel, a rule nothing met."""
+class Test(Record):
+    """One rule on one tensor (axis, check, output) of one kernel in one format; without a kernel,
+    what is of none. Of the rule `runs` the rows are calls: `judged` of them ran, `unjudged` were
+    declined, in `offending` the kernel failed."""
 
     rule: str
-    outcome: Outcome
+    standing: Standing
     role: Role | None = None
     kernel: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     format: str | None = None
     tensor: str | None = None
+    required: bool = False  # whether it may not be declined
     judged: int = 0  # rows that had what the rule needs
     offending: int = 0
     observed: float | str | None = None
     """The number farthest toward or beyond its limit; a suspicion in words."""
+    interval: tuple[float, float] | None = None  # 95 %, of an estimate
     metric: str | None = None
     limit: str = ""  # the limit that this number was held to
     median: bool = False  # the number is the median over heads
@@ -54,24 +64,26 @@ class Verdict(Record):
     """Of the first offending rows, the worst one first; of the rows that lack the number."""
     unjudged: int = 0
     reasons: tuple[str, ...] = ()  # why rows were not judged
-    beyond: Annotated[tuple[Held, ...], SkipValidation] = Field(default=(), exclude=True)
-    """What offends, the worst first; not known of a verdict that was read from a file."""
+    beyond: Annotated[tuple[Any, ...], SkipValidation] = Field(default=(), exclude=True)
+    """What offends, the worst first: records of the study, for its sentences."""
 
+    @property
+    def outcome(self) -> Outcome | None:
+        """What follows from it for the whole; None where nothing does."""
+        return self.standing.outcome
 
-class Calls(Record):
-    """In how many calls one kernel ran in one format; forward and backward apart."""
+    @property
+    def runs(self) -> bool:
+        """Whether it says in how many calls a kernel ran."""
+        return self.rule == RUNS and self.kernel is not None
 
-    kernel: str
-    options: dict[str, Any]
-    format: str
-    backward: bool
-    ok: int
-    skipped: int
-    failed: int
-    required: bool
-    reasons: tuple[str, ...]  # why not, where it did not
-    place: Place | None = None  # the first call in which it failed
-    outcome: Outcome
+    @property
+    def nearness(self) -> float:
+        """The number over its limit; 0 where there is no number."""
+        if not isinstance(self.observed, float | int):
+            return 0.0
+        size = abs(self.observed)
+        return size / self.bound if self.bound else math.inf if size else 0.0
 
 
 class Dose(Record):
@@ -102,14 +114,14 @@ class Power(Record):
 
 
 class Judgement(Record):
+    """A report held to rules."""
+
     rules: str
-    outcome: Literal["passed", "exceeded", "unmeasured"]
-    verdicts: tuple[Verdict, ...]
-    calls: tuple[Calls, ...]
-    missing: tuple[str, ...] = ()  # required kernels that are not in the report
+    outcome: Outcome
+    tests: tuple[Test, ...]
     power: tuple[Power, ...] = ()
     fa_rule: tuple[int, int] | None = None  # heads that pass flash-attention's own, of all
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.outcome]
+        return self.outcome.exit_code

@@ -1,0 +1,61 @@
+"""What numdev knows of reports of audits and of sweeps: how they are judged, and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from numdev.audit import sweep_view, view
+from numdev.gate.findings import findings_in
+from numdev.gate.judgement import Judgement, Test
+from numdev.gate.rows import Measured, check_whole
+from numdev.gate.rules import Rules
+from numdev.gate.thresholds import power_of, tests_of
+from numdev.report import AuditReport, AuditSummary, Finding, SweepReport
+from numdev.report.summary import summarise
+from numdev.studies import Judged, Kind
+
+
+def tests(report: Measured, rules: Rules) -> Iterator[Test]:
+    """Every rule on every tensor of every kernel in every format, and which calls ran."""
+    return tests_of(report.rows, report.plan, rules)
+
+
+def beside(report: Measured, rules: Rules) -> Mapping[str, Any]:
+    """What planted faults show, and how many heads pass flash-attention's own rule."""
+    fa_rule = [r.fa_rule for r in report.rows if r.role == "kernel" and r.fa_rule is not None]
+    return {
+        "power": tuple(power_of(report.rows, report.plan, rules)),
+        "fa_rule": (sum(fa_rule), len(fa_rule)) if fa_rule else None,
+    }
+
+
+def findings(judgement: Judgement, report: Measured) -> tuple[Sequence[Finding], Sequence[str]]:
+    wrong, tested = findings_in(judgement, report.rows)
+    return wrong, (*tested, *report.doubts)
+
+
+def summary(report: AuditReport) -> AuditSummary:
+    """The kernels ranked, and the answer; what no row tells is as it is in the report's own."""
+    ranked = summarise(report.rows, report.findings)
+    return report.summary.model_copy(update={"answer": ranked.answer, "kernels": ranked.kernels})
+
+
+AUDIT = Kind(
+    report=AuditReport,
+    blocks=view.blocks,
+    judged=Judged(
+        check=check_whole, tests=tests, findings=findings, summary=summary, beside=beside
+    ),
+)
+SWEEP = Kind(
+    report=SweepReport,
+    blocks=sweep_view.blocks,
+    judged=Judged(
+        check=check_whole,
+        tests=tests,
+        findings=findings,
+        summary=lambda report: report.summary,
+        beside=beside,
+    ),
+)

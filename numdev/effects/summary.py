@@ -1,0 +1,194 @@
+"""From rows to runs over all sequences: shares, the budget of sites, the answer. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from numdev.effects.report import (
+    Budget,
+    EffectsReport,
+    EffectsSummary,
+    Estimate,
+    OutputRow,
+    RunSummary,
+)
+from numdev.grouping import grouped
+from numdev.metrics.statistics import factor
+from numdev.report.numbers import labelled, percent, si, three
+
+LEAST = 3  # sequences that an interval is made of
+USED = "sdpa-default"  # what a model calls that asks for no backend
+ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
+Costs = Mapping[int, float]  # by sequence
+Runs = Sequence[RunSummary]
+
+
+def summary(report: EffectsReport) -> EffectsSummary:
+    """Of all rows of a report."""
+    return summarise(report.rows, report.plan.against, logits=report.plan.logits)
+
+
+def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
+    """The runs over their sequences, the budgets of the formats, the answer, and notes."""
+    by_output = grouped(rows, lambda row: (row.format, row.at)).values()
+    outputs = [Output(own, against, logits=logits) for own in by_output]
+    budgets = tuple(x.budget for x in outputs if x.budget)
+    notes: tuple[str, ...] = ()
+    if off := ", ".join(budget.format for budget in budgets if not budget.adds_up):
+        notes = (f"In {off} the sites do not add up to the whole: draw no conclusion from shares.",)
+    if any(row.at for row in rows):
+        notes = ("In a diffusers pipeline single rounding sites are not tried.",)
+    runs = tuple(run for x in outputs for run in x.runs)
+    answer = tuple(line for x in outputs for line in x.answer())
+    return EffectsSummary(answer=answer, runs=runs, budgets=budgets, notes=notes)
+
+
+class Output:
+    """All runs of one output of the model in one format."""
+
+    def __init__(self, rows: Sequence[OutputRow], against: str, *, logits: bool) -> None:
+        self.against, self.logits = against, logits
+        by_run = grouped(rows, lambda row: row.run)
+        self.costs = {
+            run: {row.sequence: row.cost for row in own if row.cost is not None}
+            for run, own in by_run.items()
+        }
+        # The run of the whole model that stands for what a user runs; None where none ran.
+        order = {USED: 0, against: 2}
+        wholes = [own[0] for run, own in by_run.items() if run[0] == "whole" and self.costs[run]]
+        used = min(wholes, key=lambda row: order.get(row.kernel, 1), default=None)
+        self.whole: Costs = self.costs[used.run] if used else {}
+        self.runs = [self._summary(own) for own in by_run.values()]
+        self.main = next((run for run in self.runs if used and run.run == used.run), None)
+        self.sites = [run for run in self.runs if run.kind == "site" and run.cost]
+        self.budget = self._budget(self.main) if self.main and self.sites else None
+
+    def _summary(self, rows: Sequence[OutputRow]) -> RunSummary:
+        fields: dict[str, Any] = {name: getattr(rows[0], name) for name in ABOUT}
+        for name, over_sequences in OVER_SEQUENCES.items():
+            values = [getattr(row, name) for row in rows if row.cost is not None]
+            if values := [x for x in values if x not in (None, ())]:
+                fields[name] = over_sequences(values)
+        costs, (beside, yardstick) = self.costs[rows[0].run], self._yardstick(rows[0])
+        ratios = _ratios(costs, yardstick)
+        return RunSummary(
+            **fields,
+            reason=next((row.reason for row in rows if row.reason), None),
+            failed=sum(row.status == "failed" for row in rows),
+            nonfinite=sum(row.nonfinite > 0 for row in rows),
+            unmatched=sum(
+                bool(cost) and not yardstick.get(i) for i, cost in costs.items() if beside
+            ),
+            share=_geometric(_ratios(costs, self.whole)),
+            beside=beside,
+            over=_geometric(ratios),
+            over_worst=max(ratios, default=None),
+        )
+
+    def _yardstick(self, run: OutputRow) -> tuple[Any, Costs]:
+        """What a run's cost is held against, as `RunSummary.beside` names it."""
+
+        def of(**changes: Any) -> Costs:
+            return self.costs.get(run.model_copy(update=changes).run, {})
+
+        if run.kind == "whole":
+            return "sites", of(kind="emulated", kernel="", options={})
+        if run.kind != "attention" or run.layer is not None:
+            return None, {}
+        predicted = of(kind="predicted")
+        if any(predicted.values()):
+            return "predicted", predicted
+        return "eager", of(kernel=self.against, options={})
+
+    def _budget(self, main: RunSummary) -> Budget:
+        sites = [self.costs[run.run] for run in self.sites]
+        sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
+        ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
+        parts = _geometric(_ratios(sums, self.whole)) or Estimate(mean=ratio)
+        parts, adds_up = parts.model_copy(update={"mean": ratio}), 0.9 <= ratio <= 1.1
+        return Budget(format=main.format, kernel=main.kernel, parts=parts, adds_up=adds_up)
+
+    def answer(self) -> Iterator[str]:
+        """What a reader wants to know, the answer first."""
+        if (main := self.main) is None or main.cost is None:
+            return
+        name, size = labelled(main.kernel, main.options), main.error or 1.0
+        fmt = f"{main.format} with {name}"
+        where = f"{fmt}, {main.place}" if main.at else fmt
+        what = main.place if main.at else "logits" if self.logits else "final states"
+        own = alone(main, self.runs)
+        if main.apart is not None and main.kernel != self.against and own and own.share:
+            moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
+            ulp = f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
+            share, far = _with_range(own.share, percent), three(main.apart / size)
+            yield (
+                f"{where}: attention, with its inputs rounded, makes {share} of the error; with "
+                f"{name} and with {self.against} the {what} differ by {far} times the error{ulp}."
+            )
+        unit = " nats a position" if self.logits else ", relative and squared"
+        text = f"{where}: the error of the {what} is {_with_range(main.cost)}{unit}"
+        if (budget := self.budget) and budget.adds_up:
+            shares = {run.site: run.share.mean for run in self.sites if run.share}
+            first = sorted(shares, key=lambda site: -shares[site])[:3]
+            text += f"; its sites add up to {three(budget.parts.mean)} of that, the largest: "
+            text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
+        yield f"{text}."
+        if main.flips is not None:
+            other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
+            beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
+            yield f"{fmt} {flips_in_words(main)}{beside}."
+
+
+def _ratios(above: Costs, below: Costs) -> list[float]:
+    return [above[i] / below[i] for i in above if below.get(i, 0.0) > 0]
+
+
+def _geometric(values: Sequence[float]) -> Estimate | None:
+    """The geometric mean, its interval that of logarithms; none of under LEAST values."""
+    mean, low, high = factor(values) if values else (0.0, None, None)
+    low, high = (low, high) if len(values) >= LEAST else (None, None)
+    return Estimate(mean=mean, low=low, high=high) if values else None
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    """The mean of what is above 0, its interval that of the geometric mean, in proportion."""
+    mean, middle = _average(values), _geometric(values)
+    if not middle or not middle.mean or middle.low is None or middle.high is None:
+        return Estimate(mean=mean)
+    low, high = (mean * end / middle.mean for end in (middle.low, middle.high))
+    return Estimate(mean=mean, low=max(0.0, low), high=high)
+
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+# What a number of a run is, from those of its sequences.
+OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("cost", "log_prob"), _mean),
+    **dict.fromkeys(("log_perplexity", "error", "angle", "apart"), _average),
+    **dict.fromkeys(("cost_p999", "cost_max", "log_prob_p999", "log_prob_max"), max),
+    **dict.fromkeys(("positions", "flips", "unexplained"), sum),
+    "first_flip": min,
+    "growth": lambda sequences: tuple(map(_average, zip(*sequences, strict=True))),
+}
+
+
+def alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
+    return next((run for run in runs if run.run == ("attention", *whole.run[1:])), None)
+
+
+def interval_in_words(x: Estimate, write: Callable[[float | None], str]) -> str:
+    return "" if x.low is None else f"{write(x.low)} to {write(x.high)}"
+
+
+def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
+    return write(x.mean) + (f" ({interval_in_words(x, write)})" if x.low is not None else "")
+
+
+def flips_in_words(run: RunSummary) -> str:
+    text = f"changes the top token at {run.flips} of {run.positions:,} positions"
+    if run.unexplained:
+        return f"{text}, {run.unexplained} of them not near ties"
+    return f"{text}, all of them near ties" if run.flips and run.unexplained == 0 else text

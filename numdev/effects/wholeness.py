@@ -1,0 +1,168 @@
+"""Whether a report of effects holds what its plan says, and whether its numbers fit together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from numdev.effects.report import (
+    COMPILED,
+    LIMIT,
+    Check,
+    EffectsPlan,
+    EffectsReport,
+    Kind,
+    OutputRow,
+)
+from numdev.errors import MeasurementError
+from numdev.gate.rows import CUT
+from numdev.grouping import grouped
+
+SIZES = (
+    *("cost", "error", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max"),
+    *("angle", "apart"),
+)
+PARTS = 8  # of a sequence, for `growth`; a shorter one than twice as many positions has none
+STEADY = ("whole", "repeat", "moved")  # the kinds that are also held against another kernel
+
+
+def check(report: EffectsReport) -> None:
+    """Raises MeasurementError for rows or checks that nobody planned, that are not there, or that
+    cannot be: what is not there exceeds no limit."""
+    wrong = next(itertools.chain(_of_request(report), _of_checks(report), _of_rows(report)), "")
+    if wrong:
+        raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
+
+
+def _of_request(report: EffectsReport) -> Iterator[str]:
+    """Where the request asked for something else than was planned."""
+    plan, request = report.plan, report.request
+    if len(plan.formats) != len(dict.fromkeys(request.get("formats") or ())):
+        yield "the plan has other formats than the request"
+    asked = {str(choice["name"]) for choice in request.get("kernels") or ()}
+    names = {kernel.kernel for kernel in plan.kernels}
+    if plan.against not in names or len(names) < len(asked | {plan.against}) - 1:
+        yield "a kernel of the request is not in the plan"
+    kinds = Counter(run.kind for run in plan.runs)
+    if max(Counter(run.run for run in plan.runs).values(), default=0) > 1:
+        yield "the plan has a run twice"
+    of_kernels: tuple[Kind, ...] = ("whole", "attention", "predicted")
+    for kind in of_kernels:
+        ran = Counter(
+            (run.kernel, str(run.options))
+            for run in plan.runs
+            if run.kind == kind and run.layer is None
+        )
+        lacking = [k for k in plan.kernels if not ran[k.kernel, str(k.options)]]
+        if lacking:
+            yield f"the plan has no run of kind {kind} with {lacking[0].kernel}"
+    if not kinds["repeat"] == kinds["moved"] == 1:
+        yield "the plan has no run, or several, that repeats another"
+    if kinds["emulated"] != kinds["random"]:
+        yield "the plan has some of the runs with all sites, and not all"
+    if bool(kinds["site"]) != bool(request.get("sites") and kinds["emulated"]):
+        yield "the plan has other runs of single sites than the request"
+    if (report.output == "logits") != plan.logits or not plan.outputs or plan.sequences < 1:
+        yield "the plan has another output than the report"
+
+
+def _of_checks(report: EffectsReport) -> Iterator[str]:
+    made = [(check.name, check.format, check.applies) for check in report.checks]
+    planned = [(check.name, check.format, check.applies) for check in report.plan.checks]
+    if made != planned or len({name[:2] for name in made}) < len(made):
+        yield "its checks are not those that were planned"
+    applied = {check.name for check in report.plan.checks if check.applies}
+    for option, name in (("generate", "cache"), ("compile", "compiled")):
+        if bool(report.request.get(option)) < (name in applied):
+            yield f"the plan has the check {name}, which the request has not"
+    if "repeat" not in applied:
+        yield "the plan has no check of whether the model repeats itself"
+    for each in report.checks:
+        if wrong := _contradiction(each):
+            yield f"the check {each.name} {wrong}"
+
+
+def _contradiction(check: Check) -> str:
+    limit = COMPILED if check.name.startswith("compiled") else LIMIT
+    if check.limit not in (None, limit):
+        return f"has another limit than {limit:g}"
+    size = check.difference
+    if size is not None and (check.limit is None or not 0 <= size < math.inf):
+        return "has a difference without a limit, or one that cannot be"
+    match check.holds:
+        case None:
+            return "" if check.reason and size is None else "has a result, and none"
+        case _ if not check.applies:
+            return "was tried, and does not apply"
+        case True:
+            if size is None and check.name != "format":
+                return "holds, and was not tried"
+            return "holds beyond its limit" if size is not None and size > limit else ""
+        case False:
+            within = size is not None and size <= limit
+            return "fails within its limit, or for no reason" if within or not check.reason else ""
+
+
+def _of_rows(report: EffectsReport) -> Iterator[str]:
+    plan = report.plan
+    rows = grouped(report.rows, lambda r: (r.run, r.sequence))
+    wanted = itertools.product(plan.formats, plan.runs, plan.outputs, range(plan.sequences))
+    positions: dict[tuple[str, str, int], int] = {}
+    for fmt, run, at, sequence in wanted:
+        kind, *which = run.run
+        where = f"{' '.join(filter(None, (kind, run.kernel, run.site)))} ({fmt})"
+        where += f" of sequence {sequence}"
+        own = rows.pop(((kind, fmt, at, *which), sequence), [])
+        if len(own) != 1:
+            yield f"{where} has no row, or several"
+        for row in own:
+            if wrong := _row(row, plan):
+                yield f"{where} {wrong}"
+            place = (fmt, at, sequence)
+            if row.status == "ok" and positions.setdefault(place, row.positions) != row.positions:
+                yield f"{where} has another number of positions than other runs"
+    for (kind, fmt, *_), sequence in rows:
+        yield f"{kind} ({fmt}) of sequence {sequence} was not planned"
+
+
+def _row(row: OutputRow, plan: EffectsPlan) -> str:
+    """What of a row cannot be; empty where all fits together."""
+    present = {name: x for name in SIZES if (x := getattr(row, name)) is not None}
+    counts = (row.flips, row.unexplained, row.first_flip)
+    if row.status != "ok":
+        bare = not present and all(x is None for x in counts) and row.log_perplexity is None
+        if not bare or row.positions or row.growth:
+            return "has numbers though it was not measured"
+        return "" if row.reason and (not row.nonfinite or row.status == "failed") else "says no why"
+    if row.nonfinite or row.positions < 1 or row.cost is None or row.error is None:
+        return "has no numbers, and was measured"
+    if not all(0 <= x < math.inf for x in present.values()):
+        return "has a number that cannot be"
+    if not row.error and row.cost:
+        return "has a cost without an error"
+    for name in ("cost", "log_prob"):
+        mean, most, largest = (getattr(row, f"{name}{end}") for end in ("", "_p999", "_max"))
+        several = [x for x in (mean, most, largest) if x is not None]
+        if len(several) not in (0, 3) or (several and not max(mean, most) <= largest * (1 + 1e-9)):
+            return f"has a {name} above its largest"
+    if len(row.growth) != (PARTS if row.positions >= 2 * PARTS else 0):
+        return "has no growth along its positions"
+    if not plan.logits:
+        return "" if row.angle is not None and row.flips is None else "has the numbers of logits"
+    if row.flips is None or not 0 <= row.flips <= row.positions:
+        return "has more flips than positions"
+    if (row.first_flip is None) != (row.flips == 0):
+        return "has a first flip and none"
+    if row.unexplained is not None and plan.routes:
+        return "says which flips are unexplained, and the model chooses experts"
+    if row.unexplained is not None and not 0 <= row.unexplained <= row.flips:
+        return "has more unexplained flips than flips"
+    if row.kind in STEADY and row.unexplained is None and not plan.routes and _explains(plan):
+        return "does not say which flips are unexplained"
+    return ""
+
+
+def _explains(plan: EffectsPlan) -> bool:
+    return any(run.kind == "emulated" for run in plan.runs)

@@ -1,0 +1,325 @@
+"""Thresholds on rows: an audit's, or a sweep's, rows held to the rules, one test at a time.
+
+Reads rows alone: no torch, no GPU. It fails closed: what could not be judged is no pass, unless a
+rule says that it may lack. Planted faults (`role: control`) are put through the rules by
+themselves; from which dose on each is caught is the gate's power. Of sampled rows an estimate
+passes or fails by its 95 % interval, and a maximum is a lower bound: it can only fail."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice, takewhile
+from operator import attrgetter
+from typing import Any
+
+from numdev.gate.judgement import RUNS, Dose, Held, Power, Test
+from numdev.gate.rows import (
+    FOUND,
+    GRADIENTS,
+    NOT_MEASURED,
+    Groups,
+    Rows,
+    measured,
+    something,
+    spelt,
+)
+from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches
+from numdev.grouping import grouped
+from numdev.metrics.of_rows import ERRORS, ESTIMATED, MAXIMA, TESTED, WHOLE, interval_of, value_of
+from numdev.metrics.statistics import holm
+from numdev.report import NOT_PREDICTED, DeviationRow, Place, PlanRecord, Standing
+from numdev.report.numbers import three
+
+Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
+PLACES = 3  # of offending rows that are named
+NOTHING = "no row matches"
+EMPTY = "no element of this tensor could be judged"
+
+
+def tests_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
+    """Every rule on everything it selects, in the rules' order; then which calls ran."""
+    yield from threshold_tests(rows, plan, rules)
+    yield from run_tests(rows, plan, rules)
+
+
+def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
+    """Every rule on everything it selects, in the rules' order."""
+    groups = measured(rows)
+    for threshold in rules.thresholds:
+        chosen = threshold.where.choose(groups)
+        if not chosen:
+            why = NOTHING + _unmatched(threshold.where, groups)
+            needed = threshold.may_lack == "nothing"
+            standing = Standing.MISSING if needed else Standing.NOT_APPLICABLE
+            yield Test(rule=threshold.name, standing=standing, reasons=(why,))
+        for group in chosen.values():
+            parts = grouped(group, lambda row: row.case).values() if threshold.by_case else (group,)
+            yield from (_judge(threshold, part, plan) for part in parts)
+
+
+def _unmatched(where: Selector, groups: Groups) -> str:
+    """Which of a selector's patterns fit no row at all, beside what there is."""
+    for name in ("kernel", "format", "tensor"):
+        there = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
+        patterns = getattr(where, name)
+        if there and not any(matches(patterns, each) for each in there):
+            return f"; {name} {', '.join(patterns)} is none of {', '.join(islice(there, 8))}"
+    return ""
+
+
+def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
+    """One rule on the heads of one tensor of one kernel in one format."""
+    first = rows[0]
+    threshold = threshold.at(first).of(len(rows))
+    held, unsure, lacking = _held(threshold, rows)
+    offending = _offending(threshold, held)
+    # Beside the limit stands the worst of what offends; a large bias that is not certain does not.
+    shown = next(iter(offending or held), None)
+    if threshold.heads is not None and held:
+        shown = _median(held)
+    strict = threshold.may_lack != "numbers"
+    standing = Standing.HELD if held else Standing.NOT_APPLICABLE
+    if any(strict or not _excused(threshold, *each, plan) for each in lacking):
+        standing = Standing.MISSING
+    elif unsure:
+        standing = Standing.UNDECIDED
+    if offending:
+        standing = Standing.EXCEEDED
+    if standing is Standing.UNDECIDED:
+        shown = _median(unsure) if threshold.heads is not None else unsure[0]
+    lacking = [*((h.row, h.unsure) for h in unsure), *lacking]
+    named = [h.row for h in offending] if offending else [row for row, _ in lacking]
+    limit, observed = (shown.limit, shown.value) if shown else (threshold, None)
+    if isinstance(observed, float) and not math.isfinite(observed):
+        observed = str(observed)  # JSON has no infinity
+    return Test(
+        rule=threshold.name,
+        standing=standing,
+        **first.who,
+        tensor=first.tensor,
+        observed=observed,
+        interval=shown.interval if shown else None,
+        metric=limit.metric,
+        limit=str(limit),
+        bound=limit.at_most,
+        median=threshold.heads is not None,
+        judged=len(held),
+        offending=len(offending),
+        places=tuple(map(Place.of, named[:PLACES])),
+        unjudged=len(lacking),
+        reasons=tuple(dict.fromkeys(why for _, why in lacking)),
+        beyond=tuple(offending),
+    )
+
+
+def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Held], list[Lacking]]:
+    """Rows beside their limit, the worst first; estimates that decide nothing; and rows without
+    the number."""
+    held: list[Held] = []
+    lacking: list[Lacking] = []
+    heads = 1 if threshold.heads is None else len(rows)
+    for row in rows:
+        result = _held_row(threshold.above_luck(row, heads), row)
+        if isinstance(result, str):
+            lacking.append((row, result))
+        else:
+            held.append(result)
+    held.sort(key=lambda h: -h.excess)
+    unsure = [h for h in held if h.unsure]
+    if threshold.heads is None or not unsure:
+        held = [h for h in held if not h.unsure]
+    if threshold.heads is not None and held and len(held) < threshold.heads:
+        few = f"needs {threshold.heads} heads, has {len(held)}"
+        return [], unsure, [*lacking, *((h.row, few) for h in held)]
+    if threshold.heads is not None and unsure:
+        return [], unsure, lacking  # a median of what is not known
+    held, straddling = _decided(threshold, held)
+    return held, [*unsure, *straddling], lacking
+
+
+def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
+    """A row beside the first limit whose number it has; else why it has none.
+
+    The next limit is for a number that means nothing, and says why, not for one not measured."""
+    test = threshold.certain
+    if test is not None:
+        if (row.sequences or 0) < test.sequences:
+            return f"needs {test.sequences} independent sequences, has {row.sequences or 0}"
+        if row.bias_p is None:
+            return row.nulls.get("bias_p", NOT_MEASURED)
+    why: str | None = None
+    limit: Limit
+    for limit in (threshold, *threshold.otherwise):
+        value, why = value_of(row, limit.metric)
+        if value is not None or limit.absent:
+            held = Held(row, limit, value, limit.excess(value))
+            return _of_sample(held) if row.sampled else held
+        if why is None:
+            break
+    return why or NOT_MEASURED
+
+
+def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord) -> bool:
+    """Whether a row itself bears out that it lacks what a rule needs. That its elements and
+    sequences are all there is seen beside the floor (`check_whole`)."""
+    metric = threshold.metric
+    if row.elements == 0:
+        return not row.sampled  # others of its rows may see a key
+    if threshold.certain is not None:
+        own = (row.claim or "").startswith(FOUND) and why != NOT_MEASURED  # its way is so biased
+        return own or (row.sequences or 0) < threshold.certain.sequences
+    if metric in ("noise", "noise_ratio"):
+        return row.noise is None and plan.repeats < 2
+    if metric == "empty_nonfinite":
+        return not row.empty_rows
+    if value_of(row, metric)[0] is not None:  # too few heads have it, or it is a sample's maximum
+        return True
+    if row.sampled and row.tensor in ("dk", "dv"):
+        return why == NOT_PREDICTED
+    unclaimed = row.claim is None and row.expected_ratio is None and metric in ERRORS
+    return unclaimed and not threshold.otherwise and why != NOT_MEASURED
+
+
+def _of_sample(held: Held) -> Held | str:
+    """What is known of sampled rows alone, with its interval; or why that says nothing."""
+    metric = held.limit.metric
+    if metric in WHOLE | TESTED:
+        return held
+    if metric in MAXIMA:
+        # flash-attention's rule compares two maxima: beyond it, the other may be too small.
+        proven = held.excess > 1 and metric != "fa_rule"
+        return held if proven else "the maximum over sampled rows does not bound the other rows"
+    interval = interval_of(held.row, metric) if metric in ESTIMATED else None
+    if interval is None:
+        why = f"no interval is known for {metric} of {held.row.rows_measured} sampled rows: "
+        return held._replace(unsure=why + "audit more rows")
+    return held._replace(interval=interval)
+
+
+def _decided(threshold: Threshold, held: list[Held]) -> tuple[list[Held], list[Held]]:
+    """What is decided; and estimates whose interval contains the limit, which are not. For a median
+    none is, if the median of the lower ends is within and that of the upper ends beyond."""
+    if not any(h.interval for h in held):
+        return held, []
+    if threshold.heads is None:
+        unsure = [h for h in held if h.ends[0] <= 1 < h.ends[1]]
+        sure = [h for h in held if not h.ends[0] <= 1 < h.ends[1]]
+        return sure, [h._replace(unsure=_contains(h, h)) for h in unsure]
+    low, high = (_median(sorted(held, key=lambda h: -h.ends[end])) for end in (0, 1))
+    if not low.ends[0] <= 1 < high.ends[1]:
+        return held, []
+    return [], [h._replace(unsure=_contains(low, high, "the median ")) for h in held]
+
+
+def _contains(lower: Held, upper: Held, whose: str = "") -> str:
+    low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
+    what = f"the interval of {whose}{lower.limit.metric}, {three(low[0])} to {three(high[1])},"
+    return f"{what} contains the limit {lower.limit.at_most:g}: audit more rows"
+
+
+def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:
+    """Rows beyond the limit: none as long as the median is within, where the limit is for that;
+    those that are significantly so over all of them together, where certainty is asked for."""
+    if threshold.heads is not None and held and _median(held).excess <= 1:
+        return []
+    sure = [True] * len(held)
+    if threshold.certain:
+        sure = holm([h.row.bias_p or 0.0 for h in held], threshold.certain.alpha)
+    return [h for h, certain in zip(held, sure, strict=True) if certain and h.excess > 1]
+
+
+def _median(held: Sequence[Held]) -> Held:
+    """Of rows in order, the worst first; of two in the middle the one that is less bad."""
+    return held[len(held) // 2]
+
+
+def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
+    """In how many calls each kernel under audit ran, declined, or failed; forward and backward
+    apart (tensors `out` and `dq`)."""
+    call_of = attrgetter("case", "call", "seed")
+    kernels = (row for row in rows if row.role == "kernel")
+    passes = grouped(
+        kernels, lambda r: (r.kernel, spelt(r.options), r.format, r.tensor in GRADIENTS)
+    )
+    for (_, _, _, backward), group in passes.items():
+        bare = [row for row in group if row.status != "ok"]
+        status = dict.fromkeys(map(call_of, group), "ok")
+        for row in sorted(bare, key=lambda row: row.status, reverse=True):  # failed last: it counts
+            status[call_of(row)] = row.status
+        count = Counter(status.values())
+        why = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
+        reasons = [row.reason or "" for row in bare if row.status == why]
+        yield run_test(
+            group[0].who, rules, "dq" if backward else "out", count, reasons,
+            asked=plan.named or backward, empty=not any(map(something, group)),
+            place=next((Place.of(row) for row in bare if row.status == "failed"), None),
+        )  # fmt: skip
+
+
+def run_test(
+    who: Mapping[str, Any], rules: Rules, tensor: str, count: Mapping[str, int],
+    reasons: Sequence[str], *, asked: bool, empty: bool = False, place: Place | None = None,
+) -> Test:  # fmt: skip
+    """Whether a kernel ran: in `count` calls it was `ok`, `skipped` or `failed`.
+
+    A call in which it failed is not measured; nor is one that it declined, where the rules require
+    the kernel, or where it was asked for by name (as gradients are) and ran in none."""
+    kernel = str(who["kernel"])
+    required = rules.skipped == "never" or any(fnmatchcase(kernel, p) for p in rules.required)
+    asked = asked and rules.skipped == "refused-only"
+    failed, skipped, ok = (count.get(name, 0) for name in ("failed", "skipped", "ok"))
+    standing = Standing.NOT_APPLICABLE if skipped else Standing.HELD
+    if failed or (skipped and (required or (asked and not ok))):
+        standing = Standing.MISSING
+    elif required and empty:
+        standing, reasons = Standing.MISSING, [*reasons, EMPTY]
+    return Test(
+        **who,
+        rule=RUNS,
+        standing=standing,
+        tensor=tensor,
+        required=required,
+        judged=ok,
+        unjudged=skipped,
+        offending=failed,
+        metric="calls",
+        limit="every call",
+        places=(place,) if place else (),
+        reasons=tuple(dict.fromkeys(reasons)),
+    )
+
+
+def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
+    """Every planted fault in every format, its doses put through the rules as kernels are."""
+    controls = (row for row in rows if row.role == "control")
+    for fault in grouped(controls, attrgetter("kernel", "format")).values():
+        doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
+        tried = [_dose(group, plan, rules) for group in doses]
+        known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
+        caught = list(takewhile(lambda d: d.outcome == "caught", known))
+        yield Power(
+            fault=fault[0].kernel.removeprefix("control:"),
+            format=fault[0].format,
+            doses=tuple(tried),
+            caught_from=caught[-1].dose if caught else None,
+        )
+
+
+def _size(rows: Rows) -> float:
+    """The dose; one beyond 1e300 is none, since JSON has integers that no float holds."""
+    dose = rows[0].options.get("dose")
+    return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
+
+
+def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> Dose:
+    """A fault that raises, or that no rule could judge, is not caught by that."""
+    # A planted fault is put through the rules as if it were a kernel.
+    planted = [row.model_copy(update={"role": "kernel"}) for row in rows]
+    tests = list(threshold_tests(planted, plan, rules))
+    by = tuple(dict.fromkeys(t.rule for t in tests if t.standing is Standing.EXCEEDED))
+    known = any(t.standing is Standing.HELD for t in tests)
+    outcome: Any = "caught" if by else "missed" if known else "unmeasured"
+    return Dose(dose=_size(rows), outcome=outcome, by=by)

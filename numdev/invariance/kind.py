@@ -1,0 +1,23 @@
+"""What numdev knows of reports of invariance: how they are judged, compared and shown."""
+
+from __future__ import annotations
+
+from numdev.gate.compare_studies import invariance_moves
+from numdev.invariance import verdict, view
+from numdev.invariance.report import InvarianceReport
+from numdev.invariance.wholeness import check
+from numdev.studies import Judged, Kind
+
+INVARIANCE = Kind(
+    report=InvarianceReport,
+    blocks=view.blocks,
+    judged=Judged(
+        check=check,
+        tests=verdict.tests,
+        findings=verdict.findings,
+        summary=verdict.summary,
+        passing=verdict.passing,
+    ),
+    moves=invariance_moves,
+    limits=verdict.InvarianceLimits,
+)

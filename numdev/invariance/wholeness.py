@@ -1,0 +1,181 @@
+"""Whether a report of invariance holds what its plan says, and whether its numbers fit together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from numdev.errors import MeasurementError
+from numdev.gate.findings import label
+from numdev.gate.rows import CUT
+from numdev.grouping import grouped
+from numdev.invariance.report import InvarianceReport, InvarianceRow, ModelRow, Way
+from numdev.report import Tensor
+from numdev.report.numbers import labelled
+
+AGAIN = "again, "  # begins the variant of a row along `repeat` that another variant led to
+NUMBERS = (
+    *("difference", "floor_ratio", "error_base", "error_variant"),
+    *("excess", "excess_of_a_row", "ulps"),
+)
+GRADIENTS = frozenset({"dq", "dk", "dv"})
+
+
+def check(report: InvarianceReport) -> None:
+    """Raises MeasurementError for rows that nobody planned, that are not there, or that cannot be:
+    what is not there exceeds no limit."""
+    if wrong := next(
+        itertools.chain(_of_request(report), _of_rows(report), _of_models(report)), ""
+    ):
+        raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
+
+
+def _of_request(report: InvarianceReport) -> Iterator[str]:
+    """Where the request asked for something else than was planned."""
+    plan, request = report.plan, report.request
+    if list(request.get("axes") or plan.axes) != list(plan.axes):
+        yield "the plan has other axes than the request"
+    if request.get("backward") != plan.backward:
+        yield "the plan and the request differ in `backward`"
+    asked = {str(kernel["name"]) for kernel in request.get("kernels") or ()}
+    if not {kernel.kernel for kernel in plan.kernels} <= asked | {"baseline"} and asked:
+        yield "the plan has a kernel that the request has not"
+    if len(plan.kernels) < len({str(k) for k in request.get("kernels") or ()}):
+        yield "a kernel of the request is not in the plan"
+    if len(plan.formats) != len(dict.fromkeys(request.get("formats") or ())):
+        yield "the plan has other formats than the request"
+    if repeated := _repeated(plan.ways):
+        yield f"the plan has {repeated} twice"
+    if any(way.format not in plan.formats or way.axis not in plan.axes for way in plan.ways):
+        yield "the plan has a way along an axis, or in a format, that it has not"
+
+
+def _repeated(ways: Sequence[Way]) -> str:
+    counts = Counter((way.format, way.case, way.axis, way.variant) for way in ways)
+    return next((f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1), "")
+
+
+def _of_rows(report: InvarianceReport) -> Iterator[str]:
+    plan = report.plan
+    kernels = {labelled(kernel.kernel, kernel.options) for kernel in plan.kernels}
+    rows = grouped(report.rows, lambda r: (label(r), r.format, r.case, r.axis, r.variant))
+    returned: dict[tuple[str, str, str], set[Tensor]] = {}
+    for way, kernel in itertools.product(plan.ways, kernels):
+        where = f"{kernel} ({way.format}) of {way.case} along {way.axis} ({way.variant})"
+        own = rows.pop((kernel, way.format, way.case, way.axis, way.variant), [])
+        again = rows.pop(
+            (kernel, way.format, way.case, "repeat", f"{AGAIN}{way.axis} {way.variant}"), []
+        )
+        if wrong := _of_way(way, own) or _of_repeat(own, again):
+            yield f"{where} {wrong}"
+        if own and own[0].status == "ok":
+            tensors = {t for t in own[0].tensors if t not in GRADIENTS}
+            if returned.setdefault((kernel, way.format, way.case), tensors) != tensors:
+                yield f"{where} has other tensors than in other ways"
+            if plan.backward and not (GRADIENTS & {*own[0].tensors} or own[0].reason):
+                yield f"{where} has no gradients, and does not say why"
+    for kernel, fmt, case, axis, variant in rows:
+        yield f"{kernel} ({fmt}) of {case} along {axis} ({variant}) was not planned"
+
+
+def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
+    """What is wrong with the rows of one kernel in one way; empty where nothing is."""
+    if not rows:
+        return "has no row"
+    first = rows[0]
+    if first.status != "ok":
+        if len(rows) > 1 or first.tensor != "out" or first.tensors:
+            return "has rows beside one without numbers"
+        if (first.excuse == "call") != bool(way.reason) or (
+            way.reason and first.reason != way.reason
+        ):
+            return "gives another reason than the plan"
+        if (first.status == "skipped") != bool(first.excuse):
+            return "was skipped without an excuse, or failed with one"
+        return _bare(first)
+    if way.reason:
+        return "was measured, and its plan says that it cannot be"
+    if sorted(first.tensors) != sorted(row.tensor for row in rows):
+        return f"should have a row for each of {', '.join(first.tensors)}"
+    if "out" not in first.tensors or any(row.tensors != first.tensors for row in rows):
+        return "has rows of different calls"
+    return next(filter(None, map(_contradiction, rows)), "")
+
+
+def _of_repeat(rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]) -> str:
+    """What is wrong with rows along `repeat` that these rows led to."""
+    failing = [row for row in again if row.status == "failed" or row.differ]
+    if len(failing) < len(again):
+        return "has a row along repeat in which nothing differs"
+    if bool(again) != any(row.repeats is False for row in rows):
+        return "says something else of its repeats than the rows along repeat"
+    if any(row.excuse == "repeat" and row.repeats is not False for row in rows):
+        return "has an excuse that it does not bear out"
+    wrong = (_bare(row) if row.status == "failed" else _contradiction(row) for row in again)
+    return next(filter(None, wrong), "")
+
+
+def _bare(row: InvarianceRow) -> str:
+    numbers = row.elements or row.differ or row.nonfinite or row.first is not None
+    present = numbers or any(getattr(row, name) is not None for name in NUMBERS)
+    return "has numbers though it was not measured" if present else ""
+
+
+def _contradiction(row: InvarianceRow) -> str:
+    """What of a measured row cannot be."""
+    if row.status != "ok" or row.excuse:
+        return "has measured rows beside others"
+    if not 0 < row.elements < 2**63 or not 0 <= row.differ <= row.elements:
+        return "has more elements that differ than there are"
+    if not 0 <= row.nonfinite <= row.differ:
+        return "has more NaN or infinity than elements that differ"
+    for name in ("difference", "excess", "excess_of_a_row", "ulps"):
+        value = getattr(row, name)
+        if value is None or not 0 <= value < math.inf:
+            return f"has no {name}, or one that cannot be"
+    ratios = (row.floor_ratio, row.error_base, row.error_variant)
+    if any(x is None for x in ratios) != all(x is None for x in ratios):
+        return "has some of its ratios to the floor's error, and not all"
+    if any(x is not None and not 0 <= x < math.inf for x in ratios):
+        return "has a ratio that cannot be"
+    moved = any(
+        x > 0 for x in (row.difference or 0.0, row.excess or 0.0, row.excess_of_a_row or 0.0)
+    )
+    if not row.differ and (moved or row.floor_ratio or row.ulps or row.first is not None):
+        return "has a difference in no element"
+    if row.differ and row.first is None:
+        return "differs, and nowhere"
+    if (row.difference or 0.0) > 0 and not row.excess:
+        return "has a difference that is none beside what roundings explain"
+    return ""
+
+
+def _of_models(report: InvarianceReport) -> Iterator[str]:
+    plan = report.plan
+    rows = grouped(report.models, lambda m: (labelled(m.kernel, m.options), m.format, m.axis))
+    for kernel, fmt, axis in itertools.product(plan.kernels, plan.formats, plan.models):
+        key = (labelled(kernel.kernel, kernel.options), fmt, axis)
+        own = rows.pop(key, [])
+        if len(own) != 1:
+            yield f"the model's output with {key[0]} ({fmt}) along {axis} has no row, or several"
+        for row in own:
+            if wrong := _of_model(row):
+                yield f"the model's output with {key[0]} ({fmt}) along {axis} {wrong}"
+    for kernel_name, fmt, axis in rows:
+        yield f"the model's output with {kernel_name} ({fmt}) along {axis} was not planned"
+
+
+def _of_model(row: ModelRow) -> str:
+    sizes = (row.difference, row.explained, row.rest)
+    if row.reason is not None:
+        bare = not (row.differ or row.elements) and all(x is None for x in sizes)
+        return "" if bare else "has numbers though it was not measured"
+    if not 0 < row.elements < 2**63 or not 0 <= row.differ <= row.elements:
+        return "has more elements that differ than there are"
+    if any(x is None or not 0 <= x < math.inf for x in sizes):
+        return "lacks a number, or has one that cannot be"
+    if not row.differ and row.difference:
+        return "has a difference in no element"
+    return ""

@@ -1,0 +1,80 @@
+"""The kinds of reports, and what each brings: the one place where a study is registered.
+
+A kind lives in its own folder. All else (reading, judging, comparing, showing) asks here, and knows
+none by name. What a kind brings needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numdev.errors import UsageError
+
+if TYPE_CHECKING:
+    from numdev.gate.compare_report import Compared
+    from numdev.gate.judgement import Judgement, Test
+    from numdev.gate.rules import Rules
+    from numdev.report.document import Node, Style
+    from numdev.report.records.reports import Finding, Report
+
+REGISTERED: Mapping[str, str] = {
+    "audit": "numdev.audit.kind:AUDIT",
+    "sweep": "numdev.audit.kind:SWEEP",
+    "effects": "numdev.effects.kind:EFFECTS",
+    "invariance": "numdev.invariance.kind:INVARIANCE",
+    "compare": "numdev.gate.comparison:COMPARE",
+    "train": "numdev.training.kinds:TRAIN",
+    "bounds": "numdev.training.kinds:BOUNDS",
+    "weights": "numdev.training.kinds:WEIGHTS",
+    "diagnose": "numdev.diagnose.kind:DIAGNOSE",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """How reports of a kind are held to rules. All are pure functions of the report, and read its
+    plan and rows, never its summary."""
+
+    check: Callable[[Any], None]
+    """Raises MeasurementError for a report that contradicts its plan, or itself."""
+    tests: Callable[[Any, Rules], Iterator[Test]]
+    """Exactly one for each thing planned."""
+    findings: Callable[[Judgement, Any], tuple[Sequence[Finding], Sequence[str]]]
+    """What is wrong, the gravest first; and sentences on what was tested and what was not."""
+    summary: Callable[[Any], Any]
+    """Of a report that has its findings; None where its rows are not all in it."""
+    beside: Callable[[Any, Rules], Mapping[str, Any]] = lambda report, rules: {}
+    """Further fields of a Judgement: `power`, `fa_rule`."""
+    passing: Callable[[Any, Sequence[Test]], str | None] = lambda report, tests: None
+    """What to say of a kernel that passed, in a sentence; None where a view has better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    report: type[Report]
+    blocks: Callable[[Any], Iterator[Node]]
+    """What is shown of a report below its verdicts."""
+    styles: Callable[[Any], Sequence[Style]] = lambda report: ()
+    """Of the first sentences of its answer, where these are verdicts."""
+    judged: Judged | None = None
+    moves: Callable[[Any, Any], tuple[Any, Compared]] | None = None
+    """What moved from an older report to a newer one."""
+    limits: type[Any] | None = None
+    """The model of the limits that a rules file has under the kind's name."""
+
+
+def kind_of(name: str) -> Kind:
+    """A registered kind."""
+    module, _, attribute = REGISTERED[name].partition(":")
+    kind: Kind = getattr(importlib.import_module(module), attribute)
+    return kind
+
+
+def judged_by(name: str) -> Judged:
+    """How reports of a kind are judged. Raises UsageError for those that are not."""
+    judged = kind_of(name).judged
+    if judged is None:
+        raise UsageError(f"expected a report that is judged, got one of {name}")
+    return judged

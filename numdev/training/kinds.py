@@ -1,0 +1,15 @@
+"""What numdev knows of reports of training runs, of bounds, and of sets of weights."""
+
+from __future__ import annotations
+
+from numdev.studies import Kind
+from numdev.training import view as train_view
+from numdev.training.bounds import view as bounds_view
+from numdev.training.bounds.report import BoundsReport
+from numdev.training.report import TrainReport
+from numdev.training.weights import view as weights_view
+from numdev.training.weights.report import WeightsReport
+
+TRAIN = Kind(report=TrainReport, blocks=train_view.blocks)
+BOUNDS = Kind(report=BoundsReport, blocks=bounds_view.blocks, styles=bounds_view.styles)
+WEIGHTS = Kind(report=WeightsReport, blocks=weights_view.blocks)
