@@ -26,6 +26,7 @@ from numdev.gate import compare as comparing
 from numdev.gate.compare_report import CompareReport
 from numdev.kernels import Kernel, Output, of_function
 from numdev.report import AuditReport, DeviationRow, Report
+from numdev.report.io import refuse_other_kind
 from numdev.report.renderers import html
 from numdev.sources import capture as capturing
 from numdev.sources.checkpoint import InMemory
@@ -115,6 +116,7 @@ def audit(
     scratch = tempfile.TemporaryDirectory(prefix="numdev-") if output is None else nullcontext("")
     with scratch as folder, sharing(cluster, request.device):
         directory = Path(folder if output is None else output)
+        refuse_other_kind(directory, "audit")
         found = run.audit(
             request, directory, command="numdev.audit", say=say, overwrite=overwrite, own=own,
             workers=cluster, save_cases=Path(save_cases) if save_cases else None, **how,
