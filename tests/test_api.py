@@ -420,12 +420,31 @@ def test_writing_into_the_inputs_is_wrong(backward: bool) -> None:
 
 
 def test_a_second_output_of_another_shape_is_said() -> None:
-    """It is not judged, as a wrong log-sum-exp would be, and a check and an audit say so."""
-    odd = lambda q, k, v: (plain(q, k, v), q[..., :1])  # noqa: E731
+    """Attention weights are not judged, as a wrong log-sum-exp would be; a check and an audit say
+    so."""
+    odd = lambda q, k, v: (plain(q, k, v), q @ k.mT)  # noqa: E731
     result = check_attention(odd, cases="full", formats="bfloat16", backward=False)
-    words = "a second output of shape [1, 4, 129, 1], expected [batch, heads, q_len]."
+    words = "attention weights [1, 4, 129, 129], expected the log-sum-exp [1, 4, 129]."
     assert words in " ".join(str(result).split())
     assert any(words in sentence for sentence in result.report.tested)
+
+
+@pytest.mark.parametrize(
+    ("second", "got"),
+    [(lambda q: q[..., :1], "shape [1, 2, 4, 1]"), (lambda q: q[:, 0, :, 0], "shape [1, 4]"),
+     (lambda q: q[..., 0].mT, "shape [1, 4, 2]"), (lambda q: q.new_zeros(1, 2, 8), "shape [1, 2, 8]"),
+     (lambda q: q[..., 0].long(), "torch.int64 on cpu"), (lambda q: [0.0], "list"),
+     (lambda q: 0.0, "float"), (lambda q: q[..., 0].to_sparse(), "a torch.sparse_coo tensor")],
+)  # fmt: skip
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_log_sum_exp_that_is_none_does_not_pass(second: Any, got: str, backward: bool) -> None:
+    """Another shape or type in its place fails the call: dropped, nobody would have judged it."""
+    case = {"batch": 1, "heads": 2, "seq_len": 4, "head_dim": 8}
+    odd = lambda q, k, v: (plain(q, k, v), second(q.detach()))  # noqa: E731
+    result = numdev.check(odd, cases=case, formats="bfloat16", backward=backward)
+    assert result.verdict != "PASS"
+    words = f"log-sum-exp: expected a floating-point tensor of shape [1, 2, 4] on cpu, got {got}"
+    assert words in " ".join(str(result).split())
 
 
 def test_a_check_looks_for_a_name_in_its_first_failing_calls(monkeypatch: Any) -> None:
