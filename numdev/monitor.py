@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from numdev.arguments import expect_fields
 from numdev.audit.bench import part
 from numdev.audit.plan import Plan, Planned, plan_kernels
 from numdev.audit.task import measure_one
@@ -68,6 +69,7 @@ class watch:
     observer: _Observer | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        expect_fields(self)
         modules = self.model.modules()
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in modules):
             hint = "use numdev.audit between steps, on the model that was compiled"
