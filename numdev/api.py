@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from numdev import report as reports
+from numdev.arguments import checked
 from numdev.audit import run
 from numdev.audit.cluster import cluster_of, sharing
 from numdev.audit.isolation import copied
@@ -26,6 +27,7 @@ from numdev.gate import compare as comparing
 from numdev.gate.compare_report import CompareReport
 from numdev.kernels import Kernel, Output, of_function
 from numdev.report import AuditReport, DeviationRow, Report
+from numdev.report.io import refuse_other_kind
 from numdev.report.renderers import html
 from numdev.sources import capture as capturing
 from numdev.sources.checkpoint import InMemory
@@ -39,6 +41,7 @@ Cases = AttentionCase | Mapping[str, Any] | Sequence[AttentionCase] | Sequence[M
 Named = str | Mapping[str, Any] | Callable[..., Any] | Kernel  # what names a kernel, or is one
 
 
+@checked
 def audit(
     target: Target | None = None,
     inputs: Inputs | str | Path | None = None,
@@ -80,6 +83,9 @@ def audit(
     nothing could be measured."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
+    for name, value in options.items():
+        if value == "" or (isinstance(value, list | tuple) and "" in value):
+            raise UsageError(f"{name}: expected a value, got an empty string")
     chosen = [
         x if isinstance(x, str | Mapping | Kernel) else of_function(name_of(x), x)
         for x in _several(kernels)
@@ -103,7 +109,12 @@ def audit(
         how["opened"] = partial(CheckpointSource, given=memory)
         flags["device"] = device or next((p.device.type for p in given.parameters()), None)
     elif given is None or isinstance(given, str | Path):
+        if not isinstance(inputs, str | Path | None):
+            what = "inputs: expected a safetensors file beside a target that is no model"
+            raise UsageError(f"{what}, got a {type(inputs).__name__}")
         name, flags["inputs"] = str(given or "demo"), None if inputs is None else str(inputs)
+    elif inputs is not None:
+        raise UsageError("inputs: expected none beside attention calls, which have their own")
     elif isinstance((first := [*_several(given), None][0]), AttentionCase):
         fields, how["opened"] = {"checkpoint": name}, partial(GivenSource, given=_several(given))
         flags["device"] = device or first.q.device.type
@@ -115,6 +126,7 @@ def audit(
     scratch = tempfile.TemporaryDirectory(prefix="numdev-") if output is None else nullcontext("")
     with scratch as folder, sharing(cluster, request.device):
         directory = Path(folder if output is None else output)
+        refuse_other_kind(directory, "audit")
         found = run.audit(
             request, directory, command="numdev.audit", say=say, overwrite=overwrite, own=own,
             workers=cluster, save_cases=Path(save_cases) if save_cases else None, **how,
@@ -138,8 +150,9 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
     not fit them."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
-    if inputs is None:
-        raise UsageError("inputs: expected the model's inputs (token ids or tensors), got none")
+    if inputs is None or isinstance(inputs, str | Path):
+        what = "inputs: expected the model's inputs (token ids or tensors)"
+        raise UsageError(f"{what}, got {'none' if inputs is None else repr(str(inputs))}")
     given = (inputs,) if isinstance(inputs, Tensor) else inputs
     try:
         return dict(inspect.signature(model.forward).bind(*given).arguments)
@@ -148,6 +161,7 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
         raise UsageError(f"inputs: {error}", hint=hint) from error
 
 
+@checked
 def capture(
     model: nn.Module, inputs: Inputs, *, backward: bool = False, seed: int = 0
 ) -> list[AttentionCase]:
@@ -169,6 +183,7 @@ def capture(
     return found
 
 
+@checked
 def compare(*reports: str | Path | Report, allow: Sequence[str] = ()) -> CompareReport:
     """What moved beyond noise from one audit (or sweep) to another of the same request: what
     `numdev compare` says, of three or more with their history. Each is a report, its file or its
@@ -180,6 +195,7 @@ def compare(*reports: str | Path | Report, allow: Sequence[str] = ()) -> Compare
     return comparing.compare(*sides, allow=allow, command="numdev.compare")
 
 
+@checked
 def measure(
     out: Tensor,
     q: Tensor,
@@ -210,7 +226,7 @@ def measure(
         q=q.detach(),
         k=k.detach(),
         v=v.detach(),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=max([1, *q.shape[-1:]]) ** -0.5 if scale is None else scale,
         is_causal=is_causal,
         mask=mask,
     )
@@ -220,6 +236,8 @@ def measure(
         any_format=True,
         claims=lambda case, output, system: {"preset": "fa2"},
     )
+    if q.is_meta:
+        raise UsageError("q: expected a tensor with values, got one on the device meta")
     fmt = case.format.name
     task = Task(case=case.ref, role="kernel", kernel=kernel.name, format=fmt)
     found = measure_one(task, kernel, case, System.here("cpu"))

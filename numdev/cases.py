@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from numdev.arguments import expect_fields
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, format_of, round_to
 
@@ -79,6 +80,7 @@ class AttentionCase:
     positions: Tensor | None = None
 
     def __post_init__(self) -> None:
+        expect_fields(self)
         problem = next(_problems(self), None)
         if problem:
             raise UsageError(f"attention case {self.ref.case!r}: {problem}")
@@ -375,6 +377,11 @@ def _problems(case: AttentionCase) -> Iterator[str]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or 0 in x.shape:
             yield f"{name}: expected [batch, heads, length, head_dim], got {list(x.shape)}"
+    for name in ("q", "k", "v", "mask", "sinks", "grad_out", "positions"):
+        part: Tensor | None = getattr(case, name)
+        if part is not None and (part.layout is not torch.strided or part.device != q.device):
+            got = f"{part.layout} on {part.device}"
+            yield f"{name}: expected a dense tensor on {q.device}, as q is, got {got}"
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         yield f"q, k, v: expected one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:

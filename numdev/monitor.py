@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from numdev.arguments import expect_fields
 from numdev.audit.bench import part
 from numdev.audit.plan import Plan, Planned, plan_kernels
 from numdev.audit.task import measure_one
@@ -71,6 +73,7 @@ class watch:
     observer: _Observer | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        expect_fields(self)
         modules = self.model.modules()
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in modules):
             hint = "use numdev.audit between steps, on the model that was compiled"
@@ -79,9 +82,10 @@ class watch:
             if (value := getattr(self, name)) < 1:
                 raise UsageError(f"{name}: expected at least 1, got {value}")
         self.log = functools.cache(functools.partial(LOG.warning, "numdev.watch: %s"))  # each once
+        self.lock = threading.Lock()
         self.hooks = (
-            self.model.register_forward_pre_hook(self._before),
-            self.model.register_forward_hook(self._after, always_call=True),
+            self.model.register_forward_pre_hook(_Hook(self._before)),
+            self.model.register_forward_hook(_Hook(self._after), always_call=True),
         )
 
     def __enter__(self) -> watch:
@@ -94,23 +98,39 @@ class watch:
         """Take the hooks off the model."""
         for hook in self.hooks:
             hook.remove()
+        with self.lock:
+            self._drop_interrupted()
         if self.step < 0:
             self.log("no training step of the model was seen")
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
-        self.step += 1
         graph = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if self.step % self.every == 0 and not graph:
-            self.observer = _Observer(self)
+        with self.lock:
+            self._drop_interrupted()
+            self.step += 1
+            # Of threads that run the model at once one is observed.
+            if self.step % self.every == 0 and not graph and self.observer is None:
+                self.observer = _Observer(self)
+
+    def _drop_interrupted(self) -> None:
+        """End an observation that no hook ended: after KeyboardInterrupt PyTorch calls none."""
+        observer = self.observer
+        if observer is None or (observer.thread.is_alive() and not observer.is_of_this_thread()):
+            return
+        self.observer = None
+        with suppress(MeasurementError):
+            observer.close()
 
     def _after(self, module: nn.Module, args: Any, answer: Any) -> None:
-        observer, self.observer = self.observer, None
-        if observer is None:
-            return
+        with self.lock:
+            observer = self.observer
+            if observer is None or not observer.is_of_this_thread():
+                return
+            self.observer = None
         try:
-            observer.ends.close()
+            observer.close()
         except MeasurementError as error:  # attention ran unseen
             if answer is not None:  # the model itself raised nothing
                 self.log(str(error))
@@ -120,19 +140,40 @@ class watch:
             self.tell(numbers)
 
 
+class _Hook:
+    """A hook that does nothing in a copy of the model, nor in a file, where it needs no numdev."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self.call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes whatever arguments, and does nothing
+
+
 class _Observer(TorchFunctionMode):
     """Meets the SDPA calls of one forward pass, lets each through as it is, and measures some."""
 
     def __init__(self, owner: watch) -> None:
         super().__init__()
         self.owner, self.numbers, self.met = owner, list[Numbers](), 0
+        self.step, self.thread = owner.step, threading.current_thread()
         self.names = capturing.Watch(owner.model, source=type(owner.model).__name__)
         self.ends = ExitStack()
-        self.ends.enter_context(self.names.watching())
-        # Hooks that are made while the model's own run do not see it begin.
-        self.names.running.append(capturing.Frame(module=owner.model, arguments=(), named={}))
-        self.names.ran[owner.model] += 1
-        self.ends.enter_context(self)
+        self.ends.enter_context(self.names.watching(begun=True))
+        self.mode = ExitStack()
+        self.mode.enter_context(self)
+
+    def is_of_this_thread(self) -> bool:
+        return self.thread is threading.current_thread()
+
+    def close(self) -> None:
+        """Raises MeasurementError where attention ran unseen."""
+        if self.is_of_this_thread():  # a mode is a thread's, and ends with it
+            self.mode.close()
+        self.ends.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -166,7 +207,7 @@ class _Observer(TorchFunctionMode):
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         how: Any = {"scale": scale, "mask": attn_mask, "is_causal": is_causal}
         case, system = AttentionCase(ref=ref, q=q, k=k, v=v, **how), System.here(q.device.type)
-        turn, count = owner.step // owner.every, owner.heads
+        turn, count = self.step // owner.every, owner.heads
         heads, at = sorted({(turn * count + i) % case.heads for i in range(count)}), turn % len(q)
         few = part(case, batch=range(at, at + 1)).select_heads(heads)
         operator, few_out = operator_of(out), out.detach()[at : at + 1, heads]
@@ -177,7 +218,7 @@ class _Observer(TorchFunctionMode):
             how = {"claims": lambda case, output, system: claim, "backward": None}
             kernel = Kernel(name=name, function=lambda case: Output(out=few_out), **how)
         planned = Planned(role="kernel", kernel=kernel, options={})
-        how = {"kernels": [*plan_kernels(()), planned], "seed": owner.step, "rows": owner.rows}
+        how = {"kernels": [*plan_kernels(()), planned], "seed": self.step, "rows": owner.rows}
         plan = Plan(system=system, formats=[case.format], **how)
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
@@ -185,7 +226,7 @@ class _Observer(TorchFunctionMode):
         findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
         self.numbers.append({
-            "step": owner.step, "module": ref.module, "layer": ref.layer,
+            "step": self.step, "module": ref.module, "layer": ref.layer,
             "kernel": kernel.name, "format": case.format.name, "heads": heads,
             **{name: max(x, default=None) for name, x in values.items()},
             "finding": next((f.sentence for f in findings), None),

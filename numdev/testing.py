@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from numdev.arguments import checked
 from numdev.audit.check import Backward, CheckSource, Named, declining, measured
 from numdev.audit.isolation import attempt
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
@@ -18,7 +19,8 @@ from numdev.audit.reproduce import reproduce
 from numdev.audit.script import name_of
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
-from numdev.errors import UsageError
+from numdev.config import AXES
+from numdev.errors import UsageError, closest
 from numdev.gate.findings import listed, remarks
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system, judgement_of
@@ -84,6 +86,7 @@ class CheckFailed(AssertionError):
         self.result = result
 
 
+@checked
 def check(
     function: Callable[..., Any] | Kernel,
     *,
@@ -135,6 +138,10 @@ def check(
     rules = _rules(thresholds)
     if not formats:
         raise UsageError("formats: expected at least one, got none")
+    names = (invariant,) if isinstance(invariant, str) else tuple(invariant)
+    if unknown := [name for name in names if name not in AXES]:
+        what = f"invariant: expected an axis of invariance, got {unknown[0]!r}"
+        raise UsageError(what, hint=closest(unknown[0], AXES))
     asked = {"target": name, "formats": list(formats), "backward": backward, "seeds": list(seeds),
              "rules": rules.name, "claims": claims and dict(claims)}  # fmt: skip
     system = System.here(device)
@@ -167,7 +174,6 @@ def check(
     if lacking:
         said.append("backward=True asks for gradients, and none could be measured.")
     left_out = tuple(_left_out(report, kernel.adapted))
-    names = (invariant,) if isinstance(invariant, str) else tuple(invariant)
     changes, untried = _changes(planned, source, plan, names, rules) if names else ((), [])
     words = _failure(name, report, judgement)
     if passed:

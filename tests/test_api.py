@@ -5,15 +5,19 @@ The faults are those of benchmarks/planted.py, which tests/test_power.py holds t
 from __future__ import annotations
 
 import contextlib
+import copy
 import doctest
 import functools
 import importlib
+import io
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -419,12 +423,31 @@ def test_writing_into_the_inputs_is_wrong(backward: bool) -> None:
 
 
 def test_a_second_output_of_another_shape_is_said() -> None:
-    """It is not judged, as a wrong log-sum-exp would be, and a check and an audit say so."""
-    odd = lambda q, k, v: (plain(q, k, v), q[..., :1])  # noqa: E731
+    """Attention weights are not judged, as a wrong log-sum-exp would be; a check and an audit say
+    so."""
+    odd = lambda q, k, v: (plain(q, k, v), q @ k.mT)  # noqa: E731
     result = check_attention(odd, cases="full", formats="bfloat16", backward=False)
-    words = "a second output of shape [1, 4, 129, 1], expected [batch, heads, q_len]."
+    words = "attention weights [1, 4, 129, 129], expected the log-sum-exp [1, 4, 129]."
     assert words in " ".join(str(result).split())
     assert any(words in sentence for sentence in result.report.tested)
+
+
+@pytest.mark.parametrize(
+    ("second", "got"),
+    [(lambda q: q[..., :1], "shape [1, 2, 4, 1]"), (lambda q: q[:, 0, :, 0], "shape [1, 4]"),
+     (lambda q: q[..., 0].mT, "shape [1, 4, 2]"), (lambda q: q.new_zeros(1, 2, 8), "shape [1, 2, 8]"),
+     (lambda q: q[..., 0].long(), "torch.int64 on cpu"), (lambda q: [0.0], "list"),
+     (lambda q: 0.0, "float"), (lambda q: q[..., 0].to_sparse(), "a torch.sparse_coo tensor")],
+)  # fmt: skip
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_log_sum_exp_that_is_none_does_not_pass(second: Any, got: str, backward: bool) -> None:
+    """Another shape or type in its place fails the call: dropped, nobody would have judged it."""
+    case = {"batch": 1, "heads": 2, "seq_len": 4, "head_dim": 8}
+    odd = lambda q, k, v: (plain(q, k, v), second(q.detach()))  # noqa: E731
+    result = numdev.check(odd, cases=case, formats="bfloat16", backward=backward)
+    assert result.verdict != "PASS"
+    words = f"log-sum-exp: expected a floating-point tensor of shape [1, 2, 4] on cpu, got {got}"
+    assert words in " ".join(str(result).split())
 
 
 def test_a_check_looks_for_a_name_in_its_first_failing_calls(monkeypatch: Any) -> None:
@@ -620,6 +643,113 @@ def test_watching_finds_a_fault(
             model.compile()
         with pytest.raises(UsageError, match=words):
             numdev.watch(model, **wrong)
+
+
+class Attending(torch.nn.Module):
+    """One call of attention, then `after`."""
+
+    after: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        if self.after:
+            self.after()
+        return x
+
+
+def modes() -> int:
+    return len(torch.overrides._get_current_function_mode_stack())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ValueError, KeyboardInterrupt])
+def test_a_watched_models_own_error_is_what_comes(error: type[BaseException], caplog: Any) -> None:
+    """As it was raised, and the next step is measured as if nothing had been."""
+
+    def fail() -> None:
+        raise error("of the model")
+
+    model, x, seen = Attending().train(), torch.randn(1, 2, 5, 8), list[dict[str, Any]]()
+    with numdev.watch(model, every=1, tell=seen.append):
+        model.after = fail
+        with pytest.raises(error, match="^of the model$"):
+            model(x)
+        model.after = None
+        model(x)
+        assert modes() == 0
+    assert [n["step"] for n in seen][-1:] == [1]
+    assert not caplog.text
+    assert not model.linear._forward_hooks
+    with numdev.watch(model, every=1):
+        model.after = fail
+        with pytest.raises(error):
+            model(x)
+    assert modes() == 0
+    assert not model._forward_hooks
+    assert not model.linear._forward_hooks
+
+
+def _saved(model: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"numdev" not in file.getvalue()  # so that it is read where numdev is not installed
+    file.seek(0)
+    loaded: torch.nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _saved],
+    ids=["deepcopy", "pickle", "torch.save"],
+)  # fmt: skip
+def test_a_watched_model_is_copied_and_saved(copied: Any) -> None:
+    """Before, between and after its steps; a copy computes the same, and is not watched."""
+    model, x, seen = torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0), torch.randn(2, 5, 8), []
+    with numdev.watch(model.train(), every=1, tell=seen.append) as watch:
+        for step in range(2):
+            copy_of = copied(model)
+            assert torch.equal(copy_of(x), model(x))
+            assert watch.step == step
+    assert {n["step"] for n in seen} == {0, 1}
+    assert torch.equal(copied(model)(x), model(x))
+
+
+def test_two_threads_run_a_watched_model_at_once() -> None:
+    """Each gets its own numbers; one of them is observed, and no mode or hook is left."""
+    model, seen = Attending().train(), list[dict[str, Any]]()
+    both = threading.Barrier(2, timeout=30)
+    model.after = both.wait
+    inputs = torch.randn(2, 1, 2, 5, 8)
+    results: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        try:
+            results[i] = [model(inputs[i]) for _ in range(4)], modes()
+        except Exception as error:
+            both.abort()
+            results[i] = error
+
+    with numdev.watch(model, every=1, tell=seen.append) as watch:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert watch.step == 7
+    assert len({n["step"] for n in seen}) == len(seen) >= 4
+    assert all(n["module"] == "Attending" and n["finding"] is None for n in seen)
+    model.after = None
+    for i in range(2):
+        assert not isinstance(results[i], Exception), results[i]
+        outs, left = results[i]
+        assert left == 0
+        assert all(torch.equal(out, model(inputs[i])) for out in outs)
+    assert not model._forward_hooks
+    assert not model.linear._forward_hooks
 
 
 def test_the_trainer_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from on_bench import prepare
 from oracles import make_case
+from safetensors.torch import save_file
 from torch import Tensor
 
 from numdev import report
@@ -205,6 +206,19 @@ def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.Mon
     module.write_text("def attend(q, k, v, is_causal=False):\n    return v * 2.0\n")
     with pytest.raises(UsageError, match="different kernels: edited_kernel:attend was"):
         audit(request(Choice(name="edited_kernel:attend")), tmp_path / "out")
+
+
+def test_another_file_at_the_same_path_is_another_run(tmp_path: Path) -> None:
+    """Rows of the old tensors must not be taken for the new ones'."""
+    path = tmp_path / "calls.safetensors"
+    asked = request("plain", target="calls", checkpoint=str(path), cases=())
+    for value in (1.0, 2.0):
+        tensors = {f"0.{name}": torch.full((1, 2, 4, 8), value) for name in "qkv"}
+        save_file(tensors, path, metadata={"numdev": '{"version": 1}'})
+        if value == 1.0:
+            audit(asked, tmp_path / "out")
+    with pytest.raises(UsageError, match="holds a run with a different source: sha256 was"):
+        audit(asked, tmp_path / "out")
 
 
 def test_a_checkpoint_is_audited_by_layer_and_head(tmp_path: Path) -> None:

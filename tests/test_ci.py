@@ -103,6 +103,52 @@ def test_inputs_of_the_action() -> None:
     assert "--backward" not in line
 
 
+def outcome(given: dict[str, Any]) -> tuple[int, str]:
+    """The exit code of the Action with these inputs, and what its steps print, with a stand-in for
+    numdev that prints its arguments."""
+    (step,) = (s for s in acted(given) if re.search(r"^numdev ", s.get("run", ""), re.MULTILINE))
+    shell = ["bash", "-eo", "pipefail", "-c", f'numdev() {{ echo "$@"; }}\n{step["run"]}']
+    env = {"PATH": os.environ["PATH"], **step["env"]}
+    done = subprocess.run(shell, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [*((x, True) for x in ("true", "True", "TRUE", "yes", "on", "1", "Yes")),
+     *((x, False) for x in ("false", "False", "FALSE", "no", "off", "0", ""))],
+)  # fmt: skip
+def test_a_truth_value_of_the_action(words: str, asks: bool) -> None:
+    """As YAML and people write them."""
+    code, out = outcome({"backward": words})
+    assert code == 0
+    assert ("--backward" in out) == asks
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"backward": "maybe"}, "backward: expected true or false, got maybe"),
+     ({"backward": "tru"}, "backward: expected true or false, got tru"),
+     ({"target": "--help"}, "target: expected no option, got --help"),
+     ({"target": "-h"}, "target: expected no option, got -h"),
+     ({"target": ""}, "target: expected a path or a name, got nothing"),
+     ({"output": ""}, "output: expected a path or a name, got nothing"),
+     ({"output": "--help"}, "output: expected no option, got --help"),
+     ({"kernel": "sdpa-math --help"}, "kernel: expected no option, got --help"),
+     ({"format": "--version"}, "format: expected no option, got --version"),
+     ({"thresholds": "--help"}, "thresholds: expected no option, got --help"),
+     ({"options": "--rows 4 --help"}, "options: expected no --help, got --rows 4 --help"),
+     ({"options": "-h"}, "options: expected no --help, got -h"),
+     ({"options": "--dry-run --version"}, "options: expected no --help")],
+)  # fmt: skip
+def test_an_input_of_the_action_that_would_audit_nothing(given: dict[str, Any], words: str) -> None:
+    """It is refused in one line: `--help` would end in success."""
+    code, out = outcome(given)
+    assert code == 2
+    assert words in out
+    assert out.count("\n") == 1
+
+
 @pytest.mark.parametrize("text", RULES, ids=range(len(RULES)))
 def test_rule_files_are_read(text: str, tmp_path: Path) -> None:
     """Each example is a rule file, and requires kernels that its workflow audits."""

@@ -407,3 +407,31 @@ def test_reports_are_read_without_tensors(run: Any) -> None:
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.index("sdpa-flash") < answer.stdout.index("{")
     assert "PASS" in answer.stdout.rpartition("}")[2]
+
+
+REFUSING = {
+    "audit": ["demo"],
+    "sweep": [str(ROOT / "configs" / "sweep" / "ci.yaml")],
+    "effects": ["demo"],
+    "invariance": ["demo"],
+    "diagnose": ["demo"],
+    "train": [str(ROOT / "configs" / "train" / "tiny-ci.yaml")],
+    "weights": ["a", "b"],
+}
+"""Every command that writes a report of its own request, and what it is asked for."""
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_report_of_another_command_is_not_replaced(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--overwrite replaces what the same command wrote, and nothing else."""
+    other = "compare" if name == "audit" else "audit"
+    (tmp_path / "report.json").write_text(f'{{"schema_version":2,"kind":"{other}","rows":[')
+    (tmp_path / JOURNAL).write_text('{"header":{"request":{}}}\n')
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    code, _, err = ran(capsys, name, *REFUSING[name], "-o", tmp_path, "--overwrite")
+    last = err.splitlines()[-1]  # a sweep says its size first
+    assert code == 2
+    assert f"error: {tmp_path}: already holds the report of a different numdev {other}" in last
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -39,7 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(*targets: object, **changes: Any) -> DiagnoseRequest:
-    made = {
+    made: dict[str, Any] = {
         "target": "t", "targets": tuple(map(str, targets)), "length": 12, "sequences": 2,
         "attention": attention_options(None, ()), "device": "cpu",
     }  # fmt: skip
@@ -114,6 +114,50 @@ def test_a_configuration_draws_its_cases(tmp_path: Path) -> None:
     path.write_text(cases + "repeats: 3\n")
     with pytest.raises(UsageError, match=r"nothing but `cases`.*'repeats'"):
         study.diagnose(asked(path), tmp_path / "other")
+
+
+@pytest.mark.parametrize("what", ["captured", "cases", "config.json", "inputs", "text", "model"])
+def test_a_changed_file_at_the_same_path_is_another_source(tmp_path: Path, what: str) -> None:
+    """Captured tensors, a configuration, a checkpoint's own or what its model is built by or reads:
+    a finished run of the old one is not taken for one of the new."""
+
+    def written(number: int) -> Any:
+        path, text = tmp_path / "target", tmp_path / f"{what}.txt"
+        if what == "captured":
+            torch.manual_seed(number)
+            captured(path.with_suffix(".safetensors"), 6, "grad_out")
+            return {"targets": (str(path.with_suffix(".safetensors")),)}
+        if what == "cases":
+            case = f"{{name: a, heads: 1, seq_len: {8 + number}, head_dim: 4}}"
+            path.with_suffix(".yaml").write_text(f"cases: [{case}]\n")
+            return {"targets": (str(path.with_suffix(".yaml")),)}
+        if not path.exists():
+            checkpoint(path)
+        if what == "config.json":
+            (path / what).write_text(f'{{"number": {number}}}')
+            return {"targets": (str(path),)}
+        text.write_text(f"def build(): return {number}\n")
+        named = {"inputs": str(text), "text": (str(text),), "model": f"{text}:build"}
+        if what == "model":
+            text.rename(module := tmp_path / f"factory_{tmp_path.name}.py")
+            named["model"] = f"{module}:build"
+        return {"targets": (str(path),), what: named[what]}
+
+    origins = []
+    for number in (0, 0, 1):
+        request = asked(**written(number))
+        stages, _ = series(request.targets)
+        origins.append(study.origin_of(request, stages))
+    assert origins[0] == origins[1] != origins[2]
+
+
+def test_a_changed_target_does_not_continue(tmp_path: Path) -> None:
+    path = tmp_path / "calls.safetensors"
+    captured(path, 6, "grad_out")
+    study.diagnose(asked(path), tmp_path / "out")
+    captured(path, 6, "grad_out")
+    with pytest.raises(UsageError, match="holds a run with a different source"):
+        study.diagnose(asked(path), tmp_path / "out")
 
 
 @pytest.mark.parametrize(("preset", "given", "says"), [

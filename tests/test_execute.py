@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from pydantic import BaseModel
 
 from numdev.audit.journal import JOURNAL, Journal
-from numdev.audit.plan import Task, digest
+from numdev.audit.plan import Planned, Task, digest, header
 from numdev.cases import CaseRef
 from numdev.errors import UsageError
+from numdev.kernels import Kernel
+from numdev.metrics.sampling import Sample
 
 HEADER: dict[str, Any] = {
     "request": {"target": "demo", "seed": 0, "formats": ["bfloat16"]},
@@ -26,10 +29,10 @@ def rows_of(key: str) -> list[dict[str, Any]]:
     return [{"key": key, "head": h, "rms": 0.1 + 0.2, "note": "µ\n\u2028"} for h in range(2)]
 
 
-def run(directory: Path, header: dict[str, Any] | None = None, *, stop_after: int = 99) -> Any:
+def run(directory: Path, head: dict[str, Any] | None = None, *, stop_after: int = 99) -> Any:
     """A study in small. Returns all rows, and how many tasks had to be computed."""
     computed = 0
-    with Journal.open(directory, header or HEADER, overwrite=False) as journal:
+    with Journal.open(directory, head or HEADER, overwrite=False) as journal:
         for key in TASKS:
             if not journal.visit(key):
                 if computed == stop_after:
@@ -61,23 +64,100 @@ def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finis
         assert (directory / JOURNAL).read_bytes() == finished, length
 
 
-def test_garbage_after_the_good_lines_is_dropped(tmp_path: Path, finished: bytes) -> None:
-    """Zero bytes, or a damaged line with good ones behind it: what stands before counts."""
-    middle = finished.index(b"task1") - len('{"task":"')
-    good, rest = finished[:middle], finished[middle:]
-    lines = (b"{}\n", b"null\n", b'{"task":"x"}\n', b"\xff\xfe\n", b"\n" + rest)
-    for garbage in (b"\0" * 4096, *lines):
-        for behind in (b"", rest):
-            (tmp_path / JOURNAL).write_bytes(good + garbage + behind)
-            assert run(tmp_path) == (ALL, 3), garbage
-            assert (tmp_path / JOURNAL).read_bytes() == finished
+@pytest.mark.parametrize("torn", [b"\0" * 4096, b"{}", b"null", b"\xff\xfe", b'{"task":"task1",'])
+def test_a_torn_last_line_is_dropped(tmp_path: Path, finished: bytes, torn: bytes) -> None:
+    """Without its end, whatever it holds: it belongs to a task that was not finished."""
+    good = finished[: finished.index(b'{"task":"task1"')]
+    (tmp_path / JOURNAL).write_bytes(good + torn)
+    assert run(tmp_path) == (ALL, 3)
+    assert (tmp_path / JOURNAL).read_bytes() == finished
 
 
-def refused(directory: Path, header: dict[str, Any] | None = None, **kwargs: Any) -> str:
+def _without_digest(line: bytes) -> bytes:
+    return line[: line.index(b',"digest"')] + b"}\n"
+
+
+DAMAGED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "edited": lambda x: [*x[:2], x[2].replace(b"0.3", b"0.4", 1), *x[3:]],
+    "edited last": lambda x: [*x[:4], x[4].replace(b"0.3", b"0.4", 1)],
+    "cut in the middle": lambda x: [*x[:2], x[2][:20], *x[3:]],
+    "a line end inside": lambda x: [*x[:2], x[2][:20] + b"\n" + x[2][20:], *x[3:]],
+    "removed": lambda x: [*x[:2], *x[3:]],
+    "without its header": lambda x: x[1:],
+    "repeated": lambda x: [*x[:3], x[2], *x[3:]],
+    "repeated at the end": lambda x: [*x, x[4]],
+    "reordered": lambda x: [*x[:2], x[3], x[2], x[4]],
+    "an edited header": lambda x: [x[0].replace(b"demo", b"emod"), *x[1:]],
+    "without digests": lambda x: [_without_digest(line) for line in x],
+    "an empty line": lambda x: [*x[:2], b"\n", *x[2:]],
+    "zeros in the middle": lambda x: [*x[:2], b"\0" * len(x[2]), *x[3:]],
+    "of another task": lambda x: [*x[:2], x[2].replace(b"task1", b"task9", 1), *x[3:]],
+    **{
+        f"{other!r}": lambda x, other=other: [*x, other + b"\n"]
+        for other in (b"{}", b"null", b"[]", b'{"task":1}', b'{"task":"x","rows":null}', b"\xff")
+    },
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_journal_is_refused(tmp_path: Path, finished: bytes, name: str) -> None:
+    """In one line that names the way out, which then is one."""
+    lines = DAMAGED[name](finished.splitlines(keepends=True))
+    (tmp_path / JOURNAL).write_bytes(b"".join(lines))
+    message = refused(tmp_path)
+    assert f"{JOURNAL}: line " in message
+    assert "--overwrite" in message
+    assert "\n" not in message
+    with Journal.open(tmp_path, HEADER, overwrite=True) as journal:
+        assert journal.finished == 0
+    assert run(tmp_path) == (ALL, 4)
+
+
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"header": [1]}, {"header": HEADER, "more": 1}, {"task": "x", "rows": [{}]},
+    {"task": 1, "rows": {"row": [{}]}}, {"task": "x", "rows": {"row": {}}},
+    {"task": "x", "rows": {"row": [1]}}, {"task": "x"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", SHAPES, ids=str)
+def test_sealed_lines_of_another_shape_are_refused_too(tmp_path: Path, line: Any) -> None:
+    """Written by another hand that knew how to seal them."""
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        if "header" in line:
+            (tmp_path / JOURNAL).write_bytes(b"")
+            journal = Journal(tmp_path, HEADER)
+            journal._file = (tmp_path / JOURNAL).open("wb")
+        journal._write(line)
+        assert journal._file is not None
+        journal._file.close()
+    assert "expected a finished task" in refused(tmp_path)
+
+
+class _Row(BaseModel):
+    key: str
+    head: int
+    rms: float
+    note: str
+
+
+def test_rows_that_are_no_records_are_refused(tmp_path: Path) -> None:
+    """What an earlier run wrote, and this numdev does not take for such a record."""
+    run(tmp_path)
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        for key in TASKS:
+            journal.visit(key)
+        assert [row.rms for row in journal.records("row", _Row)] == [0.1 + 0.2] * 8
+        journal.append("more", {"row": [{**rows_of("more")[0], "head": "first"}]})
+        with pytest.raises(UsageError, match=r"row: expected a _Row.*head.*--overwrite"):
+            journal.records("row", _Row)
+
+
+def refused(directory: Path, head: dict[str, Any] | None = None, **kwargs: Any) -> str:
     """The message with which opening is refused; nothing in the directory may change."""
     before = contents(directory)
     with pytest.raises(UsageError) as caught:
-        Journal.open(directory, header or HEADER, **{"overwrite": False, **kwargs})
+        Journal.open(directory, head or HEADER, **{"overwrite": False, **kwargs})
     assert contents(directory) == before
     assert caught.value.hint
     return str(caught.value)
@@ -147,9 +227,14 @@ TASK: dict[str, Any] = {
     "format": "bfloat16",
 }  # fmt: skip
 OTHERS: dict[str, Sequence[Any]] = {
-    "case": [dataclasses.replace(TASK["case"], **x) for x in ({"case": "b"}, {"seed": 2})],
+    "case": [dataclasses.replace(TASK["case"], **{name: value}) for name, value in (
+        ("case", "b"), ("source", "other"), ("module", "layers.1"), ("layer", 1), ("call", 1),
+        ("seed", 2), ("phase", "decode"), ("step", 0), ("attends", "self"),
+    )],
+    "role": ["baseline"], "kernel": ["other"],
     "options": [{"block": 128, "exact": True}, *({"x": x} for x in (1, 1.0, True, "1", None))],
-    "role": ("baseline",), "kernel": ("other",), "format": ("float16",), "heads": ((0,),),
+    "format": ["float16"], "heads": [(0,), ()], "gradients": [True], "repeats": [2],
+    "sample": [Sample(count=4), Sample(count=5), Sample(count=4, seed=1)],
 }  # fmt: skip
 
 
@@ -161,7 +246,56 @@ def test_the_same_task_has_the_same_key() -> None:
     assert digest({"a": 1}) == "015abd7f5cc57a2d"
 
 
-def test_every_field_is_in_the_key() -> None:
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Task)])
+def test_every_field_is_in_the_key(name: str) -> None:
     """Two tasks that differ in any field are two tasks; 1, 1.0, True and "1" are four options."""
-    tasks = [Task(**{**TASK, name: x}) for name, values in OTHERS.items() for x in values]
+    tasks = [Task(**{**TASK, name: value}) for value in OTHERS[name]]
     assert len({task.key for task in (Task(**TASK), *tasks)}) == 1 + len(tasks)
+
+
+def test_every_part_of_a_case_is_in_the_key() -> None:
+    """As many as a case's name has, so that a new one asks for a case above."""
+    refs = [vars(ref) for ref in OTHERS["case"]]
+    changed = [name for ref in refs for name in ref if ref[name] != vars(TASK["case"])[name]]
+    assert changed == [field.name for field in dataclasses.fields(CaseRef)]
+
+
+class _Machine(NamedTuple):
+    """As much of a system as a journal's header asks for."""
+
+    torch: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "request": {"request": {"seed": 1}},
+    "environment": {"system": _Machine("2.14")},
+    "kernels": {"kernels": [Planned(role="kernel", kernel=Kernel(
+        name="mine", function=len, made_from="edited"), options={})]},
+    "source": {"source": {"sha256": "edited"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_run_with_another_part_is_refused(tmp_path: Path, part: str) -> None:
+    """What is asked for, the machine, the source of a kernel, and what is read: it is named."""
+    kernel = Kernel(name="mine", function=len, made_from="written")
+    same: dict[str, Any] = {
+        "request": {"seed": 0}, "system": _Machine("2.13"), "source": {"sha256": "written"},
+        "kernels": [Planned(role="kernel", kernel=kernel, options={})],
+    }  # fmt: skip
+    run(tmp_path, header(**same))
+    assert run(tmp_path, header(**same)) == (ALL, 0)
+    assert f"holds a run with a different {part}: " in refused(
+        tmp_path, header(**{**same, **PARTS[part]})
+    )
+    assert header(**same).keys() == PARTS.keys()
+
+
+def test_how_a_source_is_read_decides_no_number() -> None:
+    """A streamed model continues one that was read whole."""
+    same: dict[str, Any] = {"request": {}, "system": _Machine("2.13"), "kernels": ()}
+    whole, streamed = {"sha256": "a"}, {"sha256": "a", "streamed": "layer by layer"}
+    assert header(**same, source=whole) == header(**same, source=streamed)

@@ -340,6 +340,29 @@ def test_a_damaged_state_is_no_state(tmp_path: Path, content: Any, monkeypatch: 
     assert not Path("harm").exists()
 
 
+def _without_lanes(state: dict[str, Any]) -> None:
+    del state["lanes"]
+
+
+def _another_step(state: dict[str, Any]) -> None:
+    state["step"] -= 1
+
+
+def _another_weight(state: dict[str, Any]) -> None:
+    next(iter(state["lanes"]["golden"]["network"].values())).add_(1e-3)
+
+
+@pytest.mark.parametrize("edit", [_without_lanes, _another_step, _another_weight])
+def test_an_edited_state_is_no_state(tmp_path: Path, edit: Any) -> None:
+    """It is not gone on from: the report is that of a run that was not stopped."""
+    asked = request(config(tmp_path))
+    path = cut(asked, tmp_path / "o", 3)
+    state = torch.load(path, weights_only=True)
+    edit(state)
+    torch.save(state, path)
+    assert ends_as_one_that_was_not_cut(asked, tmp_path / "o")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
 def test_a_process_that_is_stopped_continues(tmp_path: Path, number: signal.Signals) -> None:
     """A process of its own, stopped by a real signal in whatever it is doing: the report is that of

@@ -65,6 +65,8 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
     """None where neither is given: this process measures. UsageError for both, and without Dask."""
     if workers is None and scheduler is None:
         return None
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers: expected at least 1, got {workers}")
     if workers is not None and scheduler is not None:
         raise UsageError("--workers and --scheduler exclude each other", hint="give one of them")
     if importlib.util.find_spec("distributed") is None:

@@ -2,18 +2,20 @@
 
 The journal (`rows.jsonl`) is a header that names the request and the environment, then one line for
 each finished task, written at once: killed at any moment, it loses at most the line being written.
-The same request in the same environment continues where it stopped; anything else is refused,
-unless nothing was measured before the run failed: then there is nothing to lose."""
+The last key of a line is the SHA-256 of all lines up to it, so that one that was edited, removed,
+repeated or moved is told from the torn last one. The same request in the same environment continues
+where it stopped; anything else is refused, unless nothing was measured before the run failed."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from numdev.errors import UsageError
 
@@ -23,9 +25,26 @@ RESULTS = (
     *("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv", "distances.csv"),
     *("heads.csv", "cures.csv", "kernels.csv", "models.csv", "state.pt"),
 )
-START = b'{"header":'
+START, TASK, DIGEST = b'{"header":', b'{"task":', b',"digest":"'
 Row = dict[str, Any] | BaseModel
 M = TypeVar("M", bound=BaseModel)
+
+
+class _Header(BaseModel):
+    """The first line of a journal."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    header: dict[str, Any]
+
+
+class _Task(BaseModel):
+    """Any other line of a journal: a finished task."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    task: str
+    rows: dict[str, list[dict[str, Any]]]
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
@@ -38,12 +57,13 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self.header = json.loads(json.dumps(header, default=str))
         self._done: dict[str, dict[str, list[Row]]] = {}
         self._order: dict[str, None] = {}
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._digest = ""  # of the last line
 
     @classmethod
     def open(cls, directory: Path, header: Mapping[str, Any], *, overwrite: bool) -> Journal:
         """Start or continue in `directory`. Raises UsageError when it cannot be written, holds
-        something else, or another request's journal unless `overwrite` (of what numdev wrote)."""
+        something else, or, unless `overwrite`, a damaged journal or that of another request."""
         journal = cls(directory, header)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -79,37 +99,37 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return [row for rows in done for row in rows.get(kind, ())]
 
     def records(self, kind: str, model: type[M]) -> tuple[M, ...]:
-        """The same as records of a report."""
-        return tuple(model.model_validate(row) for row in self.rows(kind))
+        """The same as records of a report. Raises UsageError where an earlier run's are none."""
+        try:
+            return tuple(model.model_validate(row) for row in self.rows(kind))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "a row"
+            what = f"{kind}: expected a {model.__name__}, got one with {where}: {first['msg']}"
+            self._refuse(what, error)
 
     def _open(self, *, overwrite: bool) -> None:
         path = self.directory / JOURNAL
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        first = lines[0] if lines else b""
+        *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        first = [*lines, torn][0]
         # Interrupted within its header, there is nothing in it to lose.
-        blank = not first.endswith(b"\n") and START[: len(first)] == first[: len(START)]
-        header = _parse(first, {"header"})
+        blank = not lines and START[: len(first)] == first[: len(START)]
         others = sorted(p.name for p in self.directory.iterdir())
-        if others and not (path.exists() and (blank or (header and header["header"]))):
+        if others and not (path.exists() and (blank or first.startswith((START, TASK)))):
             what = f"{self.directory}: holds other files ({others[0]})"
             raise UsageError(what, hint="choose an empty or a new --output")
-        good = len(first)
-        for raw in lines[1:] if header and not overwrite else ():
-            line = _parse(raw, {"task", "rows"})
-            if line is None:
-                break
-            self._done[line["task"]] = line["rows"]
-            good += len(raw)
+        header = None if blank or overwrite else self._read(lines or [torn])
         measured = any(rows.keys() - {"case"} for rows in self._done.values())
-        if header is None or overwrite or not (measured or header["header"] == self.header):
+        if header is None or not (measured or header == self.header):
             for name in (*RESULTS, JOURNAL):
                 (self.directory / name).unlink(missing_ok=True)
             self._done.clear()
-            self._file = path.open("w", encoding="utf-8")
+            self._digest = ""
+            self._file = path.open("wb")
             self._write({"header": self.header})
             return
-        for part in {**self.header, **header["header"]}:
-            was, now = header["header"].get(part), self.header.get(part)
+        for part in {**self.header, **header}:
+            was, now = header.get(part), self.header.get(part)
             if was != now:
                 where, was, now = first_difference(was, now)
                 raise UsageError(
@@ -117,25 +137,48 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                     f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
                     hint="choose another --output, or --overwrite to replace it",
                 )
-        self._file = path.open("r+", encoding="utf-8")
+        self._file = path.open("r+b")
+        good = sum(len(line) + 1 for line in lines)
         self._file.truncate(good)  # a torn last line belongs to a task that was not finished
         self._file.seek(good)
+
+    def _read(self, lines: Iterable[bytes]) -> dict[str, Any]:
+        """Take over the tasks of whole lines; the header before them. Raises UsageError for a line
+        that is not as it was written, or not where."""
+        header: dict[str, Any] = {}
+        for number, line in enumerate(lines, 1):
+            body, _, end = line.rpartition(DIGEST)
+            self._digest = _chained(self._digest, body)
+            if end != f'{self._digest}"}}'.encode():
+                self._refuse(f"line {number}: expected the digest of what was written, got another")
+            try:
+                plain = json.loads(body + b"}")
+                if number == 1:
+                    header = _Header.model_validate(plain).header
+                else:
+                    task = _Task.model_validate(plain)
+                    self._done[task.task] = {kind: list(rows) for kind, rows in task.rows.items()}
+            except ValueError as error:
+                self._refuse(f"line {number}: expected a finished task, got something else", error)
+        return header
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
         plain: Any = lambda row: row.model_dump(mode="json")  # noqa: E731
         text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=plain)
-        self._file.write(text + "\n")
+        body = text.removesuffix("}").encode()
+        self._digest = _chained(self._digest, body)
+        self._file.write(body + DIGEST + f'{self._digest}"}}\n'.encode())
         self._file.flush()
 
+    def _refuse(self, problem: str, error: Exception | None = None) -> NoReturn:
+        hint = "the journal was edited or damaged: --overwrite measures again"
+        raise UsageError(f"{self.directory / JOURNAL}: {problem}", hint=hint) from error
 
-def _parse(raw: bytes, keys: set[str]) -> dict[str, Any] | None:
-    """A whole line with exactly these keys; None for anything else."""
-    try:
-        line = json.loads(raw) if raw.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and line.keys() == keys else None
+
+def _chained(before: str, body: bytes) -> str:
+    """The digest of a line without its own, after the line with the digest `before`."""
+    return hashlib.sha256(before.encode() + body).hexdigest()
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import click
 from numdev import __version__
 from numdev.errors import NumdevError, UsageError
 
+EMPTY_OPTION = re.compile(r"--[a-z-]+=")
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
 # The commands as `--help` lists them: the module of `numdev.cli` that has one, and what it is for.
 # A module is imported when its command is asked for.
@@ -101,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if "" in typed:  # an empty path would be the directory one stands in
+        # An empty path would be the directory one stands in.
+        if any(word == "" or EMPTY_OPTION.fullmatch(word) for word in typed):
             raise UsageError("an argument is empty", hint="is a variable of the shell not set?")
         code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:

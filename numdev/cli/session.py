@@ -34,10 +34,15 @@ class Results:
     quiet: bool
 
     def directory(self, name: str, request: Any) -> Path:
-        """Where results go: the same request where it went."""
+        """Where results go: the same request where it went. Raises UsageError where another
+        command's report is there."""
+        from numdev.report.io import refuse_other_kind
+
         text = json.dumps(request, sort_keys=True, separators=(",", ":"), default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        return self.output or Path("numdev-reports") / f"{name}-{digest}"
+        directory = self.output or Path("numdev-reports") / f"{name}-{digest}"
+        refuse_other_kind(directory, str(click.get_current_context().info_name))
+        return directory
 
     def say(self, text: str) -> None:
         if not self.quiet:

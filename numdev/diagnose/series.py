@@ -17,7 +17,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.files import identity
 from numdev.sources.pipeline import is_pipeline
-from numdev.sources.tensorfile import holds_cases
+from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.training.weights.files import open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
@@ -36,6 +36,11 @@ class Stage:
     name: str  # of the directory or file; the whole path where two are called alike
     step: int | None = None
     sha256: str | None = None  # of weights
+    files: tuple[Path, ...] = ()  # what else decides which calls it has
+
+    def identity(self) -> list[str | None]:
+        """What tells it from another target at the same path."""
+        return [self.sha256, identity(self.files)]
 
 
 def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
@@ -61,11 +66,16 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
         stage = Stage(
             target=str(path), name=name if names[name] == 1 else str(path), step=steps[path]
         )
-        if path.suffix not in YAML and not holds_cases(path):
+        if path.suffix in YAML:
+            stage = replace(stage, files=(path,))
+        elif holds_cases(path):
+            stage = replace(stage, files=open_cases(path).files)
+        else:
             weights = open_weights(str(path))
             if weights.damage:
                 raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
-            stage = replace(stage, sha256=identity(weights.files))
+            config = (path / "config.json",) if (path / "config.json").is_file() else ()
+            stage = replace(stage, sha256=identity(weights.files), files=config)
             lost = {n: int((~x.read().isfinite()).sum()) for n, x in weights.tensors.items()}
             if broken := [f"{n} holds {c} NaN or infinite elements" for n, c in lost.items() if c]:
                 left_out.append(f"{stage.name}: {broken[0]}; left out.")

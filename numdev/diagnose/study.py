@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from numdev.audit.journal import Journal, Row
 from numdev.audit.plan import Planned, digest, header, recorded
@@ -27,11 +29,11 @@ from numdev.diagnose.series import YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.grouping import grouped
-from numdev.kernels import find
+from numdev.kernels import find, fingerprint, imported
 from numdev.kernels.emulation.recipe import recipe
 from numdev.report import Axis, Curve, Figure, Point, Tick
 from numdev.sources.capture import Captured
-from numdev.sources.files import some
+from numdev.sources.files import identity, some
 from numdev.sources.opening import Located, Source, open_source
 from numdev.sources.projection import Projection
 from numdev.sources.tensorfile import StoredCase
@@ -39,6 +41,12 @@ from numdev.system import System
 from numdev.yamlfile import read_yaml
 
 KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))  # where none is named
+
+
+class _Reason(BaseModel):
+    """Why something of a call is not known, or was not diagnosed, in words."""
+
+    why: str
 
 
 METRICS: Mapping[str, tuple[str, str]] = {
@@ -71,8 +79,7 @@ def diagnose(
     kernels, notes = _kernels(request, system)
     stages, left_out = series(request.targets)
     notes += left_out
-    hashes = {stage.name: stage.sha256 for stage in stages}
-    head = header(request.model_dump(mode="json"), system, kernels, {"stages": hashes})
+    head = header(request.model_dump(mode="json"), system, kernels, origin_of(request, stages))
     watch = Stopwatch(system.device, ("capture", "chain", "cures", "kernels", "other"))
 
     def rows_of(stage: Stage, located: Located) -> dict[str, Sequence[Row]]:
@@ -108,7 +115,8 @@ def diagnose(
                 if not journal.visit(key):
                     journal.append(key, rows_of(stage, located))
             notes += source.notes
-    unknown, refused = ([row["why"] for row in journal.rows(x)] for x in ("unknown", "refused"))
+    unknown = [row.why for row in journal.records("unknown", _Reason)]
+    refused = [row.why for row in journal.records("refused", _Reason)]
     notes += [f"W_Q not known, {why}: {n} calls." for why, n in Counter(unknown).items()]
     notes += [f"Not diagnosed: {some(refused)}."] if refused else []
     heads = journal.records("head", records.HeadRow)
@@ -158,6 +166,26 @@ def _reading(request: DiagnoseRequest, stage: Stage) -> AuditRequest:
     return AuditRequest(
         target=stage.name, kernels=(), formats=(request.format,), backward=True, **cases, **same
     )
+
+
+def origin_of(request: DiagnoseRequest, stages: Iterable[Stage]) -> dict[str, Any]:
+    """What tells the targets, and what their models are built by and read, from others at the same
+    paths."""
+    files = {"text": request.text, "inputs": () if request.inputs is None else (request.inputs,)}
+    places = [request.tokenizer] if request.tokenizer else request.targets
+    if request.text:
+        files["tokenizer"] = tuple(
+            str(file)
+            for place in places
+            for file in sorted(Path(place).glob("*"))
+            if file.suffix in (".json", ".txt", ".model")
+        )
+    present = {name: [Path(x) for x in some if Path(x).is_file()] for name, some in files.items()}
+    hashes: dict[str, Any] = {name: identity(some) for name, some in present.items() if some}
+    hashes["stages"] = {stage.name: stage.identity() for stage in stages}
+    if request.model:
+        hashes["model_made_from"] = fingerprint(imported(request.model, "model"))
+    return hashes
 
 
 def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from numdev.arguments import checked, expect, expect_fields
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
 from numdev.kernels.output import GRADIENTS, Output, as_output, differentiate, upstream, why_not
@@ -89,6 +90,9 @@ class Kernel:
     draws: Callable[[Mapping[str, Any]], bool] = lambda options: False
     """Whether it draws random numbers under some options, from the `generator` of `training`."""
     adapted: Callable[..., Any] | None = None  # the plain function that `function` calls, if any
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
 
     @property
     def declares(self) -> bool:
@@ -155,6 +159,7 @@ class Kernel:
 _registry: dict[str, Kernel] = {}
 
 
+@checked
 def kernel(
     name: str, *, options: Mapping[str, Any] | None = None, **fields: Any
 ) -> Callable[[Function], Function]:
@@ -166,7 +171,13 @@ def kernel(
     heads, q_len]. Further arguments are the fields of `Kernel`. Raises UsageError for a name that
     is taken by another function, and for an option without a default."""
 
+    known = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
+    if wrong := sorted(fields.keys() - known):
+        what = f"kernel {name!r}: expected a field of numdev.kernels.Kernel, got {wrong[0]!r}"
+        raise UsageError(what, hint=closest(wrong[0], known))
+
     def register(function: Function) -> Function:
+        expect("function", function, Callable[..., Any])
         taken = _registry.get(name)
         if taken is not None and _identity(taken.function) != _identity(function):
             both = f"{_identity(taken.function)} and {_identity(function)}"

@@ -18,6 +18,7 @@ from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_of, round_to
 
 GRADIENTS = ("dq", "dk", "dv")
+NAMES = {"lse": "log-sum-exp"}  # of tensors, in messages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,25 +51,25 @@ def refuse(*reasons: tuple[object, str]) -> None:
 
 def as_output(result: Any, case: AttentionCase) -> Output:
     """What a kernel function returned, an Output, a tensor, or a tuple that begins with the output,
-    as an Output. A tuple's second element, if a tensor, is the log-sum-exp, or `not_lse` where its
-    shape is not [batch, heads, q_len].
-    Raises MeasurementError when that is no output of `case`."""
+    as an Output. A tuple's second element, if not None, is the log-sum-exp; attention weights
+    [batch, heads, q_len, kv_len] in its place are none, and `not_lse` says so.
+    Raises MeasurementError when that is no output of `case`, or its log-sum-exp is none."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
         output = result
     else:
         out, *others = result if isinstance(result, tuple) and result else (result,)
         second = others[0] if others else None
-        if isinstance(second, Tensor) and tuple(second.shape) != rows:
-            words = f"a second output of shape {list(second.shape)}, expected [batch, heads, q_len]"
+        if isinstance(second, Tensor) and tuple(second.shape) == (*rows, case.k.shape[2]):
+            words = f"attention weights {list(second.shape)}, expected the log-sum-exp {list(rows)}"
             output = Output(out=out, not_lse=words)
         else:
-            output = Output(out=out, lse=second if isinstance(second, Tensor) else None)
+            output = Output(out=out, lse=second)
     shapes = {"lse": rows, "dq": case.q.shape, "dk": case.k.shape, "dv": case.v.shape}
     _check("out", output.out, (*rows, case.v.shape[-1]), case)
     for what, shape in shapes.items():
         if getattr(output, what) is not None:
-            _check(what, getattr(output, what), tuple(shape), case)
+            _check(NAMES.get(what, what), getattr(output, what), tuple(shape), case)
     return output
 
 

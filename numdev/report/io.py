@@ -116,14 +116,27 @@ def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
         writer.writerow(map(cell, values.values()))
 
 
+def refuse_other_kind(directory: Path, kind: str) -> None:
+    """Raises UsageError where a directory holds the report of another command, which no option
+    replaces. One that does not say what it is, is no report."""
+    try:
+        with (directory / "report.json").open("rb") as file:
+            text = file.read(HEAD)
+        older = _Head.model_validate(from_json(text, allow_partial=True)).kind
+    except (OSError, ValueError):
+        return
+    if isinstance(older, str) and older in KINDS and older != kind:
+        what = f"{directory}: already holds the report of a different numdev {older}"
+        raise UsageError(what, hint="give another --output")
+
+
 def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: bool) -> None:
     """Make the directory of the results. Raises UsageError where it holds another report: one of
     another command always, of another request unless `overwrite`."""
     directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / "report.json").exists():
+    refuse_other_kind(directory, kind)
+    if overwrite or not (directory / "report.json").exists():
         return
-    older = read(directory)
-    if older.kind != kind or (older.request != request and not overwrite):
-        same = older.kind == kind
-        what = f"{directory}: already holds the report of a different numdev {older.kind}"
-        raise UsageError(what, hint=f"give another --output{', or --overwrite' if same else ''}")
+    if read(directory).request != request:
+        what = f"{directory}: already holds the report of a different numdev {kind}"
+        raise UsageError(what, hint="give another --output, or --overwrite")

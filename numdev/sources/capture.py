@@ -253,19 +253,28 @@ class Watch:
         self.ran, self.seen = Counter[nn.Module](), Counter[nn.Module]()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, *, begun: bool = False) -> Iterator[None]:
         """Run the model in here. Raises MeasurementError at the end unless every run of every owner
-        of projections made a call."""
+        of projections made a call. `begun`: the model runs already, in this thread: its own hooks
+        are left alone, for PyTorch iterates over them, and what other threads run is no part."""
+        thread = threading.get_ident()
+        modules = [m for m in self.modules if not (begun and m is self.model)]
+        if begun:
+            self.running.append(Frame(module=self.model, arguments=(), named={}))
+            self.ran[self.model] += 1
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.running.append(Frame(module=module, arguments=args, named=kwargs))
-            self.ran[module] += 1
+            if not begun or threading.get_ident() == thread:
+                self.running.append(Frame(module=module, arguments=args, named=kwargs))
+                self.ran[module] += 1
 
         def leave(module: nn.Module, *_: Any) -> None:
+            if begun and threading.get_ident() != thread:
+                return
             if self.running and self.running[-1].module is module:  # not where a hook raised before
                 self.running.pop()
 
-        with followed(self.modules, enter, leave):
+        with followed(modules, enter, leave):
             yield
         missed = sorted(self.modules[m] for m in self.owners if self.ran[m] > self.seen[m])
         if missed or not self.calls:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import numdev
+from numdev.arguments import checked
 from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
@@ -286,6 +287,7 @@ def write(
         partial.unlink(missing_ok=True)
 
 
+@checked
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     """Write cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded, whole or not
     at all. Raises UsageError for a name that does not end in `.safetensors`, for no case, and for
@@ -346,6 +348,7 @@ def storage_order(tensor: Tensor) -> list[int]:
 # `flash_attn_with_kvcache`, which vLLM and SGLang call (docs/inputs.md).
 
 
+@checked
 def varlen_cases(
     q: Tensor,
     k: Tensor,
@@ -374,6 +377,18 @@ def varlen_cases(
     their phase decode for one query before more than one key, else prefill. Raises UsageError for
     what does not fit together."""
     paged = block_table is not None
+    for name, x, axes in (("q", q, 3), ("k", k, 4 if paged else 3), ("v", v, 4 if paged else 3)):
+        if x.ndim != axes or x.layout is not torch.strided or x.is_meta or 0 in x.shape[1:]:
+            what = f"{name}: expected a dense tensor of {axes} axes, got {list(x.shape)}"
+            raise UsageError(what, hint="docs/inputs.md has their shapes")
+    for name, places, axes in (
+        ("cu_seqlens_q", cu_seqlens_q, 1), ("cu_seqlens_k", cu_seqlens_k, 1),
+        ("seqused_k", seqused_k, 1), ("block_table", block_table, 2),
+    ):  # fmt: skip
+        if places is not None:
+            _refuse_no_integers(name, places, axes)
+    if sinks is not None and (sinks.is_meta or sinks.layout is not torch.strided):
+        raise UsageError(f"sinks: expected a dense tensor of values, got {sinks.device}")
     rows, packed = _begins(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
     if cu_seqlens_k is not None:
         packed = _begins(cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k))
@@ -428,11 +443,19 @@ def varlen_cases(
     return cases
 
 
+def _refuse_no_integers(name: str, x: Tensor, axes: int) -> None:
+    """Raises UsageError for a tensor that holds no integers, or in another number of axes."""
+    integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    if not integers or x.ndim != axes or x.layout is not torch.strided or x.is_meta:
+        expected = f"a dense tensor of integers with {axes} {'axes' if axes > 1 else 'axis'}"
+        raise UsageError(f"{name}: expected {expected}, got {x.dtype} {list(x.shape)}")
+
+
 def _begins(places: Tensor, name: str, tokens: float) -> list[int]:
     """Where sequences begin, and the last one ends."""
-    numbers = [int(x) for x in places.flatten()]
+    numbers = [int(x) for x in places]
     ascends = numbers == sorted(numbers) and numbers[:1] == [0] and numbers[-1] <= tokens
-    if places.ndim != 1 or not ascends:
+    if not ascends:
         raise UsageError(f"{name}: expected 0 and on up to {tokens} at most, got {numbers[:6]}")
     return numbers
 

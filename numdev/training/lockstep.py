@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from numdev.sources.checkpoint import digest_of
 from numdev.sources.files import naming
 from numdev.training.config import TrainRequest
 from numdev.training.data import Tokens
@@ -21,6 +24,13 @@ from numdev.training.measure import distance, row_of
 
 STATE, PARTLY = "state.pt", ".state.pt.partly"  # what it is called until it is complete
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+class Ran(BaseModel):
+    """What the kernel of a variant ran, in words."""
+
+    variant: str
+    ran: str | None
 
 
 class Lockstep:
@@ -64,7 +74,7 @@ class Lockstep:
         for lane in self.lanes:
             tables["row"].append(row_of(lane, self.seed, self.step))
             if self.step == 0:
-                ran = {"variant": lane.variant.name, "ran": lane.attention.ran or None}
+                ran = Ran(variant=lane.variant.name, ran=lane.attention.ran or None)
                 tables["variant"].append(ran)
         return tables
 
@@ -74,6 +84,7 @@ class Lockstep:
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = path.with_name(PARTLY)
         state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
+        state["digest"] = _digest(state)
         with naming(path, "the state cannot be saved", "is there room, and may you write there?"):
             try:
                 torch.save(state, written)
@@ -88,13 +99,22 @@ class Lockstep:
 
 
 def read_state(path: Path, run: str) -> dict[str, Any]:
-    """The saved state of the run of this name; empty where there is none that can be read: after a
-    damaged file training begins again."""
+    """The saved state of the run of this name; empty where there is none as it was saved: after a
+    damaged or edited file training begins again."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
         return {}
-    return state if isinstance(state, dict) and state.get("run") == run else {}
+    if not isinstance(state, dict) or state.get("run") != run:
+        return {}
+    digest = state.pop("digest", None)
+    return state if digest == _digest(state) else {}
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """SHA-256 over all tensors and numbers of a state, and where in it they are."""
+    leaves, _ = tree_flatten_with_path(state)
+    return digest_of({keystr(path): leaf for path, leaf in leaves})
 
 
 @contextmanager

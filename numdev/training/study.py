@@ -28,7 +28,7 @@ from numdev.system import System
 from numdev.training import checkpoints, figures
 from numdev.training.config import TrainRequest, Variant
 from numdev.training.data import Tokens, load
-from numdev.training.lockstep import PARTLY, STATE, Lockstep, deterministic, read_state
+from numdev.training.lockstep import PARTLY, STATE, Lockstep, Ran, deterministic, read_state
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
 from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
@@ -72,7 +72,7 @@ def train(
                 return None
             rows = tuple(with_spikes(journal.records("row", TrainRow)))
             distances = journal.records("distance", DistanceRow)
-            ran = {row["variant"]: row["ran"] for row in journal.rows("variant")}
+            ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
         variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
         with torch.device("meta"):
             network = build(request.model, data.vocabulary, None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas
 
+from numdev.arguments import checked
 from numdev.errors import UsageError, closest
 from numdev.report import DeviationRow, Places, Report
 from numdev.report.numbers import labelled
@@ -14,6 +15,7 @@ from numdev.report.numbers import labelled
 ROLES = ("baseline", "kernel", "control")
 
 
+@checked
 def draw(
     report: Report, metric: str = "floor_ratio", *, tensor: str = "out", format: str | None = None
 ) -> Any:

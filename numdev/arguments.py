@@ -1,0 +1,150 @@
+"""Arguments of public functions, held to their annotations before anything is done with them.
+
+Whoever calls a function with something else is told which argument it is, what was expected and
+what came, as a UsageError, in place of the AttributeError of some line far below."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import numbers
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar, cast
+
+from numdev.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NUMBERS: Mapping[Any, type] = {int: numbers.Integral, float: numbers.Real}
+WORDS: Mapping[Any, str] = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "True or False",
+    Path: "a path",
+    type(None): "None",
+    Any: "anything",
+}
+LISTS = (collections.abc.Sequence, collections.abc.Collection, tuple, list)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which raises UsageError for arguments that its annotations do not allow: also
+    for one too many or too few, and for an empty string that is no default."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        signature, hints = _declared(function)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{function.__name__}: {error}") from None
+        for name, value in bound.arguments.items():
+            parameter = signature.parameters[name]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            each = value if parameter.kind is parameter.VAR_POSITIONAL else [value]
+            for one in each:
+                expect(name, one, hints.get(name, Any), default=parameter.default)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def expect_fields(record: Any) -> None:
+    """Raises UsageError for a field of a dataclass whose annotation does not allow what it has."""
+    signature, hints = _declared(cast(Any, type(record)))
+    for name, parameter in signature.parameters.items():
+        expect(name, getattr(record, name), hints[name], default=parameter.default)
+
+
+def expect(name: str, value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> None:
+    """Raises UsageError, which names the argument, where the value is not of the annotation."""
+    if value is default or (isinstance(value, str) and value == default):
+        return
+    if not _fits(value, hint):
+        choices = dict.fromkeys(_words(hint))
+        raise UsageError(f"{name}: expected {_listed([*choices])}, got {_got(value)}")
+
+
+@functools.cache
+def _declared(function: Any) -> tuple[inspect.Signature, dict[str, Any]]:
+    return inspect.signature(function), typing.get_type_hints(function)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in inner)
+    if origin is Literal:
+        return any(type(value) is type(x) and value == x for x in inner)
+    if origin is tuple and ... not in inner:
+        return _is_list(value) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin in LISTS:
+        return _is_list(value) and all(_fits(x, inner[0]) for x in value)
+    if origin is collections.abc.Mapping:
+        return isinstance(value, Mapping) and all(_fits(key, inner[0]) for key in value)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if hint is str:
+        return isinstance(value, str) and value != ""
+    if hint in NUMBERS:
+        return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it is a sequence or a set, and no text, mapping or tensor."""
+    no_list = isinstance(value, str | bytes | Mapping) or hasattr(value, "ndim")
+    return isinstance(value, Collection) and not no_list
+
+
+def _words(hint: Any) -> Iterator[str]:
+    """What an annotation allows."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for part in inner:
+            yield from _words(part)
+    elif origin is Literal:
+        yield from map(repr, inner)
+    elif origin in LISTS:
+        several = [word.partition(" ")[2] or word for word in _words(inner[0])]
+        yield f"a sequence ({_listed(several)})"
+    elif origin is collections.abc.Mapping:
+        yield "a mapping"
+    elif origin is collections.abc.Callable:
+        yield "a function"
+    elif hint in WORDS:
+        yield WORDS[hint]
+    else:
+        yield _a(getattr(hint, "__name__", str(hint)))
+
+
+def _got(value: Any) -> str:
+    """What came, in a few words."""
+    if isinstance(value, str) and not value:
+        return "an empty string"
+    if value is None or isinstance(value, str | numbers.Number):
+        return reprlib.repr(value)
+    name = getattr(type(value), "__name__", "something")
+    if isinstance(value, list | tuple):
+        return (
+            f"{_a(name)} of {_got(value[0])}" if len(value) == 1 else f"{_a(name)} of {len(value)}"
+        )
+    return f"the class {value.__name__}" if isinstance(value, type) else _a(name)
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
+def _listed(words: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
