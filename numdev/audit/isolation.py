@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,7 +29,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from numdev.audit import guard
 from numdev.audit.channel import (
     TOKEN_BYTES,
     Channel,
@@ -46,6 +46,7 @@ from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
 from numdev.metrics.bits import same
 from numdev.system import switches
+from numdev.temporary import remove_stale
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def attempt(
                 raise KeyboardInterrupt from error
             if isinstance(error, Refused):
                 return Failure("skipped", first_line(str(error.message)))
-            if isinstance(error, SystemExit) and isinstance(error.code, int):
+            if isinstance(error, SystemExit) and isinstance(error.code, int | None):
                 return Failure("failed", f"ended the program (exit code {error.code})")
             return Failure("failed", one_line(error))
 
@@ -109,7 +110,7 @@ def tensors_of(record: Any) -> dict[str, Tensor]:
 
 # --- in a process of its own ----------------------------------------------------------------------
 
-GUARD = Path(guard.__file__)
+GUARD = Path(__file__).with_name("guard.py")
 UNUSABLE = "its process gave an unusable answer"
 START_S = 300.0  # what importing torch may take: seconds, but minutes on a cold network disk
 END_S = 5.0  # what a guard may take to end what its worker started
@@ -275,6 +276,7 @@ class Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
                 self.process.wait(timeout=2 * END_S)
         self.channel.close()
+        remove_stale(Path(tempfile.gettempdir()), "numdev-")  # of a kernel that was ended
 
 
 def serve(descriptor: int) -> None:

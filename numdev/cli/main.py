@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from numdev import __version__
-from numdev.errors import NumdevError, UsageError
+from numdev.errors import NumdevError, UsageError, one_line
 
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
 # The commands as `--help` lists them: the module of `numdev.cli` that has one, and what it is for.
@@ -130,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         hint = "a bug of numdev; run `numdev --debug ...` for the traceback"
         _fail(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
+    except BaseException as error:  # of a kind that numdev's own code never raises
+        _fail(f"the code of a kernel or a model raised {one_line(error)}", 3)
     else:
         if code:
             sys.exit(code)

@@ -107,7 +107,8 @@ class Results:
 @contextlib.contextmanager
 def watching() -> Iterator[Callable[[], None]]:
     """A function that raises KeyboardInterrupt if one came and was lost: a native extension that
-    calls back into Python may clear the error. The loop asks at every task."""
+    calls back into Python may clear the error. The loop asks at every task. One that nobody sent is
+    a MeasurementError."""
     from numdev.audit.interrupt import handling
 
     came = threading.Event()
@@ -121,7 +122,13 @@ def watching() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
 
     with handling(remember):
-        yield check
+        try:
+            yield check
+        except KeyboardInterrupt:
+            if came.is_set() or threading.current_thread() is not threading.main_thread():
+                raise
+            what = "the code of a kernel or a model raised KeyboardInterrupt"
+            raise MeasurementError(what, hint="nobody pressed Ctrl-C") from None
 
 
 def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.report.foreign import cell, json_text
 from numdev.report.records.reports import SCHEMA_VERSION, Report
 from numdev.report.records.rows import Record
+from numdev.temporary import becoming, remove_stale
 
 KINDS = {
     "audit": "numdev.report.records.reports:AuditReport",
@@ -108,15 +107,11 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         with path.open("w", newline="", encoding="utf-8") as file:
             yield file
         return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-    try:
-        with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with (
+        becoming(path) as partial,
+        partial.open("w", newline="", encoding="utf-8") as file,
+    ):
+        yield file
 
 
 def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
@@ -133,6 +128,7 @@ def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: 
     """Make the directory of the results. Raises UsageError where it holds another report: one of
     another command always, of another request unless `overwrite`."""
     directory.mkdir(parents=True, exist_ok=True)
+    remove_stale(directory)
     if not (directory / "report.json").exists():
         return
     older = read(directory)

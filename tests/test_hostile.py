@@ -1,0 +1,108 @@
+"""Kernels that mean harm to numdev: each costs its own row, and nothing hangs, ends or stays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hostile_kernels
+import pytest
+import torch
+from oracles import make_case
+from test_isolation import gone, ran, same, wait_for
+
+from numdev.audit.isolation import Failure, Isolated, attempt
+from numdev.cases import AttentionCase
+from numdev.kernels import Output, find
+
+LIMIT_S = 2.0
+QUICK = (
+    "writes_old_length", "writes_token_alone", "writes_torch_pickle", "drips_garbage",
+    "floods_stderr_for_ever", "kills_parents_group", "kills_stops_parent", "forks_session",
+    "raises_unspeakable", "returns_circular",
+)  # fmt: skip
+SKIPPED = {"raises_odd_refusal"}
+
+
+@pytest.fixture(scope="module")
+def note(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a kernel writes which processes it started; a pickle that is loaded makes it too."""
+    path = tmp_path_factory.mktemp("hostile") / "note"
+    os.environ["HOSTILE_NOTE"] = str(path)
+    yield path
+    del os.environ["HOSTILE_NOTE"]
+
+
+@pytest.fixture(scope="module")
+def shared(note: Path) -> Iterator[Isolated]:
+    with Isolated() as isolated:
+        yield isolated
+
+
+@pytest.fixture
+def case() -> AttentionCase:
+    return make_case(dtype=torch.bfloat16, heads=2, q_len=5, kv_len=7, head_dim=4)
+
+
+def table() -> list[object]:
+    slow = pytest.mark.slow
+    return [
+        pytest.param(name, marks=() if name in QUICK else slow) for name in hostile_kernels.NAMES
+    ]
+
+
+@pytest.mark.parametrize("name", table())
+def test_a_hostile_kernel_costs_its_own_row(
+    shared: Isolated, note: Path, case: AttentionCase, name: str
+) -> None:
+    """It ends in a failed row, by its limit at the latest; what it started is gone, nothing it sent
+    was unpickled, and the next kernel gives what it gives here."""
+    note.unlink(missing_ok=True)
+    result = ran(shared, f"hostile_kernels:{name}", case, {}, limit_s=LIMIT_S)
+    assert isinstance(result, Failure), result
+    assert result.status == ("skipped" if name in SKIPPED else "failed"), result
+    result.reason.encode()
+    assert len(result.reason.splitlines()) == 1, result
+    if name.startswith(("forks", "daemonises")):
+        for pid in note.read_text().split():
+            wait_for(lambda pid=pid: gone(int(pid)), seconds=60)
+    else:
+        assert not note.exists(), "a pickle was loaded"
+    after = ran(shared, "baseline", case, {})
+    assert isinstance(after, Output), after
+    assert same(find("baseline").attend(case), after)
+
+
+def test_what_a_kernel_leaves_behind_costs_no_other_its_row(
+    shared: Isolated, case: AttentionCase
+) -> None:
+    """A kernel that answers and spoils its process: the next one is asked again in a fresh one."""
+    for name in ("hostile_kernels:poisons", "hostile_kernels:babbles"):
+        assert isinstance(ran(shared, name, case, {}), Output)
+        after = ran(shared, "baseline", case, {})
+        assert isinstance(after, Output), after
+        assert same(find("baseline").attend(case), after)
+
+
+NAMED = {
+    "raises_base": "OwnBase: of its own",
+    "raises_interrupt": "KeyboardInterrupt: by itself",
+    "raises_exit": "SystemExit: leaving",
+    "raises_exit_none": "ended the program (exit code None)",
+    "raises_generator_exit": "GeneratorExit: GeneratorExit()",
+    "raises_base_group": "BaseExceptionGroup: both (2 sub-exceptions)",
+    "raises_unspeakable": "Unspeakable: its message raised ValueError",
+    "raises_unstoppable": "Unstoppable: its message raised KeyboardInterrupt",
+    "raises_leaving": "Leaving: its message raised SystemExit",
+    "raises_wordless": "Wordless: ",
+    "raises_not_text": "NotText: its message raised TypeError",
+    "raises_binary": "Binary: ?\x00\x1b[2J",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_any_exception_is_a_failed_row_in_process_too(case: AttentionCase, name: str) -> None:
+    """One line names it, whatever its own words do."""
+    failure = attempt(find(f"hostile_kernels:{name}"), case, {})
+    assert failure == Failure("failed", NAMED[name])
