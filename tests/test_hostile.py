@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import subprocess
+import sys
+import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hostile_kernels
 import pytest
@@ -12,11 +20,12 @@ import torch
 from oracles import make_case
 from test_isolation import gone, ran, same, wait_for
 
+from numdev.audit import guard, isolation
 from numdev.audit.isolation import Failure, Isolated, attempt
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, find
 
-LIMIT_S = 2.0
+LIMIT_S = 1.5
 QUICK = (
     "writes_old_length", "writes_token_alone", "writes_torch_pickle", "drips_garbage",
     "floods_stderr_for_ever", "kills_parents_group", "kills_stops_parent", "forks_session",
@@ -34,9 +43,54 @@ def note(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del os.environ["HOSTILE_NOTE"]
 
 
+class Forked:
+    """In place of `subprocess.Popen`, the guard in a fork of this process: torch is imported here,
+    so that a worker starts at once and not after seconds. All else is as it is."""
+
+    def __init__(
+        self, command: list[Any], *, stderr: int, pass_fds: tuple[int, ...], **_: object
+    ) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            faulthandler.disable()  # it writes to a descriptor that is closed here
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor, source in ((0, null), (1, null), (2, stderr)):
+                os.dup2(source, descriptor)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor not in pass_fds:
+                    with contextlib.suppress(OSError):  # the one that listed them
+                        os.close(descriptor)
+            sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
+            sys.argv[1:] = [command[-1]]
+            guard.main()
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("guard", timeout)
+            time.sleep(0.002)
+        return code
+
+
 @pytest.fixture(scope="module")
 def shared(note: Path) -> Iterator[Isolated]:
-    with Isolated() as isolated:
+    namespace = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    with pytest.MonkeyPatch.context() as patch, Isolated() as isolated:
+        patch.setattr(isolation, "subprocess", namespace)
         yield isolated
 
 

@@ -1,9 +1,9 @@
 """Messages between numdev and a process in which foreign code runs.
 
 A task goes there as torch pickles it. An answer is the task's token, the length of a JSON header,
-the header, and the bytes of the tensors it names; nothing of it is unpickled. The process may write
-anything, at any speed: a message is whole by its deadline or it is none, and what it may hold
-follows from the case, not from what it says of itself."""
+the header, the bytes of the tensors it names, and the token; nothing of it is unpickled. The
+process may write anything, at any speed: a message is whole by its deadline or it is none, and what
+it may hold follows from the case, not from what it says of itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from numdev.cases import AttentionCase, strided_as
 from numdev.kernels import Output
 
 LENGTH = struct.Struct(">Q")
-TOKEN_BYTES = 16  # that no other task's answer begins with
+TOKEN_BYTES = 16  # with which an answer begins and ends, and no other
 MAX_HEADER = 1 << 20
 MAX_TASK = 1 << 48  # what a worker believes, which nobody but numdev writes to
 MAX_GAP = 16  # how many times its own size a tensor may span in memory: q of a packed qkv spans 3
@@ -176,8 +176,20 @@ def read_answer(
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
     """The output of a case, on the CPU, or a status and its reason. Raises ValueError for anything
     else that came, Ended and Late."""
+    _expect(channel, token, deadline)
+    answer = _read_answer(channel, case, deadline)
+    _expect(channel, token, deadline)
+    return answer
+
+
+def _expect(channel: Channel, token: bytes, deadline: float) -> None:
     if channel.read(TOKEN_BYTES, deadline) != token:
         raise ValueError("not an answer to this task")
+
+
+def _read_answer(
+    channel: Channel, case: AttentionCase, deadline: float
+) -> Output | tuple[Literal["skipped", "failed"], str]:
     (length,) = LENGTH.unpack(channel.read(LENGTH.size, deadline))
     if length > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {length}")

@@ -308,7 +308,7 @@ def serve(descriptor: int) -> None:
             )
         except Exception as error:
             answer = failed_answer("failed", f"its output cannot be sent: {one_line(error)}")
-        for part in (token, *answer):
+        for part in (token, *answer, token):
             end.sendall(part)
 
 
