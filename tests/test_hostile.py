@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import os
@@ -23,7 +24,9 @@ from test_isolation import gone, ran, same, wait_for
 from numdev.audit import guard, isolation
 from numdev.audit.isolation import Failure, Isolated, attempt
 from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError
 from numdev.kernels import Output, find
+from numdev.sources.files import naming
 
 LIMIT_S = 1.5
 QUICK = (
@@ -137,6 +140,19 @@ def test_what_a_kernel_leaves_behind_costs_no_other_its_row(
         after = ran(shared, "baseline", case, {})
         assert isinstance(after, Output), after
         assert same(find("baseline").attend(case), after)
+
+
+def test_foreign_code_of_a_model_that_ends_the_program_is_one_line() -> None:
+    """Of any kind but an interrupt, which may be the user's, and the end of a generator."""
+    for error in (SystemExit(0), hostile_kernels.OwnBase("of its own"), asyncio.CancelledError()):
+        with (
+            pytest.raises(MeasurementError, match=f"^model: does not run: {type(error).__name__}"),
+            naming("model", "does not run"),
+        ):
+            raise error
+    for passing in (KeyboardInterrupt, GeneratorExit):
+        with pytest.raises(passing), naming("model", "does not run"):
+            raise passing
 
 
 NAMED = {

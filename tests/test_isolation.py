@@ -210,6 +210,18 @@ def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
         assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure(status, reason)
 
 
+def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
+    """It comes out, whatever the kernel makes of it; the handler is what it was before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for name in ("is_interrupted", "turns_interrupts"):
+            with pytest.raises(KeyboardInterrupt):
+                attempt(find(f"broken_kernels:{name}"), case, {})
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.gpu
 def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     """A device-side assertion ruins its process for good; this one, and the next row, are well."""

@@ -25,16 +25,17 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
 @contextlib.contextmanager
 def noticing() -> Iterator[Callable[[], bool]]:
     """Says whether an interrupt came meanwhile, which tells the user's from a KeyboardInterrupt
-    that foreign code raised. What handled it before still does."""
+    that foreign code raised. What handled it before still does, or it is ignored still."""
     before = signal.getsignal(signal.SIGINT)
     came = threading.Event()
-    if not callable(before):
+    if before is signal.SIG_DFL or before is None:  # it ends the process, or is not Python's
         yield came.is_set
         return
 
     def remember(number: int, frame: Any) -> None:
         came.set()
-        before(number, frame)
+        if callable(before):
+            before(number, frame)
 
     with handling(remember):
         yield came.is_set

@@ -107,28 +107,23 @@ class Results:
 @contextlib.contextmanager
 def watching() -> Iterator[Callable[[], None]]:
     """A function that raises KeyboardInterrupt if one came and was lost: a native extension that
-    calls back into Python may clear the error. The loop asks at every task. One that nobody sent is
-    a MeasurementError."""
+    calls back into Python may clear the error. The loop asks at every task."""
     from numdev.audit.interrupt import handling
 
     came = threading.Event()
 
     def remember(number: int, frame: Any) -> None:
         came.set()
+        if callable(before):
+            before(number, frame)
         raise KeyboardInterrupt
 
     def check() -> None:
         if came.is_set():
             raise KeyboardInterrupt
 
-    with handling(remember):
-        try:
-            yield check
-        except KeyboardInterrupt:
-            if came.is_set() or threading.current_thread() is not threading.main_thread():
-                raise
-            what = "the code of a kernel or a model raised KeyboardInterrupt"
-            raise MeasurementError(what, hint="nobody pressed Ctrl-C") from None
+    with handling(remember) as before:
+        yield check
 
 
 def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
