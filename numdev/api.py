@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from numdev import report as reports
+from numdev import temporary
 from numdev.arguments import checked
 from numdev.audit import run
 from numdev.audit.cluster import cluster_of, sharing
@@ -123,9 +123,8 @@ def audit(
         fields = {"cases": [{"name": f"case {i}", **x} for i, x in each]}
     request = audit_request(name, flags, fields)
     cluster = cluster_of(workers, scheduler)
-    scratch = tempfile.TemporaryDirectory(prefix="numdev-") if output is None else nullcontext("")
-    with scratch as folder, sharing(cluster, request.device):
-        directory = Path(folder if output is None else output)
+    place = temporary.folder() if output is None else nullcontext(Path(output))
+    with place as directory, sharing(cluster, request.device):
         refuse_other_kind(directory, "audit")
         found = run.audit(
             request, directory, command="numdev.audit", say=say, overwrite=overwrite, own=own,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LONGEST_LINE = 2000  # characters of a foreign message
+
 
 class NumdevError(Exception):
     """An error with a message for the user, an optional hint, and an exit code."""
@@ -38,9 +40,19 @@ class Refused(NumdevError):
 
 
 def one_line(error: BaseException) -> str:
-    """The exception's kind and the first line of what it says, without its full stop."""
-    text = str(error).strip() or repr(error)
-    return f"{type(error).__name__}: {text.splitlines()[0].removesuffix('.')}"
+    """The exception's kind and the first line of what it says, without its full stop; where its
+    own way to say it raises, that."""
+    try:
+        text = str(error).strip() or repr(error)
+    except BaseException as another:
+        text = f"its message raised {type(another).__name__}"
+    return f"{type(error).__name__}: {first_line(text).removesuffix('.')}"
+
+
+def first_line(text: str) -> str:
+    """The first line of what foreign code says, as a file can hold it: no surrogates, no novel."""
+    lines = text.strip().splitlines() or [""]
+    return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -44,6 +44,21 @@ def interrupts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     raise KeyboardInterrupt("from within")
 
 
+def is_interrupted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By the user, while it runs."""
+    signal.raise_signal(signal.SIGINT)
+    return q
+
+
+def turns_interrupts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Another exception in the interrupt's place."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt as error:
+        raise RuntimeError("interrupted") from error
+    return q
+
+
 def raises(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore, in lines")
 

@@ -20,7 +20,7 @@ from commands import ran
 import numdev
 from numdev import report
 from numdev.audit.journal import JOURNAL
-from numdev.cli.main import COMMANDS, cli
+from numdev.cli.main import COMMANDS, FOREIGN, cli
 from numdev.cli.session import watching
 from numdev.config import demo_checkpoint
 
@@ -152,12 +152,17 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
         ("check sdpa-cudnn --device cpu", 3, "sdpa-cudnn cannot run here: needs CUDA"),
         ("audit demo --layers 9 --device cpu", 2, "no attention call in layers 9; there are"),
         # Code that exits while it is imported does not pass for a success.
-        ("audit tiny.yaml --kernel exits:attend", 3, "the code of a kernel ended the program"),
+        ("audit tiny.yaml --kernel exits:attend", 3, f"{FOREIGN} ended the program"),
+        # What it raises is no Ctrl-C that somebody pressed, and no traceback.
+        ("audit tiny.yaml --kernel interrupts:attend", 3, f"{FOREIGN} raised KeyboardInterrupt: x"),
+        ("audit tiny.yaml --kernel strange:attend", 3, f"{FOREIGN} raised GeneratorExit: x"),
     ],
 )
 def test_what_cannot_be_measured_is_exit_code_3(run: Any, line: str, code: int, what: str) -> None:
     """The request is sound, and nothing could be measured; or it asks for what is not there."""
     Path("exits.py").write_text("raise SystemExit(0)\n")
+    Path("interrupts.py").write_text("raise KeyboardInterrupt('x')\n")
+    Path("strange.py").write_text("raise GeneratorExit('x')\n")
     assert_one_line(run(*line.split(" ")), code, what)
 
 

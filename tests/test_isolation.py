@@ -84,7 +84,7 @@ BROKEN = {
     "abort": KILLED + "ABRT (free(): invalid pointer)",
     "out_of_memory": KILLED + "KILL, perhaps out of memory",
     "leaves": ENDED + "3",
-    "interrupts": KILLED + "INT (KeyboardInterrupt: from within)",
+    "interrupts": "KeyboardInterrupt: from within",
     "raises": CUDA_ERROR,
     "forks": ENDED + "5",
 }
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
             threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
                 ran(isolated, "broken_kernels:hangs", case, {"note": str(note)})
-            assert isolated.process is None
+            assert isolated.worker is None
     finally:
         signal.signal(signal.SIGINT, before)
     wait_for_the_end(note)
@@ -151,14 +151,19 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
 def test_a_worker_that_died_idle_is_replaced(shared: Isolated, case: AttentionCase) -> None:
     """That is no fault of the next kernel."""
     ran(shared, "baseline", case, {})
-    shared.process.kill()
-    shared.process.wait()
+    assert shared.worker is not None
+    shared.worker.process.kill()
+    shared.worker.process.wait()
     assert isinstance(ran(shared, "baseline", case, {}), Output)
 
 
-def test_a_worker_that_cannot_start_is_said(case: AttentionCase, monkeypatch: Any) -> None:
+def test_a_worker_that_cannot_start_is_said(
+    case: AttentionCase, tmp_path: Path, monkeypatch: Any
+) -> None:
     """That is no kernel's failure, and the reason is quoted."""
-    monkeypatch.setattr(isolation, "BOOT", "import no_such_module")
+    script = tmp_path / "guard.py"
+    script.write_text("import no_such_module")
+    monkeypatch.setattr(isolation, "GUARD", script)
     says = r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"
     with Isolated() as isolated, pytest.raises(MeasurementError, match=says):
         ran(isolated, "baseline", case, {})
@@ -195,15 +200,26 @@ def test_an_output_of_eight_bits_comes_back(shared: Isolated, case: AttentionCas
 
 
 def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
-    """Exceptions, refusals and the end of the program become failures, Ctrl-C does not."""
+    """Exceptions of any kind, refusals and the end of the program become failures."""
     for name, status, reason in (
         ("raises", "failed", CUDA_ERROR),
         ("exits", "failed", "ended the program (exit code 4)"),
         ("refuses", "skipped", "head_dim 4 is too small"),
+        ("interrupts", "failed", "KeyboardInterrupt: from within"),
     ):
         assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure(status, reason)
-    with pytest.raises(KeyboardInterrupt):
-        attempt(find("broken_kernels:interrupts"), case, {})
+
+
+def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
+    """It comes out, whatever the kernel makes of it; the handler is what it was before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for name in ("is_interrupted", "turns_interrupts"):
+            with pytest.raises(KeyboardInterrupt):
+                attempt(find(f"broken_kernels:{name}"), case, {})
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.gpu

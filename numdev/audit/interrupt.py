@@ -1,4 +1,4 @@
-"""Ctrl-C by a handler of our own, and Ctrl-C that waits."""
+"""Ctrl-C by a handler of our own, Ctrl-C that waits, and whether an exception is Ctrl-C at all."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def noticing() -> Iterator[Callable[[], bool]]:
+    """Says whether an interrupt came meanwhile, which tells the user's from a KeyboardInterrupt
+    that foreign code raised. What handled it before still does, or it is ignored still."""
+    before = signal.getsignal(signal.SIGINT)
+    came = threading.Event()
+    if before is signal.SIG_DFL or before is None:  # it ends the process, or is not Python's
+        yield came.is_set
+        return
+
+    def remember(number: int, frame: Any) -> None:
+        came.set()
+        if callable(before):
+            before(number, frame)
+
+    with handling(remember):
+        yield came.is_set
+
+
+@contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """An interrupt waits for the end of what must not be done by halves; a second does not."""
     came = False
@@ -30,10 +49,15 @@ def deferred() -> Iterator[None]:
     def remember(number: int, frame: Any) -> None:
         nonlocal came
         if came:
-            raise KeyboardInterrupt
+            interrupt()
         came = True
 
-    with handling(remember):
+    def interrupt() -> None:
+        if callable(before):
+            before(signal.SIGINT, None)
+        raise KeyboardInterrupt
+
+    with handling(remember) as before:
         yield
     if came:
-        raise KeyboardInterrupt
+        interrupt()

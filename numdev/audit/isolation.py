@@ -3,8 +3,8 @@
 `attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in words. A
 CUDA fault ruins its process, a segmentation fault ends it, a hang never does: `Isolated` runs
 kernels in a worker process with a time limit, kept as long as nothing fails, bit for bit as here.
-The worker leads a process group, killed as a whole at the limit, on Ctrl-C, on `close`, and by its
-guard when this process is gone. (`multiprocessing` would import the caller's main module.)"""
+`guard` starts the worker and ends all that it started: at the limit, on Ctrl-C, on `close`, and
+when this process is gone. (`multiprocessing` would import the caller's main module.)"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import dataclasses
 import io
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,20 +22,31 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from numdev.audit.channel import (
+    TOKEN_BYTES,
+    Channel,
+    Ended,
+    Late,
+    failed_answer,
+    output_answer,
+    read_answer,
+    read_task,
+)
+from numdev.audit.interrupt import noticing
 from numdev.cases import AttentionCase, strided_as
-from numdev.errors import MeasurementError, NumdevError, Refused, one_line
+from numdev.errors import MeasurementError, NumdevError, Refused, first_line, one_line
 from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
 from numdev.metrics.bits import same
 from numdev.system import switches
+from numdev.temporary import remove_stale
 
 
 @dataclass(frozen=True)
@@ -59,24 +71,28 @@ def attempt(
     gradients: bool = False,
     within: Within = contextlib.nullcontext,
 ) -> Output | Failure:
-    """The kernel's output, with `gradients` that of one training step, or what went wrong. The
-    kernel gets a copy of the inputs, so that writing into them, a failure, spoils no other's."""
+    """The kernel's output, with `gradients` that of one training step, or what went wrong, be it an
+    exception that is no `Exception`; the user's Ctrl-C alone comes out. The kernel gets a copy of
+    the inputs, so that writing into them, a failure, spoils no other's."""
     run = kernel.gradients if gradients else kernel.attend
-    try:
-        with torch.set_grad_enabled(gradients), within(copied(case)) as here:
-            output = run(here, **options)
-        if case.q.is_cuda:
-            torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
-        if written := [n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))]:
-            return Failure("failed", f"writes into its inputs ({', '.join(written)})")
-        own: Output = copied(output)  # a kernel may return the same memory every time
-        return own
-    except Refused as refusal:
-        return Failure("skipped", refusal.message)
-    except Exception as error:
-        return Failure("failed", one_line(error))
-    except SystemExit as stop:
-        return Failure("failed", f"ended the program (exit code {stop.code})")
+    with noticing() as is_interrupted:
+        try:
+            with torch.set_grad_enabled(gradients), within(copied(case)) as here:
+                output = run(here, **options)
+            if case.q.is_cuda:
+                torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next
+            if written := [n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))]:
+                return Failure("failed", f"writes into its inputs ({', '.join(written)})")
+            own: Output = copied(output)  # a kernel may return the same memory every time
+            return own
+        except BaseException as error:
+            if is_interrupted():
+                raise KeyboardInterrupt from error
+            if isinstance(error, Refused):
+                return Failure("skipped", first_line(str(error.message)))
+            if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+                return Failure("failed", f"ended the program (exit code {error.code})")
+            return Failure("failed", one_line(error))
 
 
 def copied(record: Any, device: str | torch.device | None = None) -> Any:
@@ -94,24 +110,11 @@ def tensors_of(record: Any) -> dict[str, Tensor]:
 
 # --- in a process of its own ----------------------------------------------------------------------
 
-# What the worker's interpreter runs. First it leaves a guard: a child that waits for the other end
-# of the lifeline to be closed, as the end of numdev's process does, and then kills the group. It
-# cannot hang with the kernel, and it is there before torch is imported.
-BOOT = """
-import json, os, sys
-sys.path[:], pipe, lifeline = json.loads(sys.argv[1])
-if os.fork() == 0:
-    for inherited in (0, 1, 2, pipe):
-        os.close(inherited)
-    os.read(lifeline, 1)
-    os.killpg(0, 9)
-os.close(lifeline)
-from numdev.audit.isolation import serve
-serve(pipe)
-"""
-TICK_S = 0.2  # how often it is looked whether the worker lives
+GUARD = Path(__file__).with_name("guard.py")
 UNUSABLE = "its process gave an unusable answer"
 START_S = 300.0  # what importing torch may take: seconds, but minutes on a cold network disk
+END_S = 5.0  # what a guard may take to end what its worker started
+NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
 
 
 class Isolated(contextlib.AbstractContextManager["Isolated"]):
@@ -119,10 +122,8 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
-        self.process: subprocess.Popen[bytes] | None = None
-        self._ends = contextlib.ExitStack()  # of the pipe and the lifeline
-        self._pipe: Connection
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker lives
+        self.worker: Worker | None = None
+        self._suspects: set[str] = set()  # kernels that failed in a worker of no other
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -136,85 +137,123 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         gradients: bool = False,
         within: Within = contextlib.nullcontext,
     ) -> Output | Failure:
-        """What `attempt` gives for the kernel of this name. The limit is for the kernel and its
-        compilation, not for the start of a worker. Raises MeasurementError where none can be
+        """What `attempt` gives for the kernel of this name. The limit is for the task's way there,
+        and again for the kernel, its compilation and the answer, not for the start of a worker. A
+        kernel that fails where another one ran is asked again where none did, so that what one
+        leaves behind costs no other its row. Raises MeasurementError where no worker can be
         started; any exception, Ctrl-C included, ends the worker first."""
         device, on_cpu = case.q.device, copied(case, "cpu")
         how = (dict(options), gradients, within)
         task = packed((kernel.name, how, on_cpu, str(device), torch_settings()))
         try:
-            if self.process is None or self.process.poll() is not None:
-                self._start()
-            self._stderr.truncate(0)
-            with contextlib.suppress(BrokenPipeError):  # it just died, and so it will be found
-                self._pipe.send_bytes(task)
-            result: Output | Failure = self._answer(self.limit_s)
+            worker = self._ready_for(kernel.name)
+            shared = bool(worker.kernels - {kernel.name})
+            result = worker.answer(kernel.name, task, case, self.limit_s)
+            if isinstance(result, Failure) and result.status == "failed" and shared:
+                self.close()
+                worker = self._ready_for(kernel.name)
+                result = worker.answer(kernel.name, task, case, self.limit_s)
         except BaseException:
             self.close()
             raise
         if isinstance(result, Output):
-            try:  # a process in which foreign code ran may answer anything
-                return as_output(copied(result, device), case)
-            except Exception as error:
-                result = Failure("failed", f"{UNUSABLE} ({one_line(error)})")
+            return result
         if result.status == "failed":
+            self._suspects.add(kernel.name)
             self.close()
         return result
 
     def close(self) -> None:
         """End the worker, and all that it started."""
-        process, self.process = self.process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
-                process.wait(timeout=10)
-        self._ends.close()
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
 
-    def _start(self) -> None:
-        self.close()
+    def _ready_for(self, name: str) -> Worker:
+        """A worker that waits for a task; a fresh one for a kernel that has failed before, which
+        would only be asked twice."""
+        worker = self.worker
+        if worker is not None:
+            is_spoiled = worker.process.poll() is not None or not worker.channel.is_clean()
+            if is_spoiled or (name in self._suspects and worker.kernels - {name}):
+                self.close()
+        if self.worker is None:
+            self.worker = Worker.start()
+            self.worker.expect_ready()
+        return self.worker
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that answers tasks, from here: `process` is its guard."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    lifeline: int  # what closes it, the end of this process too, ends the guard and all of its
+    kernels: set[str] = field(default_factory=set)  # that were run there
+
+    @classmethod
+    def start(cls) -> Worker:
         ours, theirs = socket.socketpair()
-        self._pipe = self._ends.enter_context(Connection(ours.detach()))
-        lifeline, end = os.pipe()
-        self._ends.callback(os.close, end)
-        passed = (theirs.fileno(), lifeline)
+        end, lifeline = os.pipe()
+        stderr, written = os.pipe()
+        passed = (theirs.fileno(), end)
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, json.dumps([sys.path, *passed])],
+            process = subprocess.Popen(
+                [sys.executable, GUARD, json.dumps([os.getpid(), *passed, sys.path])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
+                stderr=written,
                 pass_fds=passed,
                 start_new_session=True,
             )
+        except BaseException:
+            ours.close()
+            os.close(lifeline)
+            os.close(stderr)
+            raise
         finally:
             theirs.close()
-            os.close(lifeline)
-        ready = self._answer(START_S)
-        if isinstance(ready, Failure):
-            raise MeasurementError(f"an isolated process cannot be started: {ready.reason}")
+            os.close(end)
+            os.close(written)
+        return cls(process, Channel(ours, stderr, lambda: process.poll() is not None), lifeline)
 
-    def _answer(self, limit_s: float) -> Any:
-        """What the worker sends next, or what became of it."""
-        assert self.process is not None
-        pipe, deadline = self._pipe, time.monotonic() + limit_s
+    def expect_ready(self) -> None:
+        """Wait until it has imported what it needs. Raises MeasurementError where it cannot."""
         try:
-            # A process it left behind may hold the pipe, so that its end is not told.
-            while not pipe.poll(min(TICK_S, max(0.0, deadline - time.monotonic()))):
-                if self.process.poll() is not None and not pipe.poll():
-                    return self._fate(self.process)
-                if time.monotonic() >= deadline:
-                    return Failure("failed", f"no answer within {limit_s:g} s")
-            return unpacked(pipe.recv_bytes())
-        except (EOFError, ConnectionError):
-            return self._fate(self.process)
-        except Exception as error:
+            token = self.channel.read(TOKEN_BYTES, time.monotonic() + START_S)
+            reason = UNUSABLE if token != NOTHING else None
+        except Late:
+            reason = f"no answer within {START_S:g} s"
+        except Ended:
+            reason = self.fate()
+        if reason:
+            raise MeasurementError(f"an isolated process cannot be started: {reason}")
+
+    def answer(
+        self, name: str, task: bytes, case: AttentionCase, limit_s: float
+    ) -> Output | Failure:
+        """What it answers to the task of a kernel, or what became of it."""
+        self.kernels.add(name)
+        self.channel.forget()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        try:
+            self.channel.send(token + task, time.monotonic() + limit_s)
+            answer = read_answer(self.channel, token, case, time.monotonic() + limit_s)
+            if not isinstance(answer, Output):
+                return Failure(*answer)
+            return as_output(copied(answer, case.q.device), case)
+        except Late:
+            return Failure("failed", f"no answer within {limit_s:g} s")
+        except Ended:
+            return Failure("failed", self.fate())
+        except Exception as error:  # a process in which foreign code ran may answer anything
             return Failure("failed", f"{UNUSABLE} ({one_line(error)})")
 
-    def _fate(self, process: subprocess.Popen[bytes]) -> Failure:
-        """How the worker ended, and the last line it wrote to stderr."""
+    def fate(self) -> str:
+        """How it ended, and the last line it wrote to stderr."""
         try:
-            code = process.wait(timeout=5)
+            code = self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             what = "its process closed its pipe"
         else:
@@ -223,23 +262,37 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
                 what = f"its process was killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 what += ", perhaps out of memory"
-        self._stderr.seek(0)
-        said = self._stderr.read().decode(errors="replace").strip()
-        return Failure("failed", f"{what} ({said.splitlines()[-1].strip()})" if said else what)
+        line = first_line(self.channel.last_line())
+        return f"{what} ({line})" if line else what
+
+    def close(self) -> None:
+        """End it, and all that it started."""
+        os.close(self.lifeline)
+        try:
+            self.process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:  # its guard was stopped
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
+                self.process.wait(timeout=2 * END_S)
+        self.channel.close()
+        remove_stale(Path(tempfile.gettempdir()), "numdev-")  # of a kernel that was ended
 
 
 def serve(descriptor: int) -> None:
     """The worker: run one task after another, until nobody sends any more."""
-    pipe = Connection(descriptor)
+    end = socket.socket(fileno=descriptor)
     with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     all_kernels()  # what they import takes no kernel's time
-    pipe.send_bytes(packed("ready"))
+    end.sendall(NOTHING)
     while True:
         try:
-            name, how, case, device, settings = unpacked(pipe.recv_bytes())
+            message = read_task(end)
         except EOFError:
-            os.killpg(0, signal.SIGKILL)
+            os._exit(0)
+        token = bytes(message[:TOKEN_BYTES])
+        name, how, case, device, settings = unpacked(message[TOKEN_BYTES:])
         set_torch(settings)
         try:
             kernel, here = find(name), copied(case, device)
@@ -248,8 +301,15 @@ def serve(descriptor: int) -> None:
         else:
             options, gradients, within = how
             result = attempt(kernel, here, options, gradients=gradients, within=within)
-        answer = result if isinstance(result, Failure) else copied(result, "cpu")
-        pipe.send_bytes(packed(answer))
+        try:
+            failed = isinstance(result, Failure)
+            answer = (
+                failed_answer(result.status, result.reason) if failed else output_answer(result)
+            )
+        except Exception as error:
+            answer = failed_answer("failed", f"its output cannot be sent: {one_line(error)}")
+        for part in (token, *answer, token):
+            end.sendall(part)
 
 
 def packed(message: Any) -> bytes:
@@ -259,8 +319,8 @@ def packed(message: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(sent: bytes) -> Any:
-    """What one's own process sent."""
+def unpacked(sent: bytes | bytearray) -> Any:
+    """What numdev sent to its worker; what comes back is foreign, and never unpickled."""
     return torch.load(io.BytesIO(sent), weights_only=False)
 
 

@@ -18,6 +18,7 @@ from typing import IO, Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from numdev.errors import UsageError
+from numdev.temporary import remove_stale
 
 JOURNAL = "rows.jsonl"
 # What is built from a journal or goes on from it, and goes with it under --overwrite.
@@ -67,6 +68,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         journal = cls(directory, header)
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            remove_stale(directory)
             journal._open(overwrite=overwrite)
         except OSError as error:
             what = f"{error.filename or directory}: cannot write results there ({error.strerror})"

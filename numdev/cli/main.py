@@ -15,9 +15,11 @@ from typing import Any
 import click
 
 from numdev import __version__
-from numdev.errors import NumdevError, UsageError
+from numdev.audit.interrupt import noticing
+from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 
 EMPTY_OPTION = re.compile(r"--[a-z-]+=")
+FOREIGN = "the code of a kernel or a model"
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
 # The commands as `--help` lists them: the module of `numdev.cli` that has one, and what it is for.
 # A module is imported when its command is asked for.
@@ -68,9 +70,16 @@ class _Commands(click.Group):
         click.Command.format_options(self, ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """click and rich make a closed pipe exit code 1, which here would read as "exceeded"."""
+        """click and rich make a closed pipe exit code 1, which here would read as "exceeded", and a
+        KeyboardInterrupt that foreign code raises is not the user's."""
         try:
-            return super().invoke(ctx)
+            with noticing() as is_interrupted:
+                try:
+                    return super().invoke(ctx)
+                except KeyboardInterrupt as error:
+                    if is_interrupted():
+                        raise
+                    raise MeasurementError(f"{FOREIGN} raised {one_line(error)}") from error
         except (BrokenPipeError, SystemExit) as error:
             if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
                 raise _ReaderLeft(ctx.obj or 0) from error
@@ -122,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as stop:
         if os.environ.get(COMPLETION):
             raise  # click has answered the shell, and ends the program so
-        _fail(f"the code of a kernel ended the program (exit code {stop.code})", 3)
+        _fail(f"{FOREIGN} ended the program (exit code {stop.code})", 3)
     except MemoryError:
         _fail("out of memory; request less", 3)
     except OSError as error:
@@ -133,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         hint = "a bug of numdev; run `numdev --debug ...` for the traceback"
         _fail(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
+    except BaseException as error:  # of a kind that numdev's own code never raises
+        _fail(f"{FOREIGN} raised {one_line(error)}", 3)
     else:
         if code:
             sys.exit(code)

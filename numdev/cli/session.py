@@ -125,13 +125,15 @@ def watching() -> Iterator[Callable[[], None]]:
 
     def remember(number: int, frame: Any) -> None:
         came.set()
+        if callable(before):
+            before(number, frame)
         raise KeyboardInterrupt
 
     def check() -> None:
         if came.is_set():
             raise KeyboardInterrupt
 
-    with handling(remember):
+    with handling(remember) as before:
         yield check
 
 

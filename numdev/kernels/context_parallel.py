@@ -11,11 +11,11 @@ PyTorch's, which has no others for these options."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
 import pickle
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, spawn
 
+from numdev import temporary
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, one_line
 from numdev.kernels import Output, Refused, Requirement, kernel
@@ -117,9 +118,11 @@ class Ranks:
 
     def __init__(self, world: int, device: str) -> None:
         self.world = world
-        self._folder = tempfile.TemporaryDirectory(prefix="numdev-ranks-")
+        self._ends = contextlib.ExitStack()
+        atexit.register(self._ends.close)
+        folder = self._ends.enter_context(temporary.folder(prefix="numdev-ranks-"))
         self._pipes, theirs = zip(*(Pipe() for _ in range(world)), strict=True)
-        place = (world, device, f"{self._folder.name}/store", theirs)
+        place = (world, device, f"{folder}/store", theirs)
         self.ranks: Any = spawn(rank, place, nprocs=world, join=False, daemon=True)
         self.ask(None, START_S)
 
@@ -150,7 +153,7 @@ class Ranks:
             process.join(10)  # in the driver, nothing ends it
         for pipe in self._pipes:
             pipe.close()
-        self._folder.cleanup()
+        self._ends.close()
 
 
 together = functools.cache(Ranks)  # started when first asked for

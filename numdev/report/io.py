@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from numdev.report.foreign import cell, json_text
 from numdev.report.records.reports import SCHEMA_VERSION, Report
 from numdev.report.records.rows import Record
 from numdev.studies import REGISTERED, kind_of
+from numdev.temporary import becoming, remove_stale
 
 HEAD = 1 << 16  # bytes of a file in which it says what it is
 
@@ -95,15 +94,11 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         with path.open("w", newline="", encoding="utf-8") as file:
             yield file
         return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-    try:
-        with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with (
+        becoming(path) as partial,
+        partial.open("w", newline="", encoding="utf-8") as file,
+    ):
+        yield file
 
 
 def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
@@ -125,7 +120,7 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
         older = _Head.model_validate(from_json(text, allow_partial=True)).kind
     except (OSError, ValueError):
         return
-    if isinstance(older, str) and older in KINDS and older != kind:
+    if isinstance(older, str) and older in REGISTERED and older != kind:
         what = f"{directory}: already holds the report of a different numdev {older}"
         raise UsageError(what, hint="give another --output")
 
@@ -134,6 +129,7 @@ def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: 
     """Make the directory of the results. Raises UsageError where it holds another report: one of
     another command always, of another request unless `overwrite`."""
     directory.mkdir(parents=True, exist_ok=True)
+    remove_stale(directory)
     refuse_other_kind(directory, kind)
     if overwrite or not (directory / "report.json").exists():
         return

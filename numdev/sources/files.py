@@ -186,12 +186,13 @@ def naming(
     of: object, what: str, hint: str | None = FETCH, *, passing: type[Exception] = NumdevError
 ) -> Iterator[None]:
     """Whatever is raised on foreign data or by foreign code as one line that begins with its file
-    or name; numdev's own errors and those of `passing` as they are."""
+    or name, be it no `Exception`; numdev's own errors, those of `passing` and interrupts as they
+    are."""
     try:
         yield
-    except (NumdevError, passing):
+    except (NumdevError, passing, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise MeasurementError(f"{of}: {what}: {one_line(error)}", hint=hint) from error
 
 

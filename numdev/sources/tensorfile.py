@@ -11,7 +11,6 @@ import importlib.metadata
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 from collections import Counter
@@ -27,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import numdev
+from numdev import temporary
 from numdev.arguments import checked
 from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import MeasurementError, UsageError
@@ -278,13 +278,11 @@ def write(
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["transformers"] = importlib.metadata.version("transformers")
     header = Header.model_validate({"version": VERSION, "versions": versions, "calls": calls})
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        with storage.naming(path, "cannot be written", "is there room?", passing=OSError):
-            save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        storage.naming(path, "cannot be written", "is there room?", passing=OSError),
+        temporary.becoming(path) as partial,
+    ):
+        save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
 
 
 @checked
@@ -310,25 +308,26 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     UsageError where the directory exists; with `overwrite` only if it holds no saved cases."""
     if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
         raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
-    partial, names = directory.with_name(f".{directory.name}.partial-{os.getpid()}"), list[str]()
+    names = list[str]()
 
     def add(case: AttentionCase, axes: Mapping[str, Any]) -> None:
         names.append(f"{len(names):05d}.safetensors")
         write(partial / names[-1], [case], [axes])
 
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"{directory}: cannot write there ({error.strerror})") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            beside = temporary.folder(directory.parent, f".{directory.name}.")
+            partial = stack.enter_context(beside)
+        except OSError as error:
+            raise UsageError(f"{directory}: cannot write there ({error.strerror})") from error
         yield add
         if names:
             index = json.dumps({"version": VERSION, "files": names}, indent=1)
             (partial / INDEX).write_text(index + "\n", encoding="utf-8")
+            partial.chmod(0o755)
             shutil.rmtree(directory, ignore_errors=True)
             partial.replace(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def kind_of(mask: Tensor | None) -> Literal["none", "bool", "additive"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sysconfig
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from numdev import temporary
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources.prompts import read_text
 from numdev.training.config import DataConfig, ModelConfig
@@ -133,11 +133,11 @@ def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary.folder() as folder:
         # AutoTokenizer chooses a class by the files it finds; for a Llama configuration some
         # choices rebuild the tokenizer with SentencePiece's rules: ids, but of another text.
         config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config))
         made.save_pretrained(folder)
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     ids = loaded(texts[0], verbose=False)["input_ids"]

@@ -1,0 +1,260 @@
+"""Messages between numdev and a process in which foreign code runs.
+
+A task goes there as torch pickles it. An answer is the task's token, the length of a JSON header,
+the header, the bytes of the tensors it names, and the token; nothing of it is unpickled. The
+process may write anything, at any speed: a message is whole by its deadline or it is none, and what
+it may hold follows from the case, not from what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, strided_as
+from numdev.kernels import Output
+
+LENGTH = struct.Struct(">Q")
+TOKEN_BYTES = 16  # with which an answer begins and ends, and no other
+MAX_HEADER = 1 << 20
+MAX_TASK = 1 << 48  # what a worker believes, which nobody but numdev writes to
+MAX_GAP = 16  # how many times its own size a tensor may span in memory: q of a packed qkv spans 3
+TAIL_BYTES = 1 << 13  # of what a process writes to stderr, the end
+TICK_S = 0.2  # how often it is looked whether the process lives
+DTYPES = {
+    str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype) and x.is_floating_point
+}
+TEXTS = ("not_lse", "ran", "ran_backward")
+
+
+class Ended(Exception):
+    """The process at the other end has ended, or closed its pipe."""
+
+
+class Late(Exception):
+    """A message was not whole by its deadline."""
+
+
+class Channel:
+    """numdev's end: a socket, and what the process writes to stderr. `has_ended` says whether the
+    process is gone: what it leaves behind may hold the other end for ever."""
+
+    def __init__(self, end: socket.socket, stderr: int, has_ended: Callable[[], bool]) -> None:
+        self.socket, self.stderr, self.has_ended = end, stderr, has_ended
+        self.tail = b""
+        end.setblocking(False)
+        os.set_blocking(stderr, False)
+
+    def close(self) -> None:
+        self.socket.close()
+        os.close(self.stderr)
+
+    def is_clean(self) -> bool:
+        """Whether nothing has come that nobody asked for, nor was the other end closed."""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def send(self, message: bytes, deadline: float) -> None:
+        unsent = memoryview(LENGTH.pack(len(message)) + message)
+        while unsent:
+            self._wait(selectors.EVENT_WRITE, deadline)
+            try:
+                unsent = unsent[self.socket.send(unsent) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise Ended from error
+
+    def read(self, size: int, deadline: float) -> bytearray:
+        """So many bytes. Raises Ended where they end before, and Late after the deadline."""
+        message = bytearray(size)
+        self.fill(memoryview(message), deadline)
+        return message
+
+    def fill(self, missing: memoryview, deadline: float) -> None:
+        """Fill memory with what comes; raises as `read`."""
+        while missing:
+            self._wait(selectors.EVENT_READ, deadline)
+            try:
+                count = self.socket.recv_into(missing)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise Ended from error
+            if count == 0:
+                raise Ended
+            missing = missing[count:]
+
+    def last_line(self) -> str:
+        """What the process wrote last to stderr."""
+        self._drain()
+        lines = self.tail.decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+    def forget(self) -> None:
+        """What was written to stderr until now."""
+        self._drain()
+        self.tail = b""
+
+    def _wait(self, event: int, deadline: float) -> None:
+        """Until the socket is ready. Takes meanwhile what comes on stderr, so that a process that
+        writes much does not wait for a reader."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.socket, event)
+            selector.register(self.stderr, selectors.EVENT_READ)
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Late
+                ended = self.has_ended()  # first: what it sent before its end still counts
+                ready = [key.fd for key, _ in selector.select(0 if ended else min(TICK_S, left))]
+                if self.socket.fileno() in ready:
+                    return
+                if ended:
+                    raise Ended
+                if self.stderr in ready and not self._drain():
+                    selector.unregister(self.stderr)
+
+    def _drain(self) -> bool:
+        """Take one pipe's fill of stderr; False once it is closed."""
+        try:
+            text = os.read(self.stderr, 1 << 16)
+        except BlockingIOError:
+            return True
+        self.tail = (self.tail + text)[-TAIL_BYTES:]
+        return bool(text)
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+Part = bytes | memoryview
+
+
+def failed_answer(status: Literal["skipped", "failed"], reason: str) -> list[Part]:
+    """What is sent after the token for a kernel without an output."""
+    return _header({"status": status, "reason": reason})
+
+
+def output_answer(output: Output) -> list[Part]:
+    """What is sent after the token for a kernel's output. Raises ValueError where it says too
+    much."""
+    tensors = {name: x for name, x in vars(output).items() if isinstance(x, Tensor)}
+    layouts = {
+        name: {"dtype": str(x.dtype), "shape": list(x.shape), "stride": list(x.stride())}
+        for name, x in tensors.items()
+    }
+    texts = {name: getattr(output, name) for name in TEXTS}
+    plain = (x.detach().cpu().resolve_neg().contiguous() for x in tensors.values())
+    contents = (x.view(torch.uint8).numpy().data.cast("B") for x in plain)
+    return [*_header({"tensors": layouts, "did": output.did, **texts}), *contents]
+
+
+def _header(content: Mapping[str, Any]) -> list[Part]:
+    text = json.dumps(content, default=str).encode()
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {len(text)}")
+    return [LENGTH.pack(len(text)), text]
+
+
+def read_answer(
+    channel: Channel, token: bytes, case: AttentionCase, deadline: float
+) -> Output | tuple[Literal["skipped", "failed"], str]:
+    """The output of a case, on the CPU, or a status and its reason. Raises ValueError for anything
+    else that came, Ended and Late."""
+    _expect(channel, token, deadline)
+    answer = _read_answer(channel, case, deadline)
+    _expect(channel, token, deadline)
+    return answer
+
+
+def _expect(channel: Channel, token: bytes, deadline: float) -> None:
+    if channel.read(TOKEN_BYTES, deadline) != token:
+        raise ValueError("not an answer to this task")
+
+
+def _read_answer(
+    channel: Channel, case: AttentionCase, deadline: float
+) -> Output | tuple[Literal["skipped", "failed"], str]:
+    (length,) = LENGTH.unpack(channel.read(LENGTH.size, deadline))
+    if length > MAX_HEADER:
+        raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {length}")
+    header = json.loads(channel.read(length, deadline))
+    if "status" in header:
+        if header["status"] not in ("skipped", "failed") or type(header["reason"]) is not str:
+            raise ValueError("status: expected skipped or failed, and a reason")
+        return header["status"], header["reason"]
+    shapes = shapes_of(case)
+    fields: dict[str, Any] = {}
+    for name, layout in header["tensors"].items():
+        fields[name] = _tensor(channel, name, layout, shapes[name], deadline)
+    for name in TEXTS:
+        if type(header[name]) not in (str, type(None)):
+            raise ValueError(f"{name}: expected text")
+        fields[name] = header[name]
+    if type(header["did"]) not in (dict, type(None)):
+        raise ValueError("did: expected a mapping")
+    return Output(did=header["did"], **fields)
+
+
+def shapes_of(case: AttentionCase) -> dict[str, tuple[int, ...]]:
+    """The tensors that an output of this case may have."""
+    rows = tuple(case.q.shape[:3])
+    out = (*rows, case.v.shape[-1])
+    inputs = {"dq": case.q, "dk": case.k, "dv": case.v}
+    return {"out": out, "lse": rows, **{name: tuple(x.shape) for name, x in inputs.items()}}
+
+
+def _tensor(
+    channel: Channel, name: str, layout: Mapping[str, Any], shape: tuple[int, ...], deadline: float
+) -> Tensor:
+    """The next tensor, laid out in memory as it was."""
+    dtype, stride = DTYPES[layout["dtype"]], layout["stride"]
+    if tuple(layout["shape"]) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {layout['shape']}")
+    if len(stride) != len(shape) or any(type(n) is not int or n < 0 for n in stride):
+        raise ValueError(f"{name}: expected strides of {len(shape)} axes, got {stride}")
+    size = math.prod(shape)
+    content = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
+    channel.fill(content.numpy().data, deadline)
+    x = content.view(dtype).view(shape)
+    span = 1 + sum(n * (length - 1) for n, length in zip(stride, shape, strict=True))
+    if span > MAX_GAP * size:
+        return x
+    return strided_as(x, torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+
+
+# --- at the other end ----------------------------------------------------------------------------
+
+
+def read_task(end: socket.socket) -> bytearray:
+    """The next task's bytes. Raises EOFError when numdev sends no more."""
+    (length,) = LENGTH.unpack(_read(end, LENGTH.size))
+    if length > MAX_TASK:
+        raise EOFError
+    return _read(end, length)
+
+
+def _read(end: socket.socket, size: int) -> bytearray:
+    message = bytearray(size)
+    missing = memoryview(message)
+    while missing:
+        count = end.recv_into(missing)
+        if count == 0:
+            raise EOFError
+        missing = missing[count:]
+    return message

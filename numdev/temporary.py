@@ -1,0 +1,102 @@
+"""Temporary files and folders of which none stays, even where their process was killed.
+
+Each is locked by the process that writes it, for as long as that lives; `remove_stale` removes
+those of this kind that nobody has locked. It runs before the next one is made in the same place."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+SUFFIX = ".unfinished"
+
+
+@contextmanager
+def becoming(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` that takes its name at the end; an exception removes it."""
+    remove_stale(path.parent)
+
+    def create() -> str:
+        handle, name = tempfile.mkstemp(SUFFIX, f".{path.name}.", path.parent)
+        os.close(handle)
+        return name
+
+    with _locked(create) as partial:
+        try:
+            yield partial
+            partial.chmod(0o644)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def folder(parent: Path | None = None, prefix: str = "numdev-") -> Iterator[Path]:
+    """An empty folder, in the system's place for temporary ones or in `parent`, which is removed at
+    the end unless it was renamed."""
+    place = Path(tempfile.gettempdir()) if parent is None else parent
+    remove_stale(place, prefix)
+    with _locked(lambda: tempfile.mkdtemp(SUFFIX, prefix, place)) as path:
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_stale(place: Path, prefix: str = ".") -> None:
+    """Remove what killed processes left in a directory."""
+    for path in place.glob(f"{glob.escape(prefix)}*{SUFFIX}"):
+        with contextlib.suppress(OSError):  # it is another user's, or another process was faster
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                if not _lock(handle, wait=False):
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            finally:
+                os.close(handle)
+
+
+@contextmanager
+def _locked(create: Callable[[], str]) -> Iterator[Path]:
+    """What `create` makes, locked for a while."""
+    while True:
+        path = Path(create())
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            _lock(handle, wait=True)
+            if not _is_at(handle, path):
+                continue  # it was taken for stale before it was locked
+            yield path
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Whether the lock was had. File systems without locks have none: nothing is stale there."""
+    if sys.platform == "win32":
+        return False
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return True
+    return False
