@@ -63,7 +63,7 @@ def model_inputs(
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read(Path(request.inputs), model)] if request.inputs else []
-    takes, takes_all = _arguments(model.forward)
+    takes, takes_all = arguments(model.forward)
     if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
         if parts and request.text:
             raise UsageError("--inputs and --text both say what the model reads", hint="give one")
@@ -207,7 +207,7 @@ def read_text(file: Path) -> str:
 
 def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
     """The arguments that a transformers model needs beside the `given` ones."""
-    takes, _ = _arguments(model.forward)
+    takes, _ = arguments(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
     # In a model of text and vision without two towers side by side, images replace tokens.
     towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
@@ -227,7 +227,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
     inputs = {name: plain(path, name, x) for name, x in sorted(read_tensors(path))}
     if not inputs:
         raise UsageError(f"{path}: holds no tensor", hint="name tensors after the model's inputs")
-    takes, _ = _arguments(model.forward)
+    takes, _ = arguments(model.forward)
     for name, tensor in inputs.items():
         if name not in takes:
             what = f"{path}: {type(model).__name__} takes no input {name!r}"
@@ -266,7 +266,7 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
     return Prompt(inputs={name: x}, description=words)
 
 
-def _arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
+def arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
     """The names of a function's arguments, and whether it takes any other by name."""
     parameters = inspect.signature(forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
