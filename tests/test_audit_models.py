@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from commands import refusal
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -111,6 +111,27 @@ def test_requests_that_cannot_be_met(
 ) -> None:
     """In one line, before anything is measured."""
     assert words in refusal(capsys, 2, models.saved(name, tmp_path), *SMALL, *flags)
+
+
+def test_what_is_not_finite_in_a_model_is_in_the_report(tmp_path: Path, capsys: Any) -> None:
+    """The weight as it is stored, the inputs of the layer that it spoils, and elements that only
+    float16 cannot hold, which are no fault of the weights."""
+    target = models.saved("llama", tmp_path)
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+    weights["model.layers.0.self_attn.v_proj.weight"] *= 1e8
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    found, _ = audit(capsys, target, "--format", "float16", "--format", "bfloat16")
+    source = found.provenance.source
+    assert source["nonfinite_weights"] == {"model.layers.1.self_attn.q_proj.weight": 1}
+    first, second = found.cases
+    assert first.nonfinite == {}
+    assert first.overflows.keys() == {"float16"}
+    assert second.nonfinite.keys() == {"q"}
+    assert 0 < second.nonfinite["q"] <= second.batch * second.heads * second.q_len * second.head_dim
+    sound, _ = audit(capsys, models.saved("gpt2", tmp_path))
+    assert sound.provenance.source["nonfinite_weights"] == {}
+    assert not any(case.nonfinite or case.overflows for case in sound.cases)
 
 
 PAD, CLS, SEP, UNKNOWN = range(4)
