@@ -1,6 +1,6 @@
 """What does the exact forward pass of a large model take beside fp64 arithmetic's own limit?
 
-    python benchmarks/effects_large.py DIRECTORY [--layers 32 --length 2048]
+    python benchmarks/effects_large.py DIRECTORY [--layers 32 --length 2048 --width 4096]
 
 The checkpoint of large_model.py (Llama-3-8B's shape, random weights in bfloat16) is streamed, layer
 by layer, on one sequence. Printed: seconds of the exact pass, its second one, over those that its
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from large_model import DEVICE, settle, written
+from large_model import DEVICE, WIDTH, settle, written
 
 from numdev.audit.isolation import attempt
 from numdev.config import effects_request
@@ -35,8 +35,9 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=WIDTH, help="a multiple of 128")
     asked = parser.parse_args()
-    path = written(asked.directory, asked.layers, asked.length)
+    path = written(asked.directory, asked.layers, asked.length, asked.width)
     flags = {"kernels": ("sdpa-flash",), "length": asked.length, "sequences": 1, "sites": False}
     request = effects_request(str(path), {**flags, "stream": True})
     study = Study(request, attempt)

@@ -1,7 +1,7 @@
 """Three tests of two kernels on the demo model's own inputs: PyTorch's flash attention, and the
 same with a scale half a percent too large. The README's table is what this prints.
 
-    PYTHONPATH=benchmarks python benchmarks/half_a_percent.py
+    PYTHONPATH=benchmarks python benchmarks/half_a_percent.py [--sequences 8 --length 256]
 
 Each attention call of the model is tested as a kernel's own test-suite would, against attention in
 fp32 on the same bfloat16 inputs: with `torch.testing.assert_close` at its defaults and at 1e-2, and
@@ -10,6 +10,7 @@ by flash-attention's rule, at most twice plain attention's largest error. numdev
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from functools import partial
 
@@ -47,8 +48,12 @@ def tested(name: str, factor: float, q: Tensor, k: Tensor, v: Tensor, is_causal:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    asked = vars(parser.parse_args())
     kernels = [f"half_a_percent:{name}" for name in PASSED]
-    report = numdev.audit("demo", kernels=kernels)
+    report = numdev.audit("demo", kernels=kernels, **asked)
     import half_a_percent  # the module whose functions ran; this file is __main__
 
     for name, kernel in zip(PASSED, kernels, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from numdev.audit.screening import SUSPECTS
 from numdev.metrics.deviation import measure_plain
-from numdev.metrics.sampling import Strata, draw
+from numdev.metrics.sampling import Sample, Strata
 
 Draw = Callable[[Tensor], Tensor]
 
@@ -61,13 +61,14 @@ def main() -> None:
     length, samples = given.length, given.samples
     print(f"{'errors':14}{'rows':>5}  {'suspicion':12}{'holds':>7}{'above':>7}{'ends':>7}")
     for name, tail in TAILS.items():
-        for count in (64, 256):
+        for count in (n for n in (64, 256) if n < length):
             for off in (None, 0.01, 0.5):
                 found = []
                 for seed in range(samples):
                     made = torch.Generator().manual_seed(seed)
                     errors = tail(torch.rand(length, generator=made, dtype=torch.float64))
-                    rows, of = draw(length, count, seed, "queries"), length
+                    sample = Sample(count=count, seed=seed)
+                    rows, of = sample.draw(length, "queries"), length
                     if rows is not None and off is not None:
                         factor = torch.randn(length, generator=made).mul(off).exp()
                         suspects = (errors * factor).topk(SUSPECTS).indices

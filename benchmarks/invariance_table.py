@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--format", default="bfloat16")
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--isolate", action="store_true")
+    parser.add_argument("--no-times", action="store_true", help="without milliseconds a call")
     given = parser.parse_args()
     device = System.here(given.device).device
     cases = CASES if given.full or device == "cuda" else SHORT
@@ -155,8 +156,8 @@ def main() -> None:
         for finding in report.findings:
             print(f"FINDING {finding.sentence}", flush=True)
         print(f"{len(report.rows)} rows in {time.perf_counter() - start:.0f} s", flush=True)
-    dtype = getattr(torch, given.format)
-    for line in times([k for k in kernels if k not in COMPILED], list(cases), device, dtype):
+    dtype, plain = getattr(torch, given.format), [k for k in kernels if k not in COMPILED]
+    for line in () if given.no_times else times(plain, list(cases), device, dtype):
         print(line, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Does auditing a large model cost more than running it?
 
     python benchmarks/large_model.py DIRECTORY [--layers 32 --length 4096 --rows 256]
-        [--kernel sdpa-flash ...]
+        [--width 4096] [--kernel sdpa-flash ...]
 
 A decoder of Llama-3-8B's shape (32 query heads, 8 kv heads, head_dim 128, hidden 4096, MLP 14336; a
 smaller vocabulary) with random weights in bfloat16 is written to DIRECTORY, once, and audited there
@@ -27,18 +27,19 @@ from numdev.audit.timing import SECTIONS, TOTAL
 from numdev.config import BACKENDS, AuditRequest, Choice
 
 VOCABULARY = 32000
+HEAD_DIM, WIDTH = 128, 4096  # of Llama-3-8B
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def written(directory: Path, layers: int, length: int) -> Path:
-    """The checkpoint, made if it is not there."""
+def written(directory: Path, layers: int, length: int, width: int) -> Path:
+    """The checkpoint, made if it is not there; narrower ones have fewer heads of the same size."""
     if not (directory / "config.json").exists():
         config = LlamaConfig(
-            hidden_size=4096,
-            intermediate_size=14336,
+            hidden_size=width,
+            intermediate_size=width * 7 // 2,
             num_hidden_layers=layers,
-            num_attention_heads=32,
-            num_key_value_heads=8,
+            num_attention_heads=width // HEAD_DIM,
+            num_key_value_heads=max(1, width // HEAD_DIM // 4),
             max_position_embeddings=length,
             rope_theta=500000.0,
             vocab_size=VOCABULARY,
@@ -80,9 +81,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--width", type=int, default=WIDTH, help="a multiple of 128")
     parser.add_argument("--kernel", action="append", help="repeatable; the default kernels")
     given = parser.parse_args()
-    written(given.directory, given.layers, given.length)
+    written(given.directory, given.layers, given.length, given.width)
     model = forward_pass(given.directory, given.length)
     request = AuditRequest(
         target=str(given.directory),

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -154,6 +154,8 @@ class Place:
     format: str
     system: System
     pooled: dict[Any, list[DeviationRow]]
+    few: slice = field(default_factory=lambda: slice(None))
+    """Which kernels and faults."""
 
     def keep(self, kind: str, name: str, rows: Sequence[DeviationRow]) -> None:
         """For the rule that looks at all heads of a report; sound kernels have one a shape."""
@@ -218,24 +220,29 @@ def growth(rows: Sequence[DeviationRow], sound: Sequence[DeviationRow]) -> float
     return grown
 
 
-def units(seeds: Sequence[int], only: str | None = None) -> Iterator[Unit]:
+def units(seeds: Sequence[int], only: str | None = None, *, small: bool = False) -> Iterator[Unit]:
     """All units on this machine's instruction set. Every regime meets sound kernels in every format
     in three shapes, and faulty ones in one, which change from one regime to the next. At the end
-    stand the same rows by kernel and format, as if all were one report."""
+    stand the same rows by kernel and format, as if all were one report.
+    `small`: one kernel and fault in one case and format."""
     system = System.here("cpu")
     pooled: dict[Any, list[DeviationRow]] = {}
-    for seed, (number, regime) in itertools.product(seeds, enumerate(REGIMES)):
-        for place in range(3):
+    few = slice(1 if small else None)
+    regimes = list(enumerate(REGIMES))[few]
+    for seed, (number, regime) in itertools.product(seeds, regimes):
+        for place in range(3)[few]:
             shape = list(SHAPES)[(number + seed + place) % len(SHAPES)]
             case = drawn(regime, shape, seed)
-            for fmt in FORMATS:
+            for fmt in FORMATS[few]:
                 bench = bench_of(case, fmt, gradients=True)
                 where = {
                     "set": system.cpu_capability, "format": fmt,
                     "regime": regime, "shape": shape, "seed": seed,
                 }  # fmt: skip
                 rounded = case.rounded_to(format_named(fmt))
-                on = Place(bench=bench, case=rounded, format=fmt, system=system, pooled=pooled)
+                on = Place(
+                    bench=bench, case=rounded, format=fmt, system=system, pooled=pooled, few=few
+                )
                 found: list[Iterator[Unit]] = []
                 if only != "faulty":
                     found.append(sound_units(on))
@@ -259,7 +266,7 @@ def _itself(case: AttentionCase) -> AttentionCase:
 
 
 def sound_units(on: Place) -> Iterator[Unit]:
-    for kernel in sound_kernels():
+    for kernel in sound_kernels()[on.few]:
         rows = measured(kernel, on)
         on.keep("sound", kernel.name, rows)
         yield {"kernel": kernel.name, **(judged(rows) or {"not_run": rows[0].reason})}
@@ -269,7 +276,7 @@ def faulty_units(on: Place) -> Iterator[Unit]:
     """Without the search for what is computed instead, which takes most of the time and could only
     add to what is caught."""
     sound = measured(find("planted:sound"), on)
-    for fault in planted.PLANTED:
+    for fault in planted.PLANTED[on.few]:
         if fault.shows(on.case):
             with patch.object(audit_rows, "suspect", return_value={}):
                 rows = measured(find(f"planted:{fault.name}"), on)
@@ -281,8 +288,8 @@ def faulty_units(on: Place) -> Iterator[Unit]:
 
 def doses(on: Place) -> Iterator[Unit]:
     """As the gate has it: rows of a control are held to the rules as a kernel's."""
-    for control in CONTROLS.values():
-        for dose in control.doses:
+    for control in list(CONTROLS.values())[on.few]:
+        for dose in control.doses[on.few]:
             rows = measured(control.kernel(), on, {"dose": dose})
             unit = judged([row.model_copy(update={"role": "kernel"}) for row in rows])
             if unit is not None:
@@ -300,6 +307,7 @@ def run(given: argparse.Namespace) -> list[Unit]:
         command = [sys.executable, __file__, "--one", str(number), "--to", str(file),
                    "--seeds", str(given.seeds), "--first", str(given.first)]  # fmt: skip
         command += ["--only", given.only] if given.only else []
+        command += ["--small"] if given.small else []
         subprocess.run(command, check=True, env={**os.environ, "ATEN_CPU_CAPABILITY": capability})
         found += [json.loads(line) for line in file.read_text().splitlines()]
         file.unlink()
@@ -314,6 +322,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("sound", "faulty"))
     parser.add_argument("--to", type=Path, default=Path("power.jsonl"))
     parser.add_argument("--from", dest="given", type=Path, help="tables of units measured before")
+    parser.add_argument("--small", action="store_true", help="one unit of a kind")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
@@ -322,7 +331,7 @@ def main() -> None:
         seeds = range(first, first + given.seeds)
         start = time.time()
         with given.to.open("w") as file:
-            for unit in units(seeds, given.only):
+            for unit in units(seeds, given.only, small=given.small):
                 file.write(json.dumps(unit) + "\n")
         print(f"instruction set {given.one}: {time.time() - start:.0f} s", file=sys.stderr)
         return

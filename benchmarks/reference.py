@@ -29,7 +29,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import find
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.sampling import draw
+from numdev.metrics.sampling import Sample
 
 SIDE, HEADS = 8192, 8
 Shape = tuple[int, int]
@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--long", action="store_true", help="131072 tokens as well")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("reference.py: expected a CUDA GPU, got none")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, causal, {HEADS} heads, bf16")
     tables = [rates(given.repeats), others(given.repeats), sampled(given.repeats)]
     for table in (*tables, *([long(given.repeats)] if given.long else [])):
@@ -155,7 +157,7 @@ def case_of(head_dim: int, length: int) -> AttentionCase:
 
 
 def rows_of(case: AttentionCase, count: int) -> AttentionCase:
-    rows = draw(case.q_len, count, 0, case.ref.case)
+    rows = Sample(count=count).draw(case.q_len, case.ref.case)
     assert rows is not None
     return case.select_rows(rows.to(case.q.device))
 

@@ -25,7 +25,7 @@ from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend
 from numdev.metrics.deviation import measure
-from numdev.metrics.sampling import draw as draw_rows
+from numdev.metrics.sampling import Sample
 from numdev.metrics.yardstick import Yardstick
 from numdev.sources.regimes import Shapes, draw
 
@@ -74,7 +74,7 @@ def coverage(case: AttentionCase, counts: tuple[int, ...], samples: int) -> Iter
         inside: dict[str, list[bool]] = defaultdict(list)
         width: dict[str, list[float]] = defaultdict(list)
         for seed in range(samples):
-            rows = draw_rows(case.q_len, count, seed, "queries")
+            rows = Sample(count=count, seed=seed).draw(case.q_len, "queries")
             assert rows is not None
             found = measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=case.q_len)
             for head, truth in zip(found.heads, whole, strict=True):

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numdev.report import read
+
 NUMDEV = [sys.executable, "-m", "numdev"]
 DEFAULTS = {"cuda": (16384, 16, 128), "cpu": (1024, 4, 64)}
 """By device: length, heads and head_dim of cells that take a few seconds each."""
@@ -88,10 +90,10 @@ def finished(out: Path) -> int:
 
 
 def comparable(out: Path) -> dict[str, Any]:
-    """A report without its times and its command."""
-    found: dict[str, Any] = json.loads((out / "report.json").read_text())
-    del found["timings"], found["provenance"]["created"], found["provenance"]["command"]
-    return found
+    """A report without its times and its command, nor its digest, which is of these too."""
+    report = read(out).model_dump(mode="json")
+    del report["timings"], report["provenance"]["created"], report["provenance"]["command"]
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

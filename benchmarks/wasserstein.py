@@ -1,6 +1,6 @@
 """How fast is the exact Wasserstein distance, beside scipy's and beside the sorting it needs?
 
-    python benchmarks/wasserstein.py [--repeats 3]
+    python benchmarks/wasserstein.py [--repeats 3] [--count 4000000]
 
 Everything is a ratio within one run, of medians; what is compared takes turns.
 
@@ -35,8 +35,12 @@ Ways = dict[str, Callable[[], Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    tables = [on_cpu(repeats), *([on_cuda(repeats)] if torch.cuda.is_available() else [])]
+    parser.add_argument("--count", type=int, default=FEW, help="values on the CPU")
+    given = parser.parse_args()
+    tables = [
+        on_cpu(given.repeats, given.count),
+        *([on_cuda(given.repeats)] if torch.cuda.is_available() else []),
+    ]
     for table in tables:
         print(f"{next(table)[0]}\n")
         for row in table:
@@ -44,15 +48,15 @@ def main() -> None:
         print()
 
 
-def on_cpu(repeats: int) -> Iterator[tuple[str, ...]]:
+def on_cpu(repeats: int, count: int) -> Iterator[tuple[str, ...]]:
     """Against scipy."""
     here = System.here("cpu")
     versions = f"numpy {np.__version__}, scipy {scipy.__version__}, torch {torch.__version__}"
     yield (f"{here.cpu}, {here.threads} threads, {versions}",)
-    a, b = (normal(FEW, seed, "cpu") for seed in (0, 1))
+    a, b = (normal(count, seed, "cpu") for seed in (0, 1))
     pairs = {
-        "4 M and 4 M, float32": (a, b),
-        "4 M and 4 M, bfloat16": (a.bfloat16(), b.bfloat16()),
+        f"{count / 1e6:g} M and {count / 1e6:g} M, float32": (a, b),
+        f"{count / 1e6:g} M and {count / 1e6:g} M, bfloat16": (a.bfloat16(), b.bfloat16()),
     }
     yield "values", "`w1`, ms", "scipy, ms", "times as fast", "relative difference"
     yield ("---",) * 5

@@ -8,11 +8,11 @@ page is wider than the frame is printed, and should be 0.
 
 from __future__ import annotations
 
+import argparse
 import html
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 PHONE = 390
@@ -43,15 +43,24 @@ def shoot(page: Path, out: Path) -> None:
 
 
 def _chromium(page: Path, *options: str) -> str:
-    browser = shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise SystemExit("screenshots.py: expected chromium or google-chrome, got neither")
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
     command = [browser, *flags, *options, page.resolve().as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="a folder for the images")
+    parser.add_argument("reports", type=Path, nargs="+")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for path in given.reports:
+        shoot(path, given.out)
+
+
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in sys.argv[2:]:
-        shoot(Path(path), directory)
+    main()

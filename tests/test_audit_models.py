@@ -9,10 +9,10 @@ import models
 import pytest
 import torch
 from commands import refusal
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from numdev import report
 from numdev.audit.view import maps
@@ -113,6 +113,27 @@ def test_requests_that_cannot_be_met(
     assert words in refusal(capsys, 2, models.saved(name, tmp_path), *SMALL, *flags)
 
 
+def test_what_is_not_finite_in_a_model_is_in_the_report(tmp_path: Path, capsys: Any) -> None:
+    """The weight as it is stored, the inputs of the layer that it spoils, and elements that only
+    float16 cannot hold, which are no fault of the weights."""
+    target = models.saved("llama", tmp_path)
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+    weights["model.layers.0.self_attn.v_proj.weight"] *= 1e8
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    found, _ = audit(capsys, target, "--format", "float16", "--format", "bfloat16")
+    source = found.provenance.source
+    assert source["nonfinite_weights"] == {"model.layers.1.self_attn.q_proj.weight": 1}
+    first, second = found.cases
+    assert first.nonfinite == {}
+    assert first.overflows.keys() == {"float16"}
+    assert second.nonfinite.keys() == {"q"}
+    assert 0 < second.nonfinite["q"] <= second.batch * second.heads * second.q_len * second.head_dim
+    sound, _ = audit(capsys, models.saved("gpt2", tmp_path))
+    assert sound.provenance.source["nonfinite_weights"] == {}
+    assert not any(case.nonfinite or case.overflows for case in sound.cases)
+
+
 PAD, CLS, SEP, UNKNOWN = range(4)
 IMAGES = "3 images of 3 x 12 x 12, random, seed 5"
 
@@ -142,6 +163,69 @@ def test_every_chunk_carries_the_special_tokens(tmp_path: Path) -> None:
     assert prompt.inputs["input_ids"].tolist() == [[CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)]
 
 
+class CutsNothing(PreTrainedTokenizerFast):
+    """As in some versions of transformers: a single chunk, whatever is asked for."""
+
+    def __call__(self, *args: Any, return_overflowing_tokens: bool = False, **how: Any) -> Any:
+        if not return_overflowing_tokens:
+            return super().__call__(*args, **how)
+        encoded = super().__call__(*args, **how)
+        return {name: [x] for name, x in encoded.items()}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("words", "length"), [(6, 4), (7, 4), (40, 17), (3, 16), (1, 3)])
+def test_a_text_is_cut_whatever_the_tokenizer_cuts(
+    special: bool, words: int, length: int, tmp_path: Path
+) -> None:
+    """Whole chunks one after another; of a text that fills none, all its tokens."""
+    file, around = text(tmp_path, "a", range(words)), 2 * special
+    reads = tokenizer(special=special)
+    reads = CutsNothing(tokenizer_object=reads.backend_tokenizer, unk_token="[UNK]")
+    prompt = from_text([file], reads, length=length, sequences=8)
+    ids, step = list(range(10, 10 + words)), length - around
+    whole = [ids[at : at + step] for at in range(0, words - step + 1, step)][:8] or [ids]
+    expected = [[CLS, *chunk, SEP] if special else chunk for chunk in whole]
+    assert prompt.inputs["input_ids"].tolist() == expected
+    assert prompt.counts() == {
+        "sequences_asked": 8,
+        "sequences_read": len(expected),
+        "tokens_asked": length,
+        "tokens_read": len(expected[0]),
+    }
+
+
+def test_a_tokenizer_written_in_python_is_read_too(tmp_path: Path) -> None:
+    """ByT5's: a byte is its value + 3, and </s> is 1."""
+    file = tmp_path / "a.txt"
+    file.write_text("abcde", encoding="utf-8")
+    prompt = from_text([file], ByT5Tokenizer(), length=3, sequences=8)
+    assert prompt.inputs["input_ids"].tolist() == [[100, 101, 1], [102, 103, 1]]
+
+
+def test_a_short_text_is_less_than_was_asked_for(tmp_path: Path, capsys: Any) -> None:
+    """The report has both numbers: of a text, of random tokens, of a model's positions, and of
+    what is padded."""
+    words = text(tmp_path, "w.txt", range(2))
+    padded = tmp_path / "padded.safetensors"
+    ids, mask = torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 4:] = 0
+    save_file({"input_ids": ids, "attention_mask": mask}, padded)
+    reading = models.saved("gpt2", tmp_path)
+    tokenizer().save_pretrained(reading)
+    table = {
+        ("--text", str(words)): (2, 1, 6, 2),
+        (): (2, 2, 6, 6),
+        ("--length", "99"): (2, 2, 64, 64),
+        ("--inputs", str(padded)): (None, 2, None, 4),
+    }
+    for flags, counts in table.items():
+        found, _ = audit(capsys, reading, *flags)
+        source = found.provenance.source
+        names = (f"{what}_{how}" for what in ("sequences", "tokens") for how in ("asked", "read"))
+        assert tuple(source.get(name) for name in names) == counts, flags
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", [None, "[PAD]"])
 def test_a_shorter_file_is_padded_on_the_tokenizers_side(
@@ -155,6 +239,7 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
     assert ids == (fill + short if side == "left" else short + fill)
     assert mask == ([0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0])
     assert prompt.description == "2 x up to 6 tokens of a, b"
+    assert (prompt.counts()["tokens_asked"], prompt.counts()["tokens_read"]) == (6, 4)
 
 
 @pytest.mark.parametrize(("name", "argument", "shape", "words"), [

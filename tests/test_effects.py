@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import runpy
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 from commands import ran
+from safetensors.torch import load_file, save_file
 from scipy.special import rel_entr
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
@@ -24,10 +26,12 @@ from transformers.models.llama import modeling_llama as llama
 from numdev.audit.isolation import attempt
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import effects_request
+from numdev.effects.checks import Checks, checks_of
 from numdev.effects.outputs import Scored, compared, output_of, outputs_of
-from numdev.effects.report import EffectsReport, RunSummary
+from numdev.effects.report import Check, EffectsReport, RunSummary, check_names
 from numdev.effects.rounding import CHOOSES, Places
 from numdev.effects.study import Study
+from numdev.errors import MeasurementError
 from numdev.gate.compare import compare
 from numdev.kernels import find
 from numdev.report import read
@@ -270,7 +274,12 @@ def test_the_demo(capsys: Any, tmp_path: Path) -> None:
     assert budget.adds_up
     assert not report.findings
     assert report.outcome == "passed"
-    assert all(check.holds for check in report.checks)
+    assert all(check.holds for check in report.checks if check.applies)
+    assert {c.name: c.reason for c in report.checks if not c.applies} == {
+        "cache": "not asked for: --generate",
+        "compiled": "not asked for: --compile",
+        "compiled eager": "not asked for: --compile",
+    }
     alone = {
         run.kernel: run for run in report.summary.runs
         if run.kind == "attention" and run.layer is None and run.cost
@@ -419,8 +428,199 @@ def test_compiled_textbook_attention_is_not_accused(capsys: Any, tmp_path: Path)
     flags = ("--compile", "--no-sites", "--sequences", "3", "--kernel", "inductor", "--length", "8")
     report = studied(capsys, tmp_path, models.saved("llama", tmp_path), *flags)
     checks = {c.name: c.holds for c in report.checks if c.format}
-    assert checks == {"compiled": True, "compiled eager": True}
+    assert checks == {"compiled": True, "compiled eager": True, "format": True}
     assert report.outcome == "passed"
+
+
+def checked(path: Path, **asked: Any) -> dict[str, Check]:
+    """The checks of a model in one format, by name."""
+    study, subject = opened(path, sequences=2, **asked)
+    checks = list(checks_of(subject, study.chunks[0], study.request))
+    fmt = subject.format.name
+    assert [(c.name, c.format) for c in checks] == check_names(study.request, [fmt])
+    return {check.name: check for check in checks}
+
+
+def states(checks: dict[str, Check]) -> dict[str, str]:
+    """Of each, whether it holds, else why it was not tried; with (-) what does not apply."""
+    return {
+        name: c.reason + " (-)" * (not c.applies) if c.holds is None else str(c.holds)
+        for name, c in checks.items()
+    }
+
+
+ONE, NO_TOKENS = "the model has one implementation of attention (-)", "the model reads no token ids"
+UNASKED = {
+    "cache": "not asked for: --generate (-)",
+    **dict.fromkeys(("compiled", "compiled eager"), "not asked for: --compile (-)"),
+}
+
+
+@pytest.mark.parametrize(("name", "asked", "differing"), [
+    ("llama", {"generate": 4}, {"cache": "True"}),
+    ("llama", {"length": 8}, dict.fromkeys(("causality", "mask"), "fewer than 9 tokens (-)")),
+    ("bert", {}, {"causality": "the model is no decoder (-)"}),
+    ("t5_seq2seq", {}, {}),
+    ("vit", {}, dict.fromkeys(("causality", "mask"), f"{NO_TOKENS} (-)")),
+])  # fmt: skip
+def test_every_check_is_told_of(
+    name: str, asked: dict[str, Any], differing: dict[str, str], tmp_path: Path
+) -> None:
+    """Those that hold, that nobody asked for, and that mean nothing for the model."""
+    every = dict.fromkeys(("repeat", "eager", "sdpa", "causality", "mask", "format"), "True")
+    expected = {**every, **UNASKED, **differing}
+    assert states(checked(models.saved(name, tmp_path), **asked)) == expected
+
+
+def test_a_pipeline_is_checked_for_repeats_alone(tmp_path: Path) -> None:
+    told = states(checked(pipelines.dit(tmp_path), denoise=1, length=256))
+    assert told == {
+        **UNASKED,
+        **dict.fromkeys(("eager", "sdpa"), ONE),
+        **dict.fromkeys(("repeat", "format"), "True"),
+        "causality": f"{NO_TOKENS} (-)",
+        "mask": "no attention mask (-)",
+    }
+
+
+def test_what_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A compiler, a cache or an implementation that raises, in its format too; and a text of one
+    token, which leaves nothing to change."""
+
+    def raises(*_: Any, **__: Any) -> None:
+        raise RuntimeError("none today")
+
+    monkeypatch.setattr(torch, "compile", raises)
+    monkeypatch.setattr(llama, "eager_attention_forward", raises)
+    monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", raises)
+    ids = tmp_path / "ids.safetensors"
+    save_file({"input_ids": torch.full((2, 12), 7)}, ids)
+    asked = {"inputs": str(ids), "generate": 4, "compile": True}
+    why, same = (
+        "RuntimeError: none today",
+        "no other token of the text can stand in the place of one",
+    )
+    assert states(checked(models.saved("llama", tmp_path), **asked)) == {
+        **dict.fromkeys(("repeat", "sdpa", "format"), "True"),
+        **dict.fromkeys(("eager", "cache", "compiled", "compiled eager"), why),
+        **dict.fromkeys(("causality", "mask"), same),
+    }
+
+
+def test_a_narrower_format_is_told_of_where_nothing_ran_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a second format, when workers made the runs or an earlier process did."""
+    plant_narrow(nn.Linear)(monkeypatch)
+    study, subject = opened(models.saved("llama", tmp_path), formats=("float32",))
+    before = [Check(name="repeat", holds=True)]
+    *_, check = checks_of(subject, study.chunks[0], study.request, before)
+    assert (check.name, check.holds) == ("format", False)
+    assert "in bfloat16 at `logits`" in check.reason
+
+
+def test_with_dropout_nothing_else_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """In no format, and the one finding is about it."""
+    original = llama.LlamaMLP.forward
+    monkeypatch.setattr(
+        llama.LlamaMLP, "forward", lambda m, x: nn.functional.dropout(original(m, x), 0.1)
+    )
+    flags = ("--no-sites", "--kernel", "sdpa-math", "--format", "bfloat16", "--format", "float32")
+    target = models.saved("llama", tmp_path)
+    report = studied(capsys, tmp_path, target, "--sequences", "1", *flags)
+    formats = ("bfloat16", "float32")
+    assert [(c.name, c.format) for c in report.checks] == check_names(None, formats)
+    repeat, *others = report.checks
+    assert repeat.holds is False
+    assert all(c.reason == f"not tried: {repeat.reason}" for c in others if c.applies)
+    assert {c.holds for c in others} == {None}
+    assert "repeat" in {f.rule for f in report.findings}
+
+
+@pytest.mark.parametrize("flags", [(), ("--stream",)])
+def test_a_weight_that_is_nan_is_named_and_nothing_else_accused(
+    flags: tuple[str, ...], capsys: Any, tmp_path: Path
+) -> None:
+    """No kernel and no dropout: there is no truth, which is no result."""
+    name = "model.layers.1.self_attn.q_proj"
+    target = models.saved("llama", tmp_path)
+    weights = load_file(target / "model.safetensors")
+    weights[f"{name}.weight"][3, 5] = math.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    more = ("--sequences", "2", "--no-sites", "--kernel", "sdpa-math", "--length", "16", *flags)
+    out = tmp_path / "out"
+    code, _, err = ran(capsys, "effects", target, "--device", "cpu", "-q", *more, "-o", out)
+    count = models.build("llama").get_submodule(name).weight.numel()
+    why = (
+        f"NaN or infinity in the exact output (fp64), first in {name}, "
+        f"whose weight has NaN or infinity at 1 of {count} places"
+    )
+    assert code == 3
+    assert why in err
+    report = read(out)
+    assert isinstance(report, EffectsReport)
+    assert not report.findings
+    assert {(r.status, r.reason) for r in report.rows} == {("skipped", why)}
+    repeat, *others = report.checks
+    assert (repeat.holds, repeat.reason) == (None, why)
+    assert {c.reason for c in others if c.applies} == {f"not tried: {why}"}
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(("largest", "words"), [
+    (6e4, f"first in {UP}"),
+    (7e4, f"first in {UP}, whose weight (cast to float16) has NaN or infinity at 1 of 1536 places"),
+])  # fmt: skip
+def test_an_overflow_of_the_format_is_placed(
+    largest: float, words: str, capsys: Any, tmp_path: Path
+) -> None:
+    """What overflows float16, whose largest number is 65504, is the first that is not finite.
+    Exactly, and in bfloat16, all is well."""
+    target = models.saved("llama", tmp_path)
+    weights = load_file(target / "model.safetensors")
+    weight = weights[f"{UP}.weight"]
+    weight *= 6e4 / weight.abs().max()
+    weight.view(-1)[weight.abs().argmax()] = largest
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    flags = ("--format", "float16", "--format", "bfloat16", "--kernel", "sdpa-math")
+    report = studied(capsys, tmp_path, target, "--sequences", "1", "--no-sites", *flags)
+    whole = [r for r in report.rows if r.kind == "whole"]
+    assert {r.status for r in whole if r.format == "bfloat16"} == {"ok"}
+    [reason] = {r.reason for r in whole if r.format == "float16"}
+    assert reason.startswith("NaN or infinity in the output at ")
+    assert reason.endswith(words)
+    assert all(c.holds for c in report.checks if c.applies)
+
+
+def test_nothing_compared_is_no_agreement(tmp_path: Path) -> None:
+    """Other shapes, no position that counts, no finite truth; NaN beside numbers differs."""
+    study, subject = opened(models.saved("llama", tmp_path), sequences=1, length=12)
+    checks = Checks(subject, study.chunks[0], study.request)
+    x, every = torch.ones(1, 3, 2, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
+    lost = x.masked_fill(torch.arange(3)[:, None] == 1, math.nan)
+    for one, other, counts, words in (
+        (x, x[:, :2], every, "of shapes"),
+        (x, x, ~every, "no position"),
+        (lost, lost, every, "NaN or infinity in the exact output"),
+    ):
+        with pytest.raises(MeasurementError, match=words):
+            checks.compared("eager", (one, {}), (other, {}), counts)
+    check = checks.compared("eager", (x, {}), (lost, {}), every)
+    assert check.holds is False
+    assert check.reason.endswith("NaN or infinity at 1 of 3 positions")
+    assert checks.compared("eager", (x, {}), (x, {}), every).holds
+    exact, counts = checks.whole[0], int(checks.whole[0].shape[1])
+    assert checks.held_to("compiled", exact + 1, exact + 1).holds
+    assert checks.held_to("compiled", exact + 1, exact + 3).holds is False
+    check = checks.held_to("compiled", exact + 1, exact * math.nan)
+    assert check.reason.endswith(f"NaN or infinity at {counts} of {counts} positions")
+    for own, compiled in ((exact * math.nan, exact), (exact[:, 1:], exact[:, 1:])):
+        with pytest.raises(MeasurementError):
+            checks.held_to("compiled", own, compiled)
 
 
 def nan_once(case: AttentionCase) -> Any:
@@ -435,6 +635,8 @@ def test_a_sequence_without_a_number_is_no_pass(capsys: Any, tmp_path: Path) -> 
     report = studied(capsys, tmp_path, models.saved("llama", tmp_path), *flags)
     assert [(f.rule, f.kernel) for f in report.findings] == [("runs", "test_effects:nan_once")]
     assert "failed in 1 sequences" in report.findings[0].sentence
+    [reason] = {r.reason for r in report.rows if r.status == "failed" and r.kind == "whole"}
+    assert reason.endswith("first in the input of model.layers.0.self_attn.o_proj")
 
 
 def test_what_chooses_is_not_judged_by_flips_and_what_has_no_places_not_by_causality() -> None:

@@ -49,7 +49,7 @@ def measured(
         tasks, case = plan.tasks(located.ref), located.load()
         if why := kernel.supports(case):  # nobody to set floor and baseline beside
             declined = Failure("skipped", why)
-            done[located.ref.case] = {"case": [case_record(case, located.axes)]}
+            done[located.ref.case] = {"case": [case_record(case, located.axes, plan.formats)]}
             done |= {task.key: {"row": [bare_row(task, declined)]} for _, task in tasks}
             continue
         done |= {key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch)}

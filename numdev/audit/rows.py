@@ -23,7 +23,14 @@ from numdev.kernels.emulation.kernel import returning, unexpected
 from numdev.kernels.output import GRADIENTS
 from numdev.metrics.bits import checksums
 from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain
-from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere, inputs_finite
+from numdev.metrics.finiteness import (
+    Elsewhere,
+    all_finite,
+    elsewhere,
+    inputs_finite,
+    nonfinite_inputs,
+    overflowing_inputs,
+)
 from numdev.metrics.noise import noise
 from numdev.metrics.sampling import Strata
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
@@ -271,7 +278,10 @@ def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}
 
 
-def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> CaseRecord:
+def case_record(
+    case: AttentionCase, axes: Mapping[str, Any] | None = None, formats: Sequence[Format] = ()
+) -> CaseRecord:
+    """What a call was, all of its heads; `formats`: those that its inputs are rounded to."""
     same = ("heads", "kv_heads", "q_len", "kv_len", "is_causal", "causal_offset", "window")
     return CaseRecord(
         case=case.ref.case,
@@ -284,5 +294,7 @@ def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> C
         grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
         threads=None if case.q.is_cuda else torch.get_num_threads(),
         axes=dict(axes or {}),
+        nonfinite=nonfinite_inputs(case),
+        overflows=overflowing_inputs(case, formats),
         **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
     )

@@ -28,6 +28,7 @@ from numdev.explain.words import explanations
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import Kernel
+from numdev.metrics.finiteness import count_nonfinite
 from numdev.metrics.weights import weight_row
 from numdev.sources.opening import Source, open_source
 from numdev.sources.tensorfile import Add, writing
@@ -60,25 +61,32 @@ def audit(
         source = opened(request, system)
     asked = request.model_dump(mode="json")
     results = run_plan(source, plan, request, asked, directory, watch, **how)
+    weights: list[records.WeightRow] = []
+    nonfinite: dict[str, int] = {}  # NaN or infinite elements as they are stored, by tensor
     with watch("weights"):
-        weights = tuple(
-            weight_row(name, tensor, fmt)  # cheap, and so not journalled
-            for name, stored in source.weights()
-            if stored.is_floating_point()
-            for tensor in (stored.to(system.device),)
-            for fmt in plan.formats
-        )
+        for name, stored in source.weights():
+            if stored.is_floating_point():
+                tensor = stored.to(system.device)
+                # Cheap, and so not journalled.
+                weights += [weight_row(name, tensor, fmt) for fmt in plan.formats]
+                if count := count_nonfinite(tensor):
+                    nonfinite[name] = count
+    fields = dict(results.fields)
+    if weights:
+        origin: records.Provenance = fields["provenance"]
+        described = {**origin.source, "nonfinite_weights": nonfinite}
+        fields["provenance"] = origin.model_copy(update={"source": described})
     journal = results.journal
     attributions = journal.records("attribution", records.AttributionRow)
     worst = most(journal.records("worst", records.WorstRow))
     report = records.AuditReport(
-        **results.fields,
+        **fields,
         request=asked,
         summary=records.AuditSummary(
             answer=(), kernels=(), explanations=explanations(attributions), worst_rows=worst
         ),
         rows=results.rows,
-        weights=weights,
+        weights=tuple(weights),
         attributions=attributions,
         profiles=journal.records("profile", records.ProfileRow),
         timings=watch.seconds(),

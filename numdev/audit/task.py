@@ -54,7 +54,7 @@ def measured_here(
     with _threads(case):
         yield (
             f"case {located.ref.case}",
-            {"case": [of_rows.case_record(case, located.axes)]},
+            {"case": [of_rows.case_record(case, located.axes, plan.formats)]},
             case.ref.module,
         )
         for task, rows in measure_case(case, tasks, plan, run, watch):

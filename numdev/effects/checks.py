@@ -4,8 +4,8 @@ function. It comes with the first layer whose attention differs, and with a scri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,20 @@ from torch.nn.modules.module import register_module_forward_hook
 from numdev.audit.reproduce import written
 from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
-from numdev.effects.outputs import counted, output_of, text_of
-from numdev.effects.report import COMPILED, LIMIT, Check, EffectsReport
+from numdev.effects.outputs import EXACT_NONFINITE, bad_positions, counted, output_of, text_of
+from numdev.effects.report import COMPILED, LIMIT, Check, EffectsReport, check_names, unasked
 from numdev.effects.rounding import is_floating, widened
-from numdev.effects.running import Inputs, Subject, exact
+from numdev.effects.running import Inputs, Subject, exact, first_nonfinite
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.formats import Format
 from numdev.report import Finding
 from numdev.report.numbers import three
 from numdev.sources.capture import attention_modules, in_parts, layer_of, led
 from numdev.sources.loss import at_home
+from numdev.sources.prompts import arguments
 
 HIDDEN = 4  # tokens that a mask hides
+NO_PLACES = "the output has no position for each token"
 INTERFACE = "computes another function than the model's attention interface"
 WRONG = {  # what is, where a check does not hold
     "repeat": "The model gives another output when it runs again (dropout, or a state)",
@@ -44,46 +46,84 @@ Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what atten
 
 
 def checks_of(
-    subject: Subject, inputs: Inputs, request: EffectsRequest, *, in_fp64: bool
+    subject: Subject, inputs: Inputs, request: EffectsRequest, before: Sequence[Check] = ()
 ) -> Iterator[Check]:
-    """The checks that apply to a model and its inputs; those that cannot be tried say why.
-    `in_fp64`: whether to try those that have nothing to do with the format."""
-    checks, name, read = Checks(subject, inputs), text_of(inputs), "input_ids"
-    tries: dict[str, Callable[[], Check | None]] = {"repeat": partial(checks.again, "repeat")}
-    ways = ("eager", "sdpa") if hasattr(subject.wide, "set_attn_implementation") else ()
-    tries |= {way: partial(checks.own_code, way) for way in ways}
-    if name is not None and inputs[name].shape[1] > 2 * HIDDEN:
-        tries["causality"] = partial(checks.causality, name)
-        if request.generate and name == read:
-            tries["cache"] = partial(checks.cache, request.generate)
-    if read in inputs and inputs[read].shape[1] > 2 * HIDDEN:
-        tries["mask"] = partial(checks.mask, decodes=name != read)
-    tries = tries if in_fp64 else {}
-    if request.compile:
-        tries["compiled"] = checks.compiled
-        if ways:
-            tries["compiled eager"] = partial(checks.compiled, "compiled eager", "eager")
-    for what, attempt in tries.items():
-        try:
-            check = attempt()
-        except Exception as error:  # the model's own code: it may lack an argument or a way to run
-            reason = error.message if isinstance(error, NumdevError) else one_line(error)
-            check = Check(name=what, holds=None, reason=reason)
-        if check is not None:
-            yield check
-            if what == "repeat" and check.holds is False:  # with dropout nothing else means much
-                break
-    for site, narrower in subject.narrower.items():
-        fmt = subject.format.name
-        reason = f"The model's own code computes in {narrower} at `{site}`, not in {fmt}"
-        yield Check(name="format", holds=False, format=fmt, reason=reason)
+    """Exactly one check for each name that `check_names` has for the subject's format, in that
+    order. `before`: the checks of earlier formats; what has nothing to do with the format is tried
+    in the first one. Where the model does not repeat itself, nothing else is tried."""
+    checks = Checks(subject, inputs, request)
+    repeat = next((check for check in before if check.name == "repeat"), None)
+    for name, fmt in check_names(request, [subject.format.name]):
+        if before and not fmt:
+            continue
+        check = checks.tried(name, repeat).model_copy(update={"format": fmt})
+        repeat = check if name == "repeat" else repeat
+        yield check
 
 
 class Checks:
-    """Each check runs the model another way; None where the model need not have the property."""
+    """Each check runs the model another way; one that does not apply says why in its place."""
 
-    def __init__(self, subject: Subject, inputs: Inputs) -> None:
-        self.subject, self.inputs, self.model = subject, inputs, subject.wide
+    def __init__(self, subject: Subject, inputs: Inputs, request: EffectsRequest) -> None:
+        self.subject, self.inputs, self.request = subject, inputs, request
+        self.model = subject.wide
+        self.text = text_of(inputs)
+
+    def tried(self, name: str, repeat: Check | None) -> Check:
+        """The check of this name, given that whether the model repeats itself was tried before."""
+        untried = Check(name=name, holds=None)
+        if why := unasked(self.request, name) or self.inapplicable(name):
+            return untried.model_copy(update={"applies": False, "reason": why})
+        if repeat is not None and repeat.holds is not True:
+            return untried.model_copy(update={"reason": f"not tried: {repeat.reason}"})
+        try:
+            check = self.attempt(name)
+        except Exception as error:  # the model's own code: it may lack an argument or a way to run
+            reason = error.message if isinstance(error, NumdevError) else one_line(error)
+            return untried.model_copy(update={"reason": reason})
+        if isinstance(check, str):
+            return untried.model_copy(update={"applies": False, "reason": check})
+        return check
+
+    def inapplicable(self, name: str) -> str:
+        """Why the model or its inputs have nothing to check, as far as that shows before it runs;
+        empty where they have."""
+        model: Any = self.model
+        if name in ("eager", "sdpa", "compiled eager"):
+            several = hasattr(model, "set_attn_implementation")
+            several &= name != "sdpa" or getattr(model, "_supports_sdpa", True)
+            return "" if several else "the model has one implementation of attention"
+        if name not in ("causality", "cache", "mask"):
+            return ""
+        if name == "mask":
+            named, takes_all = arguments(model.forward)
+            if not takes_all and "attention_mask" not in named:
+                return "no attention mask"
+        if name == "cache" and not getattr(model, "can_generate", lambda: False)():
+            return "the model is no decoder"
+        text = self.text if name == "causality" else "input_ids"
+        if text is None or text not in self.inputs:
+            return "the model reads no token ids"
+        if self.inputs[text].shape[1] <= 2 * HIDDEN:
+            return f"fewer than {2 * HIDDEN + 1} tokens"
+        return ""
+
+    def attempt(self, name: str) -> Check | str:
+        """Try the check; where the run itself shows that it does not apply, why."""
+        if name == "repeat":
+            return self.repeat()
+        if name in ("eager", "sdpa"):
+            return self.own_code(name)
+        if name == "causality":
+            assert self.text is not None
+            return self.causality(self.text)
+        if name == "cache":
+            return self.cache(self.request.generate or 0)
+        if name == "mask":
+            return self.mask(decodes=self.text != "input_ids")
+        if name == "format":
+            return self.own_format()
+        return self.compiled(name, "eager" if name == "compiled eager" else "sdpa")
 
     def exact(self, inputs: Inputs, **how: Any) -> Exact:
         """One exact run, and what each module of attention gave in it."""
@@ -104,7 +144,8 @@ class Checks:
         return self.exact(self.inputs)
 
     def compared(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
-        """Whether two exact runs agree at the positions that count, and where they part."""
+        """Whether two exact runs agree at the positions that count, and where they part. Raises
+        MeasurementError where there is nothing to compare."""
 
         def apart(a: Tensor, b: Tensor) -> float:
             if a.shape != b.shape or a.shape[:2] != counts.shape:
@@ -116,9 +157,17 @@ class Checks:
         if one[0].shape != other[0].shape:
             shapes = f"{[*one[0].shape]} and {[*other[0].shape]}"
             raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
-        far, reason = apart(one[0], other[0]), ""
-        if far > LIMIT:
+        if not counts.any():
+            raise MeasurementError("no position of the output counts")
+        if bad_positions(one[0], counts):
+            raise MeasurementError("NaN or infinity in the exact output")
+        far: float | None = apart(one[0], other[0])
+        reason = ""
+        if bad := bad_positions(other[0], counts):
+            far, reason = None, f"{WRONG[name]}: {_lost(bad, counts)}"
+        elif far is not None and far > LIMIT:
             reason = f"{WRONG[name]}: in fp64 outputs differ by {three(far)} of their size"
+        if reason:
             both = (n for n in one[1] if n in other[1])
             parted = next((n for n in both if apart(one[1][n], other[1][n]) > LIMIT), None)
             layer = layer_of(self.model.get_submodule(parted), parted) if parted else None
@@ -131,6 +180,26 @@ class Checks:
         counts = counted(self.inputs, self.whole[0])
         return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
 
+    def repeat(self) -> Check:
+        """Two runs alike. Raises MeasurementError where the exact output is not finite: NaN is no
+        other output than NaN."""
+        if bad_positions(self.whole[0], counted(self.inputs, self.whole[0])):
+            with first_nonfinite(self.model, len(self.whole[0])) as first:
+                self.subject.exactly(self.inputs)
+            raise MeasurementError(f"{EXACT_NONFINITE}, first in {next(iter(first.values()), '')}")
+        return self.again("repeat")
+
+    def own_format(self) -> Check:
+        """Whether the model computes in its own format, or a wider one, at every site."""
+        if not self.subject.ran_exactly:  # elsewhere, or before it was interrupted
+            self.subject.exactly(self.inputs)
+        fmt, sites = self.subject.format.name, self.subject.narrower
+        where = ", ".join(f"in {narrow} at `{site}`" for site, narrow in sites.items())
+        reason = f"The model's own code computes {where}, not in {fmt}"
+        reason = reason if sites else f"The model computes in {fmt} at every site"
+        count = float(len(sites))
+        return Check(name="format", holds=not sites, difference=count, limit=0.0, reason=reason)
+
     def own_code(self, way: str) -> Check:
         """The model's own code for attention of one kind, beside what it asks to be computed."""
         model: Any = self.model
@@ -139,7 +208,7 @@ class Checks:
                 raise MeasurementError(f"the model cannot be switched to {way}")
             return self.again(way, attention=None)
 
-    def causality(self, name: str) -> Check | None:
+    def causality(self, name: str) -> Check | str:
         """Later tokens change nothing before them: in a model for text generation, or one most of
         whose calls hide later keys."""
         hides: list[bool] = []
@@ -153,8 +222,10 @@ class Checks:
         one, ids = self.exact(self.inputs, attention=attention), self.inputs[name]
         causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         causal |= name.startswith("decoder") or 2 * sum(hides) > len(hides)
-        if one[0].shape[:2] != ids.shape or not causal:
-            return None
+        if not causal:
+            return "the model is no decoder"
+        if one[0].shape[:2] != ids.shape:
+            return NO_PLACES
         later = slice(ids.shape[1] // 2, None)
         counts = counted(self.inputs if name == "input_ids" else {}, one[0])
         counts[:, later] = False
@@ -162,15 +233,19 @@ class Checks:
         return self.compared("causality", one, other, counts)
 
     def changed(self, ids: Tensor, where: slice) -> Tensor:
-        """With another token of the text in these places; padding stays, since models count it."""
+        """With another token of the text in these places; padding stays, since models count it.
+        Raises MeasurementError where that leaves all of them as they are."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
         tokens, changed = ids[~pads].unique(), ids.clone()
         place = torch.searchsorted(tokens, ids).clamp_max(len(tokens) - 1)
-        changed[:, where] = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])[:, where]
+        if len(tokens) > 1:
+            changed[:, where] = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])[:, where]
+        if torch.equal(changed, ids):
+            raise MeasurementError("no other token of the text can stand in the place of one")
         return changed
 
-    def mask(self, *, decodes: bool) -> Check | None:
+    def mask(self, *, decodes: bool) -> Check | str:
         """Tokens that the attention mask hides change nothing at the others."""
         ids = self.inputs["input_ids"]
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
@@ -179,13 +254,13 @@ class Checks:
         changed = {**masked, "input_ids": self.changed(ids, slice(0, HIDDEN))}
         one, other = self.exact(masked), self.exact(changed)
         if not decodes and one[0].shape[:2] != ids.shape:
-            return None
+            return NO_PLACES
         return self.compared("mask", one, other, counted({} if decodes else masked, one[0]))
 
-    def cache(self, steps: int) -> Check | None:
+    def cache(self, steps: int) -> Check:
         """The last `steps` tokens one at a time, with a cache, beside all in one pass."""
-        if not getattr(self.model, "can_generate", lambda: False)():
-            return None
+        if self.text != "input_ids":
+            raise MeasurementError("a model that encodes is not decoded with a cache")
         length = self.inputs["input_ids"].shape[1]
         first = max(1, length - steps)
 
@@ -198,7 +273,7 @@ class Checks:
         counts[:, :first] = False
         return self.compared("cache", self.whole, (out, {}), counts)
 
-    def compiled(self, name: str = "compiled", way: str = "sdpa") -> Check:
+    def compiled(self, name: str, way: str) -> Check:
         """The error of the model under torch.compile over that of the model as it is, its attention
         its own code's of one kind, where it has several."""
         model: nn.Module = self.subject.real
@@ -207,14 +282,32 @@ class Checks:
             own = output_of(model(**home))
             torch.compiler.reset()
             compiled = output_of(torch.compile(model, dynamic=False)(**home))
-        counts = counted(self.inputs, self.whole[0])
-        errors = [float((x - self.whole[0])[counts].norm()) for x in (own, compiled)]
-        far = errors[1] / max(errors[0], 1e-300)
+        return self.held_to(name, own, compiled)
+
+    def held_to(self, name: str, own: Tensor, compiled: Tensor) -> Check:
+        """Whether a compiled model's output errs like that of the model as it is."""
+        exact = self.whole[0]
+        counts = counted(self.inputs, exact)
+        if not own.shape == compiled.shape == exact.shape:
+            shapes = f"{[*own.shape]} and {[*compiled.shape]}"
+            raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
+        if not counts.any():
+            raise MeasurementError("no position of the output counts")
+        if bad_positions(own, counts):
+            raise MeasurementError("NaN or infinity in the output of the model as it is")
+        about: Any = {"name": name, "limit": COMPILED}
+        if bad := bad_positions(compiled, counts):
+            return Check(**about, holds=False, reason=f"{WRONG[name]}: {_lost(bad, counts)}")
+        errors = [float((x - exact)[counts].norm()) for x in (own, compiled)]
+        far = min(errors[1] / max(errors[0], 1e-300), 1e300)
         holds = far <= COMPILED
         text = f"its error is {three(far)} times that of the model as it is"
         text = f"compiled, {text}" if holds else f"{WRONG[name]}: {text}"
-        about: Any = {"format": self.subject.format.name, "difference": far, "limit": COMPILED}
-        return Check(name=name, holds=holds, reason=text, **about)
+        return Check(**about, holds=holds, difference=far, reason=text)
+
+
+def _lost(bad: int, counts: Tensor) -> str:
+    return f"NaN or infinity at {bad} of {int(counts.sum())} positions"
 
 
 def reproducers(report: EffectsReport, directory: Path, **_: Any) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ BLOCK = 1 << 24  # logits that are compared at once
 # A flip is a near tie up to so many times the largest error that roundings make at its position:
 # of two such errors one may be small by luck (in random models 1.74 times the other's).
 NEAR = 4
+EXACT_NONFINITE = "NaN or infinity in the exact output (fp64)"
 TINY = 1e-300  # a divisor that is never 0
 
 
@@ -84,26 +86,37 @@ class Scored(NamedTuple):
         return cls(logits, counts, targets)
 
 
+def bad_positions(x: Tensor, counts: Tensor) -> int:
+    """How many of the positions that count [sequences, positions] hold NaN or infinity."""
+    return int((~x.isfinite().all(dim=-1) & counts).sum())
+
+
 def largest_error(x: Tensor, truth: Tensor) -> Tensor:
     """[sequences, positions]: the largest error of a logit, less the mean error of the position."""
     return _centred(x - truth).abs().amax(dim=-1)
 
 
 def compared(
-    x: Tensor, truth: Tensor, how: Scored, by_chance: Tensor | None, beside: Tensor | None
-) -> list[dict[str, Any]]:
+    x: Tensor, truth: Tensor, how: Scored, by_chance: Tensor | None, beside: Tensor | None,
+    first: Mapping[int, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:  # fmt: skip
     """For each sequence, the numbers of an `OutputRow`. `by_chance`: the `largest_error` that
     roundings make; `beside`: the output of the run to take `apart` from. A sequence with NaN or
-    infinity has a `reason` and no numbers."""
+    infinity has a `reason` and no numbers; `first` says where it came up, by sequence."""
     rows: list[dict[str, Any]] = []
     for i, counts in enumerate(how.counted):
         own, exact = x[i][counts], truth[i][counts]
         bad = int((~own.isfinite()).any(dim=-1).sum())
-        if bad or not len(own):
-            reason = f"NaN or infinity in the output at {bad} of {len(own)} positions"
-            reason = reason if bad else "the sequence is all padding"
-            status = "failed" if bad else "skipped"
-            rows.append({"status": status, "reason": reason, "nonfinite": bad})
+        where = f", first in {first[i]}" if i in first else ""
+        if not len(own):
+            rows.append({"status": "skipped", "reason": "the sequence is all padding"})
+            continue
+        if not bool(exact.isfinite().all()):  # no kernel's fault, and nothing to measure it by
+            rows.append({"status": "skipped", "reason": f"{EXACT_NONFINITE}{where}", "lost": True})
+            continue
+        if bad:
+            reason = f"NaN or infinity in the output at {bad} of {len(own)} positions{where}"
+            rows.append({"status": "failed", "reason": reason, "nonfinite": bad})
             continue
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from numdev.config import EffectsRequest
 from numdev.report import PlannedKernel, Record, Report
 
 Value = float | None
@@ -113,6 +114,7 @@ class OutputRow(OfRun):
     sequence: int
     status: Literal["ok", "skipped", "failed"] = "ok"
     nonfinite: int = 0  # positions with NaN or infinity: then there are no numbers
+    lost: bool = False  # the exact output is not finite: no run of this sequence has numbers
     cost: Value = None
     log_prob: Value = None  # |change| of the log-probability of the text's own tokens
 
@@ -153,12 +155,35 @@ class Check(Record):
     """A property that the exact model must have, and whether it has."""
 
     name: str
-    holds: bool | None  # None: it was not tried
-    applies: bool = True  # False: not to this model, or nobody asked for it
-    difference: Value = None  # the largest, over the rms of the exact output
+    holds: bool | None  # None: it does not apply, or could not be tried
+    applies: bool = True  # False: the model need not have it, or nobody asked for it
+    difference: Value = None
+    """The largest, over the rms of the exact output; of `format` the number of sites that compute
+    in a narrower one; of the compiled ones their error over that of the model as it is."""
     limit: Value = None
     format: str = ""  # where it is a check in a format
-    reason: str = ""  # why it could not be tried, or what is wrong
+    reason: str = ""  # why it does not apply or could not be tried, or what is wrong
+
+
+IN_FP64 = ("repeat", "eager", "sdpa", "causality", "cache", "mask")  # the same in every format
+IN_FORMAT = ("compiled", "compiled eager", "format")
+ASKED_BY = {"cache": "generate", "compiled": "compile", "compiled eager": "compile"}
+
+
+def check_names(_request: EffectsRequest, formats: Sequence[str]) -> list[tuple[str, str]]:
+    """The name and format ("" for none) of each check of a report, in its order. Every report has
+    them all, whatever was asked for: `Check.applies` says which are not of this one."""
+    return [
+        *((name, "") for name in IN_FP64),
+        *((name, fmt) for fmt in formats for name in IN_FORMAT),
+    ]
+
+
+def unasked(request: EffectsRequest, name: str) -> str:
+    """Why a check is not made that was not asked for; empty where it was."""
+    option = ASKED_BY.get(name)
+    asked = {"generate": request.generate, "compile": request.compile}
+    return "" if option is None or asked[option] else f"not asked for: --{option}"
 
 
 class EffectsSummary(Record):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Planned
@@ -24,7 +25,7 @@ from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
 from numdev.kernels.reference import attend
-from numdev.sources.capture import answered
+from numdev.sources.capture import answered, followed
 from numdev.sources.checkpoint import Deferred, Streamed
 from numdev.sources.loss import at_home
 from numdev.sources.opening import CheckpointSource
@@ -59,6 +60,7 @@ class Subject:
         self.places = Places(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         self.routes = False  # whether it chooses among its parts, as a router of experts does
+        self.ran_exactly = False  # whether `narrower` and `routes` say anything yet
 
     def as_used(self, inputs: Inputs, attention: Attention, moved: int | None = None) -> Any:
         """What the model returns as it computes in its format. With the seed `moved` its embedded
@@ -99,6 +101,7 @@ class Subject:
             else:  # fused operators, chosen by what tensors say they are, have no fp64
                 with sdpa_kernel(SDPBackend.MATH):
                     result = call()
+        self.ran_exactly = True
         self.narrower |= running.narrower
         self.routes |= running.routes
         return result
@@ -167,6 +170,48 @@ class Subject:
         if claim is None or case.format.precision > MOST_BITS:
             raise Refused(f"{planned.kernel.name} has no rounding model for {case.format.name}")
         return claim
+
+
+@contextmanager
+def first_nonfinite(
+    model: nn.Module, count: int, cast_to: Format | None = None
+) -> Iterator[dict[int, str]]:
+    """While the model runs in here on `count` sequences: by the number of a sequence, the first of
+    its modules that gives NaN or infinity, with its weight that holds some; or that gets some from
+    what is no module, such as attention. Of a module that mixes sequences, all count. `cast_to`:
+    the format that its weights were cast to, which they may overflow."""
+    first: dict[int, str] = {}
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+
+    def note(x: Any, where: Callable[[], str]) -> None:
+        for tensor in (widened(y) for y in tree_leaves(x) if is_floating(y)):
+            bad = ~tensor.isfinite()
+            if tensor.ndim and len(tensor) == count:
+                sequences = bad.flatten(1).any(dim=1).nonzero()[:, 0].tolist()
+            else:
+                sequences = range(count) if bool(bad.any()) else ()
+            first.update({i: where() for i in sequences if i not in first})
+
+    def enter(module: nn.Module, args: tuple[Any, ...], _named: Any) -> None:
+        if not any(True for _ in module.children()):  # others may get masks, which hold -inf
+            with _disable_current_modes():
+                note(args[:1], lambda: f"the input of {names[module]}")
+
+    def leave(module: nn.Module, _args: Any, out: Any) -> None:
+        with _disable_current_modes():
+            note(out, lambda: names[module] + _bad_weight(module, cast_to))
+
+    with followed(names, enter, leave):
+        yield first
+
+
+def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
+    """A clause about the first weight of a module that holds NaN or infinity; empty without one."""
+    cast = f" (cast to {cast_to.name})" if cast_to else ""
+    for name, x in module.named_parameters():
+        if not isinstance(x, Deferred) and (count := int((~widened(x).isfinite()).sum())):
+            return f", whose {name}{cast} has NaN or infinity at {count} of {x.numel()} places"
+    return ""
 
 
 def _widen(model: nn.Module, source: nn.Module, device: str) -> None:

@@ -31,7 +31,7 @@ from numdev.effects.report import (
     PlannedRun,
 )
 from numdev.effects.rounding import SITES
-from numdev.effects.running import Inputs, Source, Subject
+from numdev.effects.running import Inputs, Source, Subject, first_nonfinite
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format
 from numdev.gate.judging import check_system, judged
@@ -119,9 +119,9 @@ def effects(
                             progress(f"{fmt.name} {way.kind} {way.site}", done, total)
                 with watch("checks"):
                     if not journal.visit(key := digest([fmt.name, "checks"])):
-                        in_fp64 = fmt == study.formats[0]  # where every format comes to the same
                         of = study.subject(fmt), study.chunks[0], request
-                        tried = list(checks_of(*of, in_fp64=in_fp64))
+                        before = journal.records("check", Check)
+                        tried = list(checks_of(*of, before))
                         facts = [{"routes": of[0].routes}]
                         journal.append(key, {"check": tried, "model": facts})
             rows, checks = journal.records("row", OutputRow), journal.records("check", Check)
@@ -221,6 +221,9 @@ class Study:
         answer = self._answer(subject, inputs, Run("exact"))
         truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
+        lost: dict[int, str] = {}  # where the truth itself is not finite
+        if not all(bool(truth.isfinite().all()) for truth in truths.values()):
+            lost = self._first_nonfinite(subject, inputs, Run("exact"))
         count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
         held = [self._outputs(subject, inputs, run) for run in self.runs[:count]]
         *roundings, against = ({} if isinstance(x, Failure) else x for x in held)
@@ -230,12 +233,17 @@ class Study:
         for i in todo:
             run, named = self.runs[i], []
             out = held[i] if i < count else self._outputs(subject, inputs, run)
+            first = lost
+            if not isinstance(out, Failure) and any(
+                bool((truth.isfinite() & ~out[at].isfinite()).any()) for at, truth in truths.items()
+            ):
+                first = self._first_nonfinite(subject, inputs, run) | lost
             for at, truth in truths.items():
                 if isinstance(out, Failure):
                     rows: list[Any] = [vars(out)] * len(truth)
                 else:
                     beside = against.get(at) if run.kind in ("whole", "repeat", "moved") else None
-                    rows = compared(out[at], truth, how, by_chance, beside)
+                    rows = compared(out[at], truth, how, by_chance, beside, first)
                 about = {**run.row(fmt), "at": at}
                 named += [OutputRow(**about, sequence=n, **x) for n, x in enumerate(rows, before)]
             yield i, named
@@ -246,6 +254,15 @@ class Study:
             return outputs_of(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
             return Failure("skipped" if isinstance(error, Refused) else "failed", error.message)
+
+    def _first_nonfinite(self, subject: Subject, inputs: Inputs, run: Run) -> dict[int, str]:
+        """By sequence of these inputs, where a run first gives NaN or infinity."""
+        as_used = run.kind in ("whole", "repeat", "moved")
+        model, cast_to = (subject.real, subject.format) if as_used else (subject.wide, None)
+        count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
+        with first_nonfinite(model, count, cast_to) as first:
+            self._answer(subject, inputs, run)
+        return first
 
     def _answer(self, subject: Subject, inputs: Inputs, run: Run) -> Any:
         """What the model returns. What its own code raises becomes one line."""

@@ -1,4 +1,4 @@
-"""What is not finite in the rows of an output that a sample leaves out.
+"""What is not finite: in a call's inputs, and in rows of an output that a sample leaves out.
 
 In the rows that are measured finiteness is held against the floor's, element by element. For all
 others this needs no reference as long as the inputs are finite: then the exact output is, being a
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows
-from numdev.formats import Format
+from numdev.formats import Format, round_to
 from numdev.metrics.yardstick import finite, widened
 
 
@@ -58,17 +58,57 @@ def elsewhere(
 
 def inputs_finite(case: AttentionCase) -> bool:
     """Whether all inputs are. An additive mask may hold -inf, which hides."""
-    inputs = [x for x in (case.q, case.k, case.v, case.sinks, case.grad_out) if x is not None]
-    if case.mask is not None and case.mask.dtype != torch.bool:
-        inputs.append(case.mask.clamp_min(torch.finfo(case.mask.dtype).min))
-    return all_finite(inputs)
+    return all_finite(_inputs(case).values())
+
+
+def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
+    """By tensor of a call, how many of its elements are NaN or infinite; those without any are left
+    out. -inf in an additive mask hides, and does not count."""
+    if inputs_finite(case):
+        return {}
+    counts = {name: count_nonfinite(x) for name, x in _inputs(case).items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[str, int]:
+    """By format, how many finite elements of a call's inputs it cannot hold; formats that hold all
+    are left out. A mask does not overflow: it saturates (`AttentionCase.rounded_to`)."""
+    narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
+    inputs = [x for name, x in _inputs(case).items() if name != "mask"] if narrower else []
+    counts: dict[str, int] = {}
+    for x, largest in zip(inputs, _largest_magnitudes(inputs), strict=True):
+        for fmt in narrower:
+            if not largest <= fmt.largest:  # NaN too: it hides how large the others are
+                wide = widened(x)
+                lost = finite(wide) & ~finite(round_to(wide, fmt))
+                counts[fmt.name] = counts.get(fmt.name, 0) + int(lost.sum())
+    return {name: count for name, count in counts.items() if count}
+
+
+def _inputs(case: AttentionCase) -> dict[str, Tensor]:
+    """The floating-point inputs of a call by name, a mask with its lowest number for -inf."""
+    named = {n: getattr(case, n) for n in ("q", "k", "v", "mask", "sinks", "grad_out")}
+    inputs = {n: x for n, x in named.items() if x is not None and x.dtype != torch.bool}
+    if (mask := inputs.get("mask")) is not None:
+        inputs["mask"] = mask.clamp_min(torch.finfo(mask.dtype).min)
+    return inputs
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all elements of all these are, by one wait for the device: of a tensor with an
     infinity or NaN the largest magnitude is one."""
+    return all(map(math.isfinite, _largest_magnitudes(tensors)))
+
+
+def count_nonfinite(x: Tensor) -> int:
+    """How many elements are NaN or infinite."""
+    return 0 if not x.numel() or all_finite([x]) else int((~finite(widened(x))).sum())
+
+
+def _largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
+    """Of each tensor, NaN where it holds one; by one wait for the device."""
     largest = [torch.linalg.vector_norm(widened(x), math.inf).double() for x in tensors]
-    return all(math.isfinite(x) for x in torch.stack(largest).tolist())
+    return torch.stack(largest).tolist() if largest else []
 
 
 def _largest(case: AttentionCase, tensor: str) -> Tensor:

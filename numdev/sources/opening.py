@@ -306,6 +306,7 @@ class CheckpointSource(Source):
             "architecture": type(self.model).__name__,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "prompt": self.prompt.description,
+            **self.prompt.counts(),
             "prompt_sha256": stored.digest_of(self.prompt.inputs),
             **({"grad_out": self.upstream.describe()} if self.upstream else {}),
         }

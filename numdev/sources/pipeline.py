@@ -119,6 +119,8 @@ class PipelineSource:
             "denoising_steps": self.steps,
             "not_audited": self.others,
             "prompt": self.prompt,
+            "sequences_asked": self.request.sequences,
+            "sequences_read": len(next(iter(self.arguments.values()))),
             "prompt_sha256": hashlib.sha256(arguments).hexdigest(),
             **({"grad_out": drawn_from(self.request.seed)} if self.request.backward else {}),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -34,6 +34,25 @@ class Prompt:
     # attention_mask alike (1: a token, 0: padding) where sequences differ in length.
     inputs: Mapping[str, Tensor]
     description: str  # In words, for example `8 x 256 tokens of prompt.txt`
+    # What was asked for, where that may be more than a text has; of tokens, those of a sequence.
+    sequences_asked: int | None = None
+    tokens_asked: int | None = None
+
+    def counts(self) -> dict[str, int]:
+        """How many sequences were asked for and are read, and how many tokens a sequence: of those
+        read, the shortest one's, without padding. What does not apply is left out."""
+        tensors = [x for x in self.inputs.values() if isinstance(x, Tensor) and x.ndim]
+        tokens = [x for x in tensors if x.dtype == torch.int64 and x.ndim == 2]
+        shown = self.inputs.get("attention_mask")
+        if not isinstance(shown, Tensor) or shown.ndim != 2:
+            shown = torch.ones_like(tokens[0]) if tokens else None
+        both = {
+            "sequences_asked": self.sequences_asked,
+            "sequences_read": len(tensors[0]) if tensors else None,
+            "tokens_asked": self.tokens_asked,
+            "tokens_read": None if shown is None else int(shown.bool().sum(dim=1).min()),
+        }
+        return {name: count for name, count in both.items() if count is not None}
 
 
 def model_inputs(
@@ -44,7 +63,7 @@ def model_inputs(
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read(Path(request.inputs), model)] if request.inputs else []
-    takes, takes_all = _arguments(model.forward)
+    takes, takes_all = arguments(model.forward)
     if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
         if parts and request.text:
             raise UsageError("--inputs and --text both say what the model reads", hint="give one")
@@ -75,8 +94,12 @@ def model_inputs(
             parts.append(Prompt(inputs=same, description="the same for the decoder"))
         else:
             parts.append(draw(name, model, count=count, length=request.length, seed=request.seed))
-    inputs = {name: x for part in parts for name, x in part.inputs.items()}
-    return Prompt(inputs=inputs, description=", ".join(part.description for part in parts))
+    return Prompt(
+        inputs={name: x for part in parts for name, x in part.inputs.items()},
+        description=", ".join(part.description for part in parts),
+        sequences_asked=read_by_encoder.sequences_asked if read_by_encoder else None,
+        tokens_asked=read_by_encoder.tokens_asked if read_by_encoder else None,
+    )
 
 
 def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module) -> Prompt:
@@ -123,17 +146,13 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     beginnings of UTF-8 files; every file gives at least one. A file shorter than `length` gives one
     shorter chunk, and the batch is padded on the tokenizer's side. Raises UsageError for a file
     that cannot be read or holds no token, and where `length` leaves no room."""
-    if not tokenizer.is_fast:  # a slow one does not cut a text itself
-        raise UsageError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
     special = len(tokenizer("")["input_ids"])
     if length <= special:
         raise UsageError(f"--length: expected more than {special} (special tokens), got {length}")
     by_file = []
     for file in files:
-        chunks = tokenizer(
-            read_text(file), truncation=True, max_length=length, return_overflowing_tokens=True
-        )["input_ids"]
-        if not chunks or len(chunks[0]) == special:
+        chunks = list(_chunks(read_text(file), tokenizer, length))
+        if not chunks:
             raise UsageError(f"{file}: holds no token", hint="give a file with text in it")
         by_file.append([chunk for chunk in chunks if len(chunk) == length] or chunks)
     in_turn = [chunk for chunk in chain(*zip_longest(*by_file)) if chunk is not None]
@@ -147,7 +166,26 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     names = some([file.name for file in files])
     if tokenizer.init_kwargs.get("auto_map"):
         names += " (the tokenizer's own code is not run)"
-    return Prompt(inputs=inputs, description=f"{len(rows)} x {up_to}{most} tokens of {names}")
+    return Prompt(
+        inputs=inputs,
+        description=f"{len(rows)} x {up_to}{most} tokens of {names}",
+        sequences_asked=sequences,
+        tokens_asked=length,
+    )
+
+
+def _chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
+    """The token ids of a text, tokenised once and cut: each chunk has up to `length` tokens, among
+    them the special ones that the tokenizer puts before and after a text. None without a token."""
+    # transformers' own cutting (return_overflowing_tokens) gives a single chunk in some versions.
+    encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    if 0 not in added:
+        return
+    begin, end = added.index(0), len(added) - added[::-1].index(0)
+    step = length - begin - (len(ids) - end)
+    for at in range(begin, end, step):
+        yield [*ids[:begin], *ids[at : min(at + step, end)], *ids[end:]]
 
 
 def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
@@ -155,7 +193,8 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
     words = f"{sequences} x {length} random token ids, seed {seed}"
-    return Prompt(inputs={"input_ids": ids}, description=words)
+    asked: Any = {"sequences_asked": sequences, "tokens_asked": length}
+    return Prompt(inputs={"input_ids": ids}, description=words, **asked)
 
 
 def read_text(file: Path) -> str:
@@ -168,7 +207,7 @@ def read_text(file: Path) -> str:
 
 def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
     """The arguments that a transformers model needs beside the `given` ones."""
-    takes, _ = _arguments(model.forward)
+    takes, _ = arguments(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
     # In a model of text and vision without two towers side by side, images replace tokens.
     towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
@@ -188,7 +227,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
     inputs = {name: plain(path, name, x) for name, x in sorted(read_tensors(path))}
     if not inputs:
         raise UsageError(f"{path}: holds no tensor", hint="name tensors after the model's inputs")
-    takes, _ = _arguments(model.forward)
+    takes, _ = arguments(model.forward)
     for name, tensor in inputs.items():
         if name not in takes:
             what = f"{path}: {type(model).__name__} takes no input {name!r}"
@@ -227,7 +266,7 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
     return Prompt(inputs={name: x}, description=words)
 
 
-def _arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
+def arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
     """The names of a function's arguments, and whether it takes any other by name."""
     parameters = inspect.signature(forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -46,6 +46,8 @@ class CaseRecord(Record):
     scale: float
     grad_out: str | None = None  # where the gradient with respect to its output comes from
     threads: int | None = None  # of PyTorch on a CPU: one for a small call
+    nonfinite: dict[str, int] = Field(default_factory=dict)  # NaN or infinite elements by tensor
+    overflows: dict[str, int] = Field(default_factory=dict)  # finite ones too large, by format
     axes: dict[str, Any] = Field(default_factory=dict)  # of a grid's cell: its value on every axis
 
 

@@ -1,0 +1,143 @@
+"""Every file of benchmarks/ and scripts/ can be imported and run: each at its smallest, in this
+process, or in the test that is named. A new file has to be in one of these tables."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loaded import ROOT, load
+
+FILES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("benchmarks", "scripts")
+    for path in (ROOT / folder).glob("*.py")
+)
+# Arguments of the smallest run, in which {tmp} is a folder, and words that it prints.
+QUICK = {
+    "benchmarks/audit_time.py": (
+        "--length 32 --heads 2 --head-dim 16 --layers 1 --device cpu",
+        "all rows",
+    ),
+    "benchmarks/designs.py": ("--seeds 0", "in all: 0 of 0"),
+    "benchmarks/gate_speed.py": ("--rows 100 --repeats 1", "| 100 |"),
+    "benchmarks/heavy_tails.py": ("--length 100 --samples 2", "every 32nd"),
+    "benchmarks/instability.py": ("tests/data/reports/train.json", "|"),
+    "benchmarks/invariance_table.py": (
+        "--device cpu --kernel sdpa-math --case decode-1024 --axis repeat --no-times",
+        "same along repeat",
+    ),
+    "benchmarks/large_model.py": (
+        "{tmp}/model --layers 1 --length 16 --width 128 --rows 8 --kernel sdpa-math",
+        "the model's forward pass",
+    ),
+    "benchmarks/power.py": ("--one 0 --small --to {tmp}/units", ""),
+    "benchmarks/sampling_coverage.py": ("--length 300 --samples 2", "two bad rows, causal"),
+    "benchmarks/suspicion_rates.py": ("--small", "| sdpa-math | 1 |"),
+    "benchmarks/wasserstein.py": ("--repeats 1 --count 1000", "0.001 M"),
+    "scripts/budget.py": ("", "numdev/metrics"),
+    "scripts/golden.py": ("compare tests/data/reports tests/data/reports", "0 differences"),
+    "scripts/models_table.py": ("LlamaForCausalLM", "| LlamaForCausalLM | audited: "),
+    "scripts/mutate.py": ("--check rel-mean-over-sum", "1 "),
+}
+SLOW = {
+    "benchmarks/bias_calibration.py": ("--power --sequences 4 --length 16", "| 0.5 |"),
+    "benchmarks/effects_large.py": (
+        "{tmp}/model --layers 1 --length 16 --width 128",
+        "numdev effects, sdpa-flash",
+    ),
+    "benchmarks/effects_models.py": ("--only LlamaForCausalLM", "LlamaForCausalLM"),
+    "benchmarks/gate_rates.py": ("--seeds 1 --small", "sdpa-math"),
+    "benchmarks/half_a_percent.py": ("--sequences 2 --length 32", "numdev"),
+    "benchmarks/names.py": ("--only sound --doors check", "check, "),
+    "benchmarks/scaling.py": (
+        "--workers 2 --device cpu --length 128 --heads 2 --head-dim 16 --seeds 1",
+        "The reports are the same.",
+    ),
+    "benchmarks/threads.py": ("--times 1 --threads 2", "|"),
+}
+# What a run needs that a machine may lack, and its line then.
+NEEDS = {
+    "benchmarks/reference.py": ("", "reference.py: expected a CUDA GPU, got none"),
+    "scripts/screenshots.py": (
+        "{tmp}/images {tmp}/report.html",
+        "screenshots.py: expected chromium or google-chrome, got neither",
+    ),
+}
+ELSEWHERE = {  # what runs it
+    "benchmarks/planted.py": "tests/test_power.py",
+    "benchmarks/power_tables.py": "benchmarks/power.py",
+    "scripts/altered_reports.py": "tests/test_fuzz.py",
+    "scripts/bare_wheel.py": "Makefile",
+    "scripts/cli_reference.py": "tests/test_docs.py",
+    "scripts/fuzz.py": "tests/test_fuzz.py",
+    "scripts/kill_and_resume.py": "tests/test_sweep.py",
+    "scripts/own_gate.py": "Makefile",
+    "scripts/site_hooks.py": "mkdocs.yml",
+    "scripts/sites_page.py": "tests/test_docs.py",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_a_script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Files find their neighbours, and the number of threads stays."""
+    threads = torch.get_num_threads()
+    for folder in ("benchmarks", "scripts", "tests"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+    monkeypatch.chdir(ROOT)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(file: str, arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr(sys, "argv", [file, *arguments.format(tmp=tmp_path).split()])
+    return load(file).main()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_is_imported_and_run_somewhere(file: str) -> None:
+    load(file)
+    tables = [table for table in (QUICK, SLOW, NEEDS, ELSEWHERE) if file in table]
+    assert len(tables) == 1
+    if file in ELSEWHERE:
+        assert Path(file).stem in (ROOT / ELSEWHERE[file]).read_text(encoding="utf-8")
+
+
+def test_no_table_names_a_file_that_is_gone() -> None:
+    assert {*QUICK, *SLOW, *NEEDS, *ELSEWHERE} == set(FILES)
+
+
+@pytest.mark.parametrize(
+    "file", [*QUICK, *(pytest.param(file, marks=pytest.mark.slow) for file in SLOW)]
+)
+def test_the_smallest_run(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    arguments, words = {**QUICK, **SLOW}[file]
+    code = run(file, arguments, monkeypatch, tmp_path)
+    assert not code or file == "scripts/budget.py"  # which is a matter of `make check`
+    out, err = capsys.readouterr()
+    assert words in out
+    assert out or err
+
+
+@pytest.mark.parametrize("file", NEEDS)
+def test_what_a_machine_lacks_is_one_line(
+    file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """And there is help all the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    arguments, words = NEEDS[file]
+    (tmp_path / "report.html").write_text("<html></html>")
+    with pytest.raises(SystemExit) as stop:
+        run(file, arguments, monkeypatch, tmp_path)
+    assert stop.value.code == words
+    with pytest.raises(SystemExit) as stop:
+        run(file, "--help", monkeypatch, tmp_path)
+    assert stop.value.code == 0
+    assert "usage:" in capsys.readouterr().out
