@@ -12,7 +12,7 @@ import scipy.special
 import torch
 from commands import run as numdev
 from compared_reports import audit, floor, head, times
-from gate_rows import planned, row
+from gate_rows import case, planned, row
 from oracles import make_case
 from test_html import sweep
 from torch import Tensor
@@ -33,7 +33,8 @@ HEADS = tuple(head(h) for h in range(4))
 
 
 def found(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> CompareReport:
-    return compare(audit(*a), audit(*b))
+    heads = max((1 + (r.head or 0) for r in (*a, *b)), default=1)
+    return compare(audit(*a, heads=heads), audit(*b, heads=heads))
 
 
 def moves(a: DeviationRow, b: DeviationRow) -> tuple[Move, ...]:
@@ -67,7 +68,7 @@ def test_repeats_are_bounded_by_the_triangle_inequality() -> None:
 def test_an_interval_is_1_96_standard_errors_wide() -> None:
     """Both errors known to a factor of 1.2 at 95 %: s = ln(1.2) / 1.96 each."""
     a, b = (
-        head(sampled=True, expected_ratio=x, worst_row=None, floor_ratio=None, rms=None,
+        head(sampled=True, expected_ratio=x, worst_row=None, floor_ratio=None,
              interval={"expected_ratio": (x / 1.2, x * 1.2)}) for x in (1.0, 9.0)
     )  # fmt: skip
     (move,) = moves(a, b)
@@ -84,7 +85,7 @@ def test_noise_in_one_report_counts() -> None:
 
 def test_an_error_where_there_was_none() -> None:
     """Moved, and the ratio is null; nothing moved where both are exact."""
-    exact = head(rms=0.0, max_abs=0.0, row_rel=0.0, floor_ratio=0.0, expected_ratio=0.0,
+    exact = head(rms=0.0, mean_abs=0.0, max_abs=0.0, row_rel=0.0, floor_ratio=0.0, expected_ratio=0.0,
                  worst_row=0.0)  # fmt: skip
     assert not moves(exact, exact)
     for a, b in ((exact, head()), (head(), exact)):
@@ -235,8 +236,8 @@ def test_the_quantile_grows_with_what_is_judged() -> None:
 
 def test_rows_that_are_gone_and_why() -> None:
     """Skipped now, failed now, not asked for; by kernel and reason."""
-    theirs = tuple(head(h, kernel="theirs") for h in range(2))
-    a = (*HEADS, *theirs, *(head(h, kernel="third") for h in range(3)))
+    theirs = tuple(head(h, kernel="theirs") for h in range(4))
+    a = (*HEADS, *theirs, *(head(h, kernel="third") for h in range(4)))
     b = (
         row(None, status="skipped", reason="it needs sm_90"),
         row(None, status="failed", reason="illegal access", kernel="theirs"),
@@ -244,14 +245,14 @@ def test_rows_that_are_gone_and_why() -> None:
     gone = found(a, b).presences
     assert [(p.what, p.kernel, p.rows, p.why) for p in gone] == [
         ("gone", "mine", 4, "skipped: it needs sm_90"),
-        ("gone", "theirs", 2, "failed: illegal access"),
-        ("gone", "third", 3, "the kernel is not in the other report"),
+        ("gone", "theirs", 4, "failed: illegal access"),
+        ("gone", "third", 4, "the kernel is not in the other report"),
         ("failed", "theirs", 1, "in B: illegal access"),
     ]
     assert {p.what for p in found(b, a).presences} == {"new", "failed"}
     assert first(a, b).startswith(
         "NO NUMBER CHANGED, BUT A KERNEL CRASHED: theirs crashed in B (1 row), mine was measured "
-        "in A alone (4 rows), third was run in A alone (3 rows); nothing was measured in both "
+        "in A alone (4 rows), third was run in A alone (4 rows); nothing was measured in both "
         "reports."
     )
     assert "CRASHED: theirs crashed in A (1 row), theirs crashed in B (1 row); " in first(b, b)
@@ -353,7 +354,8 @@ def of(tmp_path: Path, a: reports.Report, b: reports.Report, **options: Any) -> 
 
 
 def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
-    """By when they were made, whatever the order of the arguments; another request is refused."""
+    """In the order of the arguments, whatever their clocks say, or where asked by when they were
+    made; another request is refused."""
 
     def night(day: int, ratio: float, **changes: Any) -> reports.AuditReport:
         made = audit(*(head(h, floor_ratio=ratio, expected_ratio=ratio) for h in range(4)))
@@ -361,7 +363,11 @@ def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
         request = {**made.request, **changes}
         return made.model_copy(update={"provenance": when, "request": request})
 
-    found = compare(night(3, 1.5), night(1, 1.0), night(2, 1.25))
+    nights = night(3, 1.5), night(1, 1.0), night(2, 1.25)
+    for sides in (nights, nights[1:]):
+        assert [compare(*sides).a.created[8:10], compare(*sides).b.created[8:10]] == ["01", "02"]
+    assert [past.created[8:10] for past in compare(*nights).history] == ["03", "01", "02"]
+    found = compare(*nights, by_date=True)
     assert [past.created[8:10] for past in found.history] == ["01", "02", "03"]
     assert [[*past.errors.values()] for past in found.history] == [[1.0], [1.25], [1.5]]
     assert (found.a.created[8:10], found.b.created[8:10], found.exit_code) == ("02", "03", 1)
@@ -376,7 +382,8 @@ OTHER: dict[str, Any] = {
     "checkpoint": "other", "model": "m:f", "text": ["x.txt"], "inputs": "i.safetensors",
     "cases": [{"name": "c"}], "formats": ["float16"], "model_dtype": "bfloat16", "seed": 7,
     "generate": 3, "length": 77, "sequences": 2, "layers": [1], "heads": [0],
-    "backward": False, "rows": 64, "seeds": [1],
+    "backward": False, "rows": 64, "seeds": [1], "denoise": 4, "steps": [1],
+    "against": "sdpa-math", "rules": "strict",
 }  # fmt: skip
 
 
@@ -433,7 +440,8 @@ def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
 def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:
     """A sweep by hand: the rows, and no cells."""
     asked = {"cases": [{"name": "c"}], "formats": ["bfloat16"], "seeds": seeds, **request}
-    update = {"request": asked, "plan": planned(rows), "rows": rows}
+    cases = (case(heads=4),) if rows else ()
+    update = {"request": asked, "plan": planned(rows), "rows": rows, "cases": cases}
     return sweep(seeds=seeds).model_copy(update=update)
 
 
@@ -467,6 +475,14 @@ def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: s
     assert said in str(error.value)
 
 
+def crashed_row(row: Any) -> Any:
+    """The row of a study where its kernel crashed: what says which it is, and no number."""
+    names = ("kind", "format", "kernel", "options", "at", "site", "layer", "sequence", "role")
+    names = (*names, "case", "phase", "axis", "variant", "tensor")
+    fields = {name: getattr(row, name) for name in names if name in type(row).model_fields}
+    return type(row)(**fields, status="failed", reason="it crashed")
+
+
 STORED = Path(__file__).parent / "data" / "reports"
 
 
@@ -482,9 +498,7 @@ def test_a_study_says_what_one_report_alone_measured(kind: str) -> None:
     assert f"{kernel} was run in A alone" in gone.summary.answer[0]
     assert f"{kernel} was run in B alone" in new.summary.answer[0]
     assert (same.presences, same.moves) == ((), ())
-    bad = [
-        r.model_copy(update={"status": "failed", "reason": "it crashed"}) for r in whole.rows[:1]
-    ]
+    bad = [crashed_row(r) for r in whole.rows[:1]]
     crashed = compare(whole, whole.model_copy(update={"rows": (*bad, *whole.rows[1:])}))
     assert any(p.why == "in B: it crashed" for p in crashed.failed)
 
