@@ -228,7 +228,9 @@ def worse(_: Data, b: Data, rng: random.Random) -> None:
 
 def facts(_: Data, b: Data, rng: random.Random) -> None:
     """NaN where there was none, a named mistake, another operator, runs that differ."""
-    kind, rows = rng.choice(("nonfinite", "suspicion", "ran", "noise")), some_of(b, rng)
+    rows = some_of(b, rng)
+    named = [name for name in ("ran", "noise") if all(row[name] is not None for row in rows)]
+    kind = rng.choice(("nonfinite", "suspicion", *named))
     if kind == "noise":
         one = rng.choice(rows)
         same = ("kernel", "format", "tensor")
@@ -481,8 +483,9 @@ def compared(folder: Path, a: bytes, b: bytes) -> int:
     return fuzz.call("compare", *sides, "--quiet", "--overwrite", "-o", out).code
 
 
-def measure(folder: Path, kinds: Sequence[str]) -> dict[str, Data]:
-    """The sound reports; each, and a run of the same request once more, is no change."""
+def measure(folder: Path, kinds: Sequence[str], aside: Path) -> dict[str, Data]:
+    """The sound reports, measured in a folder; each, and a run of the same request once more, is no
+    change, as is shown in another."""
     (folder / "sweep.yaml").write_text(SWEEP)
     sound = {}
     for kind in kinds:
@@ -494,7 +497,7 @@ def measure(folder: Path, kinds: Sequence[str]) -> dict[str, Data]:
                 subprocess.run(command, check=True, cwd=folder, env=environment)
             raws.append((folder / name / "report.json").read_bytes())
         for other in raws:
-            if code := compared(folder, raws[0], other):
+            if code := compared(aside, raws[0], other):
                 sys.exit(f"the sound report of {kind} beside itself: exit code {code}")
         sound[kind] = json.loads(raws[0])
         del sound[kind]["digest"]
@@ -511,7 +514,8 @@ def main() -> int:
     counts, wrong, began = Counter[tuple[str, str, int]](), [], time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        sound = measure(asked.reports or folder, [asked.only] if asked.only else list(REPORTS))
+        kinds = [asked.only] if asked.only else list(REPORTS)
+        sound = measure(asked.reports or folder, kinds, folder)
         for number in range(asked.seed, asked.seed + asked.count):
             for kind, report in sound.items():
                 name, a, b = altered(report, number)

@@ -72,6 +72,14 @@ def floor(number: int = 0, **changes: Any) -> DeviationRow:
 
 def times(found: DeviationRow, factor: float) -> DeviationRow:
     """The row with all its errors multiplied."""
-    names = ("max_abs", "rms", "mean_abs", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio")
+    names = (
+        "max_abs",
+        "rms",
+        "mean_abs",
+        "row_rel",
+        "floor_ratio",
+        "baseline_ratio",
+        "expected_ratio",
+    )
     grown = {name: factor * getattr(found, name) for name in (*names, "worst_row")}
     return found.model_copy(update=grown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from commands import run as numdev
 from compared_reports import audit, floor, head, times
 from gate_rows import case, planned, row
+from loaded import load
 from oracles import make_case
 from test_html import sweep
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch import Tensor
 from numdev import report as reports
 from numdev.audit.run import audit as study
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.gate.compare import compare, unequal
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
@@ -537,3 +539,28 @@ def test_two_checks_know_that_their_inputs_differ() -> None:
     a, b = (check(sdpa, cases=[call], **whole).report for call in calls)
     assert set(compare(a, b).summary.inputs) == {"other"}
     assert set(compare(a, a).summary.inputs) == {"same"}
+
+
+load("scripts/fuzz.py")  # which the script imports
+altered = load("scripts/altered_comparisons.py")
+
+
+def code_of(folder: Path, *sides: bytes) -> int:
+    """The exit code of two reports, without a page of the comparison."""
+    for name, raw in zip("ab", sides, strict=True):
+        (folder / f"{name}.json").write_bytes(raw)
+    try:
+        return compare(folder / "a.json", folder / "b.json").exit_code
+    except NumdevError as error:
+        return error.exit_code
+
+
+@pytest.mark.parametrize("kind", list(altered.CLASSES))
+def test_an_altered_report_is_no_unchanged_one(kind: str, tmp_path: Path) -> None:
+    """Some of scripts/altered_comparisons.py: none ends in exit code 0, and the sound one does."""
+    sound = reports.read(STORED / f"{kind}.json").model_dump(mode="json")
+    raw = altered.sealed(sound)
+    assert code_of(tmp_path, raw, raw) == 0
+    inputs = [altered.altered(sound, number) for number in range(40)]
+    assert len({name for name, *_ in inputs}) > 10
+    assert not [name for name, *sides in inputs if code_of(tmp_path, *sides) == 0]

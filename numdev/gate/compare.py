@@ -345,13 +345,15 @@ def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
 
 
 def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
-    """Another operator than before, for each kernel and pass."""
-    calls = {names.step(p.b): p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran}
-    by_pass = grouped(calls.values(), lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
+    """Another operator than before, for each kernel and pass; said by any tensor of it."""
+    kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
+    by_pass = grouped(kernels, lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
     for passes in by_pass.values():
+        calls = len({names.step(p.b) for p in passes})
         for (a, b), its in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
             if a != b:
-                yield _move(its[0], "ran", f"{a} ran, now {b} ({len(its)} of {len(passes)} calls)")
+                count = len({names.step(p.b) for p in its})
+                yield _move(its[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)")
 
 
 def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any) -> Move:
