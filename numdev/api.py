@@ -183,15 +183,17 @@ def capture(
 
 
 @checked
-def compare(*reports: str | Path | Report, allow: Sequence[str] = ()) -> CompareReport:
+def compare(
+    *reports: str | Path | Report, allow: Sequence[str] = (), by_date: bool = False
+) -> CompareReport:
     """What moved beyond noise from one audit (or sweep) to another of the same request: what
     `numdev compare` says, of three or more with their history. Each is a report, its file or its
-    directory; `allow` names the keys in which the requests may differ.
+    directory; `allow` names the keys in which the requests may differ; `by_date` sorts them.
 
     Raises UsageError for two that do not measure the same, MeasurementError for what cannot be
-    read."""
+    read, is not whole or contradicts itself."""
     sides = (Path(x) if isinstance(x, str) else x for x in reports)
-    return comparing.compare(*sides, allow=allow, command="numdev.compare")
+    return comparing.compare(*sides, allow=allow, by_date=by_date, command="numdev.compare")
 
 
 @checked

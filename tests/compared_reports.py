@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gate_rows import case, report, row
+from gate_rows import case, planned, report, row
 
 from numdev.report import AuditReport, DeviationRow, Finding
 
@@ -23,14 +23,37 @@ REQUEST: dict[str, Any] = {
 def audit(
     *rows: DeviationRow, request: dict[str, Any] | None = None,
     source: dict[str, Any] | None = None, system: dict[str, Any] | None = None,
-    findings: tuple[Finding, ...] = (),
+    findings: tuple[Finding, ...] = (), heads: int = 1,
 ) -> AuditReport:  # fmt: skip
-    """A report with these rows, and what differs from REQUEST, SYSTEM and no source."""
-    made = report(*rows, **{**SYSTEM, **(system or {})})
-    where = made.provenance.model_copy(update={"source": source or {}})
+    """A whole report with these rows, and what differs from REQUEST, SYSTEM and no source. Its call
+    has as many heads as they need, or more; where gradients are asked of, it has them all."""
+    rows = with_gradients(rows)
+    audited = report(*rows, **{**SYSTEM, **(system or {})})
+    where = audited.provenance.model_copy(update={"source": source or {}})
+    heads = max([heads, *(1 + (r.head or 0) for r in rows)])
     asked = {**REQUEST, **(request or {})}
-    changes = {"provenance": where, "request": asked, "findings": findings, "cases": (case(),)}
-    return made.model_copy(update=changes)
+    changes = {"provenance": where, "request": asked, "findings": findings}
+    changes |= {"cases": (case(heads=heads),), "plan": planned(rows)}
+    return audited.model_copy(update=changes)
+
+
+def with_gradients(rows: tuple[DeviationRow, ...]) -> tuple[DeviationRow, ...]:
+    """The rows, and where one is of a gradient, sound ones of the other tensors beside it."""
+    tensors = ("out", "dq", "dk", "dv")
+    if not any(r.tensor in tensors[1:] for r in rows):
+        return rows
+    measured = {(*key_of(r), r.tensor) for r in rows}
+    more = (
+        head(**{**r.who, "number": r.head, "tensor": tensor})
+        for key, r in {key_of(r): r for r in rows}.items()
+        for tensor in tensors
+        if (*key, tensor) not in measured
+    )
+    return (*rows, *more)
+
+
+def key_of(of: DeviationRow) -> tuple[Any, ...]:
+    return (of.role, of.kernel, str(of.options), of.format, of.head)
 
 
 def head(number: int = 0, **changes: Any) -> DeviationRow:
@@ -42,13 +65,21 @@ def floor(number: int = 0, **changes: Any) -> DeviationRow:
     """The floor of a head, which tells of the inputs."""
     return row(
         number,
-        **{"role": "floor", "kernel": "floor", "mean_abs": 1e-3, "rel": 2e-3, "noise": None}
+        **{"role": "floor", "kernel": "floor", "rel": 2e-3, "noise": None, "elements": 100_000}
         | changes,
     )
 
 
 def times(found: DeviationRow, factor: float) -> DeviationRow:
     """The row with all its errors multiplied."""
-    names = ("max_abs", "rms", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio")
+    names = (
+        "max_abs",
+        "rms",
+        "mean_abs",
+        "row_rel",
+        "floor_ratio",
+        "baseline_ratio",
+        "expected_ratio",
+    )
     grown = {name: factor * getattr(found, name) for name in (*names, "worst_row")}
     return found.model_copy(update=grown)

@@ -12,7 +12,8 @@ import scipy.special
 import torch
 from commands import run as numdev
 from compared_reports import audit, floor, head, times
-from gate_rows import planned, row
+from gate_rows import case, planned, row
+from loaded import load
 from oracles import make_case
 from test_html import sweep
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from numdev import report as reports
 from numdev.audit.run import audit as study
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.gate.compare import compare, unequal
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
@@ -33,7 +34,8 @@ HEADS = tuple(head(h) for h in range(4))
 
 
 def found(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> CompareReport:
-    return compare(audit(*a), audit(*b))
+    heads = max((1 + (r.head or 0) for r in (*a, *b)), default=1)
+    return compare(audit(*a, heads=heads), audit(*b, heads=heads))
 
 
 def moves(a: DeviationRow, b: DeviationRow) -> tuple[Move, ...]:
@@ -67,7 +69,7 @@ def test_repeats_are_bounded_by_the_triangle_inequality() -> None:
 def test_an_interval_is_1_96_standard_errors_wide() -> None:
     """Both errors known to a factor of 1.2 at 95 %: s = ln(1.2) / 1.96 each."""
     a, b = (
-        head(sampled=True, expected_ratio=x, worst_row=None, floor_ratio=None, rms=None,
+        head(sampled=True, expected_ratio=x, worst_row=None, floor_ratio=None,
              interval={"expected_ratio": (x / 1.2, x * 1.2)}) for x in (1.0, 9.0)
     )  # fmt: skip
     (move,) = moves(a, b)
@@ -84,8 +86,8 @@ def test_noise_in_one_report_counts() -> None:
 
 def test_an_error_where_there_was_none() -> None:
     """Moved, and the ratio is null; nothing moved where both are exact."""
-    exact = head(rms=0.0, max_abs=0.0, row_rel=0.0, floor_ratio=0.0, expected_ratio=0.0,
-                 worst_row=0.0)  # fmt: skip
+    ratios = dict.fromkeys(("row_rel", "floor_ratio", "expected_ratio", "worst_row"), 0.0)
+    exact = head(rms=0.0, mean_abs=0.0, max_abs=0.0, **ratios)
     assert not moves(exact, exact)
     for a, b in ((exact, head()), (head(), exact)):
         (move,) = moves(a, b)
@@ -235,8 +237,8 @@ def test_the_quantile_grows_with_what_is_judged() -> None:
 
 def test_rows_that_are_gone_and_why() -> None:
     """Skipped now, failed now, not asked for; by kernel and reason."""
-    theirs = tuple(head(h, kernel="theirs") for h in range(2))
-    a = (*HEADS, *theirs, *(head(h, kernel="third") for h in range(3)))
+    theirs = tuple(head(h, kernel="theirs") for h in range(4))
+    a = (*HEADS, *theirs, *(head(h, kernel="third") for h in range(4)))
     b = (
         row(None, status="skipped", reason="it needs sm_90"),
         row(None, status="failed", reason="illegal access", kernel="theirs"),
@@ -244,14 +246,14 @@ def test_rows_that_are_gone_and_why() -> None:
     gone = found(a, b).presences
     assert [(p.what, p.kernel, p.rows, p.why) for p in gone] == [
         ("gone", "mine", 4, "skipped: it needs sm_90"),
-        ("gone", "theirs", 2, "failed: illegal access"),
-        ("gone", "third", 3, "the kernel is not in the other report"),
+        ("gone", "theirs", 4, "failed: illegal access"),
+        ("gone", "third", 4, "the kernel is not in the other report"),
         ("failed", "theirs", 1, "in B: illegal access"),
     ]
     assert {p.what for p in found(b, a).presences} == {"new", "failed"}
     assert first(a, b).startswith(
         "NO NUMBER CHANGED, BUT A KERNEL CRASHED: theirs crashed in B (1 row), mine was measured "
-        "in A alone (4 rows), third was run in A alone (3 rows); nothing was measured in both "
+        "in A alone (4 rows), third was run in A alone (4 rows); nothing was measured in both "
         "reports."
     )
     assert "CRASHED: theirs crashed in A (1 row), theirs crashed in B (1 row); " in first(b, b)
@@ -353,7 +355,8 @@ def of(tmp_path: Path, a: reports.Report, b: reports.Report, **options: Any) -> 
 
 
 def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
-    """By when they were made, whatever the order of the arguments; another request is refused."""
+    """In the order of the arguments, whatever their clocks say, or where asked by when they were
+    made; another request is refused."""
 
     def night(day: int, ratio: float, **changes: Any) -> reports.AuditReport:
         made = audit(*(head(h, floor_ratio=ratio, expected_ratio=ratio) for h in range(4)))
@@ -361,7 +364,11 @@ def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
         request = {**made.request, **changes}
         return made.model_copy(update={"provenance": when, "request": request})
 
-    found = compare(night(3, 1.5), night(1, 1.0), night(2, 1.25))
+    nights = night(3, 1.5), night(1, 1.0), night(2, 1.25)
+    for sides in (nights, nights[1:]):
+        assert [compare(*sides).a.created[8:10], compare(*sides).b.created[8:10]] == ["01", "02"]
+    assert [past.created[8:10] for past in compare(*nights).history] == ["03", "01", "02"]
+    found = compare(*nights, by_date=True)
     assert [past.created[8:10] for past in found.history] == ["01", "02", "03"]
     assert [[*past.errors.values()] for past in found.history] == [[1.0], [1.25], [1.5]]
     assert (found.a.created[8:10], found.b.created[8:10], found.exit_code) == ("02", "03", 1)
@@ -376,7 +383,8 @@ OTHER: dict[str, Any] = {
     "checkpoint": "other", "model": "m:f", "text": ["x.txt"], "inputs": "i.safetensors",
     "cases": [{"name": "c"}], "formats": ["float16"], "model_dtype": "bfloat16", "seed": 7,
     "generate": 3, "length": 77, "sequences": 2, "layers": [1], "heads": [0],
-    "backward": False, "rows": 64, "seeds": [1],
+    "backward": False, "rows": 64, "seeds": [1], "denoise": 4, "steps": [1],
+    "against": "sdpa-math", "rules": "strict",
 }  # fmt: skip
 
 
@@ -433,7 +441,8 @@ def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
 def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:
     """A sweep by hand: the rows, and no cells."""
     asked = {"cases": [{"name": "c"}], "formats": ["bfloat16"], "seeds": seeds, **request}
-    update = {"request": asked, "plan": planned(rows), "rows": rows}
+    cases = (case(heads=4),) if rows else ()
+    update = {"request": asked, "plan": planned(rows), "rows": rows, "cases": cases}
     return sweep(seeds=seeds).model_copy(update=update)
 
 
@@ -467,6 +476,14 @@ def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: s
     assert said in str(error.value)
 
 
+def crashed_row(row: Any) -> Any:
+    """The row of a study where its kernel crashed: what says which it is, and no number."""
+    names = ("kind", "format", "kernel", "options", "at", "site", "layer", "sequence", "role")
+    names = (*names, "case", "phase", "axis", "variant", "tensor")
+    fields = {name: getattr(row, name) for name in names if name in type(row).model_fields}
+    return type(row)(**fields, status="failed", reason="it crashed")
+
+
 STORED = Path(__file__).parent / "data" / "reports"
 
 
@@ -482,9 +499,7 @@ def test_a_study_says_what_one_report_alone_measured(kind: str) -> None:
     assert f"{kernel} was run in A alone" in gone.summary.answer[0]
     assert f"{kernel} was run in B alone" in new.summary.answer[0]
     assert (same.presences, same.moves) == ((), ())
-    bad = [
-        r.model_copy(update={"status": "failed", "reason": "it crashed"}) for r in whole.rows[:1]
-    ]
+    bad = [crashed_row(r) for r in whole.rows[:1]]
     crashed = compare(whole, whole.model_copy(update={"rows": (*bad, *whole.rows[1:])}))
     assert any(p.why == "in B: it crashed" for p in crashed.failed)
 
@@ -523,3 +538,227 @@ def test_two_checks_know_that_their_inputs_differ() -> None:
     a, b = (check(sdpa, cases=[call], **whole).report for call in calls)
     assert set(compare(a, b).summary.inputs) == {"other"}
     assert set(compare(a, a).summary.inputs) == {"same"}
+
+
+def test_nothing_under_audit_was_compared(tmp_path: Path) -> None:
+    """Two reports whose only kernel was skipped have a baseline, which says nothing of it."""
+    beside = head(role="baseline", kernel="baseline")
+    skipped = audit(beside, row(None, status="skipped", reason="needs CUDA"))
+    result = compare(skipped, skipped)
+    assert (result.exit_code, result.measured) == (3, False)
+    said = "NOT JUDGED: no kernel under audit was measured in both reports; "
+    assert result.summary.answer[0].startswith(said)
+    a = written(tmp_path / "a", skipped)
+    assert command(a, a, "-q", "-o", tmp_path / "o") == 3
+    assert compare(audit(beside), audit(beside)).exit_code == 0  # no kernel was asked for
+
+
+LOST = ("expected_ratio", "floor_ratio", "worst_row", "noise", "nonfinite", "baseline_ratio")
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_number_that_one_report_alone_has(name: str) -> None:
+    """Gone from B it is no pass, and named; new in B it is one."""
+    bare = head(**{name: None}, nulls={name: "0/0"})
+    gone, new = found((head(),), (bare,)), found((bare,), (head(),))
+    assert [gone.exit_code, new.exit_code] == [1, 0]
+    assert f"mine lacks {name} in B (1 row)" in gone.summary.answer[0]
+    assert [p.lacks for p in gone.presences] == [(name,)]
+    assert [p.what for p in new.presences] == ["new"]
+
+
+@pytest.mark.parametrize("name", ["bits", "ran"])
+def test_evidence_that_is_gone(name: str) -> None:
+    assert found((head(**{name: "1"}),), (head(),)).exit_code == 1
+
+
+def test_what_differs_and_cannot_be_judged_is_no_pass(tmp_path: Path) -> None:
+    """In float64, and where two heads on other inputs do not know how heads scatter."""
+    exact = head(format="float64")
+    same, other = found((exact,), (exact,)), found((exact,), (times(exact, 3.0),))
+    assert (same.exit_code, other.exit_code) == (0, 3)
+    assert other.summary.answer[0].startswith("NOT JUDGED: ")
+    sides = audit(exact, head()), audit(times(exact, 3.0), head())
+    both = compare(*sides)
+    assert both.summary.answer[0].startswith("NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: 1 row ")
+    a, b = (written(tmp_path / n, x) for n, x in zip("ab", sides, strict=True))
+    assert command(a, b, "-q", "-o", tmp_path / "o") == 3
+
+
+INCONSISTENT: dict[str, dict[str, Any]] = {
+    "negative": {"noise": -1e-3}, "huge": {"expected_ratio": 1e301}, "error": {"max_abs": 1e40},
+    "probability": {"bias_p": 1.5}, "mean": {"mean_abs": 2e-3},
+    "interval without its mean": {"interval": {"rel": (0.1, 0.2)}},
+    "numbers of a skipped row": {"status": "skipped"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INCONSISTENT)
+def test_a_report_that_contradicts_itself(case: str, tmp_path: Path, capsys: Any) -> None:
+    """Is compared with nothing, not even with itself: one line, and exit code 3."""
+    bad = head().model_copy(update=INCONSISTENT[case])
+    a, b = written(tmp_path / "a", audit(head())), written(tmp_path / "b", audit(bad))
+    for sides in ((a, b), (b, a), (b, b)):
+        assert command(*sides, "-q", "-o", tmp_path / "o") == 3
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{b}: inconsistent report: mine (bfloat16) " in line
+    assert compare(audit(head(), head(1)), audit(head(), head(1))).exit_code == 0
+    with pytest.raises(MeasurementError, match="inconsistent report: mine"):
+        compare(audit(head()), audit(head(), head()))
+
+
+def test_calls_of_another_shape_or_scale_are_other_calls() -> None:
+    a = audit(head())
+    for name, value in (("scale", 2.0), ("q_len", 7), ("window", (3, None))):
+        cases = (a.cases[0].model_copy(update={name: value}),)
+        b = a.model_copy(update={"cases": cases})
+        with pytest.raises(UsageError, match=rf"cases\.c\.{name}.* --allow cases"):
+            compare(a, b)
+        assert compare(a, b, allow=("cases",)).exit_code == 0
+
+
+def test_hashes_are_compared_to_their_end() -> None:
+    sides = (audit(head(), source={"sha256": "0" * 63 + end}) for end in "12")
+    with pytest.raises(UsageError, match="different things: checkpoint"):
+        compare(*sides)
+
+
+def changed(report: Any, table: str, which: Any, **update: Any) -> Any:
+    """A report of a study with some records of a table changed; a function computes its number."""
+
+    def after(record: Any) -> Any:
+        if not which(record):
+            return record
+        values = {n: x(getattr(record, n)) if callable(x) else x for n, x in update.items()}
+        return record.model_copy(update=values)
+
+    return report.model_copy(update={table: tuple(map(after, getattr(report, table)))})
+
+
+def sequences(count: int) -> Any:
+    """The stored report of effects with its first sequence so many times: each cost a little off,
+    the same in all runs."""
+    whole = reports.read(STORED / "effects.json")
+    rows = [
+        r.model_copy(update={"sequence": i, "cost": r.cost and r.cost * (1 - 0.01 * i)})
+        for i in range(count)
+        for r in whole.rows
+        if r.sequence == 0
+    ]
+    return whole.model_copy(update={"rows": tuple(rows)})
+
+
+@pytest.mark.parametrize(("count", "factor", "code"), [
+    (2, 1.0, 0), (2, 1.5, 3), (2, 0.5, 3), (2, 1000.0, 1), (2, 0.001, 1), (1, 11.0, 1), (1, 9.0, 3),
+    (4, 1.0, 0), (4, 1.5, 1), (4, 1000.0, 1),
+])  # fmt: skip
+def test_costs_of_few_sequences(count: int, factor: float, code: int) -> None:
+    """Below three of them chance is unknown: then only a factor above ten is a change."""
+    a = sequences(count)
+    grow = lambda cost: cost and cost * factor  # noqa: E731
+    b = changed(a, "rows", lambda r: True, cost=grow, cost_p999=grow, cost_max=grow)
+    result = compare(a, b)
+    assert result.exit_code == code, result.summary.answer[0]
+    assert any("Chance is unknown" in note for note in result.summary.notes) == (code == 3)
+
+
+@pytest.mark.parametrize(("update", "code"), [
+    ({"holds": False, "difference": 0.1, "reason": "other"}, 1),
+    ({"holds": None, "difference": None, "reason": "takes no mask"}, 1),
+    ({"difference": 0.1}, 3), ({"holds": False}, 3), ({"difference": None}, 3),
+])  # fmt: skip
+def test_checks_of_effects(update: dict[str, Any], code: int) -> None:
+    """One that no longer holds, or could no longer be tried, is no pass; nor is one that says
+    another thing than its numbers."""
+    whole = reports.read(STORED / "effects.json")
+    other = changed(whole, "checks", lambda check: check.name == "causality", **update)
+    if code == 1:
+        result = compare(whole, other)
+        assert result.exit_code == 1
+        assert "check causality" in result.summary.answer[0]
+    else:
+        with pytest.raises(MeasurementError, match="check causality"):
+            compare(whole, other)
+    fewer = whole.model_copy(update={"checks": whole.checks[1:]})
+    assert [compare(whole, fewer).exit_code, compare(fewer, whole).exit_code] == [1, 0]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("cost_p999", None), ("log_prob", None), ("flips", None), ("unexplained", None),
+    ("error", None), ("positions", 99),
+])  # fmt: skip
+def test_numbers_of_effects_that_are_gone_or_other(name: str, value: Any) -> None:
+    whole = reports.read(STORED / "effects.json")
+    other = changed(whole, "rows", lambda r: r.kind == "whole", **{name: value})
+    assert compare(whole, other).exit_code == 1
+
+
+def test_flips_that_are_no_near_ties() -> None:
+    whole = reports.read(STORED / "effects.json")
+    other = changed(whole, "rows", lambda r: r.kind == "whole", flips=2, unexplained=1)
+    (move, *_) = [m for m in compare(whole, other).moves if m.metric == "unexplained"]
+    assert move.words == "flips that are no near ties: 0, now 2"
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("excess", 50.0), ("excess_of_a_row", 50.0), ("nonfinite", 1), ("differ", 2000),
+    ("error_base", 50.0), ("excess", None), ("floor_ratio", None),
+])  # fmt: skip
+def test_numbers_of_invariance_that_moved_or_are_gone(name: str, value: Any) -> None:
+    whole = reports.read(STORED / "invariance.json")
+    row = next(r for r in whole.rows if 0 < r.differ < 200 and r.tensor == "out")
+    other = changed(whole, "rows", lambda r: r is row, **{name: value})
+    result = compare(whole, other)
+    assert result.exit_code == 1, result.summary.answer
+    if value is not None:
+        assert {m.metric for m in result.moves} == {name}
+
+
+@pytest.mark.parametrize("update", [
+    {"difference": 0.5, "rest": 0.0, "share": 1.0}, {"difference": None}, {"differ": 1},
+    {"reason": "has no cache", "difference": None, "rest": None, "share": None},
+])  # fmt: skip
+def test_the_models_own_output(update: dict[str, Any]) -> None:
+    """Where it moved, or is gone, that is no pass; where it is new, it is."""
+    whole = reports.read(STORED / "invariance.json")
+    row = next(m for m in whole.models if m.differ > 100)
+    assert compare(whole, changed(whole, "models", lambda m: m is row, **update)).exit_code == 1
+    fewer = whole.model_copy(update={"models": whole.models[1:]})
+    assert [compare(whole, fewer).exit_code, compare(fewer, whole).exit_code] == [1, 0]
+
+
+def test_invariance_judged_by_other_rules_is_another_request() -> None:
+    whole = reports.read(STORED / "invariance.json")
+    with pytest.raises(UsageError, match=r"rules \(default in A, strict in B\).*--allow rules"):
+        compare(whole, whole.model_copy(update={"rules": "strict"}))
+
+
+def test_a_zero_is_not_nothing() -> None:
+    assert unequal("seed", 0, None)
+    assert unequal("x", {"y": None}, None)
+    assert not unequal("text", [], None)
+
+
+load("scripts/fuzz.py")  # which the script imports
+altered = load("scripts/altered_comparisons.py")
+
+
+def code_of(folder: Path, *sides: bytes) -> int:
+    """The exit code of two reports, without a page of the comparison."""
+    for name, raw in zip("ab", sides, strict=True):
+        (folder / f"{name}.json").write_bytes(raw)
+    try:
+        return compare(folder / "a.json", folder / "b.json").exit_code
+    except NumdevError as error:
+        return error.exit_code
+
+
+@pytest.mark.parametrize("kind", list(altered.CLASSES))
+def test_an_altered_report_is_no_unchanged_one(kind: str, tmp_path: Path) -> None:
+    """Some of scripts/altered_comparisons.py: none ends in exit code 0, and the sound one does."""
+    sound = reports.read(STORED / f"{kind}.json").model_dump(mode="json")
+    raw = altered.sealed(sound)
+    assert code_of(tmp_path, raw, raw) == 0
+    inputs = [altered.altered(sound, number) for number in range(40)]
+    assert len({name for name, *_ in inputs}) > 10
+    assert not [name for name, *sides in inputs if code_of(tmp_path, *sides) == 0]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from numdev.audit import sweep_view, view
+from numdev.gate.compare_report import Compared
 from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Judgement, Test
 from numdev.gate.rows import Measured, check_whole
@@ -41,12 +42,19 @@ def summary(report: AuditReport) -> AuditSummary:
     return report.summary.model_copy(update={"answer": ranked.answer, "kernels": ranked.kernels})
 
 
+def moves(a: Measured, b: Measured) -> tuple[Any, Compared]:
+    from numdev.gate.compare import moves_of_rows  # it needs scipy, for which a gate need not wait
+
+    return moves_of_rows(a, b)
+
+
 AUDIT = Kind(
     report=AuditReport,
     blocks=view.blocks,
     judged=Judged(
         check=check_whole, tests=tests, findings=findings, summary=summary, beside=beside
     ),
+    moves=moves,
 )
 SWEEP = Kind(
     report=SweepReport,
@@ -58,4 +66,5 @@ SWEEP = Kind(
         summary=lambda report: report.summary,
         beside=beside,
     ),
+    moves=moves,
 )

@@ -52,25 +52,32 @@ def report(path: Path, form: str | None, as_json: bool) -> None:
     "--allow", multiple=True, metavar="KEY",
     help="Compare even if the requests differ in this key, e.g. seed. Repeatable.",
 )  # fmt: skip
+@click.option("--by-date", is_flag=True, help="Sort the reports by when they were made.")
 @click.pass_context
 def compare(
-    context: click.Context, reports: tuple[Path, ...], allow: tuple[str, ...], results: Results
-) -> None:
-    """Show what changed between audits A and B: across versions, machines or kernel commits. Or
-    between two sweeps, both run with `keep: head`. Three or more reports are sorted by date: the
-    last is compared with the one before, and all are shown as a history.
+    context: click.Context, reports: tuple[Path, ...], allow: tuple[str, ...], by_date: bool,
+    results: Results,
+) -> None:  # fmt: skip
+    """Show what changed between reports A and B of audits: across versions, machines or kernel
+    commits. Or of two sweeps, both run with `keep: head`; of effects; of invariance. Of three or
+    more the last is compared with the one before, and all are shown as a history.
 
     Each is a report.json, or its directory, of the same request. Needs neither torch nor a GPU.
-    Exit code 0: no change. 1: a number changed beyond noise, another kernel ran, or a row is gone
-    (also where a kernel failed besides). 2: the two are not comparable, or a wrong option. 3: a
-    report is unreadable, a kernel failed, or no row is common."""
+    Exit code 0: no change. 1: a number changed beyond noise, another kernel ran, or a row or a
+    number is gone (also where a kernel failed besides). 2: the two are not comparable, or a wrong
+    option. 3: a report is unreadable, lacks rows or contradicts itself, a kernel failed, or
+    something could not be compared."""
     from numdev.gate.compare import compare as run
 
-    found = run(*reports, allow=allow, command=command_line())
+    found = run(*reports, allow=allow, by_date=by_date, command=command_line())
     directory = results.claim("compare", found.request)
     context.find_root().obj = found.exit_code
     results.hand_over(found, directory)
     if found.exit_code == 3:
+        if not found.failed:
+            count = found.summary.unjudged
+            what = f"{count} row{'s differ' if count != 1 else ' differs'} and could not be judged"
+            raise MeasurementError(what, hint=f"{directory}/report.json says why")
         first = found.failed[0]
         raise MeasurementError(f"{first.kernel} failed {first.why}")
     context.exit(found.exit_code)

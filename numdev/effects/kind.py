@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from numdev.effects import verdict, view
+from numdev.effects import moves, verdict, view
 from numdev.effects.report import EffectsReport
 from numdev.effects.wholeness import check
-from numdev.gate.compare_studies import effects_moves
 from numdev.studies import Judged, Kind
 
 EFFECTS = Kind(
@@ -18,6 +17,6 @@ EFFECTS = Kind(
         summary=verdict.summary,
         passing=verdict.passing,
     ),
-    moves=effects_moves,
+    moves=moves.moves,
     limits=verdict.EffectsLimits,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,7 +16,7 @@ from numdev.effects.report import (
     OutputRow,
 )
 from numdev.errors import MeasurementError
-from numdev.gate.rows import CUT
+from numdev.gate.rows import CUT, HUGE
 from numdev.grouping import grouped
 
 SIZES = (
@@ -89,7 +88,7 @@ def _contradiction(check: Check) -> str:
     if check.limit not in (None, limit):
         return f"has another limit than {limit:g}"
     size = check.difference
-    if size is not None and (check.limit is None or not 0 <= size < math.inf):
+    if size is not None and (check.limit is None or not 0 <= size <= HUGE):
         return "has a difference without a limit, or one that cannot be"
     match check.holds:
         case None:
@@ -138,7 +137,7 @@ def _row(row: OutputRow, plan: EffectsPlan) -> str:
         return "" if row.reason and (not row.nonfinite or row.status == "failed") else "says no why"
     if row.nonfinite or row.positions < 1 or row.cost is None or row.error is None:
         return "has no numbers, and was measured"
-    if not all(0 <= x < math.inf for x in present.values()):
+    if not all(0 <= x <= HUGE for x in present.values()):
         return "has a number that cannot be"
     if not row.error and row.cost:
         return "has a cost without an error"

@@ -1,7 +1,8 @@
-"""`numdev compare`: two audits of one request, or two sweeps, on two versions, machines or commits.
+"""`numdev compare`: two reports of one request, on two versions, machines or commits.
 
-Each pair of rows (`pairs`) is held to what noise explains (`movement`). Planted faults
-(`role: control`) are left out. Reads rows alone: no torch, no GPU."""
+Each report is first asked whether it is whole (`wholeness`). Each pair of rows (`pairs`) is held to
+what noise explains (`movement`; of other studies, by their own `moves`); what one alone has is
+gone or new. Planted faults (`role: control`) are left out. Reads rows alone: no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from numdev.errors import UsageError, closest
+from numdev.errors import MeasurementError, UsageError, closest
 from numdev.gate.compare_report import (
     Compared,
     CompareReport,
@@ -24,7 +25,6 @@ from numdev.gate.compare_report import (
     Past,
     Presence,
 )
-from numdev.gate.compare_studies import effects_moves, invariance_moves
 from numdev.gate.findings import label, listed
 from numdev.gate.movement import (
     FAR,
@@ -33,12 +33,13 @@ from numdev.gate.movement import (
     Names,
     Noise,
     Pair,
-    metrics_of,
+    by_chance,
+    factor,
     options_of,
     pairs_of,
     same_bits,
 )
-from numdev.gate.rows import GRADIENTS, Measured, Rows
+from numdev.gate.rows import GRADIENTS, NUMBERS, Measured, Rows
 from numdev.grouping import grouped
 from numdev.report import (
     CaseRecord,
@@ -51,10 +52,12 @@ from numdev.report import (
     read,
 )
 from numdev.report.numbers import three, times
+from numdev.studies import judged_by, kind_of
 
 MUST = (
     *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
-    *("generate", "length", "sequences", "layers", "heads", "backward", "rows"),
+    *("generate", "denoise", "steps", "length", "sequences", "layers", "heads", "backward", "rows"),
+    *("against", "rules"),
 )
 """Keys of a request that must be the same, and that `compare --allow` takes."""
 HASHES = {"checkpoint": "sha256", "text": "prompt_sha256"}
@@ -67,10 +70,19 @@ UNITS = {
     "worst_row": "× the error predicted for its worst row",
     "rms": " (rms)",
 }
-STUDIES = {"effects": effects_moves, "invariance": invariance_moves}
+PLANNED = ("formats", "heads", "backward", "rows")
+"""Keys of a request that its plan has too."""
+SHAPE = (
+    *("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_dim", "is_causal"),
+    *("causal_offset", "window", "softcap", "sinks", "scale"),
+)
+"""What of a call decides its result: calls that differ in it are not the same call."""
 EACH = {"cost": "sequences", "difference": "variants"}  # what is a pair, by metric
+NAMED = 3  # numbers that a sentence names
 ABSENT = "the kernel is not in the other report"
 NEITHER = "nothing new, nothing gone"
+NOTHING = "nothing was measured in both reports"
+NO_KERNEL = "no kernel under audit was measured in both reports"
 OTHER = (
     "The inputs differ in {count} of {every} rows, judging by the floor: there errors are judged "
     "beside what each report predicts for its own inputs, and by how heads scatter."
@@ -78,74 +90,101 @@ OTHER = (
 
 
 def compare(
-    *reports: Path | Report, allow: Collection[str] = (), command: str = ""
+    *reports: Path | Report, allow: Collection[str] = (), by_date: bool = False, command: str = ""
 ) -> CompareReport:
-    """Report B beside report A of the same command: the report, its file or directory.
-    Of three or more, the last beside the one before, by when they were made, and their history.
+    """Report B beside report A of the same command: the report, its file or directory. Of three or
+    more, the last beside the one before, and their history; `by_date`, sorted by when they were
+    made.
 
     Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
-    in `allow`; MeasurementError for a report that cannot be understood."""
+    in `allow`; MeasurementError for a report that cannot be understood, is not whole or contradicts
+    itself."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
     if len(reports) < 2:
         raise UsageError(f"compare: expected two reports or more, got {len(reports)}")
-    given = [
+    named = [
         (_measured(x), f"report of {x.provenance.created}" if isinstance(x, Report) else str(x))
         for x in reports
     ]
-    several, study = len(given) > 2, STUDIES.get(given[0][0].kind)
-    if several and study:
-        what = f"compare: of {given[0][0].kind}, expected two reports, got {len(given)}"
+    several, by_rows = len(named) > 2, isinstance(named[0][0], Measured)
+    if several and not by_rows:
+        what = f"compare: of {named[0][0].kind}, expected two reports, got {len(named)}"
         raise UsageError(what)
-    if several:
-        given.sort(key=lambda pair: pair[0].provenance.created)
-    (old, first), (new, last) = given[-2:]
-    apart = [shared_request(x, new, allow) for x, _ in given[:-1]][-1]
+    if by_date:
+        named.sort(key=lambda pair: pair[0].provenance.created)
+    (old, first), (new, last) = named[-2:]
+    allowed = [shared_request(x, new, allow) for x, _ in named[:-1]][-1]
+    for report, name in named:
+        wholeness(report, name)
     sides = f"{last} against {first}: " if several else ""
     rows = _rows(old), _rows(new)
-    names, found = study(old, new) if study else _compared(*rows, new.cases)
-    moves = sorted(found.moves, key=lambda move: -move.excess)
-    presences = tuple(_presences(*rows, names))
-    places = Places([m.place for m in moves] if study else rows[1])
-    sentences = answer(found.groups, moves, presences, apart, places, sides)
+    names, compared = _moves_of(new.kind)(old, new)
+    moves = sorted(compared.moves, key=lambda move: -move.excess)
+    presences = (*_presences(*rows, names), *compared.presences)
+    # Without a kernel under audit the baseline stands for it.
+    roles = {row.role for row in (*rows[0], *rows[1])}
+    judged = [g for g in compared.groups if g.role == "kernel" or "kernel" not in roles]
+    unjudged = sum(group.unjudged for group in judged)
+    summary = CompareSummary(
+        answer=(),
+        notes=compared.notes,
+        inputs=compared.inputs,
+        judged=sum(group.pairs for group in judged) - unjudged,
+        unjudged=unjudged,
+    )
+    places = Places(rows[1] if by_rows else [m.place for m in moves])
+    sentences = answer(compared.groups, moves, presences, allowed, places, sides, summary)
     return CompareReport(
         provenance=Provenance.now(
             command, new.provenance.system, {"config": last, "run": new.provenance.source}
         ),
         request={"a": first, "b": last, "allow": sorted(allow)},
-        summary=CompareSummary(answer=tuple(sentences), notes=found.notes, inputs=found.inputs),
-        groups=tuple(found.groups),
+        summary=summary.model_copy(update={"answer": tuple(sentences)}),
+        groups=tuple(compared.groups),
         moves=tuple(moves),
         presences=presences,
         a=old.provenance,
         b=new.provenance,
-        allowed=tuple(apart),
+        allowed=tuple(allowed),
         changes=_changes(old, new),
-        history=tuple(_past(x) for x, _ in given) if several else (),
+        history=tuple(_past(x) for x, _ in named) if several else (),
     )
+
+
+def wholeness(report: Any, name: str) -> None:
+    """Raises MeasurementError, with the name of the report, where it lacks rows that were planned,
+    has others, or contradicts itself."""
+    try:
+        judged_by(report.kind).check(report)
+    except MeasurementError as error:
+        raise MeasurementError(f"{name}: {error.message}", hint=error.hint) from error
 
 
 def _past(report: Measured) -> Past:
     """One line of a history."""
     system, kernels = report.provenance.system, (r for r in report.rows if r.role == "kernel")
-    outputs = (r for r in kernels if r.tensor == "out" and r.floor_ratio is not None)
-    by_kernel = grouped(outputs, lambda row: f"{label(row)} {row.format}").items()
+    outputs = [
+        (f"{label(r)} {r.format}", r.floor_ratio)
+        for r in kernels
+        if r.tensor == "out" and r.floor_ratio is not None
+    ]
+    by_kernel = grouped(outputs, lambda output: output[0]).items()
     return Past(
         created=report.provenance.created,
         numdev=report.provenance.numdev,
         torch=system.get("packages", {}).get("torch", "unknown"),
         on=system.get("gpu") or system.get("cpu") or "unknown",
         outcome=report.outcome or "unknown",
-        errors={k: statistics.median(r.floor_ratio or 0.0 for r in its) for k, its in by_kernel},
+        errors={k: statistics.median(ratio for _, ratio in its) for k, its in by_kernel},
     )
 
 
-def _measured(given: Path | Report) -> Any:
-    report, name = (given, "report") if isinstance(given, Report) else (read(given), given)
-    if not isinstance(report, Measured) and report.kind not in STUDIES:
-        what = f"expected a report of an audit, a sweep, {' or '.join(STUDIES)}, got {report.kind}"
-        raise UsageError(f"{name}: {what}")
+def _measured(source: Path | Report) -> Any:
+    report, name = (source, "report") if isinstance(source, Report) else (read(source), source)
+    if kind_of(report.kind).moves is None:
+        raise UsageError(f"{name}: expected a report that can be compared, got {report.kind}")
     if isinstance(report, SweepReport) and not report.rows:
         what = f"{name}: is a sweep that kept one result per cell; compare needs one per head"
         raise UsageError(what, hint="run the sweep with `keep: head`")
@@ -166,18 +205,21 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     return tuple(d for key in keys for d in unequal(key, *(side.get(key) for side in sides)))
 
 
-def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> list[Difference]:
+def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Difference]:
     """The differences of two requests that `allow` lets pass. Raises UsageError for any other, and
     for an audit beside a sweep."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
     sources = [report.provenance.source for report in (a, b)]
     same_prompt = all(source.get(HASHES["text"]) for source in sources)
-    for key in () if differences else MUST:
-        hashes = [source.get(HASHES.get(key, "")) for source in sources]
-        if any(hashes):
-            differences += unequal(key, *(str(x or "unknown")[:16] for x in hashes))
+    for key in () if differences else (*MUST, "output"):
+        hashes = [str(source.get(HASHES.get(key, "")) or "unknown") for source in sources]
+        if hashes != ["unknown", "unknown"]:
+            short = [each[:16] for each in hashes]
+            if hashes[0] != hashes[1]:
+                differences.append(Difference(key=key, a=short[0], b=short[1]))
         elif not (same_prompt and key in PROMPT):
-            differences += unequal(key, a.request.get(key), b.request.get(key))
+            differences += next(filter(None, (unequal(key, *x) for x in _asked(key, a, b))), [])
+    differences = differences or list(_calls(a, b))
     refused = [d for d in differences if d.root not in allow]
     if refused:
         words = ", ".join(f"{d.key} ({d.a} in A, {d.b} in B)" for d in refused)
@@ -188,12 +230,34 @@ def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> lis
     return differences
 
 
+def _asked(key: str, *reports: Any) -> Iterator[list[Any]]:
+    """What both were asked for: by the request, by the plan, and by the report."""
+    yield [report.request.get(key) for report in reports]
+    if key in PLANNED and all(isinstance(report, Measured) for report in reports):
+        yield [getattr(report.plan, key) for report in reports]
+    if key in ("rules", "output"):
+        yield [getattr(report, key, None) for report in reports]
+
+
+def _calls(a: Any, b: Any) -> Iterator[Difference]:
+    """The first thing in which a call of both reports is another call."""
+    if not isinstance(a, Measured) or not isinstance(b, Measured):
+        return
+    before = {case.case: case for case in a.cases}
+    for case in b.cases:
+        if case.case in before:
+            sides = [{n: getattr(c, n) for n in SHAPE} for c in (before[case.case], case)]
+            yield from unequal(f"cases.{case.case}", *sides)
+
+
 def unequal(key: str, a: Any, b: Any) -> list[Difference]:
-    """The first place at which two values differ; empty where they do not."""
-    if a == b or (a or None) == (b or None):
+    """The first place at which two values differ; empty where they do not. An empty list beside
+    nothing is no difference, but a 0 is one."""
+    if a == b or all(x is None or (x == EMPTY.get(type(x))) for x in (a, b)):
         return []
     sides = [dict(flat(x, key)) for x in (a, b)]
-    at = next(k for k in (*sides[1], *sides[0]) if sides[0].get(k) != sides[1].get(k))
+    keys = (*sides[1], *sides[0])
+    at = next(k for k in keys if sides[0].get(k, MISSING) != sides[1].get(k, MISSING))
     return [Difference(key=at, a=_shown(sides[0].get(at)), b=_shown(sides[1].get(at)))]
 
 
@@ -208,6 +272,10 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield from flat(inner, f"{key}.{name}")
 
 
+MISSING = object()
+EMPTY: dict[type, Any] = {list: [], tuple: (), dict: {}, str: ""}
+
+
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -215,6 +283,17 @@ def _shown(value: Any) -> str:
 
 def _rows(report: Measured) -> list[DeviationRow]:
     return [row for row in report.rows if row.role != "control"]
+
+
+def _moves_of(kind: str) -> Callable[[Any, Any], tuple[Any, Compared]]:
+    moves = kind_of(kind).moves
+    assert moves is not None  # `_measured` refused it
+    return moves
+
+
+def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
+    """The rows of an audit or a sweep B beside those of A, planted faults left out."""
+    return _compared(_rows(a), _rows(b), b.cases)
 
 
 def _compared(old: Rows, new: Rows, cases: Sequence[CaseRecord]) -> tuple[Names, Compared]:
@@ -237,18 +316,16 @@ def _compared(old: Rows, new: Rows, cases: Sequence[CaseRecord]) -> tuple[Names,
     for who, why in {label(r): r.reason for r in new if label(r) not in ran}.items():
         notes.insert(0, f"Skipped in B: {who} ({why}).")
     if unjudged := sum(group.unjudged for group in groups):
-        notes.insert(0, f"{unjudged} rows have no number that could be judged.")
+        notes.insert(0, f"{unjudged} rows differ, and have no number that could be judged.")
     return names, Compared(groups, moves, tuple(notes), inputs)
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
     """What moved in one head: facts first; of its numbers the one farthest beyond noise."""
     a, b = pair.a, pair.b
-    counts = a.nonfinite or 0, b.nonfinite or 0
-    # Two counts may differ by chance (4 standard deviations); none and some never do.
-    chance = min(counts) > 0 and abs(counts[0] - counts[1]) <= 4 * math.sqrt(sum(counts))
-    if counts[0] != counts[1] and not chance:
-        words = f"elements that are not finite: {counts[0]}, now {counts[1]}"
+    before, now = a.nonfinite, b.nonfinite
+    if before is not None and now is not None and not by_chance(before, now):
+        words = f"elements that are not finite: {before}, now {now}"
         yield _move(pair, "nonfinite", words, a=a.nonfinite, b=b.nonfinite)
     if (a.suspicion is None) != (b.suspicion is None):
         words = f"{a.suspicion or 'no mistake named'}, now {b.suspicion or 'no mistake named'}"
@@ -257,30 +334,33 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
     if worst is not None and worst.excess > 1:
         numbers = {name: getattr(worst, name) for name in ("a", "b", "change", "excess")}
         words = f"from {three(worst.a)} to {three(worst.b)}{UNITS[worst.metric]}"
-        yield _move(pair, worst.metric, words, noise=math.exp(worst.noise), **numbers)
+        yield _move(pair, worst.metric, words, noise=factor(worst.noise), **numbers)
 
 
 def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
     """A kernel that returned the same bits in all heads and no longer does in most, or the
     reverse. In a few heads runs may agree, or not, by luck."""
-    known = [p for p in members if p.a.noise is not None and p.b.noise is not None]
-    noisy = [sum(bool(getattr(p, side).noise) for p in known) for side in ("a", "b")]
-    if min(noisy) or 2 * max(noisy) <= len(known):
+    noises = [(p.a.noise, p.b.noise, p) for p in members]
+    repeated = [(a, b, p) for a, b, p in noises if a is not None and b is not None]
+    noisy = [sum(map(bool, side)) for side in zip(*((a, b) for a, b, _ in repeated), strict=True)]
+    if not noisy or min(noisy) or 2 * max(noisy) <= len(repeated):
         return
-    pair = max(known, key=lambda p: max(p.a.noise or 0.0, p.b.noise or 0.0))
-    state = [f"not reproducible ({n} of {len(known)} heads)" if n else "the same" for n in noisy]
+    pair = max(repeated, key=lambda each: max(each[:2]))[2]
+    state = [f"not reproducible ({n} of {len(repeated)} heads)" if n else "the same" for n in noisy]
     words = f"runs on the same inputs: {state[0]}, now {state[1]}"
     yield _move(pair, "noise", words, a=pair.a.noise, b=pair.b.noise)
 
 
 def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
-    """Another operator than before, for each kernel and pass."""
-    calls = {names.step(p.b): p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran}
-    by_pass = grouped(calls.values(), lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
+    """Another operator than before, for each kernel and pass; said by any tensor of it."""
+    kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
+    by_pass = grouped(kernels, lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
     for passes in by_pass.values():
+        calls = len({names.step(p.b) for p in passes})
         for (a, b), its in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
             if a != b:
-                yield _move(its[0], "ran", f"{a} ran, now {b} ({len(its)} of {len(passes)} calls)")
+                count = len({names.step(p.b) for p in its})
+                yield _move(its[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)")
 
 
 def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any) -> Move:
@@ -319,38 +399,48 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
         change=farthest[0] if farthest else None,
         where=Place.of(farthest[1].b) if farthest else None,
         unjudged=sum(
-            metrics_of(pair) != () and not any(math.isfinite(x.noise) for x in changes)
+            not any(math.isfinite(x.noise) for x in changes) and not alike(pair.a, pair.b)
             for pair, changes in zip(pairs, judged, strict=True)
         ),
     )
 
 
+def alike(a: DeviationRow, b: DeviationRow) -> bool:
+    """Whether all numbers are the same, so that there is nothing to judge."""
+    return a.bits == b.bits and all(getattr(a, name) == getattr(b, name) for name in NUMBERS)
+
+
 def _presences(old: Rows, new: Rows, names: Any) -> Iterator[Presence]:
-    """By kernel and reason: what one report alone measured, and calls that failed."""
-    lacking = []
+    """By kernel and reason: rows and numbers that one report alone has, and calls that failed."""
+    lacking: list[tuple[Any, Any, str, tuple[str, ...]]] = []
     for what, mine, others in (("gone", old, new), ("new", new, old)):
         bare = {names.step(r): r for r in others if r.status != "ok"}
-        there = {names.row(r) for r in others if r.status == "ok"}
+        measured = {names.row(r): r for r in others if r.status == "ok"}
         kernels = {names.kernel(r) for r in others}
         for key, row in {names.row(r): r for r in mine if r.status == "ok"}.items():
-            if key not in there:
+            if key in measured:
+                if lost := tuple(names.lost(row, measured[key])):
+                    lacking.append((row, what, "no number", lost))
+            else:
                 kernel, call, _ = step = names.step(row)
                 other = bare.get(step) or bare.get((kernel, call, False))
                 why = f"{other.status}: {other.reason}" if other else "there is no such row"
                 if kernel not in kernels:
                     why = ABSENT
-                lacking.append((row, what, why))
+                lacking.append((row, what, why, ()))
     for side, rows, others in (("A", old, new), ("B", new, old)):
         kernels = {names.kernel(r) for r in others}
         for row in (row for row in rows if row.status == "failed"):
             alone = " alone" * (names.kernel(row) not in kernels)
-            lacking.append((row, "failed", f"in {side}{alone}: {row.reason}"))
-    for (_, what, why), members in grouped(lacking, lambda x: (names.kernel(x[0]), *x[1:])).items():
+            lacking.append((row, "failed", f"in {side}{alone}: {row.reason}", ()))
+    for (_, what, why, lost), members in grouped(
+        lacking, lambda x: (names.kernel(x[0]), *x[1:])
+    ).items():
         rows = [row for row, *_ in members]
         tensors = tuple(dict.fromkeys(names.about(row)["tensor"] for row in rows))
         about = names.about(rows[0]) | {"place": names.place(rows[0]), "rows": len(rows)}
         del about["tensor"]
-        yield Presence(what=what, why=why, tensors=tensors, **about)
+        yield Presence(what=what, why=why, tensors=tensors, lacks=lost, **about)
 
 
 def answer(
@@ -360,6 +450,7 @@ def answer(
     allowed: Sequence[Difference],
     place: Places,
     sides: str,
+    summary: CompareSummary,
 ) -> Iterator[str]:
     """The verdict on the two `sides` and the largest moves, then a sentence for each kernel."""
     by_kernel = grouped(groups, _name)
@@ -367,9 +458,13 @@ def answer(
     counts: Counter[str] = Counter()
     for p in sorted(presences, key=lambda p: p.what != "failed"):
         counts[_presence(p)] += p.rows
-    there = ", ".join(f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what)
-    verdict = "CHANGED" if moves else "NO CHANGE" if groups else "NOT JUDGED"
-    if not moves and any(p.what != "new" for p in presences):
+    alone = ", ".join(f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what)
+    if unjudged := summary.unjudged:
+        rows = f"row{'s' * (unjudged != 1)}"
+        alone += f"{', ' * bool(alone)}{unjudged} {rows} differ and could not be judged"
+    verdict = "CHANGED" if moves else "NO CHANGE" if summary.judged else "NOT JUDGED"
+    gone = any(p.what != "new" for p in presences)
+    if not moves and (gone or (unjudged and summary.judged)):
         crashed = any(p.what == "failed" for p in presences)
         why = "A KERNEL CRASHED" if crashed else "NOT ALL WAS COMPARED"
         verdict = f"NO NUMBER CHANGED, BUT {why}"
@@ -378,12 +473,13 @@ def answer(
     for m in first:
         what += f", farthest beyond noise {_where(m, moved, place)}, {m.words}"
         what += f" ({times(m.change)} times as much)" if m.change else ""
-    largest = max(moves, key=lambda m: abs(math.log(m.change or 1.0)), default=None)
+    largest = max(moves, key=lambda m: abs(math.log(m.change)) if m.change else 0.0, default=None)
     if largest and largest.change and largest not in first:
         what += f"; the largest factor, {times(largest.change)}×, {_where(largest, moved, place)}"
     what = f"other code ran, {what}" if moves and not moved else what
-    what = what if groups else "nothing was measured in both reports"
-    parts = [there, what] if "BUT" in verdict else [what, there or NEITHER]
+    if not moves and not summary.judged and not unjudged:
+        what = NO_KERNEL if groups else NOTHING
+    parts = [alone, what] if "BUT" in verdict else [what, alone or NEITHER]
     yield f"{verdict}: {sides}{'; '.join(parts)}."
     if allowed:
         keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
@@ -400,11 +496,15 @@ def answer(
 
 
 def _presence(of: Presence) -> str:
-    """What one report alone holds, or what failed; nothing where it is gone because it failed."""
+    """What one report alone has, or what failed; nothing where it is gone because it failed."""
     if of.what == "failed":
         where, alone = of.why[:4], of.why[4:].startswith(" alone")
         return f"{label(of)} {f'was run {where} alone, and ' * alone}crashed {where}"
-    side = "A" if of.what == "gone" else "B"
+    side, other = "AB" if of.what == "gone" else "BA"
+    if lacks := of.lacks:
+        more = f" and {len(lacks) - NAMED} numbers more" if len(lacks) > NAMED else ""
+        named = ", ".join(lacks[:NAMED]) + more if more else listed(lacks)
+        return f"{label(of)} lacks {named} in {other}"
     if of.why == ABSENT:
         return f"{label(of)} was run in {side} alone"
     return "" if of.why.startswith("failed") else f"{label(of)} was measured in {side} alone"

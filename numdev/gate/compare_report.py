@@ -56,13 +56,16 @@ class Move(OfKernel):
 
 
 class Presence(OfKernel):
-    """Rows that were measured in one report and not in the other, or failed in either."""
+    """Rows, or numbers of rows, that one report has and not the other; or rows that failed."""
 
     what: Literal["gone", "new", "failed"]
     tensors: tuple[str, ...]
     rows: int
     why: str
     place: Place
+    lacks: tuple[
+        str, ...
+    ] = ()  # numbers that the rows lack in the other; none: the rows themselves
 
 
 class Past(Record):
@@ -82,11 +85,14 @@ class Compared:
     moves: Sequence[Move]
     notes: tuple[str, ...]
     inputs: dict[str, int] = field(default_factory=dict)
+    presences: tuple[Presence, ...] = ()  # beside those of rows
 
 
 class CompareSummary(Record):
     answer: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    judged: int = 0  # pairs of kernels under audit; of the baseline, where no kernel was asked for
+    unjudged: int = 0  # of these pairs, those that differ and have no number that could be judged
     inputs: dict[str, int] = Field(default_factory=dict)  # pairs by `Inputs`
 
 
@@ -102,11 +108,11 @@ class CompareReport(Report):
     groups: tuple[Group, ...]
     moves: tuple[Move, ...] = ()  # the farthest beyond noise first
     presences: tuple[Presence, ...] = ()
-    history: tuple[Past, ...] = ()  # of three reports or more: all of them, the oldest first
+    history: tuple[Past, ...] = ()  # of three reports or more: all of them, in the order compared
 
     @property
     def moved(self) -> bool:
-        """Whether a number moved beyond noise, another operator ran, or a row is gone."""
+        """Whether a number moved beyond noise, another operator ran, or a row or number is gone."""
         return bool(self.moves) or any(p.what == "gone" for p in self.presences)
 
     @property
@@ -115,8 +121,10 @@ class CompareReport(Report):
 
     @property
     def exit_code(self) -> int:
-        """1: something moved, which is certain whatever else failed; 3: a call failed; else 0."""
-        return 1 if self.moved else 3 if self.failed else 0
+        """1: something moved, which is certain whatever else failed; 3: a call failed, or something
+        was not compared; else 0."""
+        whole = self.measured and not self.summary.unjudged
+        return 1 if self.moved else 3 if self.failed or not whole else 0
 
     @property
     def passed(self) -> bool:
@@ -124,11 +132,14 @@ class CompareReport(Report):
 
     @property
     def measured(self) -> bool:
-        return any(group.pairs for group in self.groups)
+        """Whether a kernel under audit was compared, or is gone."""
+        return self.moved or self.summary.judged > 0
 
     @property
     def unmeasured(self) -> str:
-        return "no row was measured in both reports"
+        if unjudged := self.summary.unjudged:
+            return f"none of {unjudged} rows that differ has a number that could be judged"
+        return "no kernel under audit was measured in both reports"
 
     def tables(self) -> dict[str, Sequence[Record]]:
         return {"groups": self.groups, "moves": self.moves}

@@ -23,7 +23,8 @@ UNITS = {"floor_ratio": "× the floor", "expected_ratio": "× what is predicted"
 
 def styles(report: CompareReport) -> tuple[doc.Style]:
     """Of the verdict, which is the first sentence."""
-    return ("bad" if report.exit_code else "good" if report.measured else "warn",)
+    bad = report.moved or report.failed
+    return ("bad" if bad else "warn" if report.exit_code else "good",)
 
 
 def blocks(report: CompareReport) -> Iterator[doc.Node]:
@@ -52,7 +53,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
                 f"{', '.join(p.tensors)} {p.format}",
                 str(p.rows),
                 place(p.place),
-                p.why,
+                f"{p.why}: {', '.join(p.lacks)}" if p.lacks else p.why,
             )
             for p in report.presences
         ),

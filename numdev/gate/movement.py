@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.rows import GRADIENTS, Key, Rows, spelt
+from numdev.gate.rows import GRADIENTS, NUMBERS, Key, Rows, spelt
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import interval_of, value_of
 from numdev.report import CaseRecord, DeviationRow, Place
@@ -36,6 +36,7 @@ THRESHOLD = (
     f"({WORST['dq']:g} for dq and dk)."
 )
 HEADS = 4  # a call with fewer is judged by the scatter of all calls' heads
+OVERFLOW = 700.0  # e to this is nearly the largest float64
 FAR = 100.0  # the excess of what has no ratio
 # What is judged, the sharpest first. Multiples of an error that both reports share where the inputs
 # are the same. Where they are not, expected_ratio alone is fit, and the next only in its place,
@@ -51,6 +52,9 @@ NEARLY = 1e-4
 """Floors of a model whose own layers differ by an ulp here and there differ by less, relatively;
 floors of other inputs by about 1 / sqrt(elements)."""
 FLOOR = ("rms", "mean_abs", "max_abs", "rel")
+EVIDENCE = ("bits", "ran")
+OF_DATA = ("suspicion_cut", "overflow")
+"""Numbers that are null where there is nothing they could be of."""
 WIDTHS = {"out": "v_dim", "dv": "v_dim", "dq": "head_dim", "dk": "head_dim"}
 
 
@@ -108,10 +112,22 @@ class Names:
     def place(self, row: DeviationRow) -> Place:
         return Place.of(row)
 
+    def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
+        """Numbers, and evidence, that A has and B lacks; not the bias of an exact output."""
+        lost = [name for name in NUMBERS if name not in OF_DATA and _lacks(name, a, b)]
+        lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
+        return lost + [f"interval of {name}" for name in a.interval if name not in b.interval]
+
     def inputs(self, row: DeviationRow) -> Key:
         """The row of the floor that tells of this row's inputs."""
         tensor = "out" if row.tensor == "lse" else row.tensor
         return (row.format, self.call(row), tensor, row.head)
+
+
+def _lacks(name: str, a: DeviationRow, b: DeviationRow) -> bool:
+    if value_of(a, name)[0] is None or value_of(b, name)[0] is not None:
+        return False
+    return not (b.rms == 0 and name.startswith("bias"))  # 0 / 0
 
 
 def options_of(rows: Rows) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
@@ -174,6 +190,23 @@ def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
     return a, b
 
 
+def by_chance(a: int, b: int) -> bool:
+    """Whether two counts may differ by chance: by 4 standard deviations. None and some never do."""
+    return a == b or (min(a, b) > 0 and abs(a - b) <= 4 * math.sqrt(a + b))
+
+
+def log_ratio(a: float | None, b: float | None) -> float | None:
+    """ln(B / A), also where the ratio overflows; None where either is 0 or no number."""
+    return math.log(b) - math.log(a) if a and b else None
+
+
+def factor(log: float | None) -> float | None:
+    """The ratio of a logarithm; None where it overflows, or is 0."""
+    if log is None or abs(log) > OVERFLOW:
+        return None
+    return math.exp(log)
+
+
 class Change(NamedTuple):
     metric: str
     a: float
@@ -183,8 +216,8 @@ class Change(NamedTuple):
 
     @property
     def change(self) -> float | None:
-        """B / A; None where either is 0."""
-        return self.b / self.a if self.a and self.b else None
+        """B / A; None where either is 0, or the ratio is no number."""
+        return factor(log_ratio(self.a, self.b))
 
     @property
     def excess(self) -> float:
@@ -195,7 +228,7 @@ class Change(NamedTuple):
         a, b = max(self.a, self.least), max(self.b, self.least)
         if not a or not b:
             return FAR if self.noise < math.log(2) else 0.0
-        return min(FAR, abs(math.log(b / a)) / self.noise)
+        return min(FAR, abs(math.log(b) - math.log(a)) / self.noise)
 
 
 class Noise:
@@ -245,7 +278,7 @@ def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
     for pair in pairs:
         if metric not in MULTIPLES or metric in metrics_of(pair):
             for side, x in zip("ab", numbers(pair, metric), strict=True):
-                if size := max(x or 0.0, least(pair, metric)):
+                if x is not None and (size := max(x, least(pair, metric))):
                     calls.setdefault((side, *pair.call), []).append(math.log(size))
     several = [values for values in calls.values() if len(values) > 1]
     if not several:
@@ -264,12 +297,13 @@ def least(pair: Pair, metric: str) -> float:
 
 
 def repeats(pair: Pair) -> float:
-    """What runs on the same inputs may differ by; not finite where one has no error to compare."""
-    noise = max(row.noise or 0.0 for row in (pair.a, pair.b))
-    error = min(row.rms or 0.0 for row in (pair.a, pair.b))
+    """What runs on the same inputs may differ by; not finite where one has no error to compare. A
+    kernel that ran once in both has nothing that could excuse it."""
+    noise = max((row.noise for row in (pair.a, pair.b) if row.noise is not None), default=0.0)
+    errors = [row.rms for row in (pair.a, pair.b) if row.rms]
     if not noise:
         return 0.0
-    return math.log1p(noise / error) if error else math.inf
+    return math.log1p(noise / min(errors)) if len(errors) == 2 else math.inf
 
 
 def standard_error(row: DeviationRow, metric: str, value: float | None, width: int) -> float:
@@ -282,7 +316,8 @@ def standard_error(row: DeviationRow, metric: str, value: float | None, width: i
     if metric == "worst_row" and row.elements:
         return 0.0
     if metric == "expected_ratio" and row.elements and row.worst_row is not None:
-        strays = abs((row.worst_row / value) ** 2 - 1)
+        times = row.worst_row / value
+        strays = abs(times * times - 1)  # where ** overflows, this is infinite
         return strays / 2 / math.sqrt(max(1.0, row.elements / width))
     if metric == "expected_ratio" or not row.elements or not row.rms or row.max_abs is None:
         return math.inf

@@ -31,6 +31,8 @@ OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 FORMAT = re.compile(r"bfloat16|float(16|32|64)|float8_\w+|e\d+m\d+")
 SIGNED = frozenset({"bias", "bias_sign", "bias_feature", "bias_size", "bias_t"})
 NUMBERS = FIELDS - {"layer", "seed", "head", "step"}  # of a row
+HUGE = 1e300  # what numdev writes in place of a larger multiple
+LARGEST = 1e39  # an error in a format no wider than float32, whose largest number is 3.4e38
 UNSIGNED = NUMBERS - SIGNED - {"fa_rule"}
 CUT = "rows were removed, added or changed; measure again"
 OF_CALL = attrgetter("source", "module", "layer", "call", "phase", "step", "attends")
@@ -157,6 +159,13 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
         value = getattr(row, name)
         if value is not None and not 0 <= value < math.inf:
             return f"has a {name} that cannot be, {value!r},"
+        if value is not None and value > HUGE:
+            return f"has a {name} beyond any that could be measured"
+    sizes = [size for size in (rms, mean, largest) if size is not None]
+    if "float64" not in (row.format, row.out_format) and max(sizes, default=0) > LARGEST:
+        return f"errs by more than {row.format} can"
+    if any(low < 0 for name, (low, _) in row.interval.items() if name not in SIGNED):
+        return "has an interval below 0"
     if row.bias_p is not None and row.bias_p > 1:
         return "has a probability above 1"
     if row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements):

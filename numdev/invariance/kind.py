@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numdev.gate.compare_studies import invariance_moves
-from numdev.invariance import verdict, view
+from numdev.invariance import moves, verdict, view
 from numdev.invariance.report import InvarianceReport
 from numdev.invariance.wholeness import check
 from numdev.studies import Judged, Kind
@@ -18,6 +17,6 @@ INVARIANCE = Kind(
         summary=verdict.summary,
         passing=verdict.passing,
     ),
-    moves=invariance_moves,
+    moves=moves.moves,
     limits=verdict.InvarianceLimits,
 )

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from numdev.errors import MeasurementError
 from numdev.gate.findings import label
-from numdev.gate.rows import CUT
+from numdev.gate.rows import CUT, HUGE
 from numdev.grouping import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow, ModelRow, Way
 from numdev.report import Tensor
 from numdev.report.numbers import labelled
 
+NEARLY = 1e-6  # of the share, which follows from two other numbers
 AGAIN = "again, "  # begins the variant of a row along `repeat` that another variant led to
 NUMBERS = (
     *("difference", "floor_ratio", "error_base", "error_variant"),
@@ -133,12 +134,12 @@ def _contradiction(row: InvarianceRow) -> str:
         return "has more NaN or infinity than elements that differ"
     for name in ("difference", "excess", "excess_of_a_row", "ulps"):
         value = getattr(row, name)
-        if value is None or not 0 <= value < math.inf:
+        if value is None or not 0 <= value <= HUGE:
             return f"has no {name}, or one that cannot be"
     ratios = (row.floor_ratio, row.error_base, row.error_variant)
     if any(x is None for x in ratios) != all(x is None for x in ratios):
         return "has some of its ratios to the floor's error, and not all"
-    if any(x is not None and not 0 <= x < math.inf for x in ratios):
+    if any(x is not None and not 0 <= x <= HUGE for x in ratios):
         return "has a ratio that cannot be"
     moved = any(
         x > 0 for x in (row.difference or 0.0, row.excess or 0.0, row.excess_of_a_row or 0.0)
@@ -174,8 +175,12 @@ def _of_model(row: ModelRow) -> str:
         return "" if bare else "has numbers though it was not measured"
     if not 0 < row.elements < 2**63 or not 0 <= row.differ <= row.elements:
         return "has more elements that differ than there are"
-    if any(x is None or not 0 <= x < math.inf for x in sizes):
+    if any(x is None or not 0 <= x <= HUGE for x in sizes):
         return "lacks a number, or has one that cannot be"
     if not row.differ and row.difference:
         return "has a difference in no element"
+    if row.difference and row.rest is not None:
+        share = max(0.0, 1 - (row.rest / row.difference) ** 2)
+        if row.share is None or not math.isclose(row.share, share, abs_tol=NEARLY):
+            return "has a share that its differences do not give"
     return ""
