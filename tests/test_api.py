@@ -436,7 +436,8 @@ def test_a_second_output_of_another_shape_is_said() -> None:
 @pytest.mark.parametrize(
     ("second", "got"),
     [(lambda q: q[..., :1], "shape [1, 2, 4, 1]"), (lambda q: q[:, 0, :, 0], "shape [1, 4]"),
-     (lambda q: q[..., 0].mT, "shape [1, 4, 2]"), (lambda q: q.new_zeros(1, 2, 8), "shape [1, 2, 8]"),
+     (lambda q: q[..., 0].mT, "shape [1, 4, 2]"),
+     (lambda q: q.new_zeros(1, 2, 8), "shape [1, 2, 8]"),
      (lambda q: q[..., 0].long(), "torch.int64 on cpu"), (lambda q: [0.0], "list"),
      (lambda q: 0.0, "float"), (lambda q: q[..., 0].to_sparse(), "a torch.sparse_coo tensor")],
 )  # fmt: skip
@@ -677,7 +678,7 @@ def test_a_watched_models_own_error_is_what_comes(error: type[BaseException], ca
     model, x, seen = Attending().train(), torch.randn(1, 2, 5, 8), list[dict[str, Any]]()
     with numdev.watch(model, every=1, tell=seen.append):
         model.after = fail
-        with pytest.raises(error, match="^of the model$"):
+        with pytest.raises(error, match=r"^of the model$"):
             model(x)
         model.after = None
         model(x)
