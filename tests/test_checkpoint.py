@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import socket
 import zipfile
 from collections.abc import Callable
@@ -471,3 +472,29 @@ def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
     assert all(torch.equal(x, own[n]) for n, x in found.state_dict().items())
     assert opened.describe().get("prefix_removed", "") == (f"{nest}." if nest else "")
     assert dict(opened.tensors()).keys() == own.keys()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"num_labels": 10**9}, {"num_labels": 10**7}, {"text_config": {"num_labels": 10**9}},
+     {"vocab_size": 10**9}, {"hidden_size": 10**6}, {"intermediate_size": 10**9},
+     {"num_hidden_layers": 10**9}],
+    ids=str,
+)  # fmt: skip
+def test_a_config_far_beyond_its_tensors_is_refused_first(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """In one line, before transformers makes anything of it: a thousand million labels are named
+    one by one."""
+    models.save(models.llama(), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **given}))
+    checkpoint = open_checkpoint(tmp_path / "m")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), before[1]))
+    try:
+        with pytest.raises(MeasurementError, match=r"config\.json"):
+            checkpoint.load_model(dtype=torch.float32, device="cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

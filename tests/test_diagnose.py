@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from numdev.diagnose import study
 from numdev.diagnose.chain import Diagnosis
 from numdev.diagnose.series import series, step_of
 from numdev.errors import MeasurementError, UsageError
+from numdev.report import write
+from numdev.report.io import sealed
 
 
 @pytest.fixture
@@ -253,3 +256,19 @@ def test_what_is_no_series(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=says):
             series([str(target) for target in targets])
+
+
+def test_a_report_that_contradicts_itself_is_not_shown(tmp_path: Path, capsys: Any) -> None:
+    """A ranked head that no row is of: exit code 3, and the line says which."""
+    path = tmp_path / "calls.safetensors"
+    captured(path, 6, "grad_out")
+    write(study.diagnose(asked(path), tmp_path / "out"), tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    del data["digest"]
+    assert ran(capsys, "report", tmp_path)[0] == 0
+    data["summary"]["ranking"][0]["case"] = "another"
+    text = json.dumps(data, separators=(",", ":"))
+    (tmp_path / "report.json").write_bytes(sealed(text.encode()))
+    code, out, err = ran(capsys, "report", tmp_path)
+    assert (code, out) == (3, "")
+    assert "summary.ranking: expected heads of the report, got calls#0 H" in err

@@ -756,3 +756,15 @@ def test_a_comparison_tells_a_moved_cost_from_scatter(capsys: Any, tmp_path: Pat
     assert moved.exit_code == 1
     assert {(m.kernel == "model") for m in moved.moves} == {False}
     assert len(moved.moves) == sum(group.kernel != "model" for group in moved.groups)
+
+
+def test_a_ratio_says_what_it_is_over() -> None:
+    """A report that does not is none: its limit could not be chosen."""
+    ratio = {"mean": 1.0}
+    fields = {name: field.annotation for name, field in RunSummary.model_fields.items()
+              if field.is_required()}  # fmt: skip
+    given: dict[str, Any] = {n: 1 if t is int else "x" for n, t in fields.items()}
+    given |= {"kind": "whole"} if "kind" in fields else {}
+    assert RunSummary.model_validate({**given, "over": ratio, "beside": "eager"}).over
+    with pytest.raises(ValueError, match="beside: expected what `over` is held against, got null"):
+        RunSummary.model_validate({**given, "over": ratio})

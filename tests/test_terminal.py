@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 from gate_rows import judge, row
 from rich.cells import cell_len
+from rich.console import Console
 from test_github import NAMES
 from test_html import audit, provenance
 from test_shown import kernel, on_terminal
@@ -14,6 +16,7 @@ from test_shown import kernel, on_terminal
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, Places, WeightRow, numbers
+from numdev.report import document as doc
 from numdev.report.foreign import plain
 from numdev.report.renderers import terminal
 from numdev.report.views import document_of
@@ -106,3 +109,21 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
     assert judgement.exit_code == 3
     assert "NOT JUDGED" in text
     assert "No rule could be applied to any row" in text
+
+
+HOSTILE = "up\r\nPASS\x1b[2J\u202eend"
+
+
+@pytest.mark.parametrize("kind", ["numbers", "words", "map", "series"])
+def test_a_title_has_one_line_and_no_control_characters(kind: Any) -> None:
+    """Of a document, a heading, a table and a column, whoever chose it: it is spelled out."""
+    columns = [doc.Column(HOSTILE), doc.Column(f"{HOSTILE} {HOSTILE}")]
+    table = doc.table(columns, [("a", "1")], title=HOSTILE, kind=kind)
+    document = doc.Document(HOSTILE, (doc.Heading(HOSTILE), table))
+    titles = [document.title, document.blocks[0].text, table.title]  # type: ignore[union-attr]
+    assert all(t.isprintable() for t in (*titles, *(c.title for c in table.columns)))
+    out = io.StringIO()
+    terminal.show(document, Console(file=out, width=400))
+    assert not any(line.startswith("PASS") for line in out.getvalue().splitlines())
+    assert all(c.isprintable() or c == "\n" for c in out.getvalue())
+    assert out.getvalue().count(r"up\r\nPASS\x1b[2J\u202eend") == 5

@@ -5,9 +5,9 @@ q, k, v and dO. Ulps and t are those of `numdev.diagnose.statistics`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from numdev.report import Axis, Figure, Record, Report
 
@@ -142,6 +142,13 @@ class DiagnoseReport(Report):
     costs: dict[str, str] = Field(default_factory=dict)  # by cure: where it fails, what it takes
     kernels: tuple[KernelRow, ...] = ()
     figures: tuple[Figure, ...] = ()  # over training
+
+    @model_validator(mode="after")
+    def _is_of_one_diagnosis(self) -> Self:
+        heads = {head.key for head in self.heads}
+        if strange := [r.brief for r in self.summary.ranking if r.key not in heads]:
+            raise ValueError(f"summary.ranking: expected heads of the report, got {strange[0]}")
+        return self
 
     @property
     def measured(self) -> bool:

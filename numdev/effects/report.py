@@ -6,9 +6,9 @@ final states where it is none; both add up over independent small roundings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from numdev.config import EffectsRequest
 from numdev.report import PlannedKernel, Record, Report
@@ -140,6 +140,12 @@ class RunSummary(OfRun):
     over_worst: Value = None  # of the one sequence where it is largest
     beside: Literal["predicted", "eager", "sites"] | None = None
     """What: the kernel's rounding model, else eager attention; of the whole, all sites together."""
+
+    @model_validator(mode="after")
+    def _is_over_something(self) -> Self:
+        if self.beside is None and (self.over is not None or self.over_worst is not None):
+            raise ValueError("beside: expected what `over` is held against, got null")
+        return self
 
 
 class Budget(Record):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from numdev.grouping import grouped
 from numdev.report import Axis, Curve, Figure, Point, Role
+from numdev.report.foreign import plain
 from numdev.report.numbers import ratio, shade, si
 
 Medium = Literal["terminal", "html", "markdown"]
@@ -37,8 +38,18 @@ class Cell:
     id: str = ""  # what a finding links to
 
 
+class _Titled:
+    """What has a title. It is shown before all else and often laid out in lines, so that foreign
+    text in it is made harmless here, and not by each renderer."""
+
+    def __post_init__(self) -> None:
+        for name in ("title", "text"):
+            if hasattr(self, name):
+                object.__setattr__(self, name, plain(getattr(self, name)))
+
+
 @dataclass(frozen=True)
-class Column:
+class Column(_Titled):
     title: str
     align: Literal["left", "right"] = "right"
     width: int = 0  # columns that a terminal needs to have for this one to be shown
@@ -51,7 +62,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Heading:
+class Heading(_Titled):
     text: str
     only: tuple[Medium, ...] = MEDIA
 
@@ -82,7 +93,7 @@ class Bullets:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(_Titled):
     """The first cell of a row is its header. A `map` is a heat map in short numbers; of a `series`
     a terminal shows as many columns as fit, evenly, of the others all."""
 
@@ -116,7 +127,7 @@ Node = Heading | Paragraph | Bullets | Table | Figures | Choice
 
 
 @dataclass(frozen=True)
-class Document:
+class Document(_Titled):
     title: str
     blocks: tuple[Node, ...] = ()
 

@@ -39,6 +39,8 @@ LENGTHS = (
 )
 META = torch.device("meta")
 MANY = re.compile(r'"\w*(?:layers?|depths?|experts|blocks)": \[?\d{5,}')  # no model has so many
+LABELS = re.compile(r'"num_labels": (\d+)')
+FEW_LABELS = 1 << 16  # take megabytes, whatever is stored: a model may lack its head
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SUFFIXES = (".safetensors", *storage.PICKLES)
 INDEX = ".index.json"
@@ -151,6 +153,13 @@ class Checkpoint(Weights):
         if many := MANY.search(json.dumps(dict(self.config))):
             what = f"config.json: asks for {many[0]}, more than numdev builds"
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
+        # transformers names every label one by one as soon as it reads the config.
+        largest = max((n for x in state.values() for n in x.shape), default=0)
+        for labels in map(int, LABELS.findall(json.dumps(dict(self.config)))):
+            if labels > max(largest, FEW_LABELS):
+                what = f"num_labels: expected at most {largest:,}, the longest side of a tensor"
+                what = f"config.json: {what} that is stored, got {labels:,}"
+                raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
         cls, config = self._class_and_config()
         # What is far larger than all that is stored would fill the memory before it does not fit.
         stored, needs = sum(x.numel() for x in state.values()), 0
