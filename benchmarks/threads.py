@@ -1,6 +1,6 @@
 """Is one thread, or are all, faster for work of this size, and does numdev choose well?
 
-    python benchmarks/threads.py [--times 7] [--load 1] [--threads 16] [--train]
+    python benchmarks/threads.py [--times 7] [--load 1] [--threads 16] [--train] [--small]
 
 Calls of three sizes (with gradients, bfloat16, sdpa-flash and `emulated`), measured as `numdev
 audit` measures them; with --train three networks, a few steps of each with all that is recorded. On
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--small", action="store_true", help="the first size alone")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     here = System.here("cpu")
@@ -97,7 +98,7 @@ def main() -> None:
     print("| what | one | all | default | over the better |\n|---|---|---|---|---|")
     make, sizes = (a_training, NETWORKS) if given.train else (an_audit, CALLS)
     with beside(given.load):
-        for name, size in sizes.items():
+        for name, size in list(sizes.items())[: 1 if given.small else None]:
             run = make(*size)
             seconds(run, None)  # what the first use costs
             ways = (1, given.threads, None)

@@ -58,7 +58,7 @@ SLOW = {
         "--workers 2 --device cpu --length 128 --heads 2 --head-dim 16 --seeds 1",
         "The reports are the same.",
     ),
-    "benchmarks/threads.py": ("--times 1 --threads 2", "|"),
+    "benchmarks/threads.py": ("--times 1 --threads 2 --small", "|"),
 }
 # What a run needs that a machine may lack, and its line then.
 NEEDS = {
