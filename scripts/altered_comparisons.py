@@ -287,9 +287,9 @@ def dearer(_: Data, b: Data, rng: random.Random) -> None:
     """Runs cost more, or less, in all sequences and about alike."""
     factor = 10 ** (rng.choice((1, -1)) * rng.uniform(0.2, 6))
     for row in runs(b, rng):
-        own = factor * rng.uniform(0.995, 1.005)
+        scaled = factor * rng.uniform(0.995, 1.005)
         for name in SPREADS:
-            row[name] = row[name] and row[name] * own
+            row[name] = row[name] and row[name] * scaled
 
 
 def of_few(a: Data, b: Data, rng: random.Random) -> None:

@@ -572,6 +572,14 @@ def test_evidence_that_is_gone(name: str) -> None:
     assert found((head(**{name: "1"}),), (head(),)).exit_code == 1
 
 
+def test_another_operator_that_one_tensor_alone_names() -> None:
+    """The tensors of a pass need not agree: whichever says so is told."""
+    a = tuple(head(tensor=tensor, ran="op") for tensor in ("dq", "dk", "dv"))
+    for i in range(3):
+        b = tuple(r.model_copy(update={"ran": "other"}) if r is a[i] else r for r in a)
+        assert [m.metric for m in found(a, b).moves] == ["ran"]
+
+
 def test_what_differs_and_cannot_be_judged_is_no_pass(tmp_path: Path) -> None:
     """In float64, and where two heads on other inputs do not know how heads scatter."""
     exact = head(format="float64")

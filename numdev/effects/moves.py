@@ -94,7 +94,7 @@ def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
     moves: list[Move] = []
     for run, rows in pairs.items():
         about, place = names.about(rows[0][1]), names.place(rows[0][1])
-        own: list[Move] = []
+        of_run: list[Move] = []
         for metric, words in SCALES.items():
             both = both_numbers(rows, metric)
             zero = any((a == 0) != (b == 0) for a, b in both)
@@ -107,10 +107,10 @@ def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
             excess = FAR if zero or mean is None else 1 + abs(mean)
             numbers: dict[str, Any] = {"a": a, "b": b, "change": factor(mean)}
             numbers["excess"] = min(FAR, excess)
-            own.append(Move(**about, place=place, metric=metric, words=text, **numbers))
-        own += [Move(**about, place=place, excess=FAR, **fact) for fact in _counts_of(rows)]
-        groups.append(_group_of_run(about, rows, ratios.get((run, "cost"), []), own))
-        moves += own
+            of_run.append(Move(**about, place=place, metric=metric, words=text, **numbers))
+        of_run += [Move(**about, place=place, excess=FAR, **fact) for fact in _counts_of(rows)]
+        groups.append(_group_of_run(about, rows, ratios.get((run, "cost"), []), of_run))
+        moves += of_run
     notes = [NOTE.format(tests=len(p), surely=SURELY)]
     if any(group.unjudged for group in groups):
         notes.insert(0, FEW.format(least=LEAST, surely=SURELY))

@@ -357,10 +357,10 @@ def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
     by_pass = grouped(kernels, lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
     for passes in by_pass.values():
         calls = len({names.step(p.b) for p in passes})
-        for (a, b), its in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
+        for (a, b), of_pass in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
             if a != b:
-                count = len({names.step(p.b) for p in its})
-                yield _move(its[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)")
+                count = len({names.step(p.b) for p in of_pass})
+                yield _move(of_pass[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)")
 
 
 def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any) -> Move:

@@ -71,17 +71,17 @@ def moves(old: Any, new: Any) -> tuple[InvarianceNames, Compared]:
     groups: list[Group] = []
     moves: list[Move] = []
     by_axis = grouped(pairs, lambda p: (label(p[1]), p[1].format, p[1].axis, p[1].tensor))
-    for own in by_axis.values():
+    for of_axis in by_axis.values():
         axis: list[Move] = []
-        for a, b in own:
+        for a, b in of_axis:
             of = names.about(b) | {"place": names.place(b)}
             axis += [Move(**of, **change) for change in _of_difference(a, b)]
-        ratios = [[row.floor_ratio for row in side] for side in zip(*own, strict=True)]
+        ratios = [[row.floor_ratio for row in side] for side in zip(*of_axis, strict=True)]
         largest = [max((x for x in xs if x is not None), default=None) for xs in ratios]
-        same = sum(a.same and b.same for a, b in own)
-        of = names.about(own[0][1]) | {"metric": "difference", "a": largest[0], "b": largest[1]}
+        same = sum(a.same and b.same for a, b in of_axis)
+        of = names.about(of_axis[0][1]) | {"metric": "difference", "a": largest[0], "b": largest[1]}
         places = {move.words.partition(": ")[0] for move in axis}
-        groups.append(Group(**of, pairs=len(own), same_bits=same, moved=len(places)))
+        groups.append(Group(**of, pairs=len(of_axis), same_bits=same, moved=len(places)))
         moves += axis
     moves += _unsteady(names, old, new)
     own_output, presences = _outputs(old.models, new.models)
