@@ -123,7 +123,7 @@ def rows_of(
 
 def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | None = None) -> Trial:
     rules = rules or default_rules()
-    judged = judge(tests_of(rows, TWICE, rules), rules)
+    judged = judge(tests_of(rows, TWICE, rules, ()), rules)
     by = dict.fromkeys(t.rule for t in judged.tests if t.standing == "exceeded")
     return Trial(kind=kind, name=name, outcome=judged.outcome, by=tuple(by))
 

@@ -222,7 +222,7 @@ class _Observer(TorchFunctionMode):
         plan = Plan(system=system, formats=[case.format], **how)
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
-        judgement = judge(tests_of(rows, plan.record([ref]), default_rules()), default_rules())
+        judgement = judge(tests_of(rows, plan.record([ref]), default_rules(), ()), default_rules())
         findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
         self.numbers.append({

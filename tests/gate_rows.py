@@ -84,7 +84,7 @@ def judge(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any)
     power = tuple(power_of(rows, record, rules))
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     passed = (sum(fa_rule), len(fa_rule)) if fa_rule else None
-    return judging.judge(tests_of(rows, record, rules), rules, power=power, fa_rule=passed)
+    return judging.judge(tests_of(rows, record, rules, ()), rules, power=power, fa_rule=passed)
 
 
 def rule_tests(judgement: Judgement) -> list[Any]:

@@ -19,7 +19,7 @@ from numdev.studies import Judged, Kind
 
 def tests(report: Measured, rules: Rules) -> Iterator[Test]:
     """Every rule on every tensor of every kernel in every format, and which calls ran."""
-    return tests_of(report.rows, report.plan, rules)
+    return tests_of(report.rows, report.plan, rules, report.cases)
 
 
 def beside(report: Measured, rules: Rules) -> Mapping[str, Any]:

@@ -74,7 +74,7 @@ class Runs:
         tensors = bench.by_row if task.role in ("baseline", "control") else (*bench.yardsticks,)
         tensors = tuple(tensors) if trained else ("out",)
         lse = None if task.role in ("precision", "control") else output.lse
-        self.tensors = (*tensors, *(() if lse is None else ("lse",)))
+        every = (*tensors, *(() if lse is None else ("lse",)))
         rows: list[DeviationRow] = []
         along: dict[str, Deviation] = {}
         for tensor in tensors:
@@ -106,6 +106,7 @@ class Runs:
             self.finish(heads, "lse", rest)
             rows += self.shown("lse", heads)
         held_to = {name: like.expected[name] for name, like in self.likes.items()}
+        rows = [row.model_copy(update={"tensors": every}) for row in rows]
         return Measured(rows=rows, output=output, held_to=held_to, along=along, bench=bench)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
@@ -212,7 +213,6 @@ class Runs:
         shared = {
             **identity(task),
             "tensor": tensor,
-            "tensors": self.tensors,
             "status": "ok",
             "reason": self.bench.unscreened or ("reference-limited" if limited else None),
             "ran": output.ran_backward if tensor in GRADIENTS else output.ran,

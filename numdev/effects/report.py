@@ -30,6 +30,8 @@ Kind = Literal[
 # Over the rms of the exact output: fp64 in another order differs by 1e-13 and less.
 LIMIT = 1e-9
 COMPILED = 2.0  # how much more a compiled model may err than the model as it is
+# Of checks that are held to another limit than LIMIT.
+LIMITS = {"format": 0.0, "compiled": COMPILED, "compiled eager": COMPILED}
 
 
 class PlannedRun(Record):

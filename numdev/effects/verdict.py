@@ -56,6 +56,11 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
     runs = summarise(report.rows, plan.against, logits=plan.logits).runs
     steady = not any(check.name == "repeat" and check.holds is False for check in report.checks)
     yield from _of_checks(report)
+    lost = dict.fromkeys(row.reason or "" for row in report.rows if row.lost)
+    yield Test(
+        rule="exact output", standing=Standing.UNDECIDED if lost else Standing.HELD, kernel=MODEL,
+        format=", ".join(plan.formats), reasons=tuple(lost),
+    )  # fmt: skip
     for kernel in plan.kernels:
         for fmt in plan.formats:
             who: dict[str, Any] = {
@@ -275,7 +280,7 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
     not tested and why."""
     if tests[0].kernel != MODEL:
         return _nearest(report, tests)
-    held = [test.rule for test in tests if test.standing is Standing.HELD]
+    held = [test.rule for test in tests if test.standing is Standing.HELD and test.metric]
     lacking = [f"{t.rule} ({t.reasons[0]})" for t in tests if t.standing is Standing.NOT_APPLICABLE]
     text = f"{listed(held)} hold" + "s" * (len(held) == 1)
     return text + (f"; not tested: {', '.join(lacking)}" if lacking else "")

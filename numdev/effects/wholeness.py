@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from numdev.effects.report import (
-    COMPILED,
     LIMIT,
+    LIMITS,
     Check,
     EffectsPlan,
     EffectsReport,
@@ -84,7 +84,7 @@ def _of_checks(report: EffectsReport) -> Iterator[str]:
 
 
 def _contradiction(check: Check) -> str:
-    limit = COMPILED if check.name.startswith("compiled") else LIMIT
+    limit = LIMITS.get(check.name, LIMIT)
     if check.limit not in (None, limit):
         return f"has another limit than {limit:g}"
     size = check.difference
@@ -96,7 +96,7 @@ def _contradiction(check: Check) -> str:
         case _ if not check.applies:
             return "was tried, and does not apply"
         case True:
-            if size is None and check.name != "format":
+            if size is None:
                 return "holds, and was not tried"
             return "holds beyond its limit" if size is not None and size > limit else ""
         case False:
@@ -134,8 +134,10 @@ def _row(row: OutputRow, plan: EffectsPlan) -> str:
         bare = not present and all(x is None for x in counts) and row.log_perplexity is None
         if not bare or row.positions or row.growth:
             return "has numbers though it was not measured"
+        if row.lost and (row.status != "skipped" or row.nonfinite):
+            return "has no exact output, and was measured"
         return "" if row.reason and (not row.nonfinite or row.status == "failed") else "says no why"
-    if row.nonfinite or row.positions < 1 or row.cost is None or row.error is None:
+    if row.lost or row.nonfinite or row.positions < 1 or row.cost is None or row.error is None:
         return "has no numbers, and was measured"
     if not all(0 <= x <= HUGE for x in present.values()):
         return "has a number that cannot be"

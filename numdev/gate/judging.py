@@ -21,6 +21,7 @@ from numdev.report import Report, Standing, worst
 from numdev.studies import judged_by
 
 R = TypeVar("R", bound=Report)
+NAMED = 3  # weights
 CONCLUSIONS = ("outcome", "verdicts", "findings", "tested", "summary")
 NOT_PLANTED = "no such planted fault in this report: audit with --control"
 
@@ -58,7 +59,35 @@ def judged(report: R, rules: Rules | None = None) -> R:
 def judgement_of(report: Report, rules: Rules) -> Judgement:
     """The report's plan and rows, which are not checked, held to the rules."""
     study = judged_by(report.kind)
-    return judge(study.tests(report, rules), rules, **study.beside(report, rules))
+    beside = study.beside(report, rules)
+    return judge(study.tests(report, rules), rules, reading=reading_tests(report), **beside)
+
+
+def reading_tests(report: Report) -> Iterator[Test]:
+    """Whether as much of a text was read as was asked for; whether stored weights are finite."""
+    source = report.provenance.source
+    counts = [
+        [source.get(f"{name}_{state}") for name in ("sequences", "tokens")]
+        for state in ("asked", "read")
+    ]
+    (asked, tokens_asked), (read, tokens_read) = counts
+    if asked is not None and read is not None:
+        less = read < asked or (tokens_asked or 0) > (tokens_read or 0)
+        words = [f"{n} x {tokens} tokens" if tokens else f"{n} sequences" for n, tokens in counts]
+        why = f"{words[1]} were read where {words[0]} were asked for"
+        yield Test(
+            rule="reading",
+            standing=Standing.UNDECIDED if less else Standing.HELD,
+            reasons=(why,) if less else (),
+        )
+    weights = source.get("nonfinite_weights")
+    if isinstance(weights, dict):
+        why = ", ".join(f"{name} ({count})" for name, count in list(weights.items())[:NAMED])
+        yield Test(
+            rule="finite weights",
+            standing=Standing.UNDECIDED if weights else Standing.HELD,
+            reasons=(f"stored weights are NaN or infinite: {why}",) if weights else (),
+        )
 
 
 def concluded(report: R, judgement: Judgement) -> R:
@@ -89,12 +118,13 @@ def judge(
     tests: Iterable[Test],
     rules: Rules,
     *,
+    reading: Iterable[Test] = (),
     power: Sequence[Power] = (),
     fa_rule: tuple[int, int] | None = None,
 ) -> Judgement:
     """What tests come to: exceeded where any is, since that is certain; passed only where some rule
     was applied, nothing that was planned or required is missing, and nothing is undecided."""
-    every = [*tests]
+    every = [*tests, *reading]
     ran = [test for test in every if test.runs]
     every += catching_tests(power, rules, dict.fromkeys(test.format or "" for test in ran))
     every += required_tests(ran, rules)

@@ -30,19 +30,53 @@ from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import ERRORS, ESTIMATED, MAXIMA, TESTED, WHOLE, interval_of, value_of
 from numdev.metrics.statistics import holm
-from numdev.report import NOT_PREDICTED, DeviationRow, Place, PlanRecord, Standing
+from numdev.report import (
+    NOT_PREDICTED,
+    CaseRecord,
+    DeviationRow,
+    Place,
+    Places,
+    PlanRecord,
+    Standing,
+)
 from numdev.report.numbers import three
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
+REASONS = 5  # calls whose inputs are not finite
 PLACES = 3  # of offending rows that are named
 NOTHING = "no row matches"
 EMPTY = "no element of this tensor could be judged"
 
 
-def tests_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
-    """Every rule on everything it selects, in the rules' order; then which calls ran."""
+def tests_of(
+    rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CaseRecord]
+) -> Iterator[Test]:
+    """Every rule on everything it selects, in the rules' order; which calls ran; whether their
+    inputs are finite."""
     yield from threshold_tests(rows, plan, rules)
     yield from run_tests(rows, plan, rules)
+    if cases:
+        yield _inputs_finite(rows, cases)
+
+
+def _inputs_finite(rows: Rows, cases: Sequence[CaseRecord]) -> Test:
+    """Elements that depend on an input that is NaN or infinite, or becomes so when it is rounded
+    to the format, are left out of every rule: what is left out is not judged."""
+    known = {case.case: case for case in cases if case.nonfinite or case.overflows}
+    reasons: dict[str, None] = {}
+    named = Places(rows) if known else None
+    for row in rows:
+        case = known.get(row.case)
+        if case is None or named is None or row.role != "kernel" or row.status != "ok":
+            continue
+        where = named.layer(row)
+        for tensor, count in case.nonfinite.items():
+            reasons[f"{where}: {tensor} holds {count} elements that are NaN or infinite"] = None
+        if row.format in case.overflows:
+            lost = case.overflows[row.format]
+            reasons[f"{where}: {lost} elements of the inputs overflow {row.format}"] = None
+    standing = Standing.UNDECIDED if reasons else Standing.HELD
+    return Test(rule="finite inputs", standing=standing, reasons=tuple(reasons)[:REASONS])
 
 
 def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
