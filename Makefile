@@ -1,7 +1,7 @@
 # make audit      set up, then audit the bundled demo checkpoint and show the report
 # make test       set up, then hold the demo and a planted fault to the gate, and run all CPU tests
 # make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
-# make check      set up, then lint, format, types, layers, line budgets, and the docs built strictly
+# make check      set up, then lint, format, types, layers, lines by package, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site
 # make wheel      set up, then build the wheel and try it where nothing else is installed
 # make oldest     the model tests against the oldest supported transformers

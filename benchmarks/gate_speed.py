@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from numdev.gate.judging import judged
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -61,6 +62,7 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
         yield {
             **dict(case=f"{module}#0", source="s", module=module, layer=call, call=0, seed=None),
             **dict(head=head, role=role, kernel=kernel, format="bfloat16", tensor=tensor),
+            "tensors": [t for _, k, t in KERNELS if k == kernel],
             **dict(status="ok", ran="aten::_flash", out_format="bfloat16", elements=65536),
             **dict(sequences=8, nonfinite=0, noise=0.0, floor_ratio=1.0, baseline_ratio=0.5),
             **dict(expected_ratio=draw.uniform(0.98, 1.02), worst_row=draw.uniform(1, 2)),
@@ -99,7 +101,7 @@ def write(directory: Path, count: int) -> Path:
         rows=tuple(DeviationRow.model_validate(r) for r in rows(count)),
     )  # fmt: skip
     path = directory / f"{count}.json"
-    path.write_text(text_of(report))
+    path.write_text(text_of(judged(report)))
     return path
 
 

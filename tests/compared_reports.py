@@ -31,9 +31,13 @@ def audit(
     audited = report(*rows, **{**SYSTEM, **(system or {})})
     where = audited.provenance.model_copy(update={"source": source or {}})
     heads = max([heads, *(1 + (r.head or 0) for r in rows)])
-    asked = {**REQUEST, **(request or {})}
+    plan = planned(rows).model_copy(update={"heads": None})
+    named = ("backward", "rows", "heads")
+    plan = plan.model_copy(update={n: x for n, x in (request or {}).items() if n in named})
+    agreed = {"formats": list(plan.formats), "backward": plan.backward, "repeats": plan.repeats}
+    asked = {**REQUEST, **agreed, **(request or {})}
     changes = {"provenance": where, "request": asked, "findings": findings}
-    changes |= {"cases": (case(heads=heads),), "plan": planned(rows)}
+    changes |= {"cases": (case(heads=heads),), "plan": plan}
     return audited.model_copy(update=changes)
 
 

@@ -74,6 +74,7 @@ def planned(rows: Sequence[DeviationRow], /, **fields: Any) -> PlanRecord:
         "backward": any(r.tensor in ("dq", "dk", "dv") for r in rows),
         "heads": tuple(heads) if heads and heads != set(range(max(heads) + 1)) else None,
         "repeats": 2,
+        "rows": 50 if any(r.sampled for r in rows) else None,
         **fields,
     })  # fmt: skip
 

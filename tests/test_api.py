@@ -375,7 +375,9 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
     assert verdicts == others
     with pytest.raises(UsageError, match="did you mean 'thresholds'"):
         check_attention(plain, thresholds={"threshold": []}, **given)
-    with pytest.raises(UsageError, match="function: expected a function, got 'sdpa-math'"):
+    with pytest.raises(
+        UsageError, match="function: expected a function or a Kernel, got 'sdpa-math'"
+    ):
         check_attention("sdpa-math")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has no option 'presett'"):
         check_attention(plain, claims={"presett": "eager"}, **given)

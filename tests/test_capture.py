@@ -207,7 +207,7 @@ def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> 
     """The logits are those of a run without capture; hooks and modes are gone, also on an error."""
     model, given = opened("gemma2", tmp_path), text("left")
     before = model(**given).logits
-    with pytest.raises(Stop):
+    with pytest.raises(MeasurementError, match="failed on its inputs: Stop"):
         capture(model, given, Mock(side_effect=Stop), source="")
     assert not _get_current_function_mode_stack()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -466,7 +466,7 @@ def test_nothing_of_torch_is_changed() -> None:
     for enabled in (True, False):
         torch.backends.mha.set_fastpath_enabled(enabled)
         try:
-            with pytest.raises(Stop):
+            with pytest.raises(MeasurementError, match="failed on its inputs: Stop"):
                 capture(Layers(), {"x": normal(PAIR, ROW, E)}, Mock(side_effect=Stop), source="")
             assert torch.backends.mha.get_fastpath_enabled() == enabled
         finally:

@@ -383,7 +383,7 @@ OTHER: dict[str, Any] = {
     "checkpoint": "other", "model": "m:f", "text": ["x.txt"], "inputs": "i.safetensors",
     "cases": [{"name": "c"}], "formats": ["float16"], "model_dtype": "bfloat16", "seed": 7,
     "generate": 3, "length": 77, "sequences": 2, "layers": [1], "heads": [0],
-    "backward": False, "rows": 64, "seeds": [1], "denoise": 4, "steps": [1],
+    "backward": True, "rows": 64, "seeds": [1], "denoise": 4, "steps": [1],
     "against": "sdpa-math", "rules": "strict",
 }  # fmt: skip
 
@@ -391,7 +391,8 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("key", sorted(OTHER))
 def test_every_key_that_must_be_the_same(tmp_path: Path, key: str) -> None:
     """Refused by its name, compared where it is allowed, which is said."""
-    a, b = audit(head()), audit(head(), request={key: OTHER[key]})
+    other = {"formats": {"format": "float16"}, "backward": {"tensor": "dq"}}.get(key, {})
+    a, b = audit(head()), audit(head(**other), request={key: OTHER[key]})
     with pytest.raises(UsageError, match=f"different things: {key}.* --allow {key}"):
         of(tmp_path, a, b)
     found = of(tmp_path, a, b, allow=(key,))

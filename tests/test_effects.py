@@ -633,8 +633,8 @@ def test_a_sequence_without_a_number_is_no_pass(capsys: Any, tmp_path: Path) -> 
     """NaN in one of four sequences fails the kernel, whatever the others cost."""
     flags = ("--no-sites", "--sequences", "4", "--kernel", "test_effects:nan_once")
     report = studied(capsys, tmp_path, models.saved("llama", tmp_path), *flags)
-    assert [(f.rule, f.kernel) for f in report.findings] == [("runs", "test_effects:nan_once")]
-    assert "failed in 1 sequences" in report.findings[0].sentence
+    assert [(f.rule, f.kernel) for f in report.findings] == [("finite", "test_effects:nan_once")]
+    assert "gives NaN or infinity where another kernel does not" in report.findings[0].sentence
     [reason] = {r.reason for r in report.rows if r.status == "failed" and r.kind == "whole"}
     assert reason.endswith("first in the input of model.layers.0.self_attn.o_proj")
 

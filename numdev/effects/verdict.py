@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from numdev.effects.report import Check, EffectsPlan, EffectsReport, OutputRow, RunSummary
 from numdev.effects.summary import alone, flips_in_words, interval_in_words, summarise, summary
 from numdev.gate.findings import label, listed, run_findings
-from numdev.gate.judgement import MODEL, Judgement, Test
+from numdev.gate.judgement import MODEL, RUNS, Judgement, Test
 from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
@@ -106,11 +106,17 @@ def _of_checks(report: EffectsReport) -> Iterator[Test]:
 def _ran(report: EffectsReport, who: Mapping[str, Any], rules: Rules) -> Test:
     """In how many sequences the model ran with a kernel, alone and as a whole. Where its output is
     not finite it ran: that is another rule's."""
-    states = [
-        ("ok" if row.nonfinite else row.status, row.reason or "")
+    rows = [
+        row
         for row in report.rows
         if row.kind in WHOLE and row.layer is None and _same_kernel(row, who)
     ]
+    states = [
+        ("ok" if row.nonfinite else row.status, row.reason or "") for row in rows if not row.lost
+    ]
+    if not states:  # there is no exact output to hold anything against
+        lost = tuple(dict.fromkeys(row.reason or "" for row in rows))
+        return Test(**who, rule=RUNS, standing=Standing.NOT_APPLICABLE, tensor="out", reasons=lost)
     count = {
         name: sum(state == name for state, _ in states) for name in ("ok", "skipped", "failed")
     }

@@ -16,7 +16,7 @@ from numdev.effects.report import (
     OutputRow,
 )
 from numdev.errors import MeasurementError
-from numdev.gate.rows import CUT, HUGE
+from numdev.gate.rows import CUT, HUGE, unplanned_kernels
 from numdev.grouping import grouped
 
 SIZES = (
@@ -40,10 +40,10 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
     plan, request = report.plan, report.request
     if len(plan.formats) != len(dict.fromkeys(request.get("formats") or ())):
         yield "the plan has other formats than the request"
-    asked = {str(choice["name"]) for choice in request.get("kernels") or ()}
     names = {kernel.kernel for kernel in plan.kernels}
-    if plan.against not in names or len(names) < len(asked | {plan.against}) - 1:
-        yield "a kernel of the request is not in the plan"
+    yield from unplanned_kernels(request, names)
+    if plan.against not in names or len(plan.kernels) > 1 + len(request.get("kernels") or ()):
+        yield "the plan has other kernels than the request"
     kinds = Counter(run.kind for run in plan.runs)
     if max(Counter(run.run for run in plan.runs).values(), default=0) > 1:
         yield "the plan has a run twice"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from numdev.errors import MeasurementError
 from numdev.gate.findings import label
-from numdev.gate.rows import CUT, HUGE
+from numdev.gate.rows import CUT, HUGE, unplanned_kernels
 from numdev.grouping import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow, ModelRow, Way
 from numdev.report import Tensor
@@ -40,11 +40,9 @@ def _of_request(report: InvarianceReport) -> Iterator[str]:
         yield "the plan has other axes than the request"
     if request.get("backward") != plan.backward:
         yield "the plan and the request differ in `backward`"
-    asked = {str(kernel["name"]) for kernel in request.get("kernels") or ()}
-    if not {kernel.kernel for kernel in plan.kernels} <= asked | {"baseline"} and asked:
+    yield from unplanned_kernels(request, (kernel.kernel for kernel in plan.kernels))
+    if len(plan.kernels) > len(request.get("kernels") or ()):
         yield "the plan has a kernel that the request has not"
-    if len(plan.kernels) < len({str(k) for k in request.get("kernels") or ()}):
-        yield "a kernel of the request is not in the plan"
     if len(plan.formats) != len(dict.fromkeys(request.get("formats") or ())):
         yield "the plan has other formats than the request"
     if repeated := _repeated(plan.ways):

@@ -17,6 +17,9 @@ class Outcome(StrEnum):
     NOT_JUDGED = "unmeasured"
     PASSED = "passed"
 
+    def __repr__(self) -> str:
+        return repr(self.value)
+
     @property
     def exit_code(self) -> int:
         match self:
