@@ -77,23 +77,70 @@ def drop(report: Data, rows: Sequence[Data]) -> None:
 
 
 def gone(_: Data, b: Data, rng: random.Random) -> None:
-    """Rows are not there; of an audit and a sweep, in half of the inputs nor in the plan."""
-    rows = some_of(b, rng)
-    if "plan" not in b or rng.random() < 0.5:
-        drop(b, rows)
+    """Rows are not there; in half of the inputs nor are they in the plan and the request."""
+    if rng.random() < 0.5:
+        drop(b, some_of(b, rng))
         return
-    name = rng.choice(("kernel", "format", "call"))
-    if name == "kernel":
-        kernel = rng.choice([k for k in b["plan"]["kernels"] if k["role"] != "precision"])
-        b["plan"]["kernels"].remove(kernel)
-        drop(b, [row for row in b["rows"] if row["kernel"] == kernel["kernel"]])
-    elif name == "format":
-        b["plan"]["formats"].remove(rows[0]["format"])
-        drop(b, [row for row in b["rows"] if row["format"] == rows[0]["format"]])
+    one, plan, request = rng.choice(rows_of(b)), b["plan"], b["request"]
+    part = rng.choice(("kernel", *PARTS[b["kind"]]))
+    if part == "kernel":
+        beside = plan.get("against")
+        kernel = rng.choice([k for k in request["kernels"] if k["name"] != beside])
+        request["kernels"].remove(kernel)
+        for table in (b["rows"], b.get("models", []), plan["kernels"], plan.get("runs", [])):
+            table[:] = [each for each in table if each["kernel"] != kernel["name"]]
+    elif part == "format":
+        plan["formats"].remove(one["format"])
+        drop(b, [row for row in b["rows"] if row["format"] == one["format"]])
+    elif part == "call":
+        plan["calls"].remove([one["case"], one["seed"]])
+        drop(b, [r for r in b["rows"] if (r["case"], r["seed"]) == (one["case"], one["seed"])])
+    elif part == "sequence":
+        first_ones(b, rng.randint(1, plan["sequences"] - 1))
+    elif part == "run":
+        run = rng.choice([run for run in plan["runs"] if run["kind"] == "site"])
+        plan["runs"].remove(run)
+        drop(b, [row for row in b["rows"] if all(row[name] == run[name] for name in run)])
+    elif part == "way":
+        way = rng.choice(plan["ways"])
+        plan["ways"].remove(way)
+        same = ("format", "case", "axis", "variant")
+        drop(b, [row for row in b["rows"] if all(row[name] == way[name] for name in same)])
     else:
-        b["plan"]["calls"].remove([rows[0]["case"], rows[0]["seed"]])
-        of = (rows[0]["case"], rows[0]["seed"])
-        drop(b, [row for row in b["rows"] if (row["case"], row["seed"]) == of])
+        axis = rng.choice(plan["models"] if rng.random() < 0.5 else plan["axes"])
+        if axis in plan["models"]:
+            plan["models"].remove(axis)
+        b["models"] = [row for row in b["models"] if row["axis"] != axis]
+        if rng.random() < 0.5 or axis not in [row["axis"] for row in b["models"]]:
+            plan["axes"].remove(axis)
+            request["axes"].remove(axis)
+            plan["ways"] = [way for way in plan["ways"] if way["axis"] != axis]
+            drop(b, [row for row in b["rows"] if row["axis"] == axis])
+
+
+def first_ones(report: Data, count: int) -> None:
+    """As if the report were of so many sequences."""
+    report["plan"]["sequences"] = report["request"]["sequences"] = count
+    source = report["provenance"]["source"]
+    source["sequences_asked"] = source["sequences_read"] = count
+    report["rows"] = [row for row in report["rows"] if row["sequence"] < count]
+
+
+def planned_otherwise(_: Data, b: Data, rng: random.Random) -> None:
+    """The plan lacks something, has it twice, or says another number, and the rows do not."""
+    plan = b["plan"]
+    numbers = ("sequences", "rows", "repeats", "backward", "logits")
+    name = rng.choice([n for n, x in plan.items() if n in numbers or (x and isinstance(x, list))])
+    if isinstance(plan[name], list):
+        one = rng.choice(plan[name])
+        if rng.random() < 0.5:
+            plan[name].remove(one)
+        else:
+            plan[name].append(copy.deepcopy(one))
+    elif isinstance(plan[name], bool):
+        plan[name] = not plan[name]
+    else:
+        plan[name] = (plan[name] or 0) + rng.choice((1, 100))
 
 
 def twice(_: Data, b: Data, rng: random.Random) -> None:
@@ -124,6 +171,8 @@ def bare(report: Data, rows: Sequence[Data], status: str, why: str) -> None:
         what = {**row, **EMPTY[report["kind"]], "status": status, "reason": why}
         if "tensor" in row:
             what["tensor"] = "out"
+        if "excuse" in row and status == "skipped":
+            what["excuse"] = "kernel"
         calls[str([what.get(name) for name in fields])] = what
     drop(report, rows)
     report["rows"] += calls.values()
@@ -136,13 +185,15 @@ def numbers_of_nothing(_: Data, b: Data, rng: random.Random) -> None:
 
 
 def lacking(_: Data, b: Data, rng: random.Random) -> None:
-    """A number that A has is null, whatever reason there is."""
+    """A number that A has is null, whatever reason there is; often with those that are null
+    together."""
     name = rng.choice(NUMBERS[b["kind"]])
     rows = [row for row in rows_of(b) if row[name] is not None]
     one = rng.choice(rows)
     rows = rng.choice(([one], [r for r in rows if r["format"] == one["format"]], rows))
+    several = next((names for names in TOGETHER if name in names), (name,))
     for row in rows:
-        row[name] = None
+        row.update(dict.fromkeys(several if rng.random() < 0.8 else (name,)))
         if "nulls" in row:
             row["nulls"] = {**row["nulls"], name: rng.choice(REASONS)}
 
@@ -157,7 +208,15 @@ def impossible(_: Data, b: Data, rng: random.Random) -> None:
 
 
 def renamed(_: Data, b: Data, rng: random.Random) -> None:
-    """Rows go by another kernel, format, call or option."""
+    """Rows go by another kernel, format, call or option; or a kernel does everywhere."""
+    if rng.random() < 0.2:
+        name = rng.choice(b["request"]["kernels"])["name"]
+        for each in (*b["plan"]["kernels"], *b["plan"].get("runs", ()), *b["rows"],
+                     *b.get("models", ())):  # fmt: skip
+            each["kernel"] = "other" if each["kernel"] == name else each["kernel"]
+        for kernel in b["request"]["kernels"]:
+            kernel["name"] = "other" if kernel["name"] == name else kernel["name"]
+        return
     rows = some_of(b, rng)
     name, value = rng.choice((
         ("kernel", "other"), ("format", "float32"), ("case", "elsewhere"), ("options", {"a": 1}),
@@ -179,9 +238,10 @@ def asked_otherwise(_: Data, b: Data, rng: random.Random) -> None:
         if key in request and not ("prompt_sha256" in source and key in ("length", "sequences"))
     ]
     choices += [(source, key, "0" * 64) for key in ("sha256", "prompt_sha256") if key in source]
-    choices += [(b, "rules", "strict")] if b["kind"] == "invariance" else []
-    choices += [(b, "output", "states")] if b["kind"] == "effects" else []
-    if "plan" in b:
+    if b["kind"] == "effects":
+        choices.append((b, "output", "states"))
+        choices.append((b["plan"], "against", "sdpa-flash"))
+    if "cases" in b:
         choices.append((rng.choice(b["cases"]), rng.choice(("scale", "q_len", "batch")), 3))
         choices.append((request, rng.choice(("heads", "rows")), [1]))
     where, key, value = rng.choice(choices)
@@ -193,7 +253,7 @@ def damaged(_: Data, b: Data, rng: random.Random) -> None:
     name = rng.choice(NUMBERS[b["kind"]])
     match rng.randrange(3):
         case 0:
-            b["schema_version"] = rng.choice((1, 3, "2", None))
+            b["schema_version"] = rng.choice((1, 2, 4, "3", None))
         case 1:
             b["kind"] = rng.choice([kind for kind in REPORTS if kind != b["kind"]])
         case _:
@@ -207,8 +267,8 @@ def nothing(a: Data, b: Data, rng: random.Random) -> None:
         bare(report, rows_of(report), status, why)
         if rng.random() < 0.3:
             report["rows"] = []
-        if "models" in report:
-            report["models"] = []
+        for row in report.get("models", ()):
+            row.update(NO_OUTPUT)
 
 
 # --- audits and sweeps ---------------------------------------------------------------------------
@@ -296,26 +356,29 @@ def of_few(a: Data, b: Data, rng: random.Random) -> None:
     """Two sequences, or one, and another cost: too few to tell of chance."""
     count = rng.choice((1, 2))
     for report in (a, b):
-        report["rows"] = [row for row in report["rows"] if row["sequence"] < count]
+        first_ones(report, count)
     factor = 10 ** (rng.choice((1, -1)) * rng.uniform(0.01, 4))
     for row in runs(b, rng):
         for name in SPREADS:
             row[name] = row[name] and row[name] * factor * rng.uniform(0.9, 1.1)
-        row["cost_max"] = max(row["cost_max"], row["cost"])
-        row["log_prob_max"] = max(row["log_prob_max"] or 0, row["log_prob"] or 0)
+        for name in ("cost", "log_prob"):
+            row[f"{name}_max"] = max(row[name], row[f"{name}_p999"], row[f"{name}_max"])
 
 
 def flipped(_: Data, b: Data, rng: random.Random) -> None:
     """Flips that are no near ties, many more flips, more or fewer positions."""
     kind = rng.choice(("unexplained", "flips", "positions"))
-    for row in runs(b, rng):
+    more = rng.choice((1, 100))
+    for row in rows_of(b) if kind == "positions" and rng.random() < 0.8 else runs(b, rng):
         if kind == "unexplained":
             row["flips"] = max(row["flips"], 1)
             row["unexplained"] = rng.randint(1, row["flips"])
         elif kind == "flips":
             row["flips"] = row["positions"]
         else:
-            row["positions"] += rng.choice((1, 100))
+            row["positions"] += more
+        if row["flips"] and row["first_flip"] is None:
+            row["first_flip"] = 0
 
 
 def checked(_: Data, b: Data, rng: random.Random) -> None:
@@ -328,6 +391,9 @@ def checked(_: Data, b: Data, rng: random.Random) -> None:
             check.update(holds=None, difference=None, limit=None, reason="takes no mask")
         case 2:
             b["checks"].remove(check)
+            if rng.random() < 0.7:
+                planned = b["plan"]["checks"]
+                planned[:] = [p for p in planned if p["name"] != check["name"]]
         case 3:
             b["checks"].append(dict(check))
         case 4:
@@ -357,13 +423,15 @@ def other_bits(_: Data, b: Data, rng: random.Random) -> None:
     """Rows differ that had the same bits, or the reverse."""
     for row in some_of(b, rng):
         if row["differ"]:
-            row.update(dict.fromkeys(("first", "keys", "cause")), differ=0, nonfinite=0, ulps=0.0)
+            row.update(dict.fromkeys(("first", "keys", "cause", "repeats")))
+            row.update(differ=0, nonfinite=0, ulps=0.0)
             row.update(dict.fromkeys(("difference", "floor_ratio", "excess"), 0.0))
             row["excess_of_a_row"] = 0.0
         else:
             size = 10 ** rng.uniform(-6, 6)
             row.update(differ=rng.randint(1, row["elements"]), difference=size, floor_ratio=size,
-                       excess=size, excess_of_a_row=size, ulps=1.0, first=[0, 0, 0, 0])  # fmt: skip
+                       excess=size, excess_of_a_row=size, ulps=1.0, first=[0, 0, 0, 0],
+                       repeats=True)  # fmt: skip
 
 
 def farther(_: Data, b: Data, rng: random.Random) -> None:
@@ -396,8 +464,9 @@ def outputs(_: Data, b: Data, rng: random.Random) -> None:
             b["models"].remove(row)
         case 1:
             b["models"] = []
+            b["plan"]["models"] = rng.choice((b["plan"]["models"], []))
         case 2:
-            row.update(difference=None, rest=None, share=None, differ=0, reason="has no cache")
+            row.update(NO_OUTPUT)
         case 3 if row["differ"]:
             row.update(differ=0, difference=0.0, rest=0.0, share=None)
         case 3 | 4:
@@ -423,16 +492,32 @@ def output_disagrees(_: Data, b: Data, rng: random.Random) -> None:
 
 def unsteady(_: Data, b: Data, rng: random.Random) -> None:
     """The kernel gives other bits when it runs once more along another axis."""
-    row = copy.deepcopy(rng.choice([row for row in rows_of(b) if row["tensor"] == "out"]))
+    own = [row for row in rows_of(b) if row["tensor"] == "out" and row["axis"] != "repeat"]
+    first = rng.choice(own)
+    row = copy.deepcopy(first)
     row.update(axis="repeat", variant=f"again, {row['axis']} {row['variant']}", cause=None,
-               differ=row["elements"], difference=1e-3, floor_ratio=0.5, excess=0.4,
-               excess_of_a_row=0.6, ulps=1.0)  # fmt: skip
+               tensors=["out"], differ=row["elements"], difference=1e-3, floor_ratio=0.5,
+               excess=0.4, excess_of_a_row=0.6, ulps=1.0, first=[0, 0, 0, 0],
+               repeats=None)  # fmt: skip
     b["rows"].append(row)
+    if rng.random() < 0.8:
+        first["repeats"] = False
 
 
 # -------------------------------------------------------------------------------------------------
 
 WORDS = ("bits", "ran")
+PARTS = {  # of a plan, that rows can be gone with
+    "audit": ("format", "call"), "sweep": ("format", "call"), "effects": ("sequence", "run"),
+    "invariance": ("way", "axis"),
+}  # fmt: skip
+TOGETHER = (  # numbers that are null together
+    ("log_prob", "log_prob_p999", "log_prob_max"), ("floor_ratio", "error_base", "error_variant"),
+)  # fmt: skip
+NO_OUTPUT: Data = {
+    "reason": "has no cache", "differ": 0, "elements": 0,
+    **dict.fromkeys(("difference", "explained", "rest", "share")),
+}  # fmt: skip
 NUMBERS = {
     "audit": (*SIZES, "expected_ratio", "worst_row", "floor_ratio", "noise", "bits", "nonfinite",
               "elements", "bias_p", "baseline_ratio", "ran"),
@@ -445,12 +530,14 @@ EMPTY: dict[str, Data] = {
     "effects": {**dict.fromkeys((*NUMBERS["effects"], "angle", "apart", "first_flip")),
                 "growth": [], "positions": 0},
     "invariance": {**dict.fromkeys((*NUMBERS["invariance"], "first", "keys", "cause", "closest",
-                                    "tried")), "elements": 0, "differ": 0, "nonfinite": 0},
+                                    "tried", "repeats")), "tensors": [], "elements": 0,
+                   "differ": 0, "nonfinite": 0},
 }  # fmt: skip
 IDENTITY = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends", "role",
             "kernel", "options", "format", "tensor", "sampled")  # fmt: skip
-COMMON: tuple[Alteration, ...] = (gone, twice, unmeasured, numbers_of_nothing, lacking, impossible,
-                                  renamed, asked_otherwise, damaged, nothing)  # fmt: skip
+COMMON: tuple[Alteration, ...] = (gone, planned_otherwise, twice, unmeasured,
+                                  numbers_of_nothing, lacking, impossible, renamed,
+                                  asked_otherwise, damaged, nothing)  # fmt: skip
 CLASSES: dict[str, tuple[Alteration, ...]] = {
     "audit": (*COMMON, worse, facts, contradicts, floor_lacks),
     "sweep": (*COMMON, worse, facts, contradicts, floor_lacks),
@@ -464,7 +551,7 @@ def altered(sound: Data, number: int) -> tuple[str, bytes, bytes]:
     rng, kind = random.Random(number), sound["kind"]
     if kind in ("audit", "sweep"):
         names = sound["rows"][0].keys() - set(IDENTITY)
-        EMPTY[kind] = {**dict.fromkeys(names), "interval": {}, "nulls": {}}
+        EMPTY[kind] = {**dict.fromkeys(names), "interval": {}, "nulls": {}, "tensors": []}
     a, b = copy.deepcopy(sound), copy.deepcopy(sound)
     alteration = rng.choice(CLASSES[kind])
     alteration(a, b, rng)

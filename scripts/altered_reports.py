@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz
+from fuzz import concluded_again
 
 Data = dict[str, Any]
 KERNELS = ("--kernel", "sdpa-flash", "--kernel", "sdpa-math")
@@ -625,24 +626,6 @@ def altered(raw: bytes, number: int) -> tuple[str, bytes]:
     if not report.pop("concluded", False) and rng.random() < 0.8:
         report = concluded_again(report)
     return name, fuzz.sealed(json.dumps(report, allow_nan=False).encode())
-
-
-def concluded_again(report: Data) -> Data:
-    """The report with the conclusions that numdev draws of its altered plan and rows; as it is
-    where they are no report, or nothing can be concluded."""
-    from numdev.gate.judging import judged as judged_anew
-    from numdev.gate.rules import Rules
-    from numdev.studies import kind_of
-
-    try:
-        model = kind_of(report["kind"]).report
-        again = judged_anew(
-            model.model_validate_json(json.dumps(report), strict=True),
-            Rules.model_validate(report["rules"]),
-        )
-        return json.loads(again.model_dump_json())
-    except Exception:  # numdev promises nothing of reports that contradict themselves
-        return report
 
 
 def main() -> int:

@@ -192,7 +192,32 @@ def sound() -> Any:
     ]
     for case in report["cases"]:
         case["heads"] = case["kv_heads"] = 2
-    return report
+    for row in report["rows"]:
+        row["tensors"] = ["out"]
+    names = {kernel["kernel"] for kernel in plan["kernels"]}
+    request = report["request"]
+    request["kernels"] = [k for k in request["kernels"] if k["name"] in names]
+    request |= {"backward": False, "repeats": 2}
+    report["doubts"] = []
+    return concluded_again(report)
+
+
+def concluded_again(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with the conclusions that numdev draws of its altered plan and rows; as it is
+    where they are no report, or nothing can be concluded."""
+    from numdev.gate.judging import judged as judged_anew
+    from numdev.gate.rules import Rules
+    from numdev.studies import kind_of
+
+    try:
+        model = kind_of(report["kind"]).report
+        again = judged_anew(
+            model.model_validate_json(json.dumps(report), strict=True),
+            Rules.model_validate(report["rules"]),
+        )
+        return json.loads(again.model_dump_json())
+    except Exception:  # numdev promises nothing of reports that contradict themselves
+        return report
 
 
 def worsened(rng: random.Random) -> Any:
@@ -269,7 +294,7 @@ def not_wrongly_accepted(raw: bytes) -> None:
     report = json.loads(raw)
     measured = _kernels(report)
     wrong = {
-        "another schema": report.get("schema_version") != 2,
+        "another schema": report.get("schema_version") != 3,
         "no kernel was measured": not measured,
         "a head twice": len({str([r.get(k) for k in (*CELL, "options")]) for r in measured})
         < len(measured),

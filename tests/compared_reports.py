@@ -35,6 +35,7 @@ def audit(
     named = ("backward", "rows", "heads")
     plan = plan.model_copy(update={n: x for n, x in (request or {}).items() if n in named})
     agreed = {"formats": list(plan.formats), "backward": plan.backward, "repeats": plan.repeats}
+    agreed["rows"] = plan.rows
     asked = {**REQUEST, **agreed, **(request or {})}
     changes = {"provenance": where, "request": asked, "findings": findings}
     changes |= {"cases": (case(heads=heads),), "plan": plan}

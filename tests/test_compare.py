@@ -384,7 +384,7 @@ OTHER: dict[str, Any] = {
     "cases": [{"name": "c"}], "formats": ["float16"], "model_dtype": "bfloat16", "seed": 7,
     "generate": 3, "length": 77, "sequences": 2, "layers": [1], "heads": [0],
     "backward": True, "rows": 64, "seeds": [1], "denoise": 4, "steps": [1],
-    "against": "sdpa-math", "rules": "strict",
+    "against": "sdpa-math",
 }  # fmt: skip
 
 
@@ -405,7 +405,7 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
     a = written(tmp_path / "a", audit(head()))
     found = compare(a, a)
     other = written(tmp_path / "other", found)
-    with pytest.raises(UsageError, match="a sweep, effects or invariance, got compare"):
+    with pytest.raises(UsageError, match="a report that can be compared, got compare"):
         compare(a, other)
     with pytest.raises(UsageError, match="cannot read a report there"):
         compare(a, tmp_path / "nothing")
@@ -482,7 +482,24 @@ def crashed_row(row: Any) -> Any:
     names = ("kind", "format", "kernel", "options", "at", "site", "layer", "sequence", "role")
     names = (*names, "case", "phase", "axis", "variant", "tensor")
     fields = {name: getattr(row, name) for name in names if name in type(row).model_fields}
+    fields |= {"tensors": ()} if "tensors" in type(row).model_fields else {}
     return type(row)(**fields, status="failed", reason="it crashed")
+
+
+def without_kernel(report: Any, name: str) -> Any:
+    """A report of a study as if the kernel had not been asked for: request, plan and rows."""
+    own = {"kernels": tuple(k for k in report.plan.kernels if k.kernel != name)}
+    if report.kind == "effects":
+        own["runs"] = tuple(run for run in report.plan.runs if run.kernel != name)
+    tables = {
+        table: tuple(r for r in getattr(report, table) if r.kernel != name)
+        for table in ("rows", "models")
+        if hasattr(report, table)
+    }
+    kernels = [k for k in report.request["kernels"] if k["name"] != name]
+    plan = report.plan.model_copy(update=own)
+    request = {**report.request, "kernels": kernels}
+    return report.model_copy(update={**tables, "plan": plan, "request": request})
 
 
 STORED = Path(__file__).parent / "data" / "reports"
@@ -492,8 +509,8 @@ STORED = Path(__file__).parent / "data" / "reports"
 def test_a_study_says_what_one_report_alone_measured(kind: str) -> None:
     """A kernel that is gone is no pass, one that is new is; a report is as it is itself."""
     whole = reports.read(STORED / f"{kind}.json")
-    kernel = next(r.kernel for r in whole.rows if r.kernel and r.status == "ok")
-    fewer = whole.model_copy(update={"rows": tuple(r for r in whole.rows if r.kernel != kernel)})
+    kernel = "sdpa-math"
+    fewer = without_kernel(whole, kernel)
     gone, new, same = compare(whole, fewer), compare(fewer, whole), compare(whole, whole)
     assert [c.exit_code for c in (gone, new, same)] == [1, 0, 0]
     assert gone.summary.answer[0].startswith("NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: ")
@@ -503,6 +520,19 @@ def test_a_study_says_what_one_report_alone_measured(kind: str) -> None:
     bad = [crashed_row(r) for r in whole.rows[:1]]
     crashed = compare(whole, whole.model_copy(update={"rows": (*bad, *whole.rows[1:])}))
     assert any(p.why == "in B: it crashed" for p in crashed.failed)
+
+
+@pytest.mark.parametrize("kind", ["effects", "invariance"])
+def test_a_row_that_was_planned_and_is_not_there(kind: str) -> None:
+    """Makes a report of a study inconsistent, and so does one that was not planned: neither is
+    compared, on either side."""
+    whole = reports.read(STORED / f"{kind}.json")
+    extra = whole.rows[0].model_copy(update={"kernel": "other"})
+    for rows in (whole.rows[1:], (*whole.rows, whole.rows[0]), (*whole.rows, extra)):
+        bad = whole.model_copy(update={"rows": rows})
+        for sides in ((whole, bad), (bad, whole), (bad, bad)):
+            with pytest.raises(MeasurementError, match="inconsistent report"):
+                compare(*sides)
 
 
 def test_a_cost_that_was_0_has_moved_where_it_no_longer_is() -> None:
@@ -516,9 +546,9 @@ def test_a_cost_that_was_0_has_moved_where_it_no_longer_is() -> None:
 
 def test_a_difference_without_a_ratio_has_not_moved_from_itself() -> None:
     whole = reports.read(STORED / "invariance.json")
-    rows = [r.model_copy(update={"differ": 3, "nonfinite": 3, "floor_ratio": None})
-            for r in whole.rows]  # fmt: skip
-    nan = whole.model_copy(update={"rows": tuple(rows)})
+    nothing: dict[str, Any] = dict.fromkeys(("floor_ratio", "error_base", "error_variant"))
+    bits = {"differ": 3, "nonfinite": 3, "first": (0, 0, 0, 0), "repeats": True}
+    nan = changed(whole, "rows", lambda row: True, **bits, **nothing)
     assert compare(nan, nan).exit_code == 0
     assert compare(whole, nan).exit_code == 1
 
@@ -645,8 +675,8 @@ def changed(report: Any, table: str, which: Any, **update: Any) -> Any:
 
 
 def sequences(count: int) -> Any:
-    """The stored report of effects with its first sequence so many times: each cost a little off,
-    the same in all runs."""
+    """The stored report of effects, of so many sequences like its first one: each cost a little
+    off, the same in all runs."""
     whole = reports.read(STORED / "effects.json")
     rows = [
         r.model_copy(update={"sequence": i, "cost": r.cost and r.cost * (1 - 0.01 * i)})
@@ -654,7 +684,13 @@ def sequences(count: int) -> Any:
         for r in whole.rows
         if r.sequence == 0
     ]
-    return whole.model_copy(update={"rows": tuple(rows)})
+    plan = whole.plan.model_copy(update={"sequences": count})
+    request = {**whole.request, "sequences": count}
+    read = {f"sequences_{state}": count for state in ("asked", "read")}
+    source = {**whole.provenance.source, **read}
+    provenance = whole.provenance.model_copy(update={"source": source})
+    update = {"rows": tuple(rows), "plan": plan, "request": request, "provenance": provenance}
+    return whole.model_copy(update=update)
 
 
 @pytest.mark.parametrize(("count", "factor", "code"), [
@@ -685,61 +721,183 @@ def test_checks_of_effects(update: dict[str, Any], code: int) -> None:
         result = compare(whole, other)
         assert result.exit_code == 1
         assert "check causality" in result.summary.answer[0]
+        assert "other code ran" not in result.summary.answer[0]
     else:
         with pytest.raises(MeasurementError, match="check causality"):
             compare(whole, other)
-    fewer = whole.model_copy(update={"checks": whole.checks[1:]})
+
+
+def test_a_check_that_one_report_alone_planned() -> None:
+    """Gone it is no pass, new it is one; one that was planned and is not there is inconsistent."""
+    whole = reports.read(STORED / "effects.json")
+    made, planned_ = (
+        tuple(check for check in checks if check.name != "mask")
+        for checks in (whole.checks, whole.plan.checks)
+    )
+    plan = whole.plan.model_copy(update={"checks": planned_})
+    fewer = whole.model_copy(update={"checks": made, "plan": plan})
     assert [compare(whole, fewer).exit_code, compare(fewer, whole).exit_code] == [1, 0]
+    assert "check mask" in compare(whole, fewer).summary.answer[0]
+    with pytest.raises(MeasurementError, match="its checks are not those that were planned"):
+        compare(whole, whole.model_copy(update={"checks": made}))
+
+
+LOG_PROBS = dict.fromkeys(("log_prob", "log_prob_p999", "log_prob_max"))
+
+
+@pytest.mark.parametrize(("kind", "update", "named"), [
+    ("whole", LOG_PROBS, "log_prob"), ("whole", {"log_perplexity": None}, "log_perplexity"),
+    ("whole", {"apart": None}, "apart"), ("site", {"unexplained": None}, "unexplained"),
+])  # fmt: skip
+def test_numbers_of_effects_that_are_gone(kind: str, update: dict[str, Any], named: str) -> None:
+    """What the rows may lack, and A has, is gone, and named; in B alone it is new."""
+    whole = reports.read(STORED / "effects.json")
+    fewer = changed(whole, "rows", lambda r: r.kind == kind, **update)
+    gone, new = compare(whole, fewer), compare(fewer, whole)
+    assert [gone.exit_code, new.exit_code] == [1, 0]
+    assert {name for p in gone.presences for name in p.lacks} == set(update)
+    assert named in gone.summary.answer[0]
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("cost_p999", None), ("log_prob", None), ("flips", None), ("unexplained", None),
-    ("error", None), ("positions", 99),
+    ("cost", None), ("cost_p999", None), ("log_prob", None), ("flips", None),
+    ("unexplained", None), ("error", None), ("growth", ()), ("positions", 99), ("flips", 33),
+    ("first_flip", None), ("cost", -1.0), ("error", 1e301),
 ])  # fmt: skip
-def test_numbers_of_effects_that_are_gone_or_other(name: str, value: Any) -> None:
+def test_numbers_of_effects_that_contradict_each_other(name: str, value: Any) -> None:
+    """What every run has, and what cannot be beside its other numbers, is compared with nothing."""
     whole = reports.read(STORED / "effects.json")
     other = changed(whole, "rows", lambda r: r.kind == "whole", **{name: value})
-    assert compare(whole, other).exit_code == 1
+    for sides in ((whole, other), (other, whole)):
+        with pytest.raises(MeasurementError, match="inconsistent report: whole baseline "):
+            compare(*sides)
+
+
+def test_another_number_of_positions_is_a_change() -> None:
+    whole = reports.read(STORED / "effects.json")
+    result = compare(whole, changed(whole, "rows", lambda row: True, positions=99))
+    assert {m.metric for m in result.moves} == {"positions"}
+    assert result.moves[0].words == "positions: 64, now 198"
 
 
 def test_flips_that_are_no_near_ties() -> None:
     whole = reports.read(STORED / "effects.json")
-    other = changed(whole, "rows", lambda r: r.kind == "whole", flips=2, unexplained=1)
+    flips = {"flips": 2, "unexplained": 1, "first_flip": 3}
+    other = changed(whole, "rows", lambda r: r.kind == "whole", **flips)
     (move, *_) = [m for m in compare(whole, other).moves if m.metric == "unexplained"]
     assert move.words == "flips that are no near ties: 0, now 2"
 
 
 @pytest.mark.parametrize(("name", "value"), [
     ("excess", 50.0), ("excess_of_a_row", 50.0), ("nonfinite", 1), ("differ", 2000),
-    ("error_base", 50.0), ("excess", None), ("floor_ratio", None),
+    ("error_base", 50.0), ("elements", 70_000),
 ])  # fmt: skip
-def test_numbers_of_invariance_that_moved_or_are_gone(name: str, value: Any) -> None:
+def test_numbers_of_invariance_that_moved(name: str, value: Any) -> None:
     whole = reports.read(STORED / "invariance.json")
     row = next(r for r in whole.rows if 0 < r.differ < 200 and r.tensor == "out")
-    other = changed(whole, "rows", lambda r: r is row, **{name: value})
-    result = compare(whole, other)
+    result = compare(whole, changed(whole, "rows", lambda r: r is row, **{name: value}))
     assert result.exit_code == 1, result.summary.answer
-    if value is not None:
-        assert {m.metric for m in result.moves} == {name}
+    assert {m.metric for m in result.moves} == {name}
+
+
+def test_numbers_of_invariance_that_are_gone() -> None:
+    """The three ratios to the floor's error are, together, gone or new; some of them alone, or a
+    number that every row has, make a report inconsistent."""
+    whole = reports.read(STORED / "invariance.json")
+    row = next(r for r in whole.rows if 0 < r.differ < 200 and r.tensor == "out")
+    ratios = ("floor_ratio", "error_base", "error_variant")
+    fewer = changed(whole, "rows", lambda r: r is row, **dict.fromkeys(ratios))
+    gone, new = compare(whole, fewer), compare(fewer, whole)
+    assert [gone.exit_code, new.exit_code] == [1, 0]
+    assert [p.lacks for p in gone.presences] == [ratios]
+    for name in (*ratios, "excess", "difference", "ulps", "first"):
+        bad = changed(whole, "rows", lambda r: r is row, **{name: None})
+        with pytest.raises(MeasurementError, match="inconsistent report: sdpa-flash"):
+            compare(whole, bad)
+
+
+def test_a_kernel_that_no_longer_repeats_itself() -> None:
+    """Its row along `repeat` is told where A gave the same bits again; a report that has the row,
+    or says that there is one, without the other is inconsistent."""
+    whole = reports.read(STORED / "invariance.json")
+    row = next(r for r in whole.rows if 0 < r.differ < 200 and r.tensor == "out")
+    variant = f"again, {row.axis} {row.variant}"
+    again = {"axis": "repeat", "variant": variant, "cause": None, "tensors": ("out",)}
+    extra = row.model_copy(update={**again, "repeats": None})
+    says = changed(whole, "rows", lambda r: r is row, repeats=False)
+    both = says.model_copy(update={"rows": (*says.rows, extra)})
+    result = compare(whole, both)
+    assert result.exit_code == 1
+    assert [m.tensor for m in result.moves] == ["repeat out"]
+    assert result.moves[0].words.startswith(f"{variant}: the same bits, now ")
+    for bad in (says, whole.model_copy(update={"rows": (*whole.rows, extra)})):
+        with pytest.raises(MeasurementError, match="says something else of its repeats"):
+            compare(whole, bad)
+
+
+NO_CACHE: dict[str, Any] = {
+    "reason": "has no cache", "differ": 0, "elements": 0,
+    **dict.fromkeys(("difference", "explained", "rest", "share")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("update", "words"), [
+    ({"difference": 0.5, "rest": 0.0, "share": 1.0}, "CHANGED: sdpa-flash (bfloat16) moved "),
+    ({"differ": 1}, "elements that differ: 23192, now 1"), ({"elements": 9**6}, "elements: 524288"),
+    (NO_CACHE, "lacks the model's output along decode in B"),
+])  # fmt: skip
+def test_the_models_own_output(update: dict[str, Any], words: str) -> None:
+    """Where it moved, or could no longer be had, that is no pass."""
+    whole = reports.read(STORED / "invariance.json")
+    row = next(m for m in whole.models if m.differ > 100)
+    result = compare(whole, changed(whole, "models", lambda m: m is row, **update))
+    assert result.exit_code == 1
+    assert words in result.summary.answer[0]
+    assert "other code ran" not in result.summary.answer[0]
+    own = next(line for line in result.summary.answer[1:] if line.startswith("sdpa-flash"))
+    assert ("moved in decode output; " in own) == bool(result.moves)
 
 
 @pytest.mark.parametrize("update", [
-    {"difference": 0.5, "rest": 0.0, "share": 1.0}, {"difference": None}, {"differ": 1},
-    {"reason": "has no cache", "difference": None, "rest": None, "share": None},
+    {"difference": None}, {"share": 0.5}, {"differ": 0}, {"elements": 0}, {"rest": -1.0},
+    {"reason": "has no cache"}, {"axis": "padding"}, {"kernel": "other"},
 ])  # fmt: skip
-def test_the_models_own_output(update: dict[str, Any]) -> None:
-    """Where it moved, or is gone, that is no pass; where it is new, it is."""
+def test_an_output_of_the_model_that_contradicts_itself(update: dict[str, Any]) -> None:
+    """A number it lacks, one that cannot be, numbers of what was not measured, a row that was not
+    planned: compared with nothing."""
     whole = reports.read(STORED / "invariance.json")
     row = next(m for m in whole.models if m.differ > 100)
-    assert compare(whole, changed(whole, "models", lambda m: m is row, **update)).exit_code == 1
-    fewer = whole.model_copy(update={"models": whole.models[1:]})
-    assert [compare(whole, fewer).exit_code, compare(fewer, whole).exit_code] == [1, 0]
+    bad = changed(whole, "models", lambda m: m is row, **update)
+    with pytest.raises(MeasurementError, match="inconsistent report: the model's output with"):
+        compare(whole, bad)
 
 
-def test_invariance_judged_by_other_rules_is_another_request() -> None:
+def test_an_output_of_the_model_that_one_report_alone_planned() -> None:
+    """Gone it is no pass, new it is one."""
     whole = reports.read(STORED / "invariance.json")
-    with pytest.raises(UsageError, match=r"rules \(default in A, strict in B\).*--allow rules"):
-        compare(whole, whole.model_copy(update={"rules": "strict"}))
+    models = tuple(m for m in whole.models if m.axis != "decode")
+    plan = whole.plan.model_copy(update={"models": ("batch",)})
+    fewer = whole.model_copy(update={"models": models, "plan": plan})
+    gone, new = compare(whole, fewer), compare(fewer, whole)
+    assert [gone.exit_code, new.exit_code] == [1, 0]
+    assert "lacks the model's output along decode in B" in gone.summary.answer[0]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: audit(head()), lambda: swept(*seeded()),
+    lambda: reports.read(STORED / "effects.json"),
+    lambda: reports.read(STORED / "invariance.json"),
+], ids=["audit", "sweep", "effects", "invariance"])  # fmt: skip
+def test_reports_judged_by_other_rules_are_compared(make: Any) -> None:
+    """No number depends on the rules: that they differ is listed, and nothing moved."""
+    a = make()
+    b = a.model_copy(update={"rules": {"name": "strict", "thresholds": []}})
+    result = compare(a.model_copy(update={"rules": {"name": "mine", "thresholds": []}}), b)
+    assert (result.exit_code, result.moves, result.allowed) == (0, (), ())
+    assert [(d.key, d.a, d.b) for d in result.changes] == [("rules.name", "mine", "strict")]
+    assert not compare(a, a).changes
+    with pytest.raises(UsageError, match="--allow rules: no such key"):
+        compare(a, b, allow=("rules",))
 
 
 def test_a_zero_is_not_nothing() -> None:

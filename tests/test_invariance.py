@@ -127,7 +127,7 @@ def test_what_is_no_answer_is_not_judged(tmp_path):
     large = {**CASE, "heads": 64, "kv_heads": 64, "seq_len": 600}
     nan = studied(tmp_path / "n", "invariance_kernels:always_nan", axes=["batch"])
     assert (nan.outcome, nan.measured) == ("unmeasured", False)
-    assert "NaN or infinite where the exact result is not" in nan.verdicts[0].reason
+    assert "NaN or infinite where the exact result is not" in nan.findings[0].sentence
     bits = studied(tmp_path / "b", "invariance_kernels:eight_bits", axes=["batch", "padding"])
     assert bits.outcome == "passed"
     assert not any(r.differ for r in bits.rows if r.axis == "batch")
@@ -311,7 +311,7 @@ def test_a_check_holds_a_function_to_axes(tmp_path):
     with pytest.raises(CheckFailed, match=r"depends on whether a row is\s+decoded") as failed:
         check_attention(invariance_kernels.cast_in_decode, invariant="decode", **how)
     assert failed.value.result.verdict == "FAIL"
-    with pytest.raises(CheckFailed, match="the function takes no mask") as failed:
+    with pytest.raises(CheckFailed, match=r"the function takes no\s+mask") as failed:
         check_attention(invariance_kernels.no_mask, invariant=["mask"], **how | {"claims": None})
     assert failed.value.result.verdict == "NOT JUDGED"
 

@@ -57,7 +57,7 @@ from numdev.studies import judged_by, kind_of
 MUST = (
     *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
     *("generate", "denoise", "steps", "length", "sequences", "layers", "heads", "backward", "rows"),
-    *("against", "rules"),
+    "against",
 )
 """Keys of a request that must be the same, and that `compare --allow` takes."""
 HASHES = {"checkpoint": "sha256", "text": "prompt_sha256"}
@@ -70,7 +70,7 @@ UNITS = {
     "worst_row": "× the error predicted for its worst row",
     "rms": " (rms)",
 }
-PLANNED = ("formats", "heads", "backward", "rows")
+PLANNED = ("formats", "heads", "backward", "rows", "against")
 """Keys of a request that its plan has too."""
 SHAPE = (
     *("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_dim", "is_causal"),
@@ -115,9 +115,9 @@ def compare(
     if by_date:
         named.sort(key=lambda pair: pair[0].provenance.created)
     (old, first), (new, last) = named[-2:]
-    allowed = [shared_request(x, new, allow) for x, _ in named[:-1]][-1]
     for report, name in named:
         wholeness(report, name)
+    allowed = [shared_request(x, new, allow) for x, _ in named[:-1]][-1]
     sides = f"{last} against {first}: " if several else ""
     rows = _rows(old), _rows(new)
     names, compared = _moves_of(new.kind)(old, new)
@@ -192,7 +192,8 @@ def _measured(source: Path | Report) -> Any:
 
 
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """What else differs: versions, machine, settings, and options of kernels with one set."""
+    """What else differs: versions, machine, settings, options of kernels with one set, and the
+    first place in the rules that each was judged by, which no number depends on."""
     sides: list[dict[str, Any]] = []
     for report in (a, b):
         facts = {"numdev": report.provenance.numdev, **report.provenance.system}
@@ -202,7 +203,8 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
                       if len(sets) == 1}  # fmt: skip
         sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
     keys = dict.fromkeys((*sides[1], *sides[0]))
-    return tuple(d for key in keys for d in unequal(key, *(side.get(key) for side in sides)))
+    changes = [d for key in keys for d in unequal(key, *(side.get(key) for side in sides))]
+    return (*changes, *unequal("rules", a.rules, b.rules))
 
 
 def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Difference]:
@@ -231,11 +233,11 @@ def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Differen
 
 
 def _asked(key: str, *reports: Any) -> Iterator[list[Any]]:
-    """What both were asked for: by the request, by the plan, and by the report."""
+    """What both were asked for: by the request, by the plan, and which output was looked at."""
     yield [report.request.get(key) for report in reports]
-    if key in PLANNED and all(isinstance(report, Measured) for report in reports):
-        yield [getattr(report.plan, key) for report in reports]
-    if key in ("rules", "output"):
+    if key in PLANNED:
+        yield [getattr(report.plan, key, None) for report in reports]
+    if key == "output":
         yield [getattr(report, key, None) for report in reports]
 
 
@@ -455,6 +457,9 @@ def answer(
     """The verdict on the two `sides` and the largest moves, then a sentence for each kernel."""
     by_kernel = grouped(groups, _name)
     moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
+    numbers = [move for move in moves if move.metric != "ran"]
+    # Checks, and the model's own output, are in no group.
+    moved += [name for name in dict.fromkeys(map(_name, numbers)) if name not in moved]
     counts: Counter[str] = Counter()
     for p in sorted(presences, key=lambda p: p.what != "failed"):
         counts[_presence(p)] += p.rows
@@ -469,7 +474,7 @@ def answer(
         why = "A KERNEL CRASHED" if crashed else "NOT ALL WAS COMPARED"
         verdict = f"NO NUMBER CHANGED, BUT {why}"
     what = f"{listed(moved) or 'nothing'} moved beyond noise"
-    first = [m for m in moves if m.metric != "ran"][:1]
+    first = numbers[:1]
     for m in first:
         what += f", farthest beyond noise {_where(m, moved, place)}, {m.words}"
         what += f" ({times(m.change)} times as much)" if m.change else ""
@@ -490,6 +495,8 @@ def answer(
     for kernel, its in by_kernel.items():
         each = EACH.get(its[0].metric or "", "heads")
         tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in its if g.moved]
+        beside = (m.tensor for m in numbers if _name(m) == kernel)
+        tensors += dict.fromkeys(t for t in beside if t not in {g.tensor for g in its})
         what = f"moved in {listed(tensors)}" if tensors else "within noise"
         pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
         yield f"{kernel}: {what}; the same bits in {same} of {pairs} rows."

@@ -120,7 +120,9 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
             key = (labelled(kernel.kernel, kernel.options), fmt)
             who = {"role": "kernel", "kernel": kernel.kernel, "options": kernel.options}
             yield from _of_kernel(report, {**who, "format": fmt}, rows.get(key, ()), rules)
-            for axis in dict.fromkeys((*plan.axes, *needed)):
+            # A form that does not repeat itself has rows along `repeat`, asked for or not.
+            met = (row.axis for row in rows.get(key, ()))
+            for axis in dict.fromkeys((*plan.axes, *needed, *met)):
                 own = [row for row in rows.get(key, ()) if row.axis == axis]
                 must = axis in limits.bitwise and plan.named
                 must |= axis in needed or plan.asked
@@ -225,17 +227,22 @@ def findings(
         by_axis = grouped(own, lambda test: test.beyond[0].row.axis)
         gravest = {a: worst_of(h for t in of for h in t.beyond) for a, of in by_axis.items()}
         follows = _follows(gravest)
-        accused = [
+        leading = [
             (test, worst)
             for axis, worst in gravest.items()
             if axis not in follows
             for test in by_axis[axis]
             if worst in test.beyond
         ]
-        for test, worst in sorted(accused, key=lambda pair: -pair[0].nearness):
+        for test, worst in sorted(leading, key=lambda pair: -pair[0].nearness):
             also = [axis for axis, cause in follows.items() if cause == worst.row.axis]
             wrong.append(_finding(test, _sentence(worst, also)))
-    wrong += run_findings(judgement.tests)
+    accused = {(f.kernel, str(f.options), fmt) for f in wrong for fmt in f.formats}
+    wrong += [
+        f
+        for f in run_findings(judgement.tests)
+        if not all((f.kernel, str(f.options), fmt) in accused for fmt in f.formats)
+    ]
     return wrong, tuple(_tested(judgement, report))
 
 
