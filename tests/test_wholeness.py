@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from gate_rows import case, lse, planned, row, unjudged
+from gate_rows import case, lse, planned, row, together, unjudged
 from gate_rows import report as report
 
 from numdev.errors import MeasurementError
@@ -20,14 +20,14 @@ FINITE = Rules(thresholds=(Threshold(name="r", metric="nonfinite", at_most=0),))
 
 def rows(**changes: Any) -> list[DeviationRow]:
     """Two kernels, two calls of four heads in groups of two, with two seeds, all tensors."""
-    return [
+    return together([
         (lse if tensor == "lse" else row)(
             head, **{"kernel": kernel, "case": name, "seed": seed, "tensor": tensor, **changes}
         )
         for kernel, name, seed in itertools.product("ab", "cd", (0, 1))
         for tensor in ("out", "dq", "dk", "dv", "lse")
         for head in range(2 if tensor in ("dk", "dv") else 4)
-    ]
+    ])  # fmt: skip
 
 
 def told(found: list[DeviationRow], **plan: Any) -> AuditReport:
@@ -48,7 +48,10 @@ def without(found: list[DeviationRow], **place: Any) -> list[DeviationRow]:
 
 def test_a_whole_report_is_judged() -> None:
     assert judged(told(rows())) == 0
-    assert judged(told([r for r in rows() if r.tensor != "lse"])) == 0, "it need not be returned"
+    without_lse = together([r for r in rows() if r.tensor != "lse"])
+    assert judged(told(without_lse)) == 0, "it need not be returned"
+    with pytest.raises(MeasurementError, match="has no rows for one of out, dq, dk, dv, lse"):
+        judged(told([r for r in rows() if r.tensor != "lse"]))
 
 
 @pytest.mark.parametrize(("place", "said"), [
@@ -99,6 +102,7 @@ def test_a_call_is_measured_whole_or_skipped_whole() -> None:
     assert judged(told([*without(rows(), **at), skipped])) == 0
     there = lambda r: all(getattr(r, name) == x for name, x in at.items())  # noqa: E731
     bare = [r for r in rows() if r.tensor in ("out", "lse") or not there(r)]
+    bare = [r.model_copy(update={"tensors": ("out", "lse")}) if there(r) else r for r in bare]
     assert judged(told([*bare, skipped.model_copy(update={"tensor": "dq"})])) == 0
 
 
@@ -115,9 +119,9 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     plain = [r.model_copy(update={"role": "baseline"}) if r.kernel == "b" else r for r in rows()]
     less = [r for r in plain if r.kernel != "b" or r.tensor not in ("dk", "dv")]
     plan = planned(plain, rows=64)
-    assert judged(told(less).model_copy(update={"plan": plan})) == 0
+    assert judged(told(together(less)).model_copy(update={"plan": plan})) == 0
     with pytest.raises(MeasurementError, match=r"b .* dk head 0"):
-        judged(told(less).model_copy(update={"plan": planned(plain)}))
+        judged(told(together(less)).model_copy(update={"plan": planned(plain)}))
 
 
 @pytest.mark.parametrize(("change", "said"), [
