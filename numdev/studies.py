@@ -43,8 +43,8 @@ class Judged:
     """Exactly one for each thing planned."""
     findings: Callable[[Judgement, Any], tuple[Sequence[Finding], Sequence[str]]]
     """What is wrong, the gravest first; and sentences on what was tested and what was not."""
-    summary: Callable[[Any], Any]
-    """Of a report that has its findings; None where its rows are not all in it."""
+    summarised: Callable[[Any], Any]
+    """A report that has its findings, with all else that follows from its rows: its summary."""
     beside: Callable[[Any, Rules], Mapping[str, Any]] = lambda report, rules: {}
     """Further fields of a Judgement: `power`, `fa_rule`."""
     passing: Callable[[Any, Sequence[Test]], str | None] = lambda report, tests: None
@@ -61,6 +61,7 @@ class Kind:
     judged: Judged | None = None
     moves: Callable[[Any, Any], tuple[Any, Compared]] | None = None
     """What moved from an older report to a newer one."""
+    has_map: bool = False  # of cells, on its page, that findings link to
     limits: type[Any] | None = None
     """The model of the limits that a rules file has under the kind's name."""
 

@@ -72,6 +72,12 @@ def some_of(report: Data, rng: random.Random, tensors: Sequence[str] = ()) -> li
     return [one] if rng.random() < 0.3 else [r for r in rows if all(r[n] == one[n] for n in same)]
 
 
+def a_number(report: Data, rng: random.Random, but: Sequence[str] = ()) -> str:
+    """The name of a number that some measured row has."""
+    names = [name for name in NUMBERS[report["kind"]] if name not in but]
+    return rng.choice([n for n in names if any(row[n] is not None for row in rows_of(report))])
+
+
 def drop(report: Data, rows: Sequence[Data]) -> None:
     report["rows"] = [row for row in report["rows"] if not any(row is each for each in rows)]
 
@@ -187,7 +193,7 @@ def numbers_of_nothing(_: Data, b: Data, rng: random.Random) -> None:
 def lacking(_: Data, b: Data, rng: random.Random) -> None:
     """A number that A has is null, whatever reason there is; often with those that are null
     together."""
-    name = rng.choice(NUMBERS[b["kind"]])
+    name = a_number(b, rng)
     rows = [row for row in rows_of(b) if row[name] is not None]
     one = rng.choice(rows)
     rows = rng.choice(([one], [r for r in rows if r["format"] == one["format"]], rows))
@@ -201,7 +207,7 @@ def lacking(_: Data, b: Data, rng: random.Random) -> None:
 def impossible(_: Data, b: Data, rng: random.Random) -> None:
     """A number is below 0, or beyond any that could be."""
     signed = ("bias", "bias_sign", "bias_feature", "bias_t", "bias_size", "log_perplexity")
-    name = rng.choice([name for name in NUMBERS[b["kind"]] if name not in (*signed, *WORDS)])
+    name = a_number(b, rng, (*signed, *WORDS))
     for row in [row for row in rows_of(b) if row[name] is not None][: rng.choice((1, 3, 1000))]:
         huge = rng.choice((1e301, 1.7e308))
         row[name] = -1 - abs(row[name]) if rng.random() < 0.6 else type(row[name])(huge)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gate_rows import case, planned, report, row
+from gate_rows import case, planned, row, together, unjudged
 
 from numdev.report import AuditReport, DeviationRow, Finding
 
@@ -25,10 +25,10 @@ def audit(
     source: dict[str, Any] | None = None, system: dict[str, Any] | None = None,
     findings: tuple[Finding, ...] = (), heads: int = 1,
 ) -> AuditReport:  # fmt: skip
-    """A whole report with these rows, and what differs from REQUEST, SYSTEM and no source. Its call
-    has as many heads as they need, or more; where gradients are asked of, it has them all."""
+    """A whole report with these rows, and what differs from REQUEST, SYSTEM and no source; not
+    judged, since a comparison asks for no judgement. Its call has as many heads as they need, or more; where gradients are asked of, it has them all."""
     rows = with_gradients(rows)
-    audited = report(*rows, **{**SYSTEM, **(system or {})})
+    audited = unjudged(*together(rows), **{**SYSTEM, **(system or {})})
     where = audited.provenance.model_copy(update={"source": source or {}})
     heads = max([heads, *(1 + (r.head or 0) for r in rows)])
     plan = planned(rows).model_copy(update={"heads": None})

@@ -61,6 +61,6 @@ def gated(folder: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
-def tests_of(verdict: dict[str, Any], **which: Any) -> list[dict[str, Any]]:
+def having(verdict: dict[str, Any], **which: Any) -> list[dict[str, Any]]:
     """The tests of a verdict that have these values."""
     return [t for t in verdict["tests"] if all(t[name] == x for name, x in which.items())]

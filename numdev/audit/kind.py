@@ -12,7 +12,7 @@ from numdev.gate.judgement import Judgement, Test
 from numdev.gate.rows import Measured, check_whole
 from numdev.gate.rules import Rules
 from numdev.gate.thresholds import power_of, tests_of
-from numdev.report import AuditReport, AuditSummary, Finding, SweepReport
+from numdev.report import AuditReport, Finding, SweepReport
 from numdev.report.summary import summarise
 from numdev.studies import Judged, Kind
 
@@ -36,10 +36,20 @@ def findings(judgement: Judgement, report: Measured) -> tuple[Sequence[Finding],
     return wrong, (*tested, *report.doubts)
 
 
-def summary(report: AuditReport) -> AuditSummary:
-    """The kernels ranked, and the answer; what no row tells is as it is in the report's own."""
+def summarised(report: AuditReport) -> AuditReport:
+    """With the kernels ranked, and the answer; what no row tells of stays as it is."""
     ranked = summarise(report.rows, report.findings)
-    return report.summary.model_copy(update={"answer": ranked.answer, "kernels": ranked.kernels})
+    changes = {"answer": ranked.answer, "kernels": ranked.kernels}
+    return report.model_copy(update={"summary": report.summary.model_copy(update=changes)})
+
+
+def sweep_summarised(report: SweepReport) -> SweepReport:
+    """With its cells, figures and sentences, where it keeps the rows that they follow from."""
+    if not report.rows:
+        return report
+    from numdev.audit.sweep_summary import summarised  # it needs pandas, as no other report does
+
+    return summarised(report)
 
 
 def moves(a: Measured, b: Measured) -> tuple[Any, Compared]:
@@ -52,9 +62,10 @@ AUDIT = Kind(
     report=AuditReport,
     blocks=view.blocks,
     judged=Judged(
-        check=check_whole, tests=tests, findings=findings, summary=summary, beside=beside
+        check=check_whole, tests=tests, findings=findings, summarised=summarised, beside=beside
     ),
     moves=moves,
+    has_map=True,
 )
 SWEEP = Kind(
     report=SweepReport,
@@ -63,7 +74,7 @@ SWEEP = Kind(
         check=check_whole,
         tests=tests,
         findings=findings,
-        summary=lambda report: report.summary,
+        summarised=sweep_summarised,
         beside=beside,
     ),
     moves=moves,

@@ -17,7 +17,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
-from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentences
+from numdev.report.curves import Grid
 from numdev.sources.opening import ConfigSource
 from numdev.system import System
 
@@ -71,24 +71,15 @@ def sweep(
     request, source, grid = planned.request, planned.source, planned.grid
     watch, asked = Stopwatch(planned.plan.system.device), request.measured()
     results = run_plan(source, planned.plan, request, asked, directory, watch, **how)
-    rows = results.rows
-    of = (planned.baseline.kernel.name, planned.baseline.options)
-    metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
-    every = cells(rows, metrics, of, {case.name: case.axes for case in request.cases})
-    lines, called = grid.lines(every), grid.label(*of)
     report = SweepReport(
         **results.fields,
         request=request.model_dump(mode="json"),
         summary=SweepSummary(
-            answer=sentences(lines, grid, called),
-            notes=tuple(notes(rows)),
-            axis=grid.axis,
-            seeds=request.seeds,
-            baseline=called,
+            answer=(), axis=grid.axis, seeds=request.seeds, baseline=request.baseline.name
         ),
-        figures=tuple(figures(lines, grid, called)),
-        cells=every,
-        rows=rows,
+        figures=(),
+        cells=(),
+        rows=results.rows,
         timings=watch.seconds(),
     )
     report = judged(report, rules)

@@ -65,10 +65,11 @@ def audit(
 
 def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
     """The answer of a report of `numdev effects`. Raises UsageError for one of something else."""
+    from numdev.effects.report import EffectsReport
     from numdev.report import read
 
     other: Any = read(path)
-    if other.kind != "effects":
+    if not isinstance(other, EffectsReport):
         raise UsageError(f"--effects {path}: expected a report of effects, got one of {other.kind}")
     mine, its = request.checkpoint, other.request["checkpoint"]
     if not mine or (mine != its and Path(mine).resolve() != Path(its).resolve()):

@@ -14,7 +14,7 @@ EFFECTS = Kind(
         check=check,
         tests=verdict.tests,
         findings=verdict.findings,
-        summary=verdict.summary,
+        summarised=verdict.summarised,
         passing=verdict.passing,
     ),
     moves=moves.moves,

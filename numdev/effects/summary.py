@@ -24,9 +24,14 @@ Costs = Mapping[int, float]  # by sequence
 Runs = Sequence[RunSummary]
 
 
-def summary(report: EffectsReport) -> EffectsSummary:
+def summary_of(report: EffectsReport) -> EffectsSummary:
     """Of all rows of a report."""
     return summarise(report.rows, report.plan.against, logits=report.plan.logits)
+
+
+def summarised(report: EffectsReport) -> EffectsReport:
+    """With the runs, budgets and the answer that its rows give."""
+    return report.model_copy(update={"summary": summary_of(report)})
 
 
 def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numdev.effects.report import Check, EffectsPlan, EffectsReport, OutputRow, RunSummary
-from numdev.effects.summary import alone, flips_in_words, interval_in_words, summarise, summary
+from numdev.effects.summary import (
+    alone,
+    flips_in_words,
+    interval_in_words,
+    summarised,
+    summary_of,
+)
 from numdev.gate.findings import label, listed, run_findings
 from numdev.gate.judgement import MODEL, RUNS, Judgement, Test
 from numdev.gate.rules import AtMost, Rules
@@ -18,7 +24,7 @@ from numdev.report import Finding, Standing
 from numdev.report.numbers import labelled, percent, three
 from numdev.yamlfile import Strict
 
-__all__ = ["EffectsLimits", "findings", "passing", "summary", "tests"]
+__all__ = ["EffectsLimits", "findings", "passing", "summarised", "tests"]
 
 SURELY = 10  # times a limit: exceeded in one sequence alone, or without an interval
 WHOLE = ("whole", "attention")  # the kinds of runs with a kernel that are judged
@@ -53,7 +59,7 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
     """For the model every planned check and what it read; for every planned kernel in every format
     whether it ran, whether it is finite, and its share, the whole and its flips, or why not."""
     plan, limits = report.plan, rules.limits_of("effects")
-    runs = summarise(report.rows, plan.against, logits=plan.logits).runs
+    runs = summary_of(report).runs
     steady = not any(check.name == "repeat" and check.holds is False for check in report.checks)
     yield from _of_checks(report)
     lost = dict.fromkeys(row.reason or "" for row in report.rows if row.lost)
@@ -299,7 +305,7 @@ def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
         return None
     who = (label(test), test.format, test.tensor)
     kind = "attention" if test.rule == "own share" else "whole"
-    for run in report.summary.runs or summary(report).runs:
+    for run in report.summary.runs or summary_of(report).runs:
         at = run.at or "output"
         if (
             run.kind == kind

@@ -22,7 +22,7 @@ from numdev.studies import judged_by
 
 R = TypeVar("R", bound=Report)
 NAMED = 3  # weights
-CONCLUSIONS = ("outcome", "verdicts", "findings", "tested", "summary")
+CONCLUSIONS = ("outcome", "verdicts", "findings", "tested", "summary", "cells", "figures")
 NOT_PLANTED = "no such planted fault in this report: audit with --control"
 
 
@@ -42,7 +42,7 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
     judgement = judgement_of(report, first)
     again = concluded(report, judgement)
     for name in CONCLUSIONS:
-        if getattr(again, name) != getattr(report, name):
+        if getattr(again, name, None) != getattr(report, name, None):
             what = f"inconsistent report: its {name} does not follow from its rows"
             raise MeasurementError(what, hint=CUT)
     return judgement if first == rules else judgement_of(report, rules)
@@ -100,7 +100,8 @@ def concluded(report: R, judgement: Judgement) -> R:
         "findings": tuple(findings),
         "tested": tuple(tested),
     })  # fmt: skip
-    return whole.model_copy(update={"summary": study.summary(whole)})
+    summarised: R = study.summarised(whole)
+    return summarised
 
 
 def check_system(system: dict[str, object], rules: Rules) -> None:

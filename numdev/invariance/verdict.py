@@ -337,8 +337,10 @@ def passing(report: InvarianceReport, tests: Sequence[Test]) -> str | None:
     return summary_of(rows)
 
 
-def summary(report: InvarianceReport) -> InvarianceSummary:
-    return InvarianceSummary(answer=tuple(answer(report.rows, report.models)))
+def summarised(report: InvarianceReport) -> InvarianceReport:
+    """With the answer that its rows give."""
+    summary = InvarianceSummary(answer=tuple(answer(report.rows, report.models)))
+    return report.model_copy(update={"summary": summary})
 
 
 def summary_of(rows: Iterable[InvarianceRow]) -> str:

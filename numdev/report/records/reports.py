@@ -199,8 +199,8 @@ class Report(Record):
 
         tables = self.tables()
         name = table or next(iter(tables), "")
-        if name not in tables:
-            raise UsageError(f"to_pandas: no table {name!r}", hint=closest(name, tables))
+        if not isinstance(name, str) or name not in tables:
+            raise UsageError(f"to_pandas: no table {name!r}", hint=closest(str(name), tables))
         return pandas.DataFrame([record.model_dump() for record in tables[name]])
 
     def plot(self, metric: str = "floor_ratio", **which: Any) -> Any:

@@ -141,7 +141,8 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
 def _link(report: Any, finding: Finding) -> str:
     """The cell of an audit's map that a finding is about."""
     place, tensor = finding.place, finding.tensor or "out"
-    if place is None or place.head is None or getattr(report, "kind", "") != "audit":
+    mapped = isinstance(report, Report) and kind_of(report.kind).has_map
+    if place is None or place.head is None or not mapped:
         return ""
     layer = Places(report.rows).layer(place)
     kernel = labelled(finding.kernel, finding.options)

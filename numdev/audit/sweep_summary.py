@@ -1,0 +1,39 @@
+"""What follows from the rows of a sweep: its cells, figures and sentences. Needs no torch."""
+
+from __future__ import annotations
+
+from numdev.config import SweepRequest
+from numdev.errors import MeasurementError
+from numdev.gate.rows import CUT
+from numdev.report import PlannedKernel, PlanRecord, SweepReport, SweepSummary
+from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentences
+
+
+def summarised(report: SweepReport) -> SweepReport:
+    """The report with its cells, figures and summary as its rows have them."""
+    request = SweepRequest.model_validate(report.request)
+    grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
+    baseline = baseline_of(request, report.plan)
+    metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
+    of = (baseline.kernel, baseline.options)
+    every = cells(report.rows, metrics, of, {case.name: case.axes for case in request.cases})
+    lines, called = grid.lines(every), grid.label(*of)
+    summary = SweepSummary(
+        answer=sentences(lines, grid, called),
+        notes=tuple(notes(report.rows)),
+        axis=grid.axis,
+        seeds=request.seeds,
+        baseline=called,
+    )
+    drawn = tuple(figures(lines, grid, called))
+    return report.model_copy(update={"summary": summary, "cells": every, "figures": drawn})
+
+
+def baseline_of(request: SweepRequest, plan: PlanRecord) -> PlannedKernel:
+    """What ratios are relative to. Raises MeasurementError where the plan has no such kernel."""
+    name, options = request.baseline.name, request.baseline.options.items()
+    for kernel in plan.kernels:
+        same = kernel.kernel.rpartition(":")[2] == name.rpartition(":")[2]
+        if same and (not kernel.options or options <= kernel.options.items()):
+            return kernel
+    raise MeasurementError(f"inconsistent report: the plan lacks its baseline {name}", hint=CUT)
