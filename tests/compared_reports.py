@@ -26,7 +26,8 @@ def audit(
     findings: tuple[Finding, ...] = (), heads: int = 1,
 ) -> AuditReport:  # fmt: skip
     """A whole report with these rows, and what differs from REQUEST, SYSTEM and no source; not
-    judged, since a comparison asks for no judgement. Its call has as many heads as they need, or more; where gradients are asked of, it has them all."""
+    judged, since a comparison asks for no judgement. Its call has as many heads as they need, or
+    more; where gradients are asked of, it has them all."""
     rows = with_gradients(rows)
     audited = unjudged(*together(rows), **{**SYSTEM, **(system or {})})
     where = audited.provenance.model_copy(update={"source": source or {}})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gate_rows import control, findings_of, judge, row
+from gate_rows import control, findings_of, judge, planned, row
 
 from numdev.gate import findings as gate_findings
-from numdev.gate.rules import Rules
-from numdev.report import DeviationRow, Finding
+from numdev.gate.judgement import Test
+from numdev.gate.rules import Rules, default_rules
+from numdev.gate.thresholds import run_tests
+from numdev.report import DeviationRow, Finding, Standing
 
 
 def found(*rows: DeviationRow) -> tuple[Finding, ...]:
@@ -62,3 +64,90 @@ def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words:
     sized = row(baseline_ratio=3.0, expected_ratio=1.0, worst_row=1.2, mean_abs=9e-5)
     ((finding,), _) = findings_of([sized], Rules.model_validate({"thresholds": [limit]}))
     assert finding.sentence.startswith(f"mine (bfloat16) {words}")
+
+
+def test_a_kernel_that_passed_shows_the_number_nearest_to_its_limit() -> None:
+    """Over its own limit: 1.05 of 1.1 is nearer than 3 of 5, and a number within 0 is not near."""
+    rows = [row(expected_ratio=1.05, worst_row=3.0)]
+    (verdict,) = gate_findings.kernel_verdicts(judge(rows), findings_of(rows)[0])
+    assert (verdict.rule, verdict.observed, verdict.limit) == ("error", 1.05, 1.1)
+    near = [Test(rule="r", standing=Standing.HELD, observed=x, bound=b)
+            for x, b in ((-3.0, 4.0), (1.0, 0.0), (0.0, 0.0), (None, 1.0))]  # fmt: skip
+    assert [test.nearness for test in near] == [0.75, float("inf"), 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("failed", "declined", "said"), [
+    (2, 1, "mine (bfloat16) failed in 2 of 6 calls: it raised."),
+    (0, 2, "mine (bfloat16) refuses 2 of 5 calls: it declined."),
+])  # fmt: skip
+def test_calls_are_counted_as_what_became_of_them(failed: int, declined: int, said: str) -> None:
+    """Three ran; those that failed are told before those that were declined."""
+    bare = [*[("failed", "it raised")] * failed, *[("skipped", "it declined")] * declined]
+    rows = [*(row(call=n) for n in range(3)),
+            *(row(None, call=3 + n, status=status, reason=why)
+              for n, (status, why) in enumerate(bare))]  # fmt: skip
+    (finding,) = found(*rows)
+    assert finding.sentence == said
+    assert (finding.count, finding.judged) == (failed or declined, 3 + failed + declined)
+    assert finding.severity == ("unmeasured" if failed else "note")
+
+
+@pytest.mark.parametrize(("required", "named", "said"), [
+    (("mine",), False, "is required, but not run in 1 of 1 calls: no."),
+    ((), True, "was requested, but not run in 1 of 1 calls: no."),
+])  # fmt: skip
+def test_a_kernel_that_never_ran_was_required_or_requested(
+    required: tuple[str, ...], named: bool, said: str
+) -> None:
+    """By the rules, or by whoever asked for it by name."""
+    rows = [row(None, status="skipped", reason="no")]
+    book = default_rules().model_copy(update={"required": required})
+    tests = run_tests(rows, planned(rows, named=named), book)
+    assert [f.sentence for f in gate_findings.run_findings(list(tests))] == [
+        f"mine (bfloat16) {said}"
+    ]
+
+
+def test_how_many_results_were_checked() -> None:
+    """The most that one rule had: 5 heads of the output, of which 4 have a row that is judged."""
+    rows = [row(h, **({"tensor": "dq"} if h == 4 else {})) for h in range(5)]
+    _, (tested, *_) = findings_of(rows)
+    assert tested.startswith("All applied rules passed: mine in bfloat16, 5 results (one per head")
+
+
+def test_overflows_are_counted_in_elements() -> None:
+    """Over all heads, not in heads."""
+    _, tested = findings_of([row(0, overflow=3), row(1, overflow=4), row(2)])
+    assert any("out of mine overflows in 7 elements where" in line for line in tested)
+
+
+def test_a_suspicion_says_how_much_nearer_the_changed_answer_is_in_the_median() -> None:
+    """Of three heads the middle one."""
+    wrong = [row(h, suspicion="the scale is 1", suspicion_cut=x)
+             for h, x in enumerate((30.0, 50.0, 400.0))]  # fmt: skip
+    (finding,) = found(*wrong)
+    assert "(with this change the fp64 result is 50× closer to the kernel's; 3 of 3" in (
+        finding.sentence
+    )
+
+
+def test_gradients_inherit_a_wrong_output_in_its_own_format_alone() -> None:
+    """In another format, where the output is right, they are a finding of their own."""
+    wrong = row(suspicion="the scale is 1", suspicion_cut=50.0)
+    other = [row(format="float16"), row(format="float16", tensor="dq", expected_ratio=9.0)]
+    assert [(f.tensor, f.formats) for f in found(wrong, *other)] == [
+        ("out", ("bfloat16",)), ("dq", ("float16",))
+    ]  # fmt: skip
+    both = [{"format": fmt, "tensor": "dq", "suspicion": "dq is 0", "suspicion_cut": 30.0}
+            for fmt in ("bfloat16", "float16")]  # fmt: skip
+    assert [(f.tensor, f.formats) for f in found(wrong, other[0], *(row(**x) for x in both))] == [
+        ("out", ("bfloat16",)), ("dq", ("bfloat16", "float16"))
+    ]  # fmt: skip
+
+
+def test_the_number_and_the_limit_of_a_finding_are_not_exchanged() -> None:
+    """In its fields, as in its sentence."""
+    (finding,) = found(*(row(h, expected_ratio=2.5 if h == 3 else 1.0) for h in range(4)))
+    assert (finding.observed, finding.limit, finding.count, finding.judged) == (2.5, 1.1, 1, 4)
+    assert "is 2.5× what" in finding.sentence
+    assert "(limit 1.1×; 1 of 4 heads, worst at layer 0 head 3)" in finding.sentence

@@ -7,13 +7,25 @@ from typing import Any
 
 import pytest
 from commands import run
-from gate_rows import control, judge, report, row, rule_tests
-from test_gate import rules
+from gate_rows import (
+    control,
+    findings_of,
+    judge,
+    planned,
+    report,
+    row,
+    rule_tests,
+    together,
+    unjudged,
+)
+from test_gate import estimated, rules
 
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, UsageError
+from numdev.gate import judging
 from numdev.gate.judgement import Judgement
-from numdev.gate.rules import default_rules, read_rules
-from numdev.report import write
+from numdev.gate.rules import Limit, default_rules, read_rules
+from numdev.gate.thresholds import power_of, run_tests
+from numdev.report import NOT_PREDICTED, write
 from numdev.yamlfile import bundled
 
 
@@ -154,3 +166,221 @@ def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) ->
     page, path = Path(__file__).parents[1] / "docs" / "gate.md", tmp_path / "example.yaml"
     path.write_text(page.read_text().split("```yaml\n")[1].split("```")[0])
     assert len(read_rules(path).thresholds) >= 3
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({}, ()),
+    ({"overflows": {"float8_e5m2": 5}}, ()),
+    ({"overflows": {"float16": 5}}, ("layer 0: 5 elements of the inputs overflow float16",)),
+    ({"nonfinite": {"v": 3}}, ("layer 0: v holds 3 elements that are NaN or infinite",)),
+])  # fmt: skip
+def test_inputs_that_are_not_finite_are_told_and_no_pass(changes: Any, said: Any) -> None:
+    """As they came, or rounded to a format of the report; how many elements of what, and where."""
+    made = unjudged(*together([row(), row(format="float16")]))
+    of_calls = tuple(one.model_copy(update=changes) for one in made.cases)
+    judged = judging.judgement_of(made.model_copy(update={"cases": of_calls}), default_rules())
+    (found,) = (test for test in judged.tests if test.rule == "finite inputs")
+    assert (found.reasons, judged.exit_code) == (said, 3 if said else 0)
+
+
+@pytest.mark.parametrize(("source", "why"), [
+    ({}, None),
+    ({"sequences_asked": 8, "sequences_read": 8, "tokens_asked": 256, "tokens_read": 256}, ""),
+    ({"sequences_asked": 8, "sequences_read": 9}, ""),
+    ({"sequences_asked": 8, "sequences_read": 7},
+     "7 sequences were read where 8 sequences were asked for"),
+    ({"sequences_asked": 8, "sequences_read": 8, "tokens_asked": 256, "tokens_read": 255},
+     "8 x 255 tokens were read where 8 x 256 tokens were asked for"),
+    ({"sequences_asked": 8, "sequences_read": 1, "tokens_asked": 256, "tokens_read": 256},
+     "1 x 256 tokens were read where 8 x 256 tokens were asked for"),
+])  # fmt: skip
+def test_less_text_than_asked_for_is_told_and_no_pass(source: Any, why: str | None) -> None:
+    """Fewer sequences, or shorter ones: what was read first, then what was asked for."""
+    made = unjudged(*together([row()]))
+    provenance = made.provenance.model_copy(update={"source": source})
+    judged = judging.judgement_of(made.model_copy(update={"provenance": provenance}),
+                                  default_rules())  # fmt: skip
+    told = [test.reasons for test in judged.tests if test.rule == "reading"]
+    assert told == ([] if why is None else [(why,) if why else ()])
+    assert judged.exit_code == (3 if why else 0)
+
+
+def test_few_heads_never_lower_a_limit() -> None:
+    """The limit of few heads counts where it is above the kernel's own, and that where it is."""
+    for own, of_few, limit in ((3.0, 5.0, 5.0), (3.0, 2.0, 3.0)):
+        book = rules(metric="rms", at_most=1, heads=8, few=(4, of_few),
+                     instead=[{"tensor": "out", "at_most": own}])  # fmt: skip
+        for value, outcome in ((limit, "passed"), (1.01 * limit, "exceeded")):
+            found = only(judge([row(h, rms=value) for h in range(4)], book))
+            assert (found.outcome, found.bound) == (outcome, limit)
+
+
+def test_what_may_be_lacking_is_what_the_rule_says() -> None:
+    """No number for a good reason: of `numbers` alone; no row at all: of `rows` too."""
+    lacks = [row(0, noise=None), row(1)]
+    for lenient, code in (("nothing", 3), ("rows", 3), ("numbers", 0)):
+        book = rules(metric="noise", at_most=1, may_lack=lenient)
+        assert judge(lacks, book, repeats=1).exit_code == code
+        assert judge(lacks, book, repeats=2).exit_code == 3, "the plan has what the row lacks"
+        absent = only(judge([row()], rules(metric="rms", at_most=1, may_lack=lenient,
+                                           where={"tensor": "dq"})))  # fmt: skip
+        assert absent.standing == ("missing" if lenient == "nothing" else "not applicable")
+
+
+def test_an_undecided_head_beside_others_is_no_pass() -> None:
+    """It is shown, not the one that is held; each is counted as what it is."""
+    ends = ((1.0, 1.05), (1.04, 1.5), (0.9, 1.0))
+    book = rules(metric="expected_ratio", at_most=1.1)
+    found = only(judge([estimated(h, expected_ratio=x) for h, x in enumerate(ends)], book))
+    assert (found.standing, found.observed, found.interval) == ("undecided", 1.27, (1.04, 1.5))
+    assert (found.judged, found.offending, found.unjudged) == (2, 0, 1)
+    assert found.places[0].head == 1
+    assert "expected_ratio, 1.04 to 1.5, contains the limit 1.1" in found.reasons[0]
+
+
+def test_another_metric_stands_in_for_a_number_that_says_why_it_is_none() -> None:
+    """Not for one that nobody measured; nor is one excused that an emulation stands for."""
+    book = rules(metric="expected_ratio", at_most=1.1,
+                 otherwise=[{"metric": "baseline_ratio", "at_most": 2}])  # fmt: skip
+    for nulls, standing in (({"expected_ratio": "why"}, "held"), ({}, "missing")):
+        assert only(judge([row(expected_ratio=None, nulls=nulls)], book)).standing == standing
+    lone = rules(metric="worst_row", at_most=5, may_lack="numbers")
+    for claim, standing in ((None, "not applicable"), ("fa2", "missing")):
+        bare = row(claim=claim, expected_ratio=None, worst_row=None, nulls={"worst_row": "why"})
+        assert only(judge([bare], lone)).standing == standing
+    predicted = rules(metric="expected_ratio", at_most=5, may_lack="numbers")
+    for why, standing in ((NOT_PREDICTED, "not applicable"), ("another reason", "missing")):
+        keys = row(tensor="dk", sampled=True, expected_ratio=None, claim="fa2",
+                   nulls={"expected_ratio": why})  # fmt: skip
+        assert only(judge([keys], predicted)).standing == standing
+
+
+def test_a_median_at_its_limit_is_within() -> None:
+    """Of eight heads the fifth from above is the median, the less bad of the two in the middle;
+    beyond the limit it accuses all heads that are."""
+    book = rules(metric="rms", at_most=1.5, heads=8)
+    for middle, outcome, offending in ((1.5, "passed", 0), (1.51, "exceeded", 5)):
+        sizes = (2.0, 2.0, 2.0, 1.6, middle, 1.0, 1.0, 1.0)
+        found = only(judge([row(h, rms=x) for h, x in enumerate(sizes)], book))
+        assert (found.outcome, found.observed, found.offending) == (outcome, middle, offending)
+
+
+def test_a_p_of_0_is_the_smallest() -> None:
+    """A bias that is certain beyond what a float can say is certain."""
+    biased = row(bias_p=0.0, bias_size=0.2)
+    assert judge([biased, row(1, bias_p=1.0)]).exit_code == 1
+
+
+def test_calls_are_told_apart_by_case_call_and_seed() -> None:
+    """A failure outweighs what else became of its call, and no other."""
+    bad: dict[str, Any] = {"status": "failed", "reason": "raised", "head": None}
+    for name in ("case", "call", "seed"):
+        values = ("c", "d") if name == "case" else (0, 1)
+        rows = [row(**{name: values[0]}), row(**{name: values[1], **bad})]
+        (ran,) = run_tests(rows, planned(rows), default_rules())
+        assert (ran.judged, ran.offending, ran.unjudged) == (1, 1, 0), name
+    declined = row(status="skipped", reason="declined", head=None)
+    (ran,) = run_tests([declined, row(**bad)], planned([declined]), default_rules())
+    assert (ran.judged, ran.offending, ran.unjudged, ran.reasons) == (0, 1, 0, ("raised",))
+
+
+def test_what_was_asked_for_may_be_declined_in_some_calls_and_not_in_all() -> None:
+    """A kernel by name; gradients always; one that nobody named may decline all."""
+    for tensor, named, asked in (("out", True, True), ("out", False, False), ("dq", False, True)):
+        declined = row(case="d", head=None, status="skipped", reason="no", tensor=tensor)
+        some, none = [row(tensor=tensor), declined], [declined]
+        for rows, missing in ((some, False), (none, asked)):
+            (ran,) = run_tests(rows, planned(rows, named=named), default_rules())
+            assert ran.standing == ("missing" if missing else "not applicable")
+
+
+def test_a_kernel_without_an_element_to_judge_ran() -> None:
+    """It is missing only where the rules require it."""
+    empty = row(elements=0)
+    for required, standing in (((), "held"), (("mine",), "missing")):
+        book = default_rules().model_copy(update={"required": required})
+        (ran,) = run_tests([empty], planned([empty]), book)
+        assert ran.standing == standing
+
+
+def test_a_planted_fault_that_no_rule_judges_was_not_missed() -> None:
+    """Nor was it caught: it is left out of the doses from which on all are caught."""
+    unknown = {"metric": "expected_ratio", "at_most": 1.1, "may_lack": "numbers"}
+    rows = [row(), control("f", 0.1, 9.0), control("f", 0.2, 9.0), control("f", 0.3, None)]
+    (power,) = power_of(rows, planned(rows), rules(**unknown))
+    assert [d.outcome for d in power.doses] == ["caught", "caught", "unmeasured"]
+    assert power.caught_from == 0.1
+
+
+@pytest.mark.parametrize(("dose", "formats", "why"), [
+    (0.01, ("bfloat16",), ()), (0.0099, ("bfloat16",), ("caught: scale (bfloat16) from dose 0.01 "
+                                                         "on",)),
+    (0.01, ("bfloat16", "float16"), ("not planted in float16",)),
+])  # fmt: skip
+def test_a_fault_is_to_be_caught_from_its_dose_on_in_every_format(
+    dose: float, formats: Any, why: Any
+) -> None:
+    """The dose itself is enough; a format without the fault is not."""
+    book = default_rules().model_copy(update={"catches": {"scale": dose}})
+    judged = judge([*(row(format=fmt) for fmt in formats), control("scale", 0.01, 9.0)], book)
+    (proof,) = (test for test in judged.tests if test.rule == "catches scale")
+    assert (proof.reasons, judged.exit_code) == (why, 3 if why else 0)
+
+
+def test_a_kernel_that_declined_all_is_nothing_judged() -> None:
+    """Though rules are applied to yardsticks beside it."""
+    where = {"role": ["kernel", "baseline"]}
+    book = rules(metric="nonfinite", at_most=0, where=where)
+    rows = [row(role="baseline", kernel="baseline"),
+            row(head=None, status="skipped", reason="no")]  # fmt: skip
+    judged = judge(rows, book)
+    assert (judged.exit_code, judged.tests[-1].reasons) == (
+        3, ("No kernel under audit was measured",)
+    )  # fmt: skip
+
+
+def test_other_rules_judge_again_and_the_first_are_held_to_the_report(tmp_path: Path) -> None:
+    """A stored report passes by its own rules and fails by stricter ones."""
+    stored = report(row())
+    assert judging.judge_report(stored).exit_code == 0
+    strict = rules(metric="expected_ratio", at_most=1.01)
+    judged = judging.judge_report(stored, strict)
+    assert (judged.exit_code, [t.rule for t in judged.tests][:1]) == (1, ["r"])
+    for name in ("verdicts", "tested"):
+        edited = stored.model_copy(update={name: getattr(stored, name)[:0]})
+        with pytest.raises(MeasurementError, match=f"its {name} does not follow from its rows"):
+            judging.judge_report(edited)
+
+
+def test_a_report_that_does_not_say_where_it_is_from_is_from_elsewhere() -> None:
+    """A rule for a GPU holds for no report that names none."""
+    book = default_rules().model_copy(update={"holds_for": {"gpu": "*"}})
+    assert judging.judge_report(report(row(), gpu="H100"), book).exit_code == 0
+    with pytest.raises(MeasurementError, match="hold for gpu"):
+        judging.judge_report(report(row(), gpu=None), book)
+
+
+def test_a_limits_excess() -> None:
+    """The size over the limit; infinite beyond a limit of 0, and of what is no number."""
+    limit, none = Limit(metric="bias_size", at_most=0.5), Limit(metric="nonfinite", at_most=0)
+    assert [limit.excess(x) for x in (-1.0, 0.25, None)] == [2.0, 0.5, 0.0]
+    assert limit.excess(float("nan")) == float("inf")
+    assert [none.excess(x) for x in (0.0, 1e-9)] == [0.0, float("inf")]
+
+
+def test_rows_of_dk_share_the_errors_of_their_delta() -> None:
+    """As those of dq: 8 numbers a row; those of dv do not. 1 + 4/√16 is 2, 1 + 4/√128 is 1.354."""
+    book = rules(metric="expected_ratio", at_most=1.1, scatter=4)
+    for tensor, limit in (("dq", 2.0), ("dk", 2.0), ("dv", 1.354), ("out", 1.354)):
+        sized = row(tensor=tensor, elements=128, rows_measured=2, expected_ratio=1.0)
+        assert only(judge([sized], book)).bound == limit
+
+
+def test_a_finding_counts_the_heads_of_all_its_formats() -> None:
+    """One function that is wrong in two formats is one finding: 3 of 7 heads."""
+    wrong = {"suspicion": "the scale is 1", "suspicion_cut": 50.0}
+    rows = [*(row(h, **(wrong if h < 2 else {})) for h in range(4)),
+            *(row(h, format="float16", **(wrong if h < 1 else {})) for h in range(3))]  # fmt: skip
+    ((finding, *_), _) = findings_of(rows)
+    assert (finding.count, finding.judged, finding.formats) == (3, 7, ("bfloat16", "float16"))
+    assert "; 3 of 7 heads, for example at layer 0 head 0)." in finding.sentence

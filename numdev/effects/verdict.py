@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import Finding, Standing
+from numdev.report import Finding, PlannedKernel, Standing
 from numdev.report.numbers import labelled, percent, three
 from numdev.yamlfile import Strict
 
 __all__ = ["EffectsLimits", "findings", "passing", "summarised", "tests"]
 
+UNSTEADY = "the model does not repeat itself"
 SURELY = 10  # times a limit: exceeded in one sequence alone, or without an interval
 WHOLE = ("whole", "attention")  # the kinds of runs with a kernel that are judged
 
@@ -67,29 +69,25 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
         rule="exact output", standing=Standing.UNDECIDED if lost else Standing.HELD, kernel=MODEL,
         format=", ".join(plan.formats), reasons=tuple(lost),
     )  # fmt: skip
-    for kernel in plan.kernels:
-        for fmt in plan.formats:
-            who: dict[str, Any] = {
-                "role": "kernel", "kernel": kernel.kernel, "options": kernel.options, "format": fmt,
-            }  # fmt: skip
-            yield _ran(report, who, rules)
-            for at in plan.outputs:
-                of = (kernel.kernel, str(kernel.options))
-                whole = next(
-                    run for run in runs
-                    if run.kind == "whole" and (run.format, run.at) == (fmt, at)
-                    and (run.kernel, str(run.options)) == of
-                )  # fmt: skip
-                own = _of_output(plan, whole, runs, limits)
-                for test in own:
-                    about = {**who, "tensor": at or "output", **test}
-                    if not steady and about["standing"] in (Standing.HELD, Standing.EXCEEDED):
-                        about |= {
-                            "standing": Standing.UNDECIDED,
-                            "reasons": ("the model does not repeat itself",),
-                            "beyond": (),
-                        }
-                    yield Test(**about)
+    for kernel, fmt in itertools.product(plan.kernels, plan.formats):
+        who: dict[str, Any] = {
+            "role": "kernel", "kernel": kernel.kernel, "options": kernel.options, "format": fmt,
+        }  # fmt: skip
+        yield _ran(report, who, rules)
+        for at in plan.outputs:
+            whole = next(run for run in runs if _is_whole(run, kernel, fmt, at))
+            for fields in _of_output(plan, whole, runs, limits):
+                judged = fields["standing"] in (Standing.HELD, Standing.EXCEEDED)
+                if judged and not steady:
+                    fields |= {"standing": Standing.UNDECIDED, "reasons": (UNSTEADY,), "beyond": ()}
+                yield Test(**who, tensor=at or "output", **fields)
+
+
+def _is_whole(run: RunSummary, kernel: PlannedKernel, fmt: str, at: str) -> bool:
+    """Whether a run is that of the whole model with a kernel."""
+    if (run.kind, run.format, run.at) != ("whole", fmt, at):
+        return False
+    return (run.kernel, str(run.options)) == (kernel.kernel, str(kernel.options))
 
 
 def _of_checks(report: EffectsReport) -> Iterator[Test]:
@@ -140,15 +138,21 @@ def _of_output(
     plan: EffectsPlan, whole: RunSummary, runs: Sequence[RunSummary], limits: Any
 ) -> Iterator[dict[str, Any]]:
     """Fields of the tests of one output of the model with one kernel in one format."""
-    own = alone(whole, runs)
-    yield _finite(whole, own, runs)
-    if whole.cost is None or own is None or own.cost is None:
-        why = (whole.reason or (own and own.reason) or "it did not run",)
+    attention = alone(whole, runs)
+    yield _finite(whole, attention, runs)
+    if whole.cost is None or attention is None or attention.cost is None:
+        lacking = [run for run in (whole, attention) if run and run.cost is None]
+        reasons = tuple(run.reason for run in lacking if run.reason) or ("it did not run",)
+        # Where neither ran, the rule on runs says so; one without the other judges nothing.
+        neither = whole.cost is None and (attention is None or attention.cost is None)
         for rule in ("own share", "model", "flips"):
-            yield {"rule": rule, "standing": Standing.NOT_APPLICABLE, "reasons": why}
+            yield {
+                "rule": rule, "reasons": reasons,
+                "standing": Standing.NOT_APPLICABLE if neither else Standing.MISSING,
+            }  # fmt: skip
         return
     steady = bool(whole.growth) and not plan.routes
-    yield _ratio(plan, own, limits, steady=steady)
+    yield _ratio(plan, attention, limits, steady=steady)
     yield _ratio(plan, whole, limits, steady=steady)
     if not plan.logits or plan.routes or whole.unexplained is None:
         lacks = plan.logits and not plan.routes and _emulated(plan)
@@ -181,10 +185,10 @@ def _emulated(plan: EffectsPlan) -> bool:
 
 
 def _finite(
-    whole: RunSummary, own: RunSummary | None, runs: Sequence[RunSummary]
+    whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
 ) -> dict[str, Any]:
     """NaN and infinity are the kernel's fault where the model is finite with another one."""
-    bad = max(whole.nonfinite, own.nonfinite if own else 0)
+    bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
     others = [
         run for run in runs
         if run.kind == "whole" and (run.format, run.at) == (whole.format, whole.at)
@@ -194,7 +198,7 @@ def _finite(
     test |= {"limit": "at most 0", "observed": float(bad), "judged": 1, "offending": int(bad > 0)}
     if not bad:
         return test | {"standing": Standing.HELD if whole.cost else Standing.NOT_APPLICABLE}
-    worst = whole if whole.nonfinite else own
+    worst = whole if whole.nonfinite else attention
     why = (worst.reason or "") if worst else ""
     if others:
         return test | {"standing": Standing.EXCEEDED, "beyond": (worst,)}
@@ -247,8 +251,8 @@ def findings(
     """A sentence for each limit that is exceeded, the farthest first; what was not tested."""
     wrong = [test for test in judgement.tests if test.beyond]
     sentences = []
-    for own in grouped(wrong, lambda t: (label(t), t.format)).values():
-        for test in sorted(own, key=lambda test: -test.nearness):
+    for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
+        for test in sorted(of_kernel, key=lambda test: -test.nearness):
             name = "" if test.kernel == MODEL else f"{label(test)} ({test.format}) "
             sentences.append(Finding(
                 rule=test.rule, severity="exceeded", sentence=f"{name}{_sentence(test)}.",
@@ -292,15 +296,17 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
     not tested and why."""
     if tests[0].kernel != MODEL:
         return _nearest(report, tests)
-    held = [test.rule for test in tests if test.standing is Standing.HELD and test.metric]
-    lacking = [f"{t.rule} ({t.reasons[0]})" for t in tests if t.standing is Standing.NOT_APPLICABLE]
-    text = f"{listed(held)} hold" + "s" * (len(held) == 1)
-    return text + (f"; not tested: {', '.join(lacking)}" if lacking else "")
+    holding = [test.rule for test in tests if test.standing is Standing.HELD and test.metric]
+    untested = [
+        f"{t.rule} ({t.reasons[0]})" for t in tests if t.standing is Standing.NOT_APPLICABLE
+    ]
+    text = f"{listed(holding)} hold" + "s" * (len(holding) == 1)
+    return text + (f"; not tested: {', '.join(untested)}" if untested else "")
 
 
 def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
-    held = [test for test in tests if test.standing is Standing.HELD and test.metric]
-    test = max(held, key=lambda test: test.nearness, default=None)
+    passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
+    test = max(passed, key=lambda test: test.nearness, default=None)
     if test is None:
         return None
     who = (label(test), test.format, test.tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -115,22 +116,25 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
     # Rules that somebody wrote are for axes that the report has to have.
     ours = "invariance" not in rules.limits
     needed = () if ours else (*limits.bitwise, *limits.within_floor)
-    for kernel in plan.kernels:
-        for fmt in plan.formats:
-            key = (labelled(kernel.kernel, kernel.options), fmt)
-            who = {"role": "kernel", "kernel": kernel.kernel, "options": kernel.options}
-            yield from _of_kernel(report, {**who, "format": fmt}, rows.get(key, ()), rules)
-            # A form that does not repeat itself has rows along `repeat`, asked for or not.
-            met = (row.axis for row in rows.get(key, ()))
-            for axis in dict.fromkeys((*plan.axes, *needed, *met)):
-                own = [row for row in rows.get(key, ()) if row.axis == axis]
-                must = axis in limits.bitwise and plan.named
-                must |= axis in needed or plan.asked
-                yield from _along(axis, {**who, "format": fmt}, own, limits, must=must)
-    for kernel in plan.kernels:
-        for fmt in plan.formats:
-            key = (labelled(kernel.kernel, kernel.options), fmt)
-            yield from _of_model(models.get(key, ()), kernel, limits)
+    every = list(itertools.product(plan.kernels, plan.formats))
+    for kernel, fmt in every:
+        of_kernel = rows.get((labelled(kernel.kernel, kernel.options), fmt), [])
+        who: dict[str, Any] = {
+            "role": "kernel", "kernel": kernel.kernel, "options": kernel.options, "format": fmt,
+        }  # fmt: skip
+        yield from _of_kernel(report, who, of_kernel, rules)
+        # A form that does not repeat itself has rows along `repeat`, asked for or not.
+        for axis in dict.fromkeys((*plan.axes, *needed, *(row.axis for row in of_kernel))):
+            along = [row for row in of_kernel if row.axis == axis]
+            if any(row.status == "ok" for row in along):
+                yield from _along(axis, who, along, limits)
+            else:
+                keeps = axis in limits.bitwise and plan.named
+                asked = plan.asked or axis in needed
+                yield _not_along(axis, who, along, keeps_bits=keeps, asked=asked)
+    for kernel, fmt in every:
+        key = (labelled(kernel.kernel, kernel.options), fmt)
+        yield from _of_model(models.get(key, ()), kernel, limits)
 
 
 def _of_kernel(
@@ -159,23 +163,28 @@ def _ran(row: InvarianceRow) -> tuple[str, str]:
     return "ok" if row.excuse == "repeat" else row.status, why
 
 
+def _not_along(
+    axis: str, who: Mapping[str, Any], rows: Sequence[InvarianceRow], *, keeps_bits: bool,
+    asked: bool,
+) -> Test:  # fmt: skip
+    """That a kernel ran in no call along an axis. It is no pass where the axis was `asked` for,
+    where the kernel `keeps_bits` along it by the rules and such a call can be made, and where the
+    kernel failed or memory ran out."""
+    reasons = dict.fromkeys(row.reason or "" for row in rows) or ("no call was made so",)
+    possible = any(row.excuse != "call" for row in rows)
+    failed = any(row.excuse in ("", "memory") for row in rows)
+    missing = asked or failed or (keeps_bits and possible)
+    return Test(
+        **who, rule=axis, standing=Standing.MISSING if missing else Standing.NOT_APPLICABLE,
+        unjudged=len(rows), reasons=tuple(f"{axis} is not judged: {why}" for why in reasons),
+    )  # fmt: skip
+
+
 def _along(
-    axis: str, who: Mapping[str, Any], rows: Sequence[InvarianceRow], limits: InvarianceLimits,
-    *, must: bool,
-) -> Iterator[Test]:  # fmt: skip
-    """Every rule on every tensor along one axis; one test where there is no number along it."""
+    axis: str, who: Mapping[str, Any], rows: Sequence[InvarianceRow], limits: InvarianceLimits
+) -> Iterator[Test]:
+    """Every rule on every tensor along one axis."""
     ok = [row for row in rows if row.status == "ok"]
-    if not ok:
-        reasons = tuple(dict.fromkeys(row.reason or "" for row in rows)) or ("no call was made so",)
-        declined = all(row.excuse not in ("", "memory") for row in rows)
-        possible = any(row.excuse != "call" for row in rows)
-        asked = must and (possible or axis not in limits.bitwise or not rows)
-        lacks = asked or not declined
-        yield Test(
-            **who, rule=axis, standing=Standing.MISSING if lacks else Standing.NOT_APPLICABLE,
-            unjudged=len(rows), reasons=tuple(f"{axis} is not judged: {why}" for why in reasons),
-        )  # fmt: skip
-        return
     every = [each for row in ok for each in held(row, limits)]
     for (rule, tensor), own in grouped(every, lambda h: (h.rule, h.row.tensor)).items():
         worst = worst_of(own)
