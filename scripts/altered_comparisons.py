@@ -263,7 +263,7 @@ def damaged(_: Data, b: Data, rng: random.Random) -> None:
         case 1:
             b["kind"] = rng.choice([kind for kind in REPORTS if kind != b["kind"]])
         case _:
-            rng.choice(rows_of(b))[name] = rng.choice(([], {}, "many", [1.0]))
+            rng.choice(rows_of(b))[name] = rng.choice(([], {}, {} if name in WORDS else "many"))
 
 
 def nothing(a: Data, b: Data, rng: random.Random) -> None:

@@ -40,6 +40,9 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
     plan, request = report.plan, report.request
     if len(plan.formats) != len(dict.fromkeys(request.get("formats") or ())):
         yield "the plan has other formats than the request"
+    read = report.provenance.source.get("sequences_read")
+    if read is not None and read != plan.sequences:
+        yield "the plan has other sequences than were read"
     names = {kernel.kernel for kernel in plan.kernels}
     yield from unplanned_kernels(request, names)
     if plan.against not in names or len(plan.kernels) > 1 + len(request.get("kernels") or ()):

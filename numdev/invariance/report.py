@@ -70,10 +70,10 @@ class InvariancePlan(Record):
     models: tuple[Axis, ...] = ()  # along which the model's own output was to be compared
 
 
-Excuse = Literal["", "call", "option", "kernel", "memory", "way", "repeat"]
-"""Why a row has no numbers: no such call can be made; the kernel has no such option; it declines
-the call, or cannot run here; memory ran out; a way in which a sound kernel may not run; the kernel
-does not repeat itself."""
+Excuse = Literal["", "call", "option", "mask", "kernel", "memory", "way", "repeat"]
+"""Why a row has no numbers: no such call can be made; the kernel has no such option; it declines a
+mask that the call as it is has not; it declines the call, or cannot run here; memory ran out; a way
+in which a sound kernel may not run; the kernel does not repeat itself."""
 
 
 class InvarianceRow(OfKernel):

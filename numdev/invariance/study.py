@@ -278,7 +278,8 @@ class Study:
                 yield from self._compared(fields, forms)
                 continue
             if not why and changed is not None:
-                excuse = _excuse(forms, axis)
+                masked = base.mask is None and any(c.case.mask is not None for c in variant.calls)
+                excuse = _excuse(forms, axis, masked=masked)
             status = "skipped" if excuse else "failed"
             fields |= {"tensor": "out", "tensors": (), "status": status, "excuse": excuse}
             yield InvarianceRow(**fields, reason=forms.reason)
@@ -388,12 +389,13 @@ class Study:
         return Ran(planned, case, within, wrap, output, declined)
 
 
-def _excuse(failure: Failure, axis: str) -> Excuse:
-    """Why a kernel that was run gave nothing; empty where that is its fault."""
+def _excuse(failure: Failure, axis: str, *, masked: bool) -> Excuse:
+    """Why a kernel that was run gave nothing, where the axis may have added a mask; empty where
+    that is its fault."""
     if axis in WATCHED:
         return "way"
     if failure.status == "skipped":
-        return "kernel"
+        return "mask" if masked else "kernel"
     return "memory" if out_of_memory(failure) else ""
 
 

@@ -35,7 +35,7 @@ BRINGS: Mapping[str, Sequence[str]] = {
 }
 ALIKE = 2  # times its cause's excess, up to which a dependence is brought about, or noise
 TINY = 1e-300  # a divisor that is never 0
-UNTRIED = ("call", "option", "way")  # excuses that are no refusal of the kernel's
+UNTRIED = ("call", "option", "mask", "way")  # excuses that are no refusal of the kernel's
 NAMES = ("ok", "skipped", "failed")
 WRONG = {  # by rule, the gravest first
     "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or infinite in "
@@ -168,10 +168,10 @@ def _not_along(
     asked: bool,
 ) -> Test:  # fmt: skip
     """That a kernel ran in no call along an axis. It is no pass where the axis was `asked` for,
-    where the kernel `keeps_bits` along it by the rules and such a call can be made, and where the
-    kernel failed or memory ran out."""
+    where the kernel failed or memory ran out, and where the kernel `keeps_bits` along it by the
+    rules and declines calls of the kind that it takes."""
     reasons = dict.fromkeys(row.reason or "" for row in rows) or ("no call was made so",)
-    possible = any(row.excuse != "call" for row in rows)
+    possible = any(row.excuse not in ("call", "mask") for row in rows)
     failed = any(row.excuse in ("", "memory") for row in rows)
     missing = asked or failed or (keeps_bits and possible)
     return Test(
@@ -250,7 +250,8 @@ def findings(
     wrong += [
         f
         for f in run_findings(judgement.tests)
-        if not all((f.kernel, str(f.options), fmt) in accused for fmt in f.formats)
+        if f.severity != "note"  # what a kernel declines is said axis by axis
+        and not all((f.kernel, str(f.options), fmt) in accused for fmt in f.formats)
     ]
     return wrong, tuple(_tested(judgement, report))
 

@@ -21,6 +21,7 @@ NUMBERS = (
     *("difference", "floor_ratio", "error_base", "error_variant"),
     *("excess", "excess_of_a_row", "ulps"),
 )
+STEADY = ("out", "lse")
 GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 
@@ -100,6 +101,10 @@ def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
         return f"should have a row for each of {', '.join(first.tensors)}"
     if "out" not in first.tensors or any(row.tensors != first.tensors for row in rows):
         return "has rows of different calls"
+    steady = [row for row in rows if row.tensor in STEADY]
+    asked = way.axis != "repeat" and any(row.differ for row in steady)
+    if any((row.repeats is not None) != asked for row in rows):
+        return "differs, and does not say whether the kernel repeats itself, or the reverse"
     return next(filter(None, map(_contradiction, rows)), "")
 
 
