@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import models
+import torch
 import yaml
+from torch import Tensor
 from verdict_runs import measured
 
+from numdev.cases import AttentionCase
 from numdev.config import AXES
+from numdev.kernels import find
 from numdev.metrics.of_rows import METRICS
 from numdev.report import Report, read, write
 from numdev.testing import check
 
 DEMO = ("demo", "--layers", "0", "--length", "32", "--kernel", "sdpa-math")
 SWEEP = """
-cases: [{name: normal, heads: 2, seq_len: [24, 32], head_dim: 16}]
-kernels: [sdpa-math, sdpa-flash]
+cases: [{name: normal, heads: 1, seq_len: [24, 32], head_dim: 16}]
+kernels: [sdpa-math]
 backward: true
 repeats: 2
 """
@@ -29,7 +33,7 @@ COMMANDS: Mapping[str, tuple[object, ...]] = {
     "sweep": ("sweep", "sweep.yaml"),
     "effects": ("effects", "llama", "--length", "16", "--sequences", "3", "--kernel", "sdpa-math"),
     "invariance": ("invariance", "llama", "--layers", "0", "--length", "24", "--backward",
-                   "--kernel", "sdpa-math"),
+                   "--kernel", "sdpa-math", "--kernel", "small_reports:nudged"),
 }  # fmt: skip
 AXES_OF_IT = ("repeat", "batch", "neighbours", "decode", "beyond", "hidden")
 KINDS = (*COMMANDS, "check")
@@ -46,7 +50,7 @@ def made(folder: Path) -> dict[str, Report]:
         if name == "invariance":
             words += [word for axis in AXES_OF_IT for word in ("--axis", axis)]
         ran = measured(folder / name, *words, "-q", "--gate")
-        assert ran.code == 0, ran.err
+        assert ran.code == 0, ran.words
         reports[name] = ran.report
     result = check(_attention, cases=("causal", "grouped"), formats="bfloat16")
     assert result.passed, result
@@ -62,6 +66,13 @@ def _attention(q: Any, k: Any, v: Any, is_causal: bool = False, scale: float | N
     return scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def nudged(case: AttentionCase) -> Tensor:
+    """Sound, and of other bits in a batch of 8: an ulp larger in every fourth feature."""
+    out = find("sdpa-math").attend(case).out
+    factor = torch.where(torch.arange(out.shape[-1]) % 4 == 0, 1 + 2.0**-8, 1.0)
+    return (out.float() * factor).to(out.dtype) if case.q.shape[0] == 8 else out
 
 
 def drawn_rules(kind: str, rng: random.Random) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from numdev.kernels.emulation.kernel import emulated_step, emulation
 from numdev.kernels.emulation.kernel import gradients as emulated_gradients
 from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.reference import attend, gradients
-from numdev.report import AttributionRow, read
+from numdev.report import AttributionRow, SiteShare, read
 
 
 def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> AttentionCase:
@@ -238,3 +238,87 @@ def test_audit_explains(tmp_path: Path) -> None:
     assert invoked(*command[:3], *part, *command[7:]).exit_code == 0
     some = read(tmp_path / "out").attributions  # type: ignore[union-attr]
     assert [(a.heads, a.explained_by) for a in some] == [((1,), "eager"), ((1,), "fa2")]
+
+
+def errors_of(shares: Mapping[str, float]) -> tuple[Tensor, Callable[[Mapping[str, Any]], Tensor]]:
+    """Errors of size 1, and emulations that leave these shares of them; 0.9 where none is given."""
+    errors = torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def emulate(claim: Mapping[str, Any]) -> Tensor:
+        return errors * (1 - shares.get(str(claim["preset"]), 0.9))
+
+    return errors, emulate
+
+
+def test_residuals_and_sizes_are_of_what_they_say() -> None:
+    """The best first; the kernel's error over the emulation's, which is 1 / (1 - 0.2) = 1.25."""
+    fmt, scale = format_named("bfloat16"), torch.ones(1, 1, 8)
+    errors, emulate = errors_of({"eager": 0.2, "qiu2025": 0.23})
+    found = attribute(errors, torch.zeros_like(errors), scale, fmt, None, emulate)
+    assert (found.best.preset, found.next.preset) == ("eager", "qiu2025")
+    assert (found.best.residual, found.next.residual) == pytest.approx((0.2, 0.23))
+    assert found.best.ratio == pytest.approx(1.25)
+    assert found.why_not == (
+        "`eager` and `qiu2025` fit these data equally well (residuals 0.20 and 0.23)"
+    )
+
+
+def test_a_sites_share_is_what_its_roundings_add() -> None:
+    """Without P's roundings a quarter of the squared error is left, without the output's three
+    quarters: shares of 75 and 25 %, the largest first."""
+    errors, _ = errors_of({})
+
+    def emulate(claim: Mapping[str, Any]) -> Tensor:
+        if claim["preset"] != "fa2":
+            return torch.zeros_like(errors)
+        left = 0.5 if claim.get("p") == "exact" else 1.0
+        return errors * (0.75**0.5 if claim.get("out") == "exact" else left)
+
+    found = attribute(errors, torch.zeros_like(errors), torch.ones(1, 1, 8),
+                      format_named("bfloat16"), None, emulate)  # fmt: skip
+    assert found.best.preset == "fa2"
+    shares = {s.site: s.share for s in found.sites if s.share > 0.01}
+    assert list(shares.items()) == [("p", pytest.approx(0.75)), ("out", pytest.approx(0.25))]
+
+
+@pytest.mark.parametrize(("size", "counts"), [(2.0**-127, False), (2.0**-126, True)])
+def test_a_row_below_the_smallest_normal_number_is_not_compared(size: float, counts: bool) -> None:
+    """An error as large as such a row, which no emulation makes, outweighs those of no other."""
+    errors, emulate = errors_of({"eager": 0.2})
+    scale, output = torch.ones(1, 1, 8, dtype=torch.float64), errors.clone()
+    scale[..., 0], output[..., 0, :] = size, size
+    others = (torch.arange(8) > 0)[:, None]
+    found = attribute(output, torch.zeros_like(errors), scale, format_named("bfloat16"), None,
+                      lambda claim: emulate(claim) * others)  # fmt: skip
+    assert found.best.residual == pytest.approx(0.2) or counts
+    assert found.best.residual > 0.21 or not counts
+
+
+def attributed(**changes: Any) -> AttributionRow:
+    usual: dict[str, Any] = {
+        "case": "c", "source": "s", "module": "m", "layer": 0, "call": 0, "seed": 0,
+        "role": "kernel", "kernel": "k", "format": "bfloat16", "heads": (0,), "nearest": "fa2",
+        "residual": 0.1, "next_preset": "eager", "next_residual": 0.7, "explained_by": "fa2",
+    }  # fmt: skip
+    return AttributionRow(**{**usual, **changes})
+
+
+def test_calls_together_are_their_majority_and_their_medians() -> None:
+    """Half of the calls are enough; those that were not compared do not count; the commonest
+    variant, its median residual and shares, those under half a per cent left out."""
+
+    def site(name: str, share: float) -> SiteShare:
+        return SiteShare(site=name, rounds="x", share=share, residual=0.5)
+
+    unknown = {"explained_by": None, "reason": "no", "residual": 0.9}
+    bare = {"explained_by": None, "reason": "no error", "residual": None, "nearest": None}
+    (one,) = explanations([attributed(), attributed(**unknown), attributed(**bare)])
+    assert (one.known, one.explained, one.calls) == (True, 1, 2)
+    (one,) = explanations([attributed(), attributed(**unknown), attributed(**unknown)])
+    assert (one.known, one.explained, one.calls, one.residual) == (False, 1, 3, 0.9)
+    calls = [attributed(residual=r, sites=(site("p", p), site("out", 1 - p), site("q", 0.004)))
+             for r, p in ((0.1, 0.2), (0.2, 0.3), (0.4, 0.9))]  # fmt: skip
+    calls += [attributed(nearest="eager", explained_by="eager", residual=0.3)]
+    (one,) = explanations(calls)
+    assert (one.nearest, one.residual, one.explained) == ("`fa2`", 0.2, 4)
+    assert [(s.site, s.share) for s in one.sites] == [("out", pytest.approx(0.7)), ("p", 0.3)]

@@ -5,24 +5,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
+import click
+import gate_rows
 import pytest
 from commands import ran
 
 import numdev
 from numdev import report
 from numdev.audit.journal import JOURNAL
+from numdev.cli import check
+from numdev.cli.gate import gated
 from numdev.cli.main import COMMANDS, FOREIGN, cli
-from numdev.cli.session import watching
+from numdev.cli.session import Results, watching
 from numdev.config import demo_checkpoint
+from numdev.gate import judging
+from numdev.gate.rules import Rules
 
 ROOT = Path(numdev.__file__).parent.parent
 TINY = """\
@@ -440,3 +448,98 @@ def test_a_report_of_another_command_is_not_replaced(
     assert code == 2
     assert f"error: {tmp_path}: already holds the report of a different numdev {other}" in last
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def checked(made: report.AuditReport) -> Any:
+    """What a check of a kernel that fails hands to the command line."""
+    return SimpleNamespace(
+        report=made, kernel="mine", passed=False, verdict="FAIL", in_short="in short",
+        skipped=("not tested",), notes=("a note",), reproducer=Path("r.py"),
+    )  # fmt: skip
+
+
+def test_a_checks_json_has_each_number_under_its_name() -> None:
+    """The number and its limit; what was not tested and what else is to be known; of several heads
+    and tensors the cause of the one that a finding is about."""
+    wrong = {"suspicion": "the scale is 1", "suspicion_cut": 50.0}
+    rows = gate_rows.together([
+        gate_rows.row(0), gate_rows.row(1, expected_ratio=2.5),
+        gate_rows.row(0, tensor="dq", **wrong), gate_rows.row(1, tensor="dq"),
+        *(gate_rows.row(h, tensor=t) for t in ("dk", "dv") for h in (0, 1)),
+    ])  # fmt: skip
+    data = check.as_data(checked(gate_rows.report(*rows)))
+    assert (data["not_tested"], data["notes"]) == (("not tested",), ("a note",))
+    assert [(f["rule"], f["number"], f["limit"], f["place"], f["cause"])
+            for f in data["findings"]] == [
+        ("function", None, None, "layer 0 head 0", "the scale is 1"),
+        ("error", 2.5, 1.1, "layer 0 head 1", None),
+    ]  # fmt: skip
+    assert check.CODES == {"PASS": 0, "FAIL": 1, "NOT JUDGED": 3}
+
+
+def test_a_check_says_how_many_findings_it_does_not_show() -> None:
+    """The verdict shows one, four are shown below it, and of two it is said that they are there."""
+    rules = [("expected_ratio", 1.1), ("baseline_ratio", 2), ("worst_row", 5), ("row_rel", 1),
+             ("rms", 1), ("mean_abs", 0.5), ("max_abs", 1)]  # fmt: skip
+    book = Rules.model_validate({"thresholds": [
+        {"name": name, "metric": name, "at_most": limit, "where": {"head": i}}
+        for i, (name, limit) in enumerate(rules)
+    ]})  # fmt: skip
+    rows = [gate_rows.row(i, **{name: 9.0}) for i, (name, _) in enumerate(rules)]
+    made = judging.judged(gate_rows.report(*rows), book)
+    count = len(made.findings)
+    document = check.shown(checked(made))
+    more = [item.text for node in document.blocks for item in getattr(node, "items", ())]
+    assert more[-1] == f"And {count - 1 - check.SHOWN} more findings."
+    assert count == 7
+
+
+def test_each_request_has_a_directory_of_its_own() -> None:
+    """By its name and all that it asks for; the same request goes where it went."""
+    results = Results(output=None, overwrite=False, as_json=False, quiet=True)
+    with click.Context(click.Command("audit"), info_name="audit"):
+        one, same, other = (
+            results.directory("demo", request)
+            for request in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3})
+        )
+    assert one == same != other
+    assert re.fullmatch(r"numdev-reports/demo-[0-9a-f]{8}", str(one))
+
+
+def test_the_rules_of_a_verdict_go_into_the_run() -> None:
+    """Those that were asked for; none where there is no verdict."""
+    results = Results(output=None, overwrite=True, as_json=False, quiet=True)
+    asked: Any = SimpleNamespace(limits="mine")
+    for verdict, rules in ((asked, "mine"), (None, None)):
+        given = results.judged(verdict, lambda *args, **more: (args, more), "a")
+        assert given[0] == ("a",)
+        assert (given[1]["rules"], given[1]["overwrite"]) == (rules, True)
+
+
+def test_a_reports_table_is_its_rows(tmp_path: Path, capsys: Any) -> None:
+    """As CSV the first table that has any, not the last."""
+    stored = report.read(ROOT / "tests" / "data" / "reports" / "invariance.json")
+    report.write(stored, tmp_path)
+    code, out, _ = ran(capsys, "report", tmp_path, "--format", "csv")
+    assert (code, out) == (0, (tmp_path / "rows.csv").read_bytes().decode())
+
+
+def test_a_gates_json_is_all_that_is_on_stdout(tmp_path: Path, capsys: Any) -> None:
+    """With its exit code; annotations are on stderr then, and on stdout beside a page."""
+    report.write(gate_rows.report(gate_rows.row(expected_ratio=9.0)), tmp_path)
+    code, out, err = ran(capsys, "gate", tmp_path, "--json", "--github")
+    assert (code, json.loads(out)["exit_code"]) == (1, 1)
+    assert "::error " in err
+    code, out, err = ran(capsys, "gate", tmp_path, "--github")
+    assert "::error " in out
+    assert not err
+
+
+def test_an_option_of_the_verdict_asks_for_one() -> None:
+    """`--junit`, `--summary`, `--github` and `--thresholds` imply `--gate`; without any there is
+    none."""
+    seen: list[Any] = []
+    command = click.command()(gated(lambda verdict: seen.append(verdict)))
+    for words in ([], ["--gate"], ["--github"], ["--junit", "j.xml"], ["--summary", "s.md"]):
+        command.main(words, standalone_mode=False)
+    assert [verdict is not None for verdict in seen] == [False, True, True, True, True]

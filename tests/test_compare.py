@@ -201,6 +201,7 @@ def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
     assert scatter < np.median(said) < 10 * scatter
 
 
+@pytest.mark.slow
 def test_false_alarms_of_errors_drawn_anew() -> None:
     """One at most of 100 comparisons has a move; with one head of 1.5 times the error, all."""
     generator = np.random.default_rng(2)

@@ -26,15 +26,23 @@ from transformers.models.llama import modeling_llama as llama
 from numdev.audit.isolation import attempt
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import effects_request
+from numdev.effects import verdict
 from numdev.effects.checks import Checks, checks_of
 from numdev.effects.outputs import Scored, compared, output_of, outputs_of
-from numdev.effects.report import Check, EffectsReport, RunSummary, check_names
+from numdev.effects.report import Check, EffectsReport, OutputRow, RunSummary, check_names
 from numdev.effects.rounding import CHOOSES, Places
 from numdev.effects.study import Study
+from numdev.effects.summary import summarise
+from numdev.effects.view import blocks
+from numdev.effects.wholeness import check
 from numdev.errors import MeasurementError
 from numdev.gate.compare import compare
+from numdev.gate.judging import judged
+from numdev.gate.rules import Rules
 from numdev.kernels import find
 from numdev.report import read
+from numdev.report.document import Table
+from numdev.report.numbers import percent, si, three
 from numdev.sources import capture
 from numdev.sources.tensorfile import save_cases
 
@@ -768,3 +776,313 @@ def test_a_ratio_says_what_it_is_over() -> None:
     assert RunSummary.model_validate({**given, "over": ratio, "beside": "eager"}).over
     with pytest.raises(ValueError, match="beside: expected what `over` is held against, got null"):
         RunSummary.model_validate({**given, "over": ratio})
+
+
+def output(kind: str, costs: tuple[float, ...], **which: Any) -> list[OutputRow]:
+    """One run by hand, on a sequence for each cost; only what a test needs is not usual."""
+    usual: dict[str, Any] = {"format": "bfloat16", "positions": 32, "flips": 0, "unexplained": 0}
+    return [
+        OutputRow(**{**usual, "kind": kind, "sequence": i, "cost": cost, "error": 0.1, **which})
+        for i, cost in enumerate(costs)
+    ]
+
+
+def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
+    """Means, sums, extremes; a ratio is taken sequence by sequence, its mean is geometric, and
+    t(0.975, 2) = 4.302653 standard errors of its logarithm are its interval. Of two sequences there
+    is none."""
+    own, predicted, whole = (2e-5, 6e-5, 8e-5), (1e-5, 2e-5, 2e-5), (1e-4, 4e-4, 2e-4)
+    rows = output("whole", whole, kernel="k")
+    extremes = [
+        {"cost_max": 3e-3, "first_flip": 9, "flips": 5, "positions": 32, "error": 0.2},
+        {"cost_max": 7e-3, "first_flip": 4, "flips": 2, "positions": 30, "error": 0.4},
+        {"cost_max": 1e-3, "first_flip": 6, "flips": 1, "positions": 31, "error": 0.9},
+    ]
+    rows = [row.model_copy(update=x) for row, x in zip(rows, extremes, strict=True)]
+    rows += output("attention", own, kernel="k") + output("predicted", predicted, kernel="k")
+    runs = {run.kind: run for run in summarise(rows, "baseline", logits=True).runs}
+    ratios = np.log([2.0, 3.0, 4.0])
+    half = 4.302653 * ratios.std(ddof=1) / math.sqrt(3)
+    over, share = runs["attention"].over, runs["attention"].share
+    assert over.mean == pytest.approx(24 ** (1 / 3))
+    assert (over.low, over.high) == pytest.approx(
+        (math.exp(ratios.mean() - half), math.exp(ratios.mean() + half)), rel=1e-6
+    )
+    assert runs["attention"].over_worst == pytest.approx(4.0)
+    assert share.mean == pytest.approx((0.2 * 0.15 * 0.4) ** (1 / 3))
+    told = runs["whole"]
+    assert told.cost.mean == pytest.approx(7e-4 / 3)
+    assert (told.cost_max, told.first_flip, told.flips, told.positions) == (7e-3, 4, 8, 93)
+    assert told.error == pytest.approx(0.5)
+    two = [row for row in rows if row.sequence < 2]
+    short = {run.kind: run for run in summarise(two, "baseline", logits=True).runs}
+    assert (short["attention"].over.low, short["attention"].share.high) == (None, None)
+
+
+def test_an_error_beside_none_is_no_ratio() -> None:
+    """A sequence in which what is predicted is 0, or not there, is counted; one that failed too."""
+    predicted = output("predicted", (0.0, 1e-5, 1e-5), kernel="k")
+    own = output("attention", (1e-5, 1e-5, 1e-5, 1e-5), kernel="k")
+    broken = output("attention", (None,), kernel="k", status="failed", reason="x", error=None)
+    broken += output("attention", (None,), kernel="k", status="skipped", reason="y", error=None)
+    rest = [row.model_copy(update={"sequence": 4 + i}) for i, row in enumerate(broken)]
+    found = summarise([*own, *rest, *predicted], "baseline", logits=True).runs
+    (run,) = (run for run in found if run.kind == "attention")
+    assert (run.unmatched, run.failed, run.over.mean) == (2, 1, 1.0)
+
+
+@pytest.mark.parametrize(("total", "adds_up"), [
+    (0.89, False), (0.901, True), (1.099, True), (1.11, False), (2.0, False),
+])  # fmt: skip
+def test_sites_add_up_within_a_tenth_either_way(total: float, adds_up: bool) -> None:
+    """The sum of their costs over that of the whole; the three largest are named, from the largest
+    on, in per cent; a sum of any other multiple is told, and no share."""
+    whole = (1e-3, 3e-3, 2e-3)
+    shares = {"a": 0.1, "b": 0.4, "c": 0.05, "d": 0.3, "e": 0.15}
+    rows = output("whole", whole, kernel="k")
+    for site, share in shares.items():
+        rows += output("site", tuple(total * share * cost for cost in whole), site=site)
+    found = summarise(rows, "baseline", logits=True)
+    (budget,) = found.budgets
+    assert budget.adds_up == adds_up
+    assert budget.parts.mean == pytest.approx(total)
+    parts = f"add up to {three(total)} of that, the largest: " + ", ".join(
+        f"{site} {percent(total * shares[site])}" for site in "bde"
+    )
+    assert (parts in found.answer[0]) == adds_up
+    assert bool(found.notes) != adds_up
+
+
+def test_the_answers_numbers_are_their_own() -> None:
+    """Attention's share, the distance to the other kernel over the error, the flips of both."""
+    rows = output("whole", (4e-4,) * 3, kernel="k", error=0.25, apart=0.05, flips=3, unexplained=1)
+    rows += output("whole", (5e-4,) * 3, kernel="baseline", error=0.5, flips=2, apart=0.0)
+    rows += output("attention", (1e-4,) * 3, kernel="k")
+    rows += output("moved", (9e-4,) * 3, kernel="baseline", apart=0.1)
+    first, _, last = summarise(rows, "baseline", logits=True).answer
+    assert "makes 25 % (25 % to 25 %) of the error" in first
+    assert "differ by 0.2 times the error (with inputs one ulp off by 0.4 times)" in first
+    assert last == (
+        "bfloat16 with k changes the top token at 9 of 96 positions, 3 of them not near ties "
+        "(6 with baseline)."
+    )
+
+
+STORED = Path(__file__).parent / "data" / "reports" / "effects.json"
+SIZES = {("attention", "sdpa-math"): "own", ("whole", "sdpa-math"): "model"}
+
+
+def by_ratios(
+    own: tuple[float, ...],
+    model: tuple[float, ...] | None = None,
+    fmt: str = "bfloat16",
+    **of_whole: Any,
+) -> EffectsReport:
+    """The stored report with other costs, a sequence for each ratio of sdpa-math's attention alone
+    to its prediction, and of the model to its sites: 1e-5 and 1e-4 in every sequence."""
+    stored = read(STORED)
+    assert isinstance(stored, EffectsReport)
+    ratios = {"own": own, "model": model or (1.0,) * len(own)}
+    rows = []
+    for i in range(len(own)):
+        for row in (r for r in stored.rows if r.sequence == 0):
+            cost = {"predicted": 1e-5, "attention": 1e-5}.get(row.kind, 1e-4)
+            name = SIZES.get((row.kind, row.kernel)) if row.layer is None else None
+            changes: dict[str, Any] = {"sequence": i, "format": fmt}
+            changes["cost"] = cost * (ratios[name][i] if name else 1.0)
+            rows.append(row.model_copy(update=changes | (of_whole if name == "model" else {})))
+    plan = stored.plan.model_copy(update={"sequences": len(own), "formats": (fmt,)})
+    return stored.model_copy(update={"rows": tuple(rows), "plan": plan})
+
+
+def that_was_tested(report: EffectsReport, rule: str, **limits: float) -> Any:
+    """The test of sdpa-math by this rule."""
+    book = Rules.model_validate({"effects": limits} if limits else {})
+    [test] = (t for t in verdict.tests(report, book) if (t.rule, t.kernel) == (rule, "sdpa-math"))
+    return test
+
+
+@pytest.mark.parametrize(("ratios", "standing", "observed"), [
+    ((1.99,) * 3, "held", 1.99), ((2.01,) * 3, "exceeded", 2.01),
+    ((1.0, 2.0, 3.0), "held", 6 ** (1 / 3)),  # its interval goes beyond
+    ((1.5, 2.2, 3.2), "undecided", (1.5 * 2.2 * 3.2) ** (1 / 3)),  # and that from below
+    ((1.0, 1.0), "undecided", 1.0), ((2.5, 2.5), "undecided", 2.5),  # without an interval
+    ((19.9, 19.9), "undecided", 19.9), ((20.1, 20.1), "exceeded", 20.1),  # ten times the limit
+    ((1, 1, 1, 1, 19.9), "held", 19.9 ** 0.2), ((1, 1, 1, 1, 20.1), "exceeded", 20.1),
+])  # fmt: skip
+@pytest.mark.parametrize("rule", ["own share", "model"])
+def test_a_ratio_on_both_sides_of_its_limit(
+    ratios: tuple[float, ...], standing: str, observed: float, rule: str
+) -> None:
+    """2: beyond it the lower end of the interval decides, within it the ratio itself; a single
+    sequence ten times as far is certain."""
+    ones = (1.0,) * len(ratios)
+    report = by_ratios(*((ratios, ones) if rule == "own share" else (ones, ratios)))
+    limit = {"own share": "kernel_over_predicted", "model": "model_over_sites"}[rule]
+    test = that_was_tested(report, rule, **{limit: 2.0})
+    assert (test.standing, test.bound) == (standing, 2.0)
+    assert test.observed == pytest.approx(observed)
+    assert test.offending == (standing == "exceeded")
+    assert bool(test.reasons) == (standing == "undecided")
+
+
+def test_float32_has_a_limit_of_its_own() -> None:
+    """For the model over its sites, where fp32's arithmetic is no rounding site."""
+    limits = {"model_over_sites": 2.0, "model_over_sites_float32": 5.0}
+    for fmt, bound in (("bfloat16", 2.0), ("float32", 5.0)):
+        assert that_was_tested(by_ratios((1.0,) * 3, fmt=fmt), "model", **limits).bound == bound
+
+
+def test_an_error_where_none_is_predicted_is_undecided() -> None:
+    """In one sequence of four: the others' ratios say nothing of it."""
+    report = by_ratios((1.0,) * 4)
+    rows = [
+        row.model_copy(update={"cost": 0.0})
+        if (row.kind, row.kernel, row.sequence) == ("predicted", "sdpa-math", 2) else row
+        for row in report.rows
+    ]  # fmt: skip
+    test = that_was_tested(report.model_copy(update={"rows": tuple(rows)}), "own share")
+    assert test.standing == "undecided"
+    assert "there is an error, and none in" in test.reasons[0]
+
+
+@pytest.mark.parametrize(("flips", "standing"), [(2, "held"), (3, "exceeded")])
+def test_flips_at_their_limit_are_within(flips: int, standing: str) -> None:
+    """In all sequences together."""
+    report = by_ratios((1.0,) * 3, flips=flips, unexplained=flips)
+    test = that_was_tested(report, "flips", unexplained_flips=6.0)
+    assert (test.standing, test.observed, test.bound) == (standing, 3.0 * flips, 6.0)
+
+
+def test_nan_of_attention_alone_is_the_kernels_fault() -> None:
+    """Though the whole model with it is finite, since another kernel's is too."""
+    bare: dict[str, Any] = dict.fromkeys(
+        ("cost", "error", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max",
+         "log_perplexity", "apart", "flips", "unexplained", "first_flip")
+    )  # fmt: skip
+    bare |= {"status": "failed", "nonfinite": 1, "reason": "NaN", "positions": 0, "growth": ()}
+    report = by_ratios((1.0,) * 3)
+    rows = [
+        row.model_copy(update=bare)
+        if (row.kind, row.kernel, row.layer) == ("attention", "sdpa-math", None)
+        and row.sequence == 1 else row
+        for row in report.rows
+    ]  # fmt: skip
+    test = that_was_tested(report.model_copy(update={"rows": tuple(rows)}), "finite")
+    assert (test.standing, test.observed) == ("exceeded", 1.0)
+
+
+@pytest.mark.parametrize(("applies", "standing"), [(True, "undecided"), (False, "not applicable")])
+def test_a_check_without_an_answer_applies_or_not(applies: bool, standing: str) -> None:
+    """One that was asked for and could not be tried is no pass."""
+    report = by_ratios((1.0,) * 3)
+    gone = report.checks[1].model_copy(
+        update={"holds": None, "difference": None, "limit": None, "applies": applies,
+                "reason": "none today"}
+    )  # fmt: skip
+    checks = (report.checks[0], gone, *report.checks[2:])
+    found = verdict.tests(report.model_copy(update={"checks": checks}), Rules())
+    assert [(t.standing, t.reasons) for t in found if t.rule == gone.name] == [
+        (standing, ("none today",))
+    ]
+
+
+def test_a_finding_tells_ratio_limit_and_share_apart() -> None:
+    """2.5 times what is predicted, beyond 2, which is a quarter of the whole error."""
+    found = judged(by_ratios((2.5,) * 3), Rules.model_validate({"effects": {
+        "kernel_over_predicted": 2.0, "model_over_sites": 9.0}}))  # fmt: skip
+    [finding] = found.findings
+    assert finding.sentence == (
+        "sdpa-math (bfloat16) with all else exact, errs 2.5× as much at the model's output as its "
+        "own rounding model predicts (2.5 to 2.5; limit 2×); 25 % of the whole error."
+    )
+    assert (finding.observed, finding.limit) == (pytest.approx(2.5), 2.0)
+
+
+CONTRADICTIONS = {
+    "more unexplained flips than flips": {"flips": 3, "unexplained": 4, "first_flip": 1},
+    "a cost above its largest": {"cost_p999": 5e-2, "cost_max": 4e-2},
+    "a log_prob above its largest": {"log_prob_p999": 5.0, "log_prob_max": 4.0},
+}
+
+
+@pytest.mark.parametrize("words", [*CONTRADICTIONS, "has no row, or several"])
+def test_a_row_that_cannot_be_is_refused(words: str) -> None:
+    """In one run of one sequence; and one that is there twice."""
+    report = read(STORED)
+    assert isinstance(report, EffectsReport)
+    at = next(i for i, row in enumerate(report.rows) if row.kind == "whole" and row.kernel)
+    changed = report.rows[at].model_copy(update=CONTRADICTIONS.get(words, {}))
+    twice = (*report.rows, changed)
+    rows = (
+        (*report.rows[:at], changed, *report.rows[at + 1 :]) if words in CONTRADICTIONS else twice
+    )
+    check(report)
+    with pytest.raises(MeasurementError, match=words):
+        check(report.model_copy(update={"rows": rows}))
+
+
+def test_the_views_numbers_stand_in_their_columns() -> None:
+    """Sites from the largest on, with their shares; a kernel's attention alone; of a check the
+    difference and not the limit."""
+    whole = (1e-3, 1e-3, 1e-3)
+    shares = {"a": 0.1, "b": 0.5, "c": 0.4}
+    rows = output("whole", whole, kernel="k", apart=0.01)
+    rows += output("attention", (2e-4,) * 3, kernel="k")
+    for site, share in shares.items():
+        rows += output("site", tuple(share * cost for cost in whole), site=site)
+    report = by_ratios((1.0,) * 3)
+    report = report.model_copy(update={"summary": summarise(rows, "baseline", logits=True)})
+    tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
+    [sites] = (table for title, table in tables.items() if title.startswith("One site alone"))
+    assert [[c.text for c in row.cells[:2]] for row in sites.rows] == [
+        ["b", "50 %"], ["c", "40 %"], ["a", "10 %"]
+    ]  # fmt: skip
+    kernels = tables["bfloat16 beside fp64"]
+    assert [c.title for c in kernels.columns][4] == "attention alone"
+    assert kernels.rows[0].cells[4].text == "20 %"
+    checks = tables["Two ways to compute one thing"]
+    assert [row.cells[2].text for row in checks.rows] == [si(c.difference) for c in report.checks]
+    assert checks.rows[1].cells[2].text == "6.0e-15"
+
+
+def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:
+    """Of two that do; and what is lost is told of the positions that count."""
+    study, subject = opened(models.saved("llama", tmp_path), sequences=1, length=12)
+    checks = Checks(subject, study.chunks[0], study.request)
+    x, counts = torch.ones(1, 3, 2, dtype=torch.float64), torch.tensor([[True, True, False]])
+    layers = [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    one, other = (dict.fromkeys(layers, x * factor) for factor in (1, 2))
+    check = checks.compared("eager", (x, one), (2 * x, other), counts)
+    assert check.reason.endswith("layer 0 is the first whose attention differs")
+    lost = x.masked_fill(torch.arange(3)[:, None] == 1, math.nan)
+    check = checks.compared("eager", (x, {}), (lost, {}), counts)
+    assert check.reason.endswith("NaN or infinity at 1 of 2 positions")
+    errors = torch.randn(checks.whole[0].shape, generator=torch.Generator().manual_seed(0))
+    for times, holds in ((1.99, True), (2.01, False)):
+        exact = checks.whole[0]
+        check = checks.held_to("compiled", exact + errors, exact + times * errors)
+        assert (check.holds, check.difference) == (holds, pytest.approx(times))
+
+
+@pytest.mark.parametrize(("causal", "applies"), [(1, False), (2, True)])
+def test_a_model_is_a_decoder_where_most_of_its_calls_hide_later_keys(
+    causal: int, applies: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One causal call of three makes none; two do."""
+    study, subject = opened(models.saved("bert", tmp_path), sequences=1, length=12)
+    checks = Checks(subject, study.chunks[0], study.request)
+    x = torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(0))
+    call = AttentionCase(ref=CaseRef(case="c"), q=x, k=x, v=x, scale=0.5)
+    cases = [dataclasses.replace(call, is_causal=n < causal) for n in range(3)]
+    whole = checks.whole
+
+    def exact(inputs: Any, **how: Any) -> Any:
+        for case in cases if "attention" in how else ():
+            how["attention"](case, subject.format)
+        return whole
+
+    monkeypatch.setattr(checks, "exact", exact)
+    result = checks.causality("input_ids")
+    assert isinstance(result, Check) == applies
+    assert applies or result == "the model is no decoder"

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from pydantic import BaseModel
+from recipes import drawn
 
+import numdev
+from numdev.audit.check import declining
 from numdev.audit.journal import JOURNAL, Journal
-from numdev.audit.plan import Planned, Task, digest, header
+from numdev.audit.plan import Plan, Planned, Task, digest, header, plan_controls, plan_kernels
 from numdev.cases import CaseRef
-from numdev.errors import UsageError
+from numdev.config import AuditRequest, Choice
+from numdev.errors import Refused, UsageError
 from numdev.kernels import Kernel
+from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.sampling import Sample
+from numdev.system import System
 
 HEADER: dict[str, Any] = {
     "request": {"target": "demo", "seed": 0, "formats": ["bfloat16"]},
@@ -299,3 +306,59 @@ def test_how_a_source_is_read_decides_no_number() -> None:
     same: dict[str, Any] = {"request": {}, "system": _Machine("2.13"), "kernels": ()}
     whole, streamed = {"sha256": "a"}, {"sha256": "a", "streamed": "layer by layer"}
     assert header(**same, source=whole) == header(**same, source=streamed)
+
+
+def test_a_kernel_is_planned_once_for_each_set_of_options() -> None:
+    """Other options are another kernel, the same ones are not; a yardstick that is asked for is a
+    kernel too; whether anybody asked by name is told."""
+    chosen = [Choice(name="emulated", options={"block_kv": n}) for n in (32, 64, 32)]
+    found = plan_kernels([*chosen, Choice(name="baseline")], under_audit=True)
+    planned = [(p.role, p.kernel.name, p.options.get("block_kv")) for p in found]
+    assert planned == [
+        ("precision", "reference", None), ("floor", "floor", None), ("baseline", "baseline", None),
+        ("kernel", "emulated", 32), ("kernel", "emulated", 64), ("kernel", "baseline", None),
+    ]  # fmt: skip
+    for asked, named in (({}, False), ({"kernels": (Choice(name="emulated"),)}, True)):
+        request = AuditRequest(target="demo", checkpoint="demo", formats=("bfloat16",), **asked)
+        assert Plan.of(request, System(device="cpu")).named == named
+
+
+def test_the_version_of_a_run_knows_numdevs_source() -> None:
+    """Its number and a hash: an edit that changes a number is another version."""
+    same: dict[str, Any] = {"request": {}, "kernels": (), "source": {}}
+    version = header(**same, system=_Machine("2.13"))["environment"]["numdev"]
+    assert re.fullmatch(re.escape(numdev.__version__) + r"\+[0-9a-f]{12}", version)
+
+
+def test_every_dose_of_every_fault_is_planned() -> None:
+    """Those of the backward pass with gradients alone."""
+    for gradients in (False, True):
+        expected = [
+            (f"control:{name}", dose)
+            for name, control in CONTROLS.items()
+            for dose in control.doses
+            if gradients or not control.in_backward_only
+        ]
+        found = [(p.kernel.name, p.options["dose"]) for p in plan_controls(gradients=gradients)]
+        assert found == expected
+    assert any(control.in_backward_only for control in CONTROLS.values())
+
+
+def test_what_pytorch_refuses_is_no_failure() -> None:
+    """A call that the chosen operator does not take, or one that is not implemented; another error
+    is the kernel's own."""
+
+    def raising(error: Exception) -> Any:
+        def function(case: Any, **options: Any) -> Any:
+            raise error
+
+        return declining(Kernel(name="mine", function=function)).function
+
+    case = drawn(8, head_dim=4)
+    for error, kind in (
+        (RuntimeError("No available kernel. Aborting execution."), Refused),
+        (NotImplementedError("no windows"), Refused), (RuntimeError("out of luck"), RuntimeError),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=str(error).split(maxsplit=1)[0]) as raised:
+            raising(error)(case)
+        assert isinstance(raised.value, Refused) == (kind is Refused)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import invariance_kernels
@@ -19,16 +20,30 @@ import torch
 import yaml
 from commands import ran
 
-from numdev.audit.bench import part, settled
+from numdev.audit.bench import TERMS, part, settled
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AXES, InvarianceRequest
+from numdev.errors import MeasurementError
 from numdev.formats import format_named
-from numdev.invariance import axes
-from numdev.invariance.differences import differs, exact_change
-from numdev.invariance.report import InvarianceReport
+from numdev.gate import judging
+from numdev.gate.rules import Rules
+from numdev.invariance import axes, verdict
+from numdev.invariance.differences import (
+    _by_row,
+    _first,
+    _summed,
+    differs,
+    exact_change,
+    keys_seen,
+    unit_of,
+)
+from numdev.invariance.report import InvarianceReport, InvarianceRow
 from numdev.invariance.study import invariance
+from numdev.invariance.view import blocks
+from numdev.invariance.wholeness import check
 from numdev.kernels.reference import gradients
 from numdev.report import read, write
+from numdev.report.document import Table
 from numdev.sources.regimes import Shapes, draw
 from numdev.testing import CheckFailed, check_attention
 
@@ -365,3 +380,250 @@ def test_every_axis_runs_on_a_gpu(tmp_path):
     assert not report.findings
     graphs = studied(tmp_path / "g", *kernels, cases=cases, device="cuda", axes=["graph"])
     assert {r.status for r in graphs.rows} == {"ok"}
+
+
+STORED = Path(__file__).parent / "data" / "reports" / "invariance.json"
+MOVED = {
+    "differ": 3, "first": (0, 1, 2, 0), "difference": 0.1, "floor_ratio": 2.0, "ulps": 1.5,
+    "error_base": 1.1, "error_variant": 1.7, "excess": 1.0, "excess_of_a_row": 1.0,
+}  # fmt: skip
+
+
+def stored(*rows: InvarianceRow, **plan: Any) -> InvarianceReport:
+    """The stored report, of these rows if there are any."""
+    report = read(STORED)
+    assert isinstance(report, InvarianceReport)
+    changed = report.plan.model_copy(update=plan)
+    return report.model_copy(update={"plan": changed, "rows": rows or report.rows})
+
+
+def rows_along(axis: str, *changes: dict[str, Any], like: int = 0) -> list[InvarianceRow]:
+    """Rows of sdpa-math's output along an axis, each with what it changes."""
+    row = stored().rows[like].model_copy(update={"axis": axis})
+    return [row.model_copy(update={"variant": f"v{i}", **x}) for i, x in enumerate(changes)]
+
+
+def that_was_tested(report: InvarianceReport, rule: str, **limits: Any) -> Any:
+    """The test of sdpa-math by this rule."""
+    book = Rules.model_validate({"invariance": limits} if limits else {})
+    [test] = (t for t in verdict.tests(report, book) if (t.rule, t.kernel) == (rule, "sdpa-math"))
+    return test
+
+
+@pytest.mark.parametrize(("sizes", "standing", "observed"), [
+    ((1.0, 4.0), "held", 4.0), ((1.0, 4.01, 9.0, 2.0), "exceeded", 9.0),
+    ((0.5, None), "exceeded", "inf"),
+])  # fmt: skip
+def test_a_difference_on_both_sides_of_its_limit(
+    sizes: tuple[float | None, ...], standing: str, observed: Any
+) -> None:
+    """4 times what roundings explain; the largest is shown, those beyond are counted, and a number
+    that is not there is beyond every limit."""
+    rows = rows_along("batch", *({**MOVED, "excess": x} for x in sizes))
+    test = that_was_tested(stored(*rows), "batch rounding")
+    assert (test.standing, test.observed, test.bound) == (standing, observed, 4.0)
+    beyond = [x for x in sizes if x is None or x > 4]
+    assert (test.judged, test.offending) == (len(sizes), len(beyond))
+
+
+@pytest.mark.parametrize(("ratio", "difference", "standing"), [
+    (1.0, 0.1, "held"), (1.01, 0.1, "exceeded"), (None, 0.0, "held"), (None, 0.1, "exceeded"),
+])  # fmt: skip
+def test_where_nothing_is_rounded_nothing_may_differ(
+    ratio: float | None, difference: float, standing: str
+) -> None:
+    """A rule on the floor's error: once it at most, and nothing where it is 0."""
+    rows = rows_along("batch", {**MOVED, "floor_ratio": ratio, "difference": difference})
+    assert (
+        that_was_tested(stored(*rows), "batch floor", within_floor=["batch"]).standing == standing
+    )
+
+
+@pytest.mark.parametrize(("excuse", "asked", "standing"), [
+    ("kernel", True, "missing"), ("kernel", False, "not applicable"), ("", False, "missing"),
+    ("memory", False, "missing"), ("option", False, "not applicable"),
+])  # fmt: skip
+def test_an_axis_without_a_number(excuse: str, asked: bool, standing: str) -> None:
+    """It may be declined unless it was asked for; what failed or ran out of memory is missing."""
+    status = "skipped" if excuse else "failed"
+    rows = rows_along("padding", {"status": status, "excuse": excuse, "reason": "x", "tensors": ()})
+    report = stored(*rows, asked=asked, axes=("padding",))
+    test = that_was_tested(report, "padding")
+    assert (test.standing, test.reasons) == (standing, ("padding is not judged: x",))
+
+
+@pytest.mark.parametrize(("ratio", "standing"), [(4.0, "held"), (4.1, "exceeded")])
+def test_a_models_output_on_both_sides_of_its_limit(ratio: float, standing: str) -> None:
+    """Its difference over what roundings explain, and how much of its size it is."""
+    report = stored()
+    row = report.models[0].model_copy(
+        update={"differ": 5, "difference": 0.25 * ratio, "explained": 0.25, "rest": 0.0}
+    )
+    report = report.model_copy(update={"models": (row, *report.models[1:])})
+    book = Rules.model_validate({"invariance": {"model_beyond_roundings": 4.0}})
+    [test] = (t for t in verdict.tests(report, book) if t.rule == "batch with sdpa-math")
+    assert (test.standing, test.observed) == (standing, pytest.approx(ratio))
+    findings = judging.judged(report, book).findings
+    said = [f.sentence for f in findings if "The model's" in f.sentence]
+    assert len(said) == (standing == "exceeded")
+    for sentence in said:
+        assert "batch it changes by 1 of its size, 4.1× what roundings explain (limit" in sentence
+
+
+@pytest.mark.parametrize(("excess", "nonfinite", "follows"), [
+    (20.0, 0, True), (20.5, 0, False), (9.0, 4, False),
+])  # fmt: skip
+def test_what_another_axis_brings_about(excess: float, nonfinite: int, follows: bool) -> None:
+    """Neighbours move the output by 10 times what roundings explain: along batch up to twice that
+    has the same cause; more, or NaN where there was none, is a finding of its own."""
+    rows = [
+        *rows_along("neighbours", {**MOVED, "excess": 10.0}),
+        *rows_along("batch", {**MOVED, "excess": excess, "nonfinite": min(nonfinite, 3)}),
+    ]
+    book = Rules.model_validate({"invariance": {"bitwise": ["repeat"]}})
+    plan = {"axes": ("neighbours", "batch"), "named": False, "asked": False, "models": ()}
+    report = stored(*rows, **plan)
+    found = judging.judgement_of(report, book)
+    axes_of = [f.rule.split()[0] for f in verdict.findings(found, report)[0] if f.rule != "runs"]
+    assert sorted(axes_of) == (["neighbours"] if follows else ["batch", "neighbours"])
+
+
+def test_a_finding_tells_its_numbers_apart() -> None:
+    """The call as it is, and its other form; number and limit; ulps of what must be equal."""
+    [row] = rows_along("batch", {**MOVED, "excess": 6.0, "keys": 7, "case": "c"})
+    report = stored(row, axes=("batch",), models=())
+    book = Rules.model_validate({"invariance": {"bitwise": ["repeat"]}})
+    found, _ = verdict.findings(judging.judgement_of(report, book), report)
+    assert found[0].sentence == (
+        "sdpa-math (bfloat16) depends on the number of sequences in the batch: along batch (c: "
+        "v0) the output changes by 6× what roundings explain (limit 4×): c as it is errs by 1.1× "
+        "the floor's error, v0 by 1.7×; first at sequence 0 head 1 row 2, which sees 7 keys."
+    )
+    book = Rules.model_validate({"invariance": {"bitwise": ["batch"]}})
+    [same] = rows_along("batch", {**MOVED, "case": "c"})
+    report = stored(same, axes=("batch",), models=())
+    found, _ = verdict.findings(judging.judgement_of(report, book), report)
+    assert "must keep its bits, and 3 of 65,536 elements differ, by up to 1.5 ulp" in (
+        found[0].sentence
+    )
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({**MOVED, "nonfinite": 4, "repeats": True}, "has more NaN or infinity than elements that"),
+    ({**MOVED, "repeats": False}, "says something else of its repeats than the rows along repeat"),
+])  # fmt: skip
+def test_a_row_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    """Of one kernel in one way; and a request with gradients is no plan without."""
+    report = stored()
+    check(report)
+    row = report.rows[0].model_copy(update=changes)
+    with pytest.raises(MeasurementError, match=words):
+        check(report.model_copy(update={"rows": (row, *report.rows[1:])}))
+    request = {**report.request, "backward": True}
+    with pytest.raises(MeasurementError, match="the plan and the request differ in `backward`"):
+        check(report.model_copy(update={"request": request}))
+
+
+def test_the_views_numbers_stand_in_their_columns() -> None:
+    """The largest difference of an axis, in how many of its variants; shares in per cent; of the
+    model its change, and what is left of that without attention."""
+    rows = rows_along("batch", {**MOVED, "floor_ratio": 2.0}, {**MOVED, "floor_ratio": 5.0}, {})
+    model = (
+        stored()
+        .models[0]
+        .model_copy(
+            update={
+                "differ": 131072,
+                "difference": 0.5,
+                "rest": 0.3,
+                "share": 0.64,
+                "explained": 0.9,
+            }
+        )
+    )
+    report = stored(*rows).model_copy(update={"models": (model,)})
+    tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
+    cell = tables["out in bfloat16: largest rms difference, × the floor's error"].rows[0].cells[1]
+    assert (cell.text, cell.after) == ("5.00", "2/3")
+    assert [c.text for c in tables["The model's own output, over its size"].rows[0].cells] == [
+        "batch", "sdpa-math", "25 %", "0.5", "0.3", "64 %"
+    ]  # fmt: skip
+    differences = tables["What differs"]
+    titles = [column.title for column in differences.columns]
+    assert differences.rows[0].cells[titles.index("differ")].text == "0.00458 %"  # 3 of 65,536
+
+
+def test_two_forms_in_numbers() -> None:
+    """By hand, over two elements that are finite of three: their difference, which form errs how
+    much beside the floor; over the error of the better form; in ulps of the larger value."""
+    one, other, truth = (torch.tensor([x], dtype=torch.float64)[None, None] for x in (
+        [1.0, 4.0, math.nan], [1.25, 3.0, math.nan], [1.002, 3.0, math.nan]
+    ))  # fmt: skip
+    a, b = one.bfloat16(), other.bfloat16()
+    unit, counted = torch.zeros_like(truth), torch.ones(1, 1, 1, dtype=torch.bool)
+    fmt = format_named("bfloat16")
+    apart = differs(a, b)
+    fields = _summed(_by_row(a, b, truth, unit, apart, counted, fmt))
+    assert (fields["elements"], fields["differ"], fields["nonfinite"]) == (3, 2, 0)
+    floor = math.sqrt(0.002**2 / 2)
+    rms = {"difference": math.sqrt((0.25**2 + 1) / 2), "error_base": math.sqrt((0.002**2 + 1) / 2),
+           "error_variant": math.sqrt(0.248**2 / 2)}  # fmt: skip
+    assert fields["difference"] == pytest.approx(rms["difference"])
+    assert fields["floor_ratio"] == pytest.approx(rms["difference"] / floor)
+    assert fields["error_base"] == pytest.approx(rms["error_base"] / floor)
+    assert fields["error_variant"] == pytest.approx(rms["error_variant"] / floor)
+    assert fields["excess"] == pytest.approx(rms["difference"] / rms["error_variant"])
+    assert fields["ulps"] == 1 / 2**-5  # of 4: 2^2 * 2^-7
+
+
+def test_what_roundings_explain_without_an_error() -> None:
+    """Half a unit in each of n like terms, √n of one: of 40 keys for the output, of 8 query rows
+    for dv; and of the scores |scale| max|q| max|k| 2^-24."""
+    q, k, v = draw("normal", SHAPES, seed=0, label="", options={})
+    dO = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(1))
+    case = AttentionCase(ref=CaseRef(case="c"), q=q[:, :, :8], k=k, v=v, scale=0.3, grad_out=dO)
+    exact, fmt = gradients(case), format_named("bfloat16")
+    norms = [x.double().norm(dim=-1).amax(dim=-1) for x in (case.q, case.k)]
+    score = 0.3 * 2.0**-24 * norms[0] * norms[1].repeat_interleave(2, dim=1)
+    of_group = score.unflatten(1, (2, 2)).amax(2)
+    for tensor, count, of_heads in (("out", 40, score), ("dv", 8, of_group)):
+        share = of_heads[..., None, None] + 2.0**-9 / math.sqrt(count)
+        expected = share * getattr(exact, TERMS[tensor])
+        assert torch.allclose(unit_of(tensor, case, exact, fmt), expected, rtol=1e-12)
+
+
+def test_the_first_row_that_differs_is_told_where_it_stands_in_the_call(tmp_path: Path) -> None:
+    """Of several parts the first row of all, and its head and sequence in the whole; a causal row
+    sees itself and those before."""
+    report = studied(tmp_path, "invariance_kernels:cast_in_decode", axes=["decode"])
+    rows = [r for r in report.rows if r.tensor == "out" and r.first is not None]
+    assert rows
+    assert all(r.keys == r.first[2] + 1 for r in rows)
+    by_itself = {int(re.findall(r"row (\d+) by", r.variant)[0]): r for r in rows
+                 if r.variant.endswith("by itself")}  # fmt: skip
+    assert by_itself
+    assert all(r.first[2] == at for at, r in by_itself.items())
+    (tmp_path / "chunked.py").write_text(
+        "from numdev.kernels import find\n"
+        "def kernel(case):\n"
+        "    out = find('emulated').attend(case, preset='exact').out\n"
+        "    return out if case.q.shape[2] == 64 else 2 * out\n"
+    )
+    report = studied(tmp_path / "c", f"{tmp_path}/chunked.py:kernel", axes=["chunks"])
+    firsts = {r.variant: (r.first, r.keys) for r in report.rows if r.tensor == "out"}
+    assert firsts == dict.fromkeys(("chunks of 24", "chunks of 32"), ((0, 0, 0, 0), 1))
+
+
+def test_a_part_that_begins_later_is_counted_from_the_whole() -> None:
+    """A call of sequence 1, heads 2 and 3: what differs there first is told by the call's own
+    numbers; a row of a mask of its own sees the keys that it shows."""
+    drawn = dict(zip("qkv", draw("normal", SHAPES, seed=0, label="", options={}), strict=True))
+    case = AttentionCase(ref=CaseRef(case="c"), **drawn, scale=0.3, is_causal=True)
+    there = SimpleNamespace(batch=slice(1, 2), head=slice(2, 4), row=slice(8, 12),
+                            kv_head=slice(1, 2), key=slice(4, 9))  # fmt: skip
+    apart = torch.zeros(1, 2, 4, 16, dtype=torch.bool)
+    apart[0, 1, 2, 5] = apart[0, 0, 3, 1] = True
+    call: Any = SimpleNamespace(there=there)
+    assert _first(call, "out", apart) == (1, 3, 10, 5)
+    assert _first(call, "dk", apart[:, 1:]) == (1, 1, 6, 5)
+    assert [keys_seen(case, (0, 1, row, 0)) for row in (0, 10, 39)] == [1, 11, 40]

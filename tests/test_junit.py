@@ -92,3 +92,19 @@ def test_a_failure_says_how_many_heads_of_how_many() -> None:
     root = parsed([row(h, expected_ratio=9.0 if h < 2 else 1.0) for h in range(8)])
     (failure,) = root.findall(".//testcase[@name='error (out, bfloat16)']/failure")
     assert failure.get("message") == "expected expected_ratio ≤ 1.1, got 9 (2 of 8 judged)"
+
+
+def test_failures_and_errors_are_counted_as_what_they_are() -> None:
+    """A limit exceeded is a failure, a number that lacks an error; calls are counted in all, those
+    declined too; the backward pass is a case of its own."""
+    bad = [row(0, expected_ratio=9.0), row(1), row(2, worst_row=None), row(3, nonfinite=None)]
+    root = parsed(bad)
+    assert [root.get(name) for name in ("failures", "errors")] == ["1", "2"]
+    assert [len(root.findall(f".//{tag}")) for tag in ("failure", "error")] == [1, 2]
+    calls = [row(call=0), row(call=1), row(call=0, tensor="dq"),
+             row(None, call=2, status="skipped", reason="no"),
+             row(None, call=3, status="failed", reason="it raised")]  # fmt: skip
+    suite = parsed(calls)[0]
+    (error,) = suite.findall("./testcase[@name='runs (bfloat16)']/error")
+    assert error.get("message") == "failed in 1 of 4 calls: it raised"
+    assert suite.find("./testcase[@name='runs (backward, bfloat16)']") is not None

@@ -115,7 +115,10 @@ SHAPE = (1, 2, 4, 4)
     (torch.zeros(1, 4, 2, 4), r"out: expected .*\[1, 2, 4.* got shape \[1, 4, 2, 4\]"),
     (torch.zeros(SHAPE, dtype=torch.int32), r"got torch\.int32 on cpu"),
     (torch.zeros(SHAPE, device="meta"), r"got torch\.float32 on meta"),
-    (Output(out=torch.zeros(SHAPE), lse=torch.zeros(1, 2)), r"log-sum-exp: expected .* got shape \[1, 2\]"),
+    (
+        Output(out=torch.zeros(SHAPE), lse=torch.zeros(1, 2)),
+        r"log-sum-exp: expected .* got shape \[1, 2\]",
+    ),
 ])  # fmt: skip
 def test_outputs_that_are_refused(returned: Any, says: str) -> None:
     """Anything else is an error with what it was, before a metric can trip over it."""

@@ -21,11 +21,12 @@ from verdict_runs import called
 
 from numdev.errors import MeasurementError
 from numdev.gate.judging import check_system, judged, judgement_of
-from numdev.gate.rules import read_rules
+from numdev.gate.rules import Rules, read_rules
+from numdev.metrics.statistics import BIAS_SEQUENCES
 from numdev.report import Outcome, Report, write
 from numdev.report.io import sealed
 from numdev.report.renderers import html, terminal
-from numdev.studies import judged_by, kind_of
+from numdev.studies import kind_of
 
 sys.path.insert(0, str(ROOT / "scripts"))  # where altered_reports finds its neighbour
 altered_reports = load("scripts/altered_reports.py")
@@ -41,6 +42,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 # --- judged once ----------------------------------------------------------------------------------
 
 
+def refused(report: Report, rules: Rules) -> str:
+    """Why a run by these rules would measure nothing; empty where it would."""
+    try:
+        check_system(report.provenance.system, rules)
+    except MeasurementError as error:
+        return str(error)
+    return ""
+
+
 def agree(kind: str, report: Report, number: int, folder: Path) -> Outcome | None:
     """What a report comes to by the rule file of a number, by run, gate, JSON and JUnit; None where
     the rules hold for another system. Raises AssertionError where two differ."""
@@ -48,11 +58,9 @@ def agree(kind: str, report: Report, number: int, folder: Path) -> Outcome | Non
     file = written_rules(folder, content)
     rules = read_rules(file)
     options = ("--thresholds", file, "--junit", folder / "junit.xml")
-    try:
-        check_system(report.provenance.system, rules)
-    except MeasurementError as error:
+    if refusal := refused(report, rules):
         write(report, folder)
-        assert called("gate", folder, *options) == (3, "", f"numdev: error: {error}\n")
+        assert called("gate", folder, *options) == (3, "", f"numdev: error: {refusal}\n")
         return None
     done = judged(report, rules)
     write(done, folder)
@@ -127,9 +135,175 @@ def test_terminal_and_page_show_the_outcome(
         with contextlib.redirect_stdout(out):
             terminal.show(done)
         html.write(done, tmp_path)
-        page = re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", (tmp_path / "report.html").read_text(),
-                      flags=re.DOTALL)  # fmt: skip
+        text = (tmp_path / "report.html").read_text()
+        page = re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", text, flags=re.DOTALL)
         said = {"terminal": gravest(out.getvalue()), "page": gravest(page)}
         if set(said.values()) != {done.outcome.word}:
             wrong[str(content)] = (done.outcome.word, said)
     assert not wrong
+
+
+# --- complete -------------------------------------------------------------------------------------
+
+Place = tuple[str, Any, Any]  # of what kind it is, its container, and its key there
+
+SHOWN = (  # of a row; the default rules judge other numbers
+    "source|layer|ran|rows_measured|empty_rows|rel|row_rel|max_ulp|floor_ratio|baseline_ratio|fa_rule"
+    "|(from_baseline|precision|low_precision)_rms|flash_vs_(low_)?precision|claim|bits|nulls.*"
+    "|bias|bias_sign|bias_feature|bias_of|bias_t|suspicion_cut|suspects|log_perplexity|apart"
+    r"|interval\.(?!expected_ratio).*"
+)
+CHANGES_NOTHING = {  # what may be done to which fields, and why no judgement changes by it
+    r"\.provenance\.(?!source\.).*": "where it was made; rules may ask for it by `holds_for`",
+    r"\.provenance\.source\.(?!.*(read|asked|nonfinite)).*": "what was read, by name and hash",
+    r"\.timings.*": "seconds",
+    r"\.rules.*": "by which it was judged first: the gate has its own",
+    r"\.request\.(?!formats\b|kernels\b|against\b).*": "how to read; what was measured is planned",
+    r"\.request\.(formats|kernels): (gone|renamed)": "a request may be partial",
+    r"\.request\.against: gone": "so too",
+    r"\.request\.(kernels|formats)\[\]: twice": "what is asked for twice is measured once",
+    r"\.request\.kernels\[\]\.options.*": "the plan has them, completed by the kernel",
+    r"\.plan\.repeats: gone": "it excuses a noise that lacks, and none does",
+    r"\.plan\.named: gone": "it tells what may be declined, and nothing was",
+    r"\.(tokens|weights|profiles|cells|figures|attributions)\b.*": "shown, or for scripts",
+    r"\.cases\[\]\.(source_format|grad_out|threads|axes).*": "shown",
+    r"\.checks\[\]\.reason: .*": "words",
+    rf"\.rows\[kernel( of few)?\]\.({SHOWN}): .*": "shown",
+    r"\.rows\[kernel of few\]\.(bias_p|bias_size).*": "of gradients, and of few sequences",
+    r"\.rows\[(floor|baseline|precision|control)( of few)?\]\..*: gone": "nobody judges them",
+    rf"\.rows\[(floor|baseline|precision|control)( of few)?\]\.({SHOWN}|interval.*): .*": "so too",
+    r"\.rows\[(?!whole|repeat|moved)\w+\]\.unexplained: gone": "flips of the whole are judged",
+    rf"\.rows\[\w+\]\.({SHOWN}): .*": "shown",
+}
+
+
+def places(data: Any, pattern: str = "") -> list[Place]:
+    """Every field and every element of a list, by a pattern without numbers; of rows with their
+    role, or the kind of their run."""
+    own: list[Place] = []
+    if isinstance(data, dict):
+        for key, value in data.items():
+            own += [(f"{pattern}.{key}", data, key), *places(value, f"{pattern}.{key}")]
+    elif isinstance(data, list):
+        for number, value in enumerate(data):
+            of = f"{pattern}[{_what(value) if pattern == '.rows' else ''}]"
+            own += [(of, data, number), *places(value, of)]
+    return own
+
+
+def _what(row: dict[str, Any]) -> str:
+    """Its role or kind; of few, where no bias of it is judged."""
+    few = "role" in row and "sequences" in row
+    few = few and (row["tensor"] != "out" or (row["sequences"] or 0) < BIAS_SEQUENCES)
+    return str(row.get("kind") or row.get("role")) + " of few" * few
+
+
+def alter(place: Place, how: str) -> bool:
+    """Whether it could be done there: `gone`, `twice`, or `renamed`, by its key or its text."""
+    _, container, key = place
+    value = container[key]
+    if how == "gone":
+        del container[key]
+    elif how == "twice" and isinstance(container, list):
+        container.insert(key, value)
+    elif how == "renamed" and isinstance(value, str):
+        container[key] = f"{value}x"
+    elif how == "renamed" and isinstance(container, dict):
+        container[f"{key}x"] = container.pop(key)
+    else:
+        return False
+    return True
+
+
+def no_pass(report: Report, rng: random.Random, folder: Path) -> str:
+    """What was altered where, in a report that passes all the same; empty where it does not, where
+    the alteration changes nothing that is read, or no judgement."""
+    data = json.loads(report.model_dump_json())
+    every = places(data)
+    pattern = rng.choice(sorted({place[0] for place in every}))
+    place = rng.choice([each for each in every if each[0] == pattern])
+    how = rng.choice(("gone", "twice", "renamed"))
+    name = f"{pattern}: {how}"
+    if not alter(place, how) or any(re.fullmatch(known, name) for known in CHANGES_NOTHING):
+        return ""
+    if rng.random() < 0.5:
+        data = altered_reports.concluded_again(data)
+    with contextlib.suppress(ValueError):
+        read_again = kind_of(report.kind).report.model_validate_json(json.dumps(data), strict=True)
+        if read_again == report:
+            return ""
+    (folder / "report.json").write_bytes(sealed(json.dumps(data).encode()))
+    code, out, err = called("gate", folder)
+    broke = "a bug of numdev" in err or (not out and err.count("\n") != 1)
+    return f"{name}: exit code {code} {err}" if broke or code not in (1, 3) else ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_taken_out_or_renamed_is_no_pass(
+    kind: str, reports: dict[str, Report], tmp_path: Path
+) -> None:
+    """Any field, row or other record of a report that passes, gone, there twice, or by another
+    name; sealed again, as it is or with the conclusions that follow."""
+    rng = random.Random(kind)
+    passed = dict.fromkeys(no_pass(reports[kind], rng, tmp_path) for _ in range(150))
+    assert [*filter(None, passed)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_of_two_thousand_is_taken_out_or_renamed_is_no_pass(
+    kind: str, reports: dict[str, Report], tmp_path: Path
+) -> None:
+    rng = random.Random(f"many of {kind}")
+    passed = dict.fromkeys(no_pass(reports[kind], rng, tmp_path) for _ in range(2000))
+    assert [*filter(None, passed)] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_alterations_reach_what_is_judged(
+    kind: str, reports: dict[str, Report], tmp_path: Path
+) -> None:
+    """Rows, plan and their names are altered, which no line of the table excuses; a report that is
+    not altered passes."""
+    data = json.loads(reports[kind].model_dump_json())
+    patterns = {pattern for pattern, *_ in places(data)}
+    for pattern in (
+        f".rows[{_what(data['rows'][0])}].format",
+        ".plan.kernels[]",
+        ".plan.formats[]",
+    ):
+        assert pattern in patterns
+        for how in ("twice", "renamed"):
+            assert not any(re.fullmatch(known, f"{pattern}: {how}") for known in CHANGES_NOTHING)
+    (tmp_path / "report.json").write_bytes(sealed(json.dumps(data).encode()))
+    assert called("gate", tmp_path)[0] == 0
+
+
+# --- closed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_new_outcome_is_an_error_of_types_wherever_one_decides(tmp_path: Path) -> None:
+    """mypy, with a member more in `Outcome`: an error at every `assert_never` that decides by one;
+    as it is, none."""
+    outcomes = "numdev/report/records/outcomes.py"
+    text = (ROOT / outcomes).read_text()
+    last = '    PASSED = "passed"\n'
+    assert text.count(last) == 1
+    shadow = tmp_path / "outcomes.py"
+    python = [
+        path for path in (ROOT / "numdev").rglob("*.py") if "assert_never" in path.read_text()
+    ]
+    files = {*python, ROOT / "numdev/report/__init__.py", *(ROOT / outcomes).parent.glob("*.py")}
+    counts = []
+    for more in ("", '    NEWEST = "newest"\n'):
+        shadow.write_text(text.replace(last, last + more))
+        command = (
+            sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", "--follow-imports",
+            "skip", "--shadow-file", outcomes, shadow, *sorted(files),
+        )  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert "Found" in done.stdout or "Success" in done.stdout, done.stdout + done.stderr
+        counts.append(sum('to "assert_never"' in line for line in done.stdout.splitlines()))
+    assert counts[0] == 0
+    assert counts[1] >= 5

@@ -8,10 +8,12 @@ import io
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gate_rows import control, judge, row
+from gate_rows import case, control, judge, report, row
 from rich.console import Console
 from test_html import audit, figure, sample, sweep
 
@@ -301,3 +303,126 @@ def test_a_node_is_shown_where_it_belongs() -> None:
     only = Document("d", (Table((Column("a"),), (Row((Cell("secret"),)),), only=("html",)),))
     assert "secret" in html.page(only)
     assert "secret" not in markdown.page(only)
+
+
+def test_a_gates_page_counts_all_and_begins_with_the_worst() -> None:
+    """Rows beyond a limit, the farthest first; heads that lack a number over all tensors; those
+    that pass flash-attention's own rule, of all."""
+    rows = [row(h, expected_ratio=x, fa_rule=h != 1) for h, x in enumerate((1.3, 2.5, 1.9))]
+    beyond, *_ = judged_by_ratio(rows)
+    assert [line.cells[4].text for line in beyond.rows] == ["2.5", "1.9", "1.3"]
+    lacking = [row(h, noise=None, tensor=t) for t, n in (("dq", 2), ("dk", 3)) for h in range(n)]
+    judgement = judge(lacking)
+    (sentence,) = {p.sentence for p in gate.problems_of(judgement, ()) if "repro" in p.title}
+    assert "in 5 heads of mine (dq, bfloat16), of mine (dk, bfloat16):" in sentence
+    page = markdown.page(gate.document(judge(rows), (), (), Places(rows)))
+    assert "2 of 3 heads pass flash-attention's own" in page
+
+
+def test_a_series_is_cut_evenly_and_a_long_table_says_by_how_much() -> None:
+    """The first and the last are always there; three rows more than a table of Markdown has."""
+    assert terminal.some(range(10), 4) == [0, 3, 6, 9]
+    assert terminal.some(range(3), 4) == [0, 1, 2]
+    rows = tuple(Row((Cell(str(i)),)) for i in range(markdown.LONGEST + 3))
+    text = markdown.page(Document("d", (Table((Column("n"),), rows),)))
+    assert "\n3 more rows are in the report." in text
+
+
+def test_curves_beside_kernels_are_there_for_comparison() -> None:
+    """In the table of a figure the floor's line is soft, the kernel's is not."""
+    made = sweep(figure(), notes=())
+    node = next(node for node in document_of(made).blocks if isinstance(node, Figures))
+    curves = [Curve(label=name, role=role, points=(Point(x=1.0, label="1", mean=1.0, low=None,
+              high=None),)) for name, role in (("k", "kernel"), ("floor", "floor"))]  # fmt: skip
+    one = node.figures[0].model_copy(update={"curves": tuple(curves)})
+    (shown,) = tables_of(replace(node, figures=(one,)))
+    assert [line.standard for line in shown.rows] == [False, True]
+
+
+@pytest.mark.parametrize(("ratio", "style", "heat"), [
+    (1.0, "good", 0), (1.15, "good", 6), (1.16, "warn", 6), (1.5, "warn", 18), (1.51, "bad", 18),
+    (10**0.5, "bad", 50), (10.0, "bad", 100),
+])  # fmt: skip
+def test_how_far_a_head_is_from_what_is_expected_has_its_colour(
+    ratio: float, style: str, heat: int
+) -> None:
+    """Good to 1.15, a warning to 1.5; on the map by logarithms from 1 to 10."""
+    found = blocks(kernels=(kernel(nonfinite=0, expected_ratio_worst=ratio),))
+    ranking = next(t for t in tables(found) if "closest to fp64" in t.title)
+    assert ranking.rows[0].cells[3].style == style
+    (one,) = audit_view.maps(SimpleNamespace(rows=[row(expected_ratio=ratio)]))
+    assert one.rows[0].cells[1].heat == heat
+
+
+def test_what_a_sample_means_has_its_numbers() -> None:
+    """64 random rows of each head, and 3 that looked worst."""
+    found = blocks(kernels=(kernel(rows_measured=64, suspects=3),))
+    assert any("Only 64 random query rows per head were measured, over all positions, and the 3"
+               in getattr(node, "text", "") for node in found)  # fmt: skip
+
+
+def test_which_roundings_make_the_errors_in_shares_and_calls() -> None:
+    """Per cent of the squared error; in how many calls of all."""
+    one = reports.Explanation(
+        kernel="k", options={}, format="bfloat16", tensor="dq", known=True, nearest="`fa2`",
+        residual=0.11, next_preset="eager", next_residual=0.72, explained=3, calls=4, reason=None,
+        sites=tuple(reports.SiteShare(site=s, rounds="x", share=x, residual=0.5)
+                    for s, x in (("p", 0.62), ("out", 0.07))),
+    )  # fmt: skip
+    assert cells(blocks(explanations=(one,)), "Which roundings") == (
+        "kernel: k bfloat16 | : dq | makes the errors of: fa2 (3 of 4 calls) | residual: 0.11 | "
+        "next: eager 0.72 | of its squared error: 62 % p, 7 % out"
+    )
+
+
+def profile(**changes: Any) -> reports.ProfileRow:
+    fields: dict[str, Any] = {
+        "role": "kernel", "kernel": "k", "format": "bfloat16", "tensor": "out", "case": "c",
+        "layer": 0, "length": 64, "starts": (0, 16, 32), "counts": (1, 1, 1),
+        "errors": (1.0, 2.5, 6.0), "predicted": (1.0, 1.0, 2.0),
+    }  # fmt: skip
+    return reports.ProfileRow(**{**fields, **changes})
+
+
+def test_where_a_kernel_errs_along_its_rows() -> None:
+    """Error over what is predicted, of the length that most calls have, the longer one of two;
+    where it is first above twice that, and where most; how many elements err by how much, in per
+    cent."""
+    short = [profile(case="s", length=32, errors=(9.0, 9.0, 9.0))]
+    nodes = list(audit_view.positions([profile(), *short]))
+    (drawn,) = (node for node in nodes if isinstance(node, Figures))
+    assert [p.mean for p in drawn.figures[0].curves[0].points] == [1.0, 2.5, 3.0]
+    assert "(64 rows)" in drawn.figures[0].title
+    (item,) = (item for node in nodes for item in getattr(node, "items", ()))
+    assert item.text == "first above 2× the predicted error at row 16; most at row 32: 3.00×."
+    counts = [0] * len(audit_view.ULP_LABELS)
+    counts[1], counts[2] = 3, 9
+    (node,) = audit_view.spread([profile(ulps=tuple(counts))])
+    assert [p.mean for p in node.figures[0].curves[0].points] == [25.0, 75.0]
+
+
+def test_where_numbers_come_from_names_the_threads_of_large_calls() -> None:
+    """One for small calls, and the most that a call had."""
+    found = audit()
+    threads = (1, 8)
+    few = tuple(case(str(n)).model_copy(update={"threads": n}) for n in threads)
+    system = {**found.provenance.system, "gpu": None}
+    origin = found.provenance.model_copy(update={"system": system})
+    text = on_terminal(found.model_copy(update={"cases": few, "provenance": origin}), 400)
+    assert "1 thread for small calls, 8 threads for large ones." in text
+
+
+def test_each_finding_has_its_own_script(tmp_path: Path) -> None:
+    """Of two that were written, and none where there is none."""
+    rows = [row(kernel=name, expected_ratio=9.0) for name in ("a", "b", "c")]
+    made = report(*rows)
+    for finding in made.findings[:2]:
+        folder = tmp_path / "reproducers" / finding.folder
+        folder.mkdir(parents=True)
+        (folder / "reproduce.py").write_text(f"# of {finding.kernel}")
+    items = [x for n in document_of(made, tmp_path).blocks for x in getattr(n, "items", ())]
+    scripts = {item.text.split()[0]: item.script for item in items if item.script}
+    assert scripts == {
+        f.kernel: (f"reproducers/{f.folder}/reproduce.py", f"# of {f.kernel}")
+        for f in made.findings[:2]
+    }

@@ -14,7 +14,8 @@ from numdev.audit.view import maps
 from numdev.gate.rules import default_rules
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, Finding, KernelSummary, KernelVerdict
-from numdev.report.numbers import si, three
+from numdev.report import document as doc
+from numdev.report.numbers import percent, shade, short, si, three
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
 
@@ -230,3 +231,66 @@ def test_numbers_are_written_as_what_they_round_to() -> None:
         "1.0e2",
     ]
     assert [three(x) for x in (999.4, 999.6, 9570.0, 1e6)] == ["999", "1000", "9570", "1e6"]
+
+
+def test_what_returns_nan_is_ranked_last() -> None:
+    """However near the rest of it is; of the others the nearest to the truth is first."""
+    nan = row(kernel="nan", baseline_ratio=0.1, nonfinite=1)
+    rows = [row(kernel="far", baseline_ratio=0.9), nan, row(kernel="near", baseline_ratio=0.4)]
+    assert [k.kernel for k in summarise(rows).kernels] == ["near", "far", "nan"]
+
+
+def test_of_sampled_rows_the_worst_heads_interval_and_the_largest_sample() -> None:
+    """Not the interval of the head that is nearest, nor the smallest sample."""
+    heads = ((1.0, (0.9, 1.1), 50), (2.0, (1.8, 2.2), 64), (1.5, (1.4, 1.6), 40))
+    rows = [
+        row(h, sampled=True, expected_ratio=x, interval={"expected_ratio": ends},
+            rows_measured=count, suspects=h)
+        for h, (x, ends, count) in enumerate(heads)
+    ]  # fmt: skip
+    k = of(summarise(rows), "sdpa-flash")
+    assert (k.expected_ratio_interval, k.rows_measured, k.suspects) == ((1.8, 2.2), 64, 2)
+    assert (k.expected_ratio, k.expected_ratio_worst) == (1.5, 2.0)
+
+
+def test_shares_multiples_and_shades_are_written_by_their_size() -> None:
+    """Both sides of each edge; signs; and a number beside its limit has the digits that tell them
+    apart."""
+    assert [percent(x) for x in (0.031, -0.42, -4.2, 4.2, 0.996, None)] == [
+        "3.1 %", "-42 %", "-420 %", "420 %", "100 %", "–"
+    ]  # fmt: skip
+    assert [percent(x, sign=True) for x in (0.42, -0.42)] == ["+42 %", "-42 %"]
+    assert [short(x) for x in (1.254, 9.994, 9.996, 12.54, 99.94, 99.96, 125.0, 1e4)] == [
+        "1.25", "9.99", "10.0", "12.5", "99.9", "100", "125", "1e4"
+    ]  # fmt: skip
+    assert [shade(x) for x in (1.24, 1.25, 1.99, 2.0, 3.9, 4.0, 15.9, 16.0, None)] == [
+        0, 1, 1, 2, 2, 3, 3, 4, None
+    ]  # fmt: skip
+    assert [three(x, 1.1) for x in (1.1004, 1.1, 1.2004)] == ["1.1004", "1.1", "1.2"]
+
+
+def test_a_curve_is_of_medians() -> None:
+    """Of what there is at each place; a place without a number is none."""
+    (curve,) = doc.curve("k", "kernel", {(1, "a"): [1.0, 2.0, 9.0], (2, "b"): [], (3, "c"): [4.0]})
+    assert [(p.x, p.label, p.mean) for p in curve.points] == [(1, "a", 2.0), (3, "c", 4.0)]
+
+
+def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
+    """Then what is not judged, then what passed; a kernel without sizes shows the number nearest to
+    its limit, one with a finding how far it is from the floor."""
+    finding = Finding(rule="error", severity="exceeded", sentence="a (bfloat16) errs.", kernel="a",
+                      formats=("bfloat16",), tensor="out", count=1, judged=1)  # fmt: skip
+    made = [
+        KernelVerdict(kernel="c", format="bfloat16", outcome="passed", rule="error",
+                      observed=1.05, limit=1.1),
+        KernelVerdict(kernel="b", format="bfloat16", outcome="unmeasured", rule="error",
+                      reason="why"),
+        KernelVerdict(kernel="a", format="bfloat16", outcome="exceeded", finding=0, rule="error"),
+    ]  # fmt: skip
+    summary = summarise([row(kernel="a", floor_ratio=1.5, baseline_ratio=0.4)])
+    found = SimpleNamespace(summary=summary, verdicts=made, findings=(finding,), rows=())
+    assert [" ".join(f"{item.lead}{item.text}".split()) for item in verdicts(found)] == [
+        "FAIL a bfloat16 errs. The output's rms error: 1.50× the least possible.",
+        "NOT JUDGED b bfloat16 why",
+        "PASS c bfloat16 closest to its limit: rule `error`, 1.05 (limit 1.1)",
+    ]

@@ -18,7 +18,9 @@ from torch import Tensor
 
 import numdev
 from numdev.audit.task import measure_task
+from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.explain import wrong_function
+from numdev.explain.mistakes import variants
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
 from numdev.kernels import find, of_function
@@ -153,3 +155,79 @@ def test_an_error_without_a_name_is_said_to_have_none() -> None:
     for _ in range(2):
         row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
         assert row.nulls["suspicion"].startswith("none of the mistakes")
+
+
+def drawn_call(**changes: Any) -> AttentionCase:
+    """Four query heads on two kv heads, 12 queries, 12 keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 12, 8, generator=generator) for h in (4, 2, 2))
+    usual: dict[str, Any] = {"ref": CaseRef(case="c"), "q": q, "k": k, "v": v, "scale": 0.3}
+    return AttentionCase(**{**usual, **changes})
+
+
+def mistaken(case: AttentionCase) -> dict[str, AttentionCase]:
+    return dict(variants(case))
+
+
+def keys_of_row(case: AttentionCase, row: int) -> list[int]:
+    """Which keys a row of a call sees, by their places."""
+    shown = visible(case, slice(row, row + 1), slice(0, case.kv_len))
+    if shown is None:
+        return list(range(case.kv_len))
+    return shown.expand(2, 4, 1, case.kv_len)[0, 0, 0].nonzero()[:, 0].tolist()
+
+
+def test_a_mask_that_is_off_shows_what_its_name_says() -> None:
+    """By one key too many or too few, at the diagonal and at the left end of a window."""
+    last = drawn_call(q=drawn_call().q[:, :, -1:], is_causal=True, causal_offset=11)
+    few = mistaken(last)["the causal mask is off by one: each query sees one key too few"]
+    assert keys_of_row(few, 0) == list(range(11))
+    whole = mistaken(drawn_call(is_causal=True, causal_offset=0))
+    for step, words in ((1, "too many"), (-1, "too few")):
+        name = f"the causal mask is off by one: each query sees one key {words}"
+        assert keys_of_row(whole[name], 5) == list(range(6 + step))
+    window = mistaken(drawn_call(window=(3, 1)))
+    shifted = {"wide on the left": range(2, 8), "narrow on the left": range(4, 8),
+               "wide on the right": range(3, 9), "narrow on the right": range(3, 7)}  # fmt: skip
+    for words, keys in shifted.items():
+        assert keys_of_row(window[f"the window is one key too {words}"], 6) == list(keys)
+    assert keys_of_row(drawn_call(window=(3, 1)), 6) == list(range(3, 8))
+
+
+def test_a_wrong_head_is_the_one_that_is_named() -> None:
+    """Of three kv heads and three sinks the next, the previous, or the first."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 12, 8, generator=generator) for h in (6, 3, 3))
+    found = mistaken(drawn_call(q=q, k=k, v=v, sinks=torch.arange(6.0)))
+    for words, heads in (
+        ("the next kv head", [1, 1, 2, 2, 0, 0]), ("the previous kv head", [2, 2, 0, 0, 1, 1]),
+        ("kv head 0 instead of their own", [0] * 6),
+    ):  # fmt: skip
+        assert torch.equal(found[f"query heads read {words}"].v, v[:, heads])
+    for words, sinks in (("next", [1, 2, 3, 4, 5, 0]), ("previous", [5, 0, 1, 2, 3, 4])):
+        case = found[f"query heads get the sink of the {words} one"]
+        assert case.sinks is not None
+        assert case.sinks.tolist() == sinks
+
+
+def test_a_factor_of_log_2_is_on_the_side_that_is_named() -> None:
+    """Without log2(e) before 2^x a term is multiplied by ln 2; with it before e^x divided by it."""
+    sinks, ln2 = torch.tensor([1.0, 2.0, 3.0, 4.0]), math.log(2)
+    bias = torch.linspace(-1, 1, 12).expand(12, 12)
+    found = mistaken(drawn_call(sinks=sinks, mask=bias))
+    for words, factor in (
+        ("lacks log2(e) before an exponential to base 2", ln2),
+        ("is multiplied by log2(e), although the exponential has base e", 1 / ln2),
+        ("is scaled like the scores", 0.3),
+    ):
+        one, other = found[f"the attention sink {words}"], found[f"the additive mask {words}"]
+        assert one.sinks is not None and other.mask is not None  # noqa: PT018
+        assert torch.allclose(one.sinks, sinks.double() * factor)
+        assert torch.allclose(other.mask, bias.double() * factor)
+    scales = {
+        "the exponential is to base 2 (the scale lacks log2(e))": 0.3 * ln2,
+        "the scale has log2(e) in it, and the exponential is to base e": 0.3 / ln2,
+        "the scale is applied twice": 0.09, "the scale is 1/head_dim": 1 / 8,
+        "the scores are not scaled": 1.0,
+    }  # fmt: skip
+    assert {name: found[name].scale for name in scales} == pytest.approx(scales)

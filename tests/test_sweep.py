@@ -28,7 +28,7 @@ from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
 from numdev.report import CellRow, SweepReport
-from numdev.report.curves import cells, sentences
+from numdev.report.curves import cells, figures, sentences
 from numdev.report.numbers import si, times
 from numdev.yamlfile import read_yaml
 
@@ -251,3 +251,48 @@ def test_heads_are_pooled_before_seeds() -> None:
     pooled = {"max_abs": 5.0, "rms": math.sqrt(28 / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
     found = {cell.metric: cell.mean for cell in cells(rows, tuple(pooled), ("mine", {}), {})}
     assert found == pytest.approx(pooled)
+
+
+def test_a_cell_has_the_extremes_of_its_heads_and_counts_its_seeds() -> None:
+    """The largest ulps; how many seeds have a number; limited where any row was."""
+    rows = [row(h, seed=s, max_ulp=float(10 * h + s)) for h in range(3) for s in range(3)]
+    rows[0] = rows[0].model_copy(update={"reason": "reference-limited"})
+    rows += [row(seed=3, max_ulp=None)]
+    (cell,) = cells(rows, ("max_ulp",), ("base", {}), {})
+    assert (cell.mean, cell.seeds, cell.limited) == (21.0, 3, True)  # of 20, 21 and 22
+
+
+def curve_of(means: Any, **fields: Any) -> Any:
+    """Cells of one kernel along an axis, and the grid they stand on."""
+    usual: Any = dict.fromkeys(("low", "high", "ratio", "ratio_low", "ratio_high"))
+    of = {"kernel": "k", "role": "kernel", "format": "bfloat16", "metric": "rms", "seeds": 1}
+    made = [CellRow(**{**usual, **of, **fields}, case="c", mean=mean) for mean in means]
+    ticks = [SimpleNamespace(label=str(at), x=float(at)) for at in range(len(made))]
+    axis = SimpleNamespace(scale="log", title="n", ticks=ticks)
+    grid: Any = SimpleNamespace(axis=axis, request=SimpleNamespace(y=["rms"]))
+    return {("rms", (), "k"): {str(at): cell for at, cell in enumerate(made)}}, grid
+
+
+def test_a_peak_stands_above_both_ends_and_a_ratio_has_its_interval() -> None:
+    """9 between 1 and 5 is no peak, since it is less than twice 5; the lower end is told first."""
+    assert sentences(*curve_of((1.0, 9.0, 5.0)), "base") == ("k: rms error 1 at 0 to 5 at 2.",)
+    ends = {"ratio": 0.5, "ratio_low": 0.4, "ratio_high": 0.6}
+    assert sentences(*curve_of((1.0, 2.0), **ends), "base") == (
+        "k: rms error 1 at 0 to 2 at 1; over base 0.50× [0.40 to 0.60].",
+    )
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(3.9, "linear"), (4.0, "log")])
+def test_values_that_span_a_factor_of_four_are_drawn_by_logarithms(
+    largest: float, scale: str
+) -> None:
+    (figure,) = figures(*curve_of((1.0, 2.0, largest)), "base")
+    assert figure.y_scale == scale
+
+
+@pytest.mark.parametrize(("lengths", "scale"), [([4, 28], "linear"), ([4, 32], "log")])
+def test_an_axis_that_spans_a_factor_of_eight_is_logarithmic(
+    tmp_path: Path, lengths: list[int], scale: str
+) -> None:
+    grid = planned(tmp_path, cases=[{**SIZES, "seq_len": lengths}], x="seq_len").grid
+    assert grid.axis.scale == scale

@@ -384,3 +384,13 @@ def test_a_finding_counts_the_heads_of_all_its_formats() -> None:
     ((finding, *_), _) = findings_of(rows)
     assert (finding.count, finding.judged, finding.formats) == (3, 7, ("bfloat16", "float16"))
     assert "; 3 of 7 heads, for example at layer 0 head 0)." in finding.sentence
+
+
+def test_the_interval_of_a_median_is_told_from_its_lower_to_its_upper_end() -> None:
+    """The medians of the ends of nine heads, which are those of two different heads."""
+    ends = [(0.8, 1.0), (0.81, 1.01), (0.82, 1.02), (0.83, 1.5), (0.9, 1.3), (0.91, 1.04),
+            (0.92, 1.2), (0.93, 1.6), (0.94, 1.7)]  # fmt: skip
+    heads = [estimated(h, expected_ratio=x) for h, x in enumerate(ends)]
+    found = only(judge(heads, rules(metric="expected_ratio", at_most=1.1, heads=8)))
+    assert found.standing == "undecided"
+    assert "the interval of the median expected_ratio, 0.9 to 1.2, contains" in found.reasons[0]

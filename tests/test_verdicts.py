@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import torch
 import transformers
 import verdict_kernels
 import yaml
+from loaded import ROOT, load
 from safetensors.torch import load_file, save_file
 from test_effects import plant_eager_scale
 from transformers.models.llama import modeling_llama as llama
-from verdict_runs import Ran, called, gated, measured, having
+from verdict_runs import Ran, called, gated, having, measured
 
 import numdev
 from numdev.errors import UsageError
@@ -25,6 +28,10 @@ from numdev.gate import rules as rule_book
 from numdev.gate.rules import Rules, Threshold, read_rules
 from numdev.metrics import of_rows
 from numdev.metrics.of_rows import ESTIMATED, MAXIMA, METRICS, TESTED, WHOLE
+from numdev.report.io import sealed
+
+sys.path.insert(0, str(ROOT / "scripts"))  # where altered_reports finds its neighbour
+altered_reports = load("scripts/altered_reports.py")
 
 AUDIT = ("audit", "demo", "--layers", "0", "--length", "32", "--sequences", "2")
 INVARIANCE = ("invariance", "demo", "--layers", "0", "--length", "32", "--no-logits")
@@ -323,6 +330,20 @@ def test_a_rule_file_is_the_runs_own(kind: str, declined: dict[str, Ran]) -> Non
     assert Rules.model_validate(ran.report.rules) == read_rules(ran.folder.parent / "rules.yaml")
     assert (ran.code, ran.report.outcome) == (0, "passed")
     assert called("gate", ran.folder)[0] == 3  # by the default rules
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_asked_for_by_name_was(
+    kind: str, declined: dict[str, Ran], tmp_path: Path
+) -> None:
+    """A plan that says that its kernels were not named, beside a request that names them, does not
+    excuse the one that declined."""
+    data = json.loads(declined[kind].report.model_dump_json())
+    assert data["plan"]["named"]
+    data["plan"]["named"] = False
+    again = altered_reports.concluded_again(data)
+    (tmp_path / "report.json").write_bytes(sealed(json.dumps(again).encode()))
+    assert gated(tmp_path)[0] == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -170,3 +170,30 @@ def test_what_was_asked_for_and_skipped(policy: Any, named: bool, codes: tuple[i
         plan = found.plan.model_copy(update={"named": named})
         again = judging.judged(found.model_copy(update={"plan": plan}), book)
         assert judge_report(again, book).exit_code == code
+
+
+@pytest.mark.parametrize(("asked", "plan", "said"), [
+    ({"repeats": 3}, {"repeats": 2}, "differ in `repeats`"),
+    ({"rows": 64}, {}, "differ in `rows`"),
+    ({"backward": False}, {}, "differ in `backward`"),
+    ({"heads": [1]}, {}, "differ in `heads`"),
+    ({"formats": ["bfloat16", "float16"]}, {}, "differ in `formats`"),
+])  # fmt: skip
+def test_a_plan_is_what_was_requested(asked: Any, plan: Any, said: str) -> None:
+    """Of each thing that decides which rows there are."""
+    found = told(rows(), **plan).model_copy(update={"request": asked})
+    with pytest.raises(MeasurementError, match=said):
+        judged(found)
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("kernels", "has a kernel twice"), ("formats", "a format or a call twice"),
+    ("calls", "a format or a call twice"),
+])  # fmt: skip
+def test_nothing_is_planned_twice(name: str, said: str) -> None:
+    """A kernel that stands there twice would be judged by half of its rows."""
+    found = told(rows())
+    twice = (*getattr(found.plan, name), getattr(found.plan, name)[0])
+    plan = found.plan.model_copy(update={name: twice})
+    with pytest.raises(MeasurementError, match=said):
+        judged(found.model_copy(update={"plan": plan}))

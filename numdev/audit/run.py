@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from numdev import report as records
 from numdev.audit.bench import Selection
@@ -28,7 +30,7 @@ from numdev.explain.words import explanations
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import Kernel
-from numdev.metrics.finiteness import count_nonfinite
+from numdev.metrics.finiteness import count_nonfinite, nonfinite_of
 from numdev.metrics.weights import weight_row
 from numdev.sources.opening import Source, open_source
 from numdev.sources.tensorfile import Add, writing
@@ -72,7 +74,7 @@ def audit(
                 if count := count_nonfinite(tensor):
                     nonfinite[name] = count
     fields = dict(results.fields)
-    if weights:
+    if "parameters" in fields["provenance"].source:
         origin: records.Provenance = fields["provenance"]
         described = {**origin.source, "nonfinite_weights": nonfinite}
         fields["provenance"] = origin.model_copy(update={"source": described})
@@ -92,6 +94,19 @@ def audit(
         timings=watch.seconds(),
     )
     return judged(report, rules)
+
+
+class Described(Protocol):
+    def describe(self) -> dict[str, Any]: ...
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+def describe(source: Described) -> dict[str, Any]:
+    """What is read, and which of its stored weights are not finite."""
+    described = source.describe()
+    if "parameters" in described:
+        described["nonfinite_weights"] = nonfinite_of(source.weights())
+    return described
 
 
 class Results(NamedTuple):

@@ -94,6 +94,7 @@ class Results:
         `scripts` of its findings written. Exits with the verdict's code. Raises MeasurementError
         for a report in which nothing was measured: that is no success."""
         from numdev import report as reports
+        from numdev.report import Outcome
         from numdev.report.io import text_of
         from numdev.report.renderers import html, terminal
 
@@ -109,7 +110,8 @@ class Results:
             html.write(found, directory)  # which shows them
         if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
-        if not found.measured:
+        failed = verdict and code == Outcome.EXCEEDED.exit_code  # which is certain
+        if not found.measured and not failed:
             raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")
         if verdict:
             click.get_current_context().exit(code)

@@ -16,7 +16,7 @@ from numdev.audit.cluster import Cluster, client_of, shared_by, shared_out
 from numdev.audit.isolation import Failure, Isolated, Runner, attempt
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Planned, digest, header, plan_formats, plan_kernels
-from numdev.audit.run import Progress, Say, provenance
+from numdev.audit.run import Progress, Say, describe, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.effects.checks import checks_of
@@ -100,7 +100,7 @@ def effects(
             study = Study(request, run)
         for note in study.source.notes:
             say(note)
-        asked, described = request.model_dump(mode="json"), study.source.describe()
+        asked, described = request.model_dump(mode="json"), describe(study.source)
         head = header(asked, study.system, study.kernels, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             measure, done = study.measured, 0

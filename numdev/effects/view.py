@@ -98,9 +98,9 @@ def _state(check: Check) -> doc.Cell:
 def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) -> doc.Table:
     """The model with each kernel, and what it is held against below."""
     alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
-    present = {own.beside for own in alone.values()}
-    beside = [what for what in BESIDE if what in present]
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
+    present = {alone[r.run[1:]].beside for r in wholes if r.run[1:] in alone}
+    beside = [what for what in BESIDE if what in present]
     shown = [*wholes, *(run for kind in STANDARD for run in runs if run.kind == kind)]
 
     def cells(run: RunSummary) -> Iterator[str | doc.Cell]:

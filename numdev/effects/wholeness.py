@@ -45,6 +45,8 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
         yield "the plan has other sequences than were read"
     names = {kernel.kernel for kernel in plan.kernels}
     yield from unplanned_kernels(request, names)
+    if request.get("against") != plan.against:
+        yield "the plan has another kernel to set beside than the request"
     if plan.against not in names or len(plan.kernels) > 1 + len(request.get("kernels") or ()):
         yield "the plan has other kernels than the request"
     kinds = Counter(run.kind for run in plan.runs)

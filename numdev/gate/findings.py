@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, assert_never
 
-from numdev.gate.judgement import MODEL, RUNS, SOMETHING, Held, Judgement, Test
+from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgement, Test
 from numdev.gate.rows import FOUND, GRADIENTS, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
@@ -63,12 +63,25 @@ def kernel_verdicts(
     )
     ran = {key: tests for key, tests in by_kernel.items() if any(map(_counts, tests))}
     verdicts = [_of_kernel(tests, findings, passing) for tests in ran.values()]
+    if judgement.outcome not in {verdict.outcome for verdict in verdicts}:
+        verdicts.append(_of_report(judgement))
     return sorted(verdicts, key=lambda verdict: list(Outcome).index(verdict.outcome))
 
 
 def _counts(test: Test) -> bool:
     """Whether a verdict is due on what it is of: a kernel under audit, or the whole model."""
     return test.runs or test.kernel == MODEL
+
+
+def _of_report(judgement: Judgement) -> KernelVerdict:
+    """What decides, where it is no kernel's: too short a text, or what is required and absent."""
+    lacking = [t for t in judgement.tests if t.outcome is judgement.outcome and t.kernel is None]
+    reasons = dict.fromkeys(why for test in lacking for why in test.reasons)
+    return KernelVerdict(
+        kernel=REPORT, format="", outcome=judgement.outcome,
+        rule=lacking[0].rule if lacking else None,
+        reason="; ".join(list(reasons)[:2]) or "no rule could be applied",
+    )  # fmt: skip
 
 
 def _of_kernel(

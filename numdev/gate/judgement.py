@@ -15,6 +15,7 @@ from numdev.metrics.of_rows import Value
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
 
 MODEL = "model"  # whose tests are of no kernel
+REPORT = "report"  # whose tests are of no kernel and no model: what was read, what is required
 RUNS = "runs"  # the rule that what was asked for ran
 SOMETHING = "something is judged"  # the rule that some other one could be applied
 REQUIRED = "required"

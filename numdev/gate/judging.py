@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from numdev.config import DEFAULT_KERNELS
 from numdev.errors import MeasurementError
 from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import REQUIRED, SOMETHING, Judgement, Power, Test
@@ -32,6 +33,7 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
     contradicts its plan or itself: where what it says does not follow from its rows."""
     rules = rules or default_rules()
     check_system(report.provenance.system, rules)
+    _check_request(report)
     judged_by(report.kind).check(report)
     if report.rules is None:
         raise MeasurementError(f"the report of {report.kind} was not judged when it was made")
@@ -46,6 +48,27 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
             what = f"inconsistent report: its {name} does not follow from its rows"
             raise MeasurementError(what, hint=CUT)
     return judgement if first == rules else judgement_of(report, rules)
+
+
+def _check_request(report: Report) -> None:
+    """Raises MeasurementError where a request and a plan differ, and where a source does not say
+    what its kind of source says: of which nothing could be judged."""
+    request, source, plan = report.request, report.provenance.source, getattr(report, "plan", None)
+    wrong = ""
+    for name in ("sequences", "tokens"):
+        if (f"{name}_asked" in source) != (f"{name}_read" in source):
+            wrong = f"its source does not say how many {name} were asked for, or how many were read"
+    if "parameters" in source and "nonfinite_weights" not in source:
+        wrong = "its source does not say which weights are not finite"
+    chosen = request.get("kernels") or ()
+    names = [kernel.get("name") for kernel in chosen]
+    if None in names:
+        wrong = "a kernel of its request has no name"
+    named = chosen and names != [kernel.name for kernel in DEFAULT_KERNELS]
+    if named and plan is not None and not getattr(plan, "named", True):
+        wrong = "its kernels were named in the request, and by the plan were not"
+    if wrong:
+        raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
 
 
 def judged(report: R, rules: Rules | None = None) -> R:

@@ -67,6 +67,8 @@ def check_whole(report: Measured) -> None:
     plan, cases = report.plan, {case.case: case for case in report.cases}
     for difference in _of_request(report.request, plan):
         raise MeasurementError(f"inconsistent report: {difference}", hint=CUT)
+    if len(cases) != len(report.cases):
+        raise MeasurementError("inconsistent report: it has a case twice", hint=CUT)
     if not report.rows:
         return  # of which nothing can be judged
     tasks = grouped(
@@ -108,7 +110,7 @@ def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
         yield "the plan and the request differ in `formats`"
     chosen = {spelt(kernel) for kernel in request.get("kernels") or ()}
     audited = [kernel for kernel in plan.kernels if kernel.role == "kernel"]
-    if chosen and not len(audited) <= len(chosen) + ("baseline" in request):
+    if "kernels" in request and not len(audited) <= len(chosen) + ("baseline" in request):
         yield "the plan has kernels that the request has not"
     yield from unplanned_kernels(request, (kernel.kernel for kernel in plan.kernels))
     if len(set(plan.formats)) != len(plan.formats) or len(set(plan.calls)) != len(plan.calls):

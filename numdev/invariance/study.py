@@ -23,7 +23,7 @@ from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, Planned, digest, header, plan_formats, plan_kernels
 from numdev.audit.reproduce import written
 from numdev.audit.rows import given
-from numdev.audit.run import Progress, Say, provenance
+from numdev.audit.run import Progress, Say, describe, provenance
 from numdev.audit.script import folder_of
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
@@ -84,7 +84,7 @@ def invariance(
         source = opened(request, system)
     for note in source.notes:
         say(note)
-    asked, described = request.model_dump(mode="json"), source.describe()
+    asked, described = request.model_dump(mode="json"), describe(source)
     runs = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
     head = header(asked, system, kernels, described)
     with Journal.open(directory, head, overwrite=overwrite) as journal, runs as run:
@@ -278,7 +278,8 @@ class Study:
                 yield from self._compared(fields, forms)
                 continue
             if not why and changed is not None:
-                masked = base.mask is None and any(c.case.mask is not None for c in variant.calls)
+                called = (base, *(call.case for call in variant.calls))
+                masked = case.mask is None and any(c.mask is not None for c in called)
                 excuse = _excuse(forms, axis, masked=masked)
             status = "skipped" if excuse else "failed"
             fields |= {"tensor": "out", "tensors": (), "status": status, "excuse": excuse}

@@ -129,7 +129,7 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
             if any(row.status == "ok" for row in along):
                 yield from _along(axis, who, along, limits)
             else:
-                keeps = axis in limits.bitwise and plan.named
+                keeps = axis in limits.bitwise and plan.named and rules.skipped != "allow"
                 asked = plan.asked or axis in needed
                 yield _not_along(axis, who, along, keeps_bits=keeps, asked=asked)
     for kernel, fmt in every:
@@ -211,7 +211,7 @@ def _of_model(
             "rule": f"{row.axis} with {name}",
         }
         if row.difference is None or row.explained is None:
-            yield Test(**about, standing=Standing.NOT_APPLICABLE, reasons=(row.reason or "",))
+            yield Test(**about, standing=Standing.MISSING, reasons=(row.reason or "",), unjudged=1)
             continue
         ratio = row.difference / max(row.explained, TINY)
         limit = limits.model_beyond_roundings

@@ -100,6 +100,13 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(map(math.isfinite, _largest_magnitudes(tensors)))
 
 
+def nonfinite_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """How many elements of tensors are NaN or infinite, by name; those that have none left out."""
+    floating = ((name, x) for name, x in tensors if x.is_floating_point())
+    counts = {name: count_nonfinite(x) for name, x in floating}
+    return {name: count for name, count in counts.items() if count}
+
+
 def count_nonfinite(x: Tensor) -> int:
     """How many elements are NaN or infinite."""
     return 0 if not x.numel() or all_finite([x]) else int((~finite(widened(x))).sum())

@@ -320,6 +320,9 @@ class PictureSource:
     def describe(self) -> dict[str, Any]:
         return {n: x for n, x in self.opened.describe().items() if n != "not_audited"}
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.opened.weights()
+
     def load(self, dtype: torch.dtype) -> nn.Module:
         """The pipeline once more, its models in another format."""
         named = self.opened.request.model_copy(update={"model_dtype": format_of(dtype).name})

@@ -46,11 +46,13 @@ class Prompt:
         shown = self.inputs.get("attention_mask")
         if not isinstance(shown, Tensor) or shown.ndim != 2:
             shown = torch.ones_like(tokens[0]) if tokens else None
-        both = {
-            "sequences_asked": self.sequences_asked,
-            "sequences_read": len(tensors[0]) if tensors else None,
-            "tokens_asked": self.tokens_asked,
-            "tokens_read": None if shown is None else int(shown.bool().sum(dim=1).min()),
+        sequences = len(tensors[0]) if tensors else None
+        length = None if shown is None else int(shown.bool().sum(dim=1).min())
+        both = {  # of tensors that were given all is asked for
+            "sequences_asked": sequences and (self.sequences_asked or sequences),
+            "sequences_read": sequences,
+            "tokens_asked": length if self.tokens_asked is None else self.tokens_asked,
+            "tokens_read": length,
         }
         return {name: count for name, count in both.items() if count is not None}
 
