@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import runpy
 from collections.abc import Callable
@@ -753,11 +754,17 @@ def test_a_comparison_tells_a_moved_cost_from_scatter(capsys: Any, tmp_path: Pat
 
     def drawn(factor: float) -> EffectsReport:
         rows = []
-        for i, row in enumerate(12 * stored.rows):
+        count = 12 * stored.plan.sequences
+        for at, row in itertools.product(range(0, count, stored.plan.sequences), stored.rows):
             times = float(np.exp(0.2 * scatter.normal())) * (factor if row.kernel else 1.0)
-            cost = row.cost and row.cost * times
-            rows.append(row.model_copy(update={"sequence": i, "cost": cost}))
-        return stored.model_copy(update={"rows": tuple(rows)})
+            costs = {name: getattr(row, name) for name in ("cost", "cost_p999", "cost_max")}
+            costs = {name: value and value * times for name, value in costs.items()}
+            rows.append(row.model_copy(update={"sequence": at + row.sequence, **costs}))
+        source = {**stored.provenance.source, "sequences_read": count, "sequences_asked": count}
+        return stored.model_copy(update={
+            "rows": tuple(rows), "plan": stored.plan.model_copy(update={"sequences": count}),
+            "provenance": stored.provenance.model_copy(update={"source": source}),
+        })  # fmt: skip
 
     same, moved = (compare(drawn(1.0), drawn(factor)) for factor in (1.0, 2.0))
     assert (same.exit_code, same.moves) == (0, ())

@@ -377,6 +377,7 @@ def test_the_tutorials_example(tmp_path: Path, capsys: Any, monkeypatch: Any) ->
     blocks = [b.split("```")[0] for b in page.split("```python\n")[1:]]
     (tmp_path / "mine.py").write_text(next(b for b in blocks if "def my_attention" in b))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     config = tmp_path / "small.yaml"
     config.write_text("cases: [{name: s, heads: 2, seq_len: 48, head_dim: 16, causal: true}]")
     audit = ("audit", config, "--kernel", "mine:my_attention", "--device", "cpu")

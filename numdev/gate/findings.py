@@ -63,8 +63,12 @@ def kernel_verdicts(
     )
     ran = {key: tests for key, tests in by_kernel.items() if any(map(_counts, tests))}
     verdicts = [_of_kernel(tests, findings, passing) for tests in ran.values()]
-    if judgement.outcome not in {verdict.outcome for verdict in verdicts}:
-        verdicts.append(_of_report(judgement))
+    said = {id(test) for tests in ran.values() for test in tests}
+    silent = (None, Outcome.PASSED)
+    others = [t for t in judgement.tests if t.outcome not in silent and id(t) not in said]
+    unsaid = judgement.outcome not in {verdict.outcome for verdict in verdicts}
+    if any(test.rule != SOMETHING for test in others) or (others and unsaid):
+        verdicts.append(_of_report(others))
     return sorted(verdicts, key=lambda verdict: list(Outcome).index(verdict.outcome))
 
 
@@ -73,14 +77,15 @@ def _counts(test: Test) -> bool:
     return test.runs or test.kernel == MODEL
 
 
-def _of_report(judgement: Judgement) -> KernelVerdict:
-    """What decides, where it is no kernel's: too short a text, or what is required and absent."""
-    lacking = [t for t in judgement.tests if t.outcome is judgement.outcome and t.kernel is None]
-    reasons = dict.fromkeys(why for test in lacking for why in test.reasons)
+def _of_report(others: Sequence[Test]) -> KernelVerdict:
+    """What did not pass and is of no kernel under audit: too short a text, what is required and
+    absent, a rule without a row."""
+    outcome = worst(test.outcome for test in others if test.outcome is not None)
+    gravest = [test for test in others if test.outcome is outcome]
+    reasons = dict.fromkeys(why for test in gravest for why in test.reasons)
     return KernelVerdict(
-        kernel=REPORT, format="", outcome=judgement.outcome,
-        rule=lacking[0].rule if lacking else None,
-        reason="; ".join(list(reasons)[:2]) or "no rule could be applied",
+        kernel=REPORT, format="", outcome=outcome, rule=gravest[0].rule,
+        reason="; ".join(list(reasons)[:2]) or f"rule `{gravest[0].rule}`",
     )  # fmt: skip
 
 
