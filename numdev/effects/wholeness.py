@@ -24,13 +24,19 @@ SIZES = (
     *("angle", "apart"),
 )
 PARTS = 8  # of a sequence, for `growth`; a shorter one than twice as many positions has none
+FAR = 10.0  # times what a kernel errs, which no floor does
 STEADY = ("whole", "repeat", "moved")  # the kinds that are also held against another kernel
 
 
 def check(report: EffectsReport) -> None:
     """Raises MeasurementError for rows or checks that nobody planned, that are not there, or that
     cannot be: what is not there exceeds no limit."""
-    wrong = next(itertools.chain(_of_request(report), _of_checks(report), _of_rows(report)), "")
+    wrong = next(
+        itertools.chain(
+            _of_request(report), _of_checks(report), _of_rows(report), _of_floors(report)
+        ),
+        "",
+    )
     if wrong:
         raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
 
@@ -129,6 +135,15 @@ def _of_rows(report: EffectsReport) -> Iterator[str]:
                 yield f"{where} has another number of positions than other runs"
     for (kind, fmt, *_), sequence in rows:
         yield f"{kind} ({fmt}) of sequence {sequence} was not planned"
+
+
+def _of_floors(report: EffectsReport) -> Iterator[str]:
+    """The floor is the exact result, rounded once: no kernel errs much less in its format."""
+    alone = [r for r in report.rows if r.kind == "attention" and r.layer is None and r.error]
+    for (fmt, _, sequence), rows in grouped(alone, lambda r: (r.format, r.at, r.sequence)).items():
+        errors = {row.kernel: row.error or 0.0 for row in rows}
+        if errors.get("floor", 0.0) > FAR * min(errors.values()):
+            yield f"the floor ({fmt}) of sequence {sequence} errs far more than a kernel"
 
 
 def _row(row: OutputRow, plan: EffectsPlan) -> str:
