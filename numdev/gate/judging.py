@@ -41,6 +41,8 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
         first = Rules.model_validate(report.rules)
     except ValidationError as error:
         raise MeasurementError("inconsistent report: its rules are none", hint=CUT) from error
+    if as_data(first) != report.rules:
+        raise MeasurementError("inconsistent report: its rules are not whole", hint=CUT)
     judgement = judgement_of(report, first)
     again = concluded(report, judgement)
     for name in CONCLUSIONS:
