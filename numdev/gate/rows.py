@@ -28,6 +28,7 @@ ROUNDING = 1 + 1e-9
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 # What a row may say that it returned; of names, so that this needs no torch.
 FORMAT = re.compile(r"bfloat16|float(16|32|64)|float8_\w+|e\d+m\d+")
+CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of `metrics.bits`
 SIGNED = frozenset({"bias", "bias_sign", "bias_feature", "bias_size", "bias_t"})
 NUMBERS = FIELDS - {"layer", "seed", "head", "step"}  # of a row
 HUGE = 1e300  # what numdev writes in place of a larger multiple
@@ -159,6 +160,8 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
         return _bare(row)
     if row.out_format is not None and not FORMAT.fullmatch(row.out_format):
         return f"returned a format that is none, {row.out_format!r},"
+    if row.bits is not None and not CHECKSUM.fullmatch(row.bits):
+        return f"has a checksum that is none, {row.bits!r},"
     numbers = vars(row)
     for name in UNSIGNED:
         value = numbers[name]

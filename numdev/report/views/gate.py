@@ -132,7 +132,7 @@ def _beside(judgement: Judgement) -> Iterator[str]:
 
 def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
     """A line for each rule: where it came nearest to its limit, or went beyond."""
-    order = [Outcome.EXCEEDED, Outcome.NOT_JUDGED, Outcome.PASSED, None]
+    order = [*Outcome, None]
     of_rules = (test for test in judgement.tests if not test.runs and test.rule != SOMETHING)
     for rule, own in grouped(of_rules, attrgetter("rule")).items():
         nearest = min(own, key=lambda test: (order.index(test.outcome), -test.nearness))
