@@ -1,5 +1,6 @@
 # make audit      set up, then audit the bundled demo checkpoint and show the report
 # make test       set up, then hold the demo and a planted fault to the gate, and run all CPU tests
+# make thorough   set up, then the tests that draw thousands of inputs
 # make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
 # make check      set up, then lint, format, types, layers, lines by package, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site
@@ -12,7 +13,7 @@ SETUP := .venv/.installed
 # Tests are small: a process for each processor, and one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: audit gate test test-fast check docs wheel oldest clean
+.PHONY: audit gate test test-fast thorough check docs wheel oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -27,13 +28,16 @@ gate: $(SETUP)
 	$(BIN)/python scripts/own_gate.py
 
 test: $(SETUP) gate
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not thorough"
+
+thorough: $(SETUP)
+	$(PYTEST) -m thorough
 
 # What takes two thirds of the processor time of tests that are not slow by themselves.
 SLOWER := api attribution audit bias bounds capture capture_gradients chain ci cli emulated emulated_fast fuzz isolation oracle power \
   pytest_plugin reproducer sampled_audit sharded streaming suspicion sweep train training_audit undeclared
 test-fast: $(SETUP)
-	$(PYTEST) -m "not gpu and not slow" $(SLOWER:%=--ignore=tests/test_%.py)
+	$(PYTEST) -m "not gpu and not slow and not thorough" $(SLOWER:%=--ignore=tests/test_%.py)
 
 check: $(SETUP) docs
 	$(BIN)/ruff check .
@@ -59,7 +63,7 @@ OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
 
 MODEL_TESTS := $(addprefix tests/test_,capture.py audit_models.py checkpoint.py)
 oldest: .oldest/.installed
-	PYTHONPATH=.oldest $(PYTEST) -m "not gpu" $(MODEL_TESTS)
+	PYTHONPATH=.oldest $(PYTEST) -m "not gpu and not thorough" $(MODEL_TESTS)
 
 clean:
 	rm -rf .venv .oldest

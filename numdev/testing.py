@@ -142,8 +142,6 @@ def check(
     if unknown := [name for name in names if name not in AXES]:
         what = f"invariant: expected an axis of invariance, got {unknown[0]!r}"
         raise UsageError(what, hint=closest(unknown[0], AXES))
-    asked = {"target": name, "formats": list(formats), "backward": backward, "seeds": list(seeds),
-             "rules": rules.name, "claims": claims and dict(claims)}  # fmt: skip
     system = System.here(device)
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
@@ -155,6 +153,14 @@ def check(
         system=system, formats=plan_formats(formats, kernels), kernels=kernels,
         backward=backward is not False, repeats=2,
     )  # fmt: skip
+    asked = {
+        "target": name,
+        "formats": [fmt.name for fmt in plan.formats],
+        "backward": backward,
+        "seeds": list(seeds),
+        "rules": rules.name,
+        "claims": claims and dict(claims),
+    }
     rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
     check_system(system.as_dict(), rules)
     report = measured(source, plan, rules, asked)

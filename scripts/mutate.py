@@ -146,7 +146,14 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
 def tested(tree: Path, files: Sequence[str], options: argparse.Namespace) -> tuple[int | None, str]:
     """pytest's exit code, None where it hung, and all that it said."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", "not gpu", "--basetemp", f"{tree}.tmp", *options.pytest.split(), *files]
+    command += [
+        "-m",
+        "not gpu and not thorough",
+        "--basetemp",
+        f"{tree}.tmp",
+        *options.pytest.split(),
+        *files,
+    ]
     alone = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     log = tree.with_suffix(".log")  # no pipe: what a test leaves behind would keep it open
     with log.open("wb") as out:

@@ -92,7 +92,7 @@ def test_every_verdict_is_of_one_judgement(
     assert len(came_to - {None}) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_verdict_is_of_one_judgement_by_a_hundred_rule_files(
     kind: str, reports: dict[str, Report], tmp_path: Path
@@ -168,6 +168,7 @@ CHANGES_NOTHING = {  # what may be done to which fields, and why no judgement ch
     r"\.(tokens|weights|profiles|cells|figures|attributions)\b.*": "shown, or for scripts",
     r"\.cases\[\]\.(source_format|grad_out|threads|axes).*": "shown",
     r"\.checks\[\]\.reason: .*": "words",
+    r"\.rows\[(precision|control)( of few)?\]\.reason: renamed": "so too, of what nobody judges",
     rf"\.rows\[kernel( of few)?\]\.({SHOWN}): .*": "shown",
     r"\.rows\[kernel of few\]\.(bias_p|bias_size).*": "of gradients, and of few sequences",
     r"\.rows\[(floor|baseline|precision|control)( of few)?\]\..*: gone": "nobody judges them",
@@ -249,7 +250,7 @@ def test_whatever_is_taken_out_or_renamed_is_no_pass(
     assert [*filter(None, passed)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_of_two_thousand_is_taken_out_or_renamed_is_no_pass(
     kind: str, reports: dict[str, Report], tmp_path: Path

@@ -128,7 +128,7 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     *(({name: None}, "no error values") for name in ("elements", "rms", "mean_abs", "max_abs")),
     ({"elements": 0}, "has no error values"), ({"elements": 999}, "than the floor"),
     ({"sequences": 1}, "than the floor"), ({"sequences": None}, "than the floor"),
-    ({"layer": 1}, "from another call than the floor"), ({"rms": 1e-9}, "a mean error above"),
+    ({"layer": 1}, "has rows of another call"), ({"rms": 1e-9}, "a mean error above"),
     ({"max_abs": 1e-9}, "an rms above the largest"),
     ({"interval": {"rms": (1.0, 2.0)}}, "an interval of rms without its value"),
 ])  # fmt: skip
@@ -177,7 +177,7 @@ def test_what_was_asked_for_and_skipped(policy: Any, named: bool, codes: tuple[i
     ({"rows": 64}, {}, "differ in `rows`"),
     ({"backward": False}, {}, "differ in `backward`"),
     ({"heads": [1]}, {}, "differ in `heads`"),
-    ({"formats": ["bfloat16", "float16"]}, {}, "differ in `formats`"),
+    ({"formats": ["bfloat16", "float16"]}, {}, "has other formats than the request"),
 ])  # fmt: skip
 def test_a_plan_is_what_was_requested(asked: Any, plan: Any, said: str) -> None:
     """Of each thing that decides which rows there are."""

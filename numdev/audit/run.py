@@ -61,7 +61,7 @@ def audit(
     check_system(system.as_dict(), rules)
     with watch("capture"):
         source = opened(request, system)
-    asked = request.model_dump(mode="json")
+    asked = request.model_dump(mode="json") | {"formats": [fmt.name for fmt in plan.formats]}
     results = run_plan(source, plan, request, asked, directory, watch, **how)
     weights: list[records.WeightRow] = []
     nonfinite: dict[str, int] = {}  # NaN or infinite elements as they are stored, by tensor

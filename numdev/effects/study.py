@@ -100,7 +100,9 @@ def effects(
             study = Study(request, run)
         for note in study.source.notes:
             say(note)
-        asked, described = request.model_dump(mode="json"), describe(study.source)
+        names = [fmt.name for fmt in study.formats]
+        asked = request.model_dump(mode="json") | {"formats": names}
+        described = describe(study.source)
         head = header(asked, study.system, study.kernels, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             measure, done = study.measured, 0

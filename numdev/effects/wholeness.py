@@ -16,7 +16,7 @@ from numdev.effects.report import (
     OutputRow,
 )
 from numdev.errors import MeasurementError
-from numdev.gate.rows import CUT, HUGE, unplanned_kernels
+from numdev.gate.rows import CUT, HUGE, other_formats, unplanned_kernels
 from numdev.grouping import grouped
 
 SIZES = (
@@ -44,8 +44,7 @@ def check(report: EffectsReport) -> None:
 def _of_request(report: EffectsReport) -> Iterator[str]:
     """Where the request asked for something else than was planned."""
     plan, request = report.plan, report.request
-    if len(plan.formats) != len(dict.fromkeys(request.get("formats") or ())):
-        yield "the plan has other formats than the request"
+    yield from other_formats(request, plan.formats)
     read = report.provenance.source.get("sequences_read")
     if read is not None and read != plan.sequences:
         yield "the plan has other sequences than were read"

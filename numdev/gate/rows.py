@@ -80,10 +80,12 @@ def check_whole(report: Measured) -> None:
             raise MeasurementError(f"incomplete report: case {name} is missing")
         heads = _heads(plan, cases[name])
         floors: dict[tuple[str, int | None], DeviationRow] = {}
+        calls: set[Key] = set()
         for fmt, planned in itertools.product(plan.formats, plan.kernels):
             key = (name, seed, fmt, planned.role, planned.kernel, spelt(planned.options))
             where = f"of {name}" + ("" if seed is None else f", seed {seed}")
             rows = tasks.pop(key, [])
+            calls |= {OF_CALL(row) for row in rows}
             if planned.role == "floor":
                 floors = {(row.tensor, row.head): row for row in rows}
             beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
@@ -92,6 +94,10 @@ def check_whole(report: Measured) -> None:
             if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
                 what = f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}"
                 raise MeasurementError(what, hint=CUT)
+        if len(calls) > 1:
+            raise MeasurementError(
+                f"inconsistent report: {name} has rows of another call", hint=CUT
+            )
     if tasks:
         name, _, fmt, _, kernel, _ = next(iter(tasks))
         what = f"the report has rows that were not planned: {kernel} ({fmt}) of {name}"
@@ -107,8 +113,7 @@ def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
             yield f"the plan and the request differ in `{name}`"
     if "heads" in request and list(request["heads"] or ()) != list(plan.heads or ()):
         yield "the plan and the request differ in `heads`"
-    if "formats" in request and len({*request["formats"]}) != len(plan.formats):
-        yield "the plan and the request differ in `formats`"
+    yield from other_formats(request, plan.formats)
     chosen = {spelt(kernel) for kernel in request.get("kernels") or ()}
     audited = [kernel for kernel in plan.kernels if kernel.role == "kernel"]
     if "kernels" in request and not len(audited) <= len(chosen) + ("baseline" in request):
@@ -119,6 +124,12 @@ def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
     tasks = [(kernel.role, kernel.kernel, spelt(kernel.options)) for kernel in plan.kernels]
     if len(set(tasks)) != len(tasks):
         yield "the plan has a kernel twice"
+
+
+def other_formats(request: Mapping[str, Any], planned: Sequence[str]) -> Iterator[str]:
+    """Where a request, as far as there is one, has formats by other names than the plan."""
+    if "formats" in request and list(request["formats"]) != list(planned):
+        yield "the plan has other formats than the request"
 
 
 def unplanned_kernels(request: Mapping[str, Any], planned: Iterable[str]) -> Iterator[str]:
@@ -154,8 +165,6 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CaseRecord) -> str | None:
 def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     """What of a row cannot be, beside the floor's (or itself); None where all fits together."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
-    if OF_CALL(row) != OF_CALL(floor):
-        return "is from another call than the floor"
     if row.status != "ok":
         return _bare(row)
     if row.out_format is not None and not FORMAT.fullmatch(row.out_format):

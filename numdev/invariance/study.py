@@ -84,7 +84,8 @@ def invariance(
         source = opened(request, system)
     for note in source.notes:
         say(note)
-    asked, described = request.model_dump(mode="json"), describe(source)
+    asked = request.model_dump(mode="json") | {"formats": [fmt.name for fmt in formats]}
+    described = describe(source)
     runs = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
     head = header(asked, system, kernels, described)
     with Journal.open(directory, head, overwrite=overwrite) as journal, runs as run:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from numdev.errors import MeasurementError
 from numdev.gate.findings import label
-from numdev.gate.rows import CUT, HUGE, unplanned_kernels
+from numdev.gate.rows import CUT, HUGE, other_formats, unplanned_kernels
 from numdev.grouping import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow, ModelRow, Way
 from numdev.report import Tensor
@@ -44,8 +44,7 @@ def _of_request(report: InvarianceReport) -> Iterator[str]:
     yield from unplanned_kernels(request, (kernel.kernel for kernel in plan.kernels))
     if len(plan.kernels) > len(request.get("kernels") or ()):
         yield "the plan has a kernel that the request has not"
-    if len(plan.formats) != len(dict.fromkeys(request.get("formats") or ())):
-        yield "the plan has other formats than the request"
+    yield from other_formats(request, plan.formats)
     if repeated := _repeated(plan.ways):
         yield f"the plan has {repeated} twice"
     if any(way.format not in plan.formats or way.axis not in plan.axes for way in plan.ways):
