@@ -55,7 +55,7 @@ REPORTS = {
 }
 TRIES = 9  # of an alteration, until it changes something
 SWEEP = """
-cases: [{name: normal, heads: 2, seq_len: [64, 96], head_dim: 32}]
+cases: [{name: normal, heads: 1, seq_len: [64, 96], head_dim: 32}]
 kernels: [sdpa-flash, sdpa-math]
 formats: [bfloat16, float16]
 seeds: 2
@@ -623,7 +623,8 @@ def altered(raw: bytes, number: int) -> tuple[str, bytes]:
     if name == "damaged":
         return name, damaged(raw, rng)
     report.pop("digest")
-    before = copy.deepcopy(report)
+    before = json.loads(raw)
+    before.pop("digest")
     for _ in range(TRIES):
         CLASSES[name](report, rng)
         if {**report, "concluded": None} != {**before, "concluded": None}:
