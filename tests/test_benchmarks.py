@@ -54,12 +54,15 @@ SLOW = {
     "benchmarks/gate_rates.py": ("--seeds 1 --small", "sdpa-math"),
     "benchmarks/half_a_percent.py": ("--sequences 2 --length 32", "numdev"),
     "benchmarks/names.py": ("--only sound --doors check", "check, "),
+    "benchmarks/threads.py": ("--times 1 --threads 2 --small", "|"),
+}
+THOROUGH = {  # several runs of numdev, each with workers
     "benchmarks/scaling.py": (
         "--workers 2 --device cpu --length 128 --heads 2 --head-dim 16 --seeds 1",
         "The reports are the same.",
     ),
-    "benchmarks/threads.py": ("--times 1 --threads 2 --small", "|"),
 }
+RUNS = {**QUICK, **SLOW, **THOROUGH}
 # What a run needs that a machine may lack, and its line then.
 NEEDS = {
     "benchmarks/reference.py": ("", "reference.py: expected a CUDA GPU, got none"),
@@ -102,23 +105,28 @@ def run(file: str, arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_is_imported_and_run_somewhere(file: str) -> None:
     load(file)
-    tables = [table for table in (QUICK, SLOW, NEEDS, ELSEWHERE) if file in table]
+    tables = [table for table in (QUICK, SLOW, THOROUGH, NEEDS, ELSEWHERE) if file in table]
     assert len(tables) == 1
     if file in ELSEWHERE:
         assert Path(file).stem in (ROOT / ELSEWHERE[file]).read_text(encoding="utf-8")
 
 
 def test_no_table_names_a_file_that_is_gone() -> None:
-    assert {*QUICK, *SLOW, *NEEDS, *ELSEWHERE} == set(FILES)
+    assert {*RUNS, *NEEDS, *ELSEWHERE} == set(FILES)
 
 
 @pytest.mark.parametrize(
-    "file", [*QUICK, *(pytest.param(file, marks=pytest.mark.slow) for file in SLOW)]
+    "file",
+    [
+        *QUICK,
+        *(pytest.param(file, marks=pytest.mark.slow) for file in SLOW),
+        *(pytest.param(file, marks=pytest.mark.thorough) for file in THOROUGH),
+    ],
 )
 def test_the_smallest_run(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    arguments, words = {**QUICK, **SLOW}[file]
+    arguments, words = RUNS[file]
     code = run(file, arguments, monkeypatch, tmp_path)
     assert not code
     out, err = capsys.readouterr()

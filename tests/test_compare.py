@@ -455,6 +455,10 @@ def seeded(seeds: tuple[int, ...] = (0, 1), **changes: Any) -> list[DeviationRow
     return [make(h, seed=seed, **(changes if make is head else {})) for make, seed, h in made]
 
 
+def in_float16(rows: list[DeviationRow]) -> list[DeviationRow]:
+    return [row.model_copy(update={"format": "float16"}) for row in rows]
+
+
 def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None:
     """The same one has nothing that moved; a head that is off in one seed is found there."""
     rows = seeded()
@@ -468,7 +472,7 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
 
 @pytest.mark.parametrize(("make", "said"), [
     (lambda: swept(*seeded((0, 2)), seeds=(0, 2)), "seeds ([0, 1] in A, [0, 2] in B)"),
-    (lambda: swept(*seeded(), formats=["float16"]), "formats"),
+    (lambda: swept(*in_float16(seeded()), formats=["float16"]), "formats"),
     (lambda: swept(*seeded(), cases=[{"name": "c", "seq_len": 9}]), "cases.0.seq_len"),
     (lambda: swept(), "kept one result per cell"),
     (lambda: audit(head()), "kind (sweep in A, audit in B); repeat A's request"),
