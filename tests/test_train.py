@@ -23,6 +23,7 @@ from test_cli import lines_of, spawn
 from numdev.audit.journal import JOURNAL
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
+from numdev.formats import FORMATS, round_to
 from numdev.report import read
 from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
 from numdev.training.data import load
@@ -30,6 +31,7 @@ from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.training.measure import distance, spectral_norms
 from numdev.training.models import build
+from numdev.training.outputs import row_of
 from numdev.training.report import DistanceRow, TrainReport, VariantRecord
 from numdev.training.study import answer, train
 from numdev.yamlfile import read_yaml
@@ -210,6 +212,49 @@ def test_distances_are_numpys_and_scipys() -> None:
     assert row.elements == 88
     assert row.rel == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), rel=1e-12)
     assert row.w1 == pytest.approx(wasserstein_distance(x, y), rel=1e-12)
+
+
+def test_outputs_are_what_numpy_says() -> None:
+    """Of two calls laid end to end, in floors: rms error, rms difference from the golden run's,
+    bias in ulps and slope beyond the floor's own. A number that is not finite leaves none."""
+    made = torch.Generator().manual_seed(0)
+    truths = [torch.randn(2, 3, 5, 4, generator=made, dtype=torch.float64) for _ in "ab"]
+    floors = [round_to(x, FORMATS["bfloat16"]).to(torch.bfloat16) for x in truths]
+    own = [(x * 1.02).to(torch.bfloat16) for x in floors]
+    row = row_of(own, floors, truths, 3, "v")
+    t, f, o = (
+        np.concatenate([x.double().numpy().ravel() for x in w]) for w in (truths, floors, own)
+    )
+    rms = lambda x: math.sqrt(np.mean(np.square(x)))  # noqa: E731
+    spacing = np.exp2(np.floor(np.log2(np.abs(t))) - 7)
+    assert (row.seed, row.variant, row.calls, row.elements) == (3, "v", 2, 240)
+    assert row.floors == pytest.approx(rms(o - t) / rms(f - t), rel=1e-12)
+    unit = rms(np.exp2(np.floor(np.log2(np.abs(f))) - 7)) / math.sqrt(12)
+    assert row.apart == pytest.approx(rms(o - f) / unit, rel=1e-12)
+    assert row.bias == pytest.approx(np.sum((o - f) * np.sign(t)) / np.sum(spacing), rel=1e-12)
+    assert row.slope == pytest.approx(np.sum((o - f) * t) / np.sum(t * t), rel=1e-12)
+    assert row.slope == pytest.approx(0.02, rel=0.05)
+    own[1][0, 0, 0, 0] = math.nan
+    lost = row_of(own, floors, truths, 3, "v")
+    assert (lost.nonfinite, lost.floors, lost.nulls["slope"]) == (1, None, "not finite")
+
+
+def test_what_is_at_the_output_is_recorded(tmp_path: Path) -> None:
+    """Of runs whose attention computes something else from the golden run's q, k and v; a
+    re-rounding lies as many floors from the golden run's as it claims."""
+    more = [{"name": "four", "role": "null_rounding", "times": 4.0}]
+    report = run(
+        tmp_path, *OTHERS, *more, steps=1, record=[1], model={**SMALL["model"], "width": 64}
+    )
+    rows = {row.variant: row for row in report.outputs}
+    others = {"sgd": 0.0, "flash": None, "fp32 attention": None, "noise": 1.0, "four": 4.0}
+    assert rows.keys() == {"golden", *others}
+    assert rows["golden"].apart == 0.0
+    assert rows["fp32 attention"].floors == pytest.approx(1.0, rel=0.01)
+    for name, apart in others.items():
+        if apart is not None:
+            assert rows[name].apart == pytest.approx(apart, rel=0.25), name
+    assert {v.name: v.times for v in report.variants if v.times} == {"noise": 1.0, "four": 4.0}
 
 
 def test_spectral_norms_are_the_largest_singular_values() -> None:
@@ -418,6 +463,8 @@ FILES = {"source": "text", "files": ["{data}"]}
     (with_golden({"name": "a b"}, {"name": "a-b"}), "expected distinct names, got 'a-b' 2 times"),
     (with_golden({"name": "x", "role": "flash"}), "x, flash: expected kernel, got nothing"),
     (with_golden({**OTHERS[0], "seed": 1}), "null_repeat: expected nothing, got seed"),
+    (with_golden({**OTHERS[0], "times": 2}), "times: expected with null_rounding, got null_repeat"),
+    (with_golden({**OTHERS[6], "times": 65}), "times: Input should be less than or equal to 64"),
     ({"variants": [{**GOLDEN, "seed": 1}]}, "golden: expected kernel (and"),
     ({"checkpoints": {"steps": [1], "variants": ["gold"]}}, "did you mean 'golden'"),
     ({"checkpoints": {"steps": [7]}}, "expected at most step 6, got 7"),

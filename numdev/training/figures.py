@@ -3,12 +3,12 @@ a logarithmic axis and are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from numdev.metrics.statistics import Mean
-from numdev.report import Axis, Curve, Figure, Point, Tick
+from numdev.report import Axis, Curve, Figure, Point, Role, Tick
 from numdev.training.report import DistanceRow, TrainRow, VariantRecord
 
 Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of one seed
@@ -65,9 +65,11 @@ def figure(
     values: Values,
     middle: Callable[[Sequence[float]], Mean],
     golden: str = "",
+    soft: Collection[str] = (),
     **more: Any,
 ) -> Figure:
-    """A curve of every label that has a value other than 0; `middle`: mean and ends at a step."""
+    """A curve of every label that has a value other than 0; `middle`: mean and ends at a step.
+    Those of `soft` labels stand behind the others."""
     lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
     for label, step, value in values:
         if value is not None and step > 0:
@@ -80,7 +82,8 @@ def figure(
                 mean, low, high = middle(at)
                 place: Any = {"x": float(step), "label": f"step {step}"}
                 points.append(Point(**place, mean=mean, low=low, high=high))
-            who: Any = {"role": "baseline" if label == golden else "kernel"}
-            made.append(Curve(label=label, points=tuple(points), **who))
+            role: Role = "floor" if label in soft else "kernel"
+            role = "baseline" if label == golden else role
+            made.append(Curve(label=label, points=tuple(points), role=role))
     fields: dict[str, Any] = {"y_scale": "log", **more}
     return Figure(title=title, metric=metric, y_title=y_title, curves=tuple(made), **fields)

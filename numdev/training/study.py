@@ -31,7 +31,14 @@ from numdev.training.data import Tokens, load
 from numdev.training.lockstep import PARTLY, STATE, Lockstep, Ran, deterministic, read_state
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
-from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
+from numdev.training.report import (
+    DistanceRow,
+    OutputRow,
+    TrainReport,
+    TrainRow,
+    TrainSummary,
+    VariantRecord,
+)
 
 SAME = "{label}: its weights are the golden run's, bit for bit, at every recorded step."
 OFF = "{label}: its weights are {apart} of their size off the golden run's at step {step}{beside}."
@@ -72,6 +79,7 @@ def train(
                 return None
             rows = tuple(with_spikes(journal.records("row", TrainRow)))
             distances = journal.records("distance", DistanceRow)
+            outputs = journal.records("output", OutputRow)
             ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
         variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
         with torch.device("meta"):
@@ -91,6 +99,7 @@ def train(
             variants=tuple(variants),
             rows=rows,
             distances=distances,
+            outputs=outputs,
             figures=figures.of_run(variants, rows, distances),
             timings=watch.seconds(),
         )
@@ -221,6 +230,7 @@ def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantReco
         options=dict(variant.kernel.options),
         format=variant.format,
         attention_format=variant.attention_format or variant.format.removeprefix("pure "),
+        times=variant.times if variant.role == "null_rounding" else None,
         ran=ran,
         differs=differs,
     )
