@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import scipy.stats
+from scipy.interpolate import PchipInterpolator
 
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
@@ -239,7 +240,7 @@ LADDER = {1 / 16: 0.4, 1 / 4: 0.7, 1.0: 1.0, 4.0: 1.3, 16.0: 2.6}
     [
         (0.7, 0.25, "within"),
         (1.3, 4.0, "within"),
-        (math.sqrt(1.0 * 1.3), 2.0, "within"),  # half way, by logarithms
+        (2.6, 16.0, "within"),
         (0.39, 1 / 16, "below"),
         (2.7, 16.0, "above"),
     ],
@@ -247,6 +248,17 @@ LADDER = {1 / 16: 0.4, 1 / 4: 0.7, 1.0: 1.0, 4.0: 1.3, 16.0: 2.6}
 def test_a_dose_is_read_off_the_ladder(distance: float, dose: float, end: str) -> None:
     at, where = read(distance, LADDER)
     assert (at, where) == (pytest.approx(dose), end)
+
+
+def test_between_rungs_a_dose_is_on_a_monotone_cubic() -> None:
+    """Of the logarithms, as scipy has it: its value at the dose is the distance. With two rungs
+    that is a line."""
+    curve = PchipInterpolator(*[[math.log(x) for x in xs] for xs in zip(*LADDER.items())])  # noqa: B905
+    for distance in (0.41, 0.8, 1.1, 1.9, 2.59):
+        dose, where = read(distance, LADDER)
+        assert where == "within"
+        assert math.exp(curve(math.log(dose))) == pytest.approx(distance, rel=1e-9)
+    assert read(math.sqrt(1.3), {1.0: 1.0, 4.0: 1.3})[0] == pytest.approx(2.0)
 
 
 def test_rungs_in_the_wrong_order_are_one() -> None:

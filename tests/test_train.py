@@ -24,7 +24,9 @@ from numdev.audit.journal import JOURNAL
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
-from numdev.report import read
+from numdev.report import Provenance, read
+from numdev.report.document import Figures, tables_of
+from numdev.training import figures
 from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
 from numdev.training.data import load
 from numdev.training.lane import largest_score, rate
@@ -32,8 +34,15 @@ from numdev.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.training.measure import distance, spectral_norms
 from numdev.training.models import build
 from numdev.training.outputs import row_of
-from numdev.training.report import DistanceRow, TrainReport, VariantRecord
-from numdev.training.study import answer, train
+from numdev.training.report import (
+    DistanceRow,
+    TrainReport,
+    TrainRow,
+    TrainSummary,
+    VariantRecord,
+)
+from numdev.training.study import train
+from numdev.training.words import answer
 from numdev.yamlfile import read_yaml
 
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}
@@ -170,7 +179,9 @@ def test_a_lane_that_is_lost_goes_on_beside_the_others(tmp_path: Path) -> None:
     assert rows[6].nulls["loss"] == rows[6].nulls["spectral_norm"] == "not finite"
     last = weights_of(report, "lost")[-1]
     assert (last.w1, last.nulls["w1"]) == (None, "not finite")
-    assert any("lost: its loss is not finite (step 2" in s for s in report.summary.answer)
+    assert report.summary.answer[0] == (
+        "NOT FINITE: lost: its loss is not finite in 1 of 1 seeds, first at step 2 of seed 0."
+    )
     assert of(report, "golden") == of(run(tmp_path, to="b"), "golden")
 
 
@@ -519,17 +530,95 @@ def test_checkpoints_are_written_as_they_were_at_their_step(tmp_path: Path) -> N
     assert names == {"golden-seed0-step6", "flash-seed0-step6"}
 
 
+# --- the first sentences -------------------------------------------------------------------------
+
+
+ROLES: dict[str, Any] = {
+    "golden": {"role": "golden"}, "flash": {"role": "flash"},
+    "one": {"role": "null_rounding", "times": 1.0},
+    "two": {"role": "null_rounding", "times": 1.0},
+    "sixteen": {"role": "null_rounding", "times": 16.0},
+}  # fmt: skip
+
+
+def told(
+    distances: dict[str, dict[int, list[Any]]], losses: dict[str, list[list[Any]]] | None = None
+) -> tuple[str, ...]:
+    """The answer of a run: of variants the mean distances by step, one for each seed; and losses
+    by seed, of steps 1, 2, and so on."""
+    how: Any = {"kernel": "k", "format": "bfloat16", "attention_format": "bfloat16"}
+    place: Any = {"of": "weights", "elements": 9, "w1": 0.0}
+    rows: Any = {"grad_norm": 1.0, "lr": 1.0, "max_logit": 1.0, "spectral_norm": 1.0}
+    report = TrainReport(
+        provenance=Provenance(numdev="0", command="", created="", system={}, source={}),
+        request={},
+        summary=TrainSummary(
+            answer=(), steps=9, seeds=(0,), parameters=1, model="gpt2", data="d"
+        ),
+        variants=tuple(VariantRecord(name=name, **how, **role) for name, role in ROLES.items()),
+        rows=tuple(
+            TrainRow(seed=seed, variant=name, step=step, loss=loss, **rows)
+            for name, seeds in (losses or {}).items()
+            for seed, steps in enumerate(seeds)
+            for step, loss in enumerate(steps, 1)
+        ),
+        distances=tuple(
+            DistanceRow(
+                variant=name, seed=seed, step=step, equal=None if x is None else float(x == 0),
+                **dict.fromkeys(("mean_abs", "max_abs", "rel"), x), **place,
+            )
+            for name, steps in distances.items()
+            for step, values in steps.items()
+            for seed, x in enumerate(values)
+        ),
+    )  # fmt: skip
+    return tuple(answer(report))
+
+
+def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
+    """Of the steps before two doses lie together, seed by seed, with their range; not of the last
+    step, at which here everything is as far as everything."""
+    one = {1: [1.0, 2.0, 4.0], 2: [2.0, 4.0, 8.0], 9: [50.0, 50.0, 50.0]}
+    flash = {1: [1.1, 2.0, 3.6], 2: [2.2, 4.0, 7.2], 9: [50.0, 50.0, 50.0]}
+    sixteen = {step: [(3 if step < 9 else 1) * x for x in values] for step, values in one.items()}
+    said = told({"flash": flash, "one": one, "two": one, "sixteen": sixteen})
+    mean = (1.1 * 1.0 * 0.9) ** (1 / 3)
+    assert said[0] == (
+        f"flash: its weights are {mean:.2f} times (0.90 to 1.10, 3 seeds) as far from the golden "
+        "run's as re-rounding attention at one floor, at steps 1 to 2."
+    )
+    assert said[1].startswith("null: re-rounded at 16: its weights are 3.00 times (3.00 to 3.00, ")
+    assert len(said) == 2
+
+
+def test_without_a_null_a_run_says_the_first_step_alone() -> None:
+    assert told({"flash": {1: [0.02, 0.04], 9: [0.5, 0.5]}}) == (
+        "flash: its weights are 0.028 (0.02 to 0.04, 2 seeds) of their size off the golden run's "
+        "at step 1; with no re-rounding beside it nothing is said of later ones.",
+    )
+
+
+def test_what_is_lost_comes_first() -> None:
+    """Most seeds first, with the first step; the table says of how many seeds a mean is."""
+    fine = [[2.0, 2.0, 2.0]] * 3
+    lost = [[2.0, None, None], [2.0, 2.0, None], [3.862] * 3]
+    losses = {"golden": fine, "one": [[2.0, None, None], *fine[:2]], "flash": lost}
+    said = told({"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses)
+    assert said[:2] == (
+        "NOT FINITE: flash: its loss is not finite in 2 of 3 seeds, first at step 2 of seed 0.",
+        "NOT FINITE: one: its loss is not finite in 1 of 3 seeds, first at step 2 of seed 0.",
+    )
+    values = [("flash", 3, loss) for loss in (None, None, 3.862)]
+    drawn = figures.figure("Loss", "loss", "loss", ["flash"], values, lambda x: (x[0], None, None))
+    axis = figures.axis_of([1, 3])
+    [table] = tables_of(Figures((drawn,), axis))
+    assert [cell.text for cell in table.rows[0].cells] == ["flash", "–", "3.862 (1 of 3)"]
+
+
 def test_weights_that_are_no_longer_finite_are_not_said_to_be_the_same() -> None:
-    how: Any = {
-        "role": None,
-        "kernel": "sdpa-flash",
-        "format": "float32",
-        "attention_format": "float32",
-    }
-    flash = VariantRecord(name="flash", **how | {"role": "flash"})
-    rows: Any = {"seed": 0, "variant": "flash", "of": "weights", "elements": 9, "max_abs": 0.0}
-    rows |= {"mean_abs": 0.0, "rel": 0.0, "w1": 0.0}
-    same = [DistanceRow(**rows, step=step, equal=1.0) for step in (1, 2)]
-    gone = same[1].model_copy(update={"equal": None, "rel": None, "nonfinite": 9})
-    assert any("bit for bit" in said for said in answer([flash], [], same))
-    assert not any("bit for bit" in said for said in answer([flash], [], [same[0], gone]))
+    same = told({"flash": {1: [0.0], 2: [0.0]}})
+    assert same == (
+        "flash: its weights are the golden run's, bit for bit, at every recorded step.",
+    )
+    gone = told({"flash": {1: [0.0], 2: [None]}})
+    assert not any("bit for bit" in sentence for sentence in gone)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import format_of, round_to, ulp
-from numdev.kernels.reference import attend
+from numdev.kernels.reference.blocked import attend  # small: a compiler would take longer
 from numdev.training.lane import ODDS, Lane
 from numdev.training.report import OutputRow
 
