@@ -23,15 +23,26 @@ from test_cli import lines_of, spawn
 from numdev.audit.journal import JOURNAL
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
-from numdev.report import read
+from numdev.formats import FORMATS, round_to
+from numdev.report import Provenance, read
+from numdev.report.document import Figures, tables_of
+from numdev.training import figures
 from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
 from numdev.training.data import load
 from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.training.measure import distance, spectral_norms
 from numdev.training.models import build
-from numdev.training.report import DistanceRow, TrainReport, VariantRecord
-from numdev.training.study import answer, train
+from numdev.training.outputs import row_of
+from numdev.training.report import (
+    DistanceRow,
+    TrainReport,
+    TrainRow,
+    TrainSummary,
+    VariantRecord,
+)
+from numdev.training.study import train
+from numdev.training.words import answer
 from numdev.yamlfile import read_yaml
 
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}
@@ -168,7 +179,9 @@ def test_a_lane_that_is_lost_goes_on_beside_the_others(tmp_path: Path) -> None:
     assert rows[6].nulls["loss"] == rows[6].nulls["spectral_norm"] == "not finite"
     last = weights_of(report, "lost")[-1]
     assert (last.w1, last.nulls["w1"]) == (None, "not finite")
-    assert any("lost: its loss is not finite (step 2" in s for s in report.summary.answer)
+    assert report.summary.answer[0] == (
+        "NOT FINITE: lost: its loss is not finite in 1 of 1 seeds, first at step 2 of seed 0."
+    )
     assert of(report, "golden") == of(run(tmp_path, to="b"), "golden")
 
 
@@ -210,6 +223,49 @@ def test_distances_are_numpys_and_scipys() -> None:
     assert row.elements == 88
     assert row.rel == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), rel=1e-12)
     assert row.w1 == pytest.approx(wasserstein_distance(x, y), rel=1e-12)
+
+
+def test_outputs_are_what_numpy_says() -> None:
+    """Of two calls laid end to end, in floors: rms error, rms difference from the golden run's,
+    bias in ulps and slope beyond the floor's own. A number that is not finite leaves none."""
+    made = torch.Generator().manual_seed(0)
+    truths = [torch.randn(2, 3, 5, 4, generator=made, dtype=torch.float64) for _ in "ab"]
+    floors = [round_to(x, FORMATS["bfloat16"]).to(torch.bfloat16) for x in truths]
+    own = [(x * 1.02).to(torch.bfloat16) for x in floors]
+    row = row_of(own, floors, truths, 3, "v")
+    t, f, o = (
+        np.concatenate([x.double().numpy().ravel() for x in w]) for w in (truths, floors, own)
+    )
+    rms = lambda x: math.sqrt(np.mean(np.square(x)))  # noqa: E731
+    spacing = np.exp2(np.floor(np.log2(np.abs(t))) - 7)
+    assert (row.seed, row.variant, row.calls, row.elements) == (3, "v", 2, 240)
+    assert row.floors == pytest.approx(rms(o - t) / rms(f - t), rel=1e-12)
+    unit = rms(np.exp2(np.floor(np.log2(np.abs(f))) - 7)) / math.sqrt(12)
+    assert row.apart == pytest.approx(rms(o - f) / unit, rel=1e-12)
+    assert row.bias == pytest.approx(np.sum((o - f) * np.sign(t)) / np.sum(spacing), rel=1e-12)
+    assert row.slope == pytest.approx(np.sum((o - f) * t) / np.sum(t * t), rel=1e-12)
+    assert row.slope == pytest.approx(0.02, rel=0.05)
+    own[1][0, 0, 0, 0] = math.nan
+    lost = row_of(own, floors, truths, 3, "v")
+    assert (lost.nonfinite, lost.floors, lost.nulls["slope"]) == (1, None, "not finite")
+
+
+def test_what_is_at_the_output_is_recorded(tmp_path: Path) -> None:
+    """Of runs whose attention computes something else from the golden run's q, k and v; a
+    re-rounding lies as many floors from the golden run's as it claims."""
+    more = [{"name": "four", "role": "null_rounding", "times": 4.0}]
+    report = run(
+        tmp_path, *OTHERS, *more, steps=1, record=[1], model={**SMALL["model"], "width": 64}
+    )
+    rows = {row.variant: row for row in report.outputs}
+    others = {"sgd": 0.0, "flash": None, "fp32 attention": None, "noise": 1.0, "four": 4.0}
+    assert rows.keys() == {"golden", *others}
+    assert rows["golden"].apart == 0.0
+    assert rows["fp32 attention"].floors == pytest.approx(1.0, rel=0.01)
+    for name, apart in others.items():
+        if apart is not None:
+            assert rows[name].apart == pytest.approx(apart, rel=0.25), name
+    assert {v.name: v.times for v in report.variants if v.times} == {"noise": 1.0, "four": 4.0}
 
 
 def test_spectral_norms_are_the_largest_singular_values() -> None:
@@ -418,6 +474,8 @@ FILES = {"source": "text", "files": ["{data}"]}
     (with_golden({"name": "a b"}, {"name": "a-b"}), "expected distinct names, got 'a-b' 2 times"),
     (with_golden({"name": "x", "role": "flash"}), "x, flash: expected kernel, got nothing"),
     (with_golden({**OTHERS[0], "seed": 1}), "null_repeat: expected nothing, got seed"),
+    (with_golden({**OTHERS[0], "times": 2}), "times: expected with null_rounding, got null_repeat"),
+    (with_golden({**OTHERS[6], "times": 65}), "times: Input should be less than or equal to 64"),
     ({"variants": [{**GOLDEN, "seed": 1}]}, "golden: expected kernel (and"),
     ({"checkpoints": {"steps": [1], "variants": ["gold"]}}, "did you mean 'golden'"),
     ({"checkpoints": {"steps": [7]}}, "expected at most step 6, got 7"),
@@ -472,17 +530,95 @@ def test_checkpoints_are_written_as_they_were_at_their_step(tmp_path: Path) -> N
     assert names == {"golden-seed0-step6", "flash-seed0-step6"}
 
 
+# --- the first sentences -------------------------------------------------------------------------
+
+
+ROLES: dict[str, Any] = {
+    "golden": {"role": "golden"}, "flash": {"role": "flash"},
+    "one": {"role": "null_rounding", "times": 1.0},
+    "two": {"role": "null_rounding", "times": 1.0},
+    "sixteen": {"role": "null_rounding", "times": 16.0},
+}  # fmt: skip
+
+
+def told(
+    distances: dict[str, dict[int, list[Any]]], losses: dict[str, list[list[Any]]] | None = None
+) -> tuple[str, ...]:
+    """The answer of a run: of variants the mean distances by step, one for each seed; and losses
+    by seed, of steps 1, 2, and so on."""
+    how: Any = {"kernel": "k", "format": "bfloat16", "attention_format": "bfloat16"}
+    place: Any = {"of": "weights", "elements": 9, "w1": 0.0}
+    rows: Any = {"grad_norm": 1.0, "lr": 1.0, "max_logit": 1.0, "spectral_norm": 1.0}
+    report = TrainReport(
+        provenance=Provenance(numdev="0", command="", created="", system={}, source={}),
+        request={},
+        summary=TrainSummary(
+            answer=(), steps=9, seeds=(0,), parameters=1, model="gpt2", data="d"
+        ),
+        variants=tuple(VariantRecord(name=name, **how, **role) for name, role in ROLES.items()),
+        rows=tuple(
+            TrainRow(seed=seed, variant=name, step=step, loss=loss, **rows)
+            for name, seeds in (losses or {}).items()
+            for seed, steps in enumerate(seeds)
+            for step, loss in enumerate(steps, 1)
+        ),
+        distances=tuple(
+            DistanceRow(
+                variant=name, seed=seed, step=step, equal=None if x is None else float(x == 0),
+                **dict.fromkeys(("mean_abs", "max_abs", "rel"), x), **place,
+            )
+            for name, steps in distances.items()
+            for step, values in steps.items()
+            for seed, x in enumerate(values)
+        ),
+    )  # fmt: skip
+    return tuple(answer(report))
+
+
+def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
+    """Of the steps before two doses lie together, seed by seed, with their range; not of the last
+    step, at which here everything is as far as everything."""
+    one = {1: [1.0, 2.0, 4.0], 2: [2.0, 4.0, 8.0], 9: [50.0, 50.0, 50.0]}
+    flash = {1: [1.1, 2.0, 3.6], 2: [2.2, 4.0, 7.2], 9: [50.0, 50.0, 50.0]}
+    sixteen = {step: [(3 if step < 9 else 1) * x for x in values] for step, values in one.items()}
+    said = told({"flash": flash, "one": one, "two": one, "sixteen": sixteen})
+    mean = (1.1 * 1.0 * 0.9) ** (1 / 3)
+    assert said[0] == (
+        f"flash: its weights are {mean:.2f} times (0.90 to 1.10, 3 seeds) as far from the golden "
+        "run's as re-rounding attention at one floor, at steps 1 to 2."
+    )
+    assert said[1].startswith("null: re-rounded at 16: its weights are 3.00 times (3.00 to 3.00, ")
+    assert len(said) == 2
+
+
+def test_without_a_null_a_run_says_the_first_step_alone() -> None:
+    assert told({"flash": {1: [0.02, 0.04], 9: [0.5, 0.5]}}) == (
+        "flash: its weights are 0.028 (0.02 to 0.04, 2 seeds) of their size off the golden run's "
+        "at step 1; with no re-rounding beside it nothing is said of later ones.",
+    )
+
+
+def test_what_is_lost_comes_first() -> None:
+    """Most seeds first, with the first step; the table says of how many seeds a mean is."""
+    fine = [[2.0, 2.0, 2.0]] * 3
+    lost = [[2.0, None, None], [2.0, 2.0, None], [3.862] * 3]
+    losses = {"golden": fine, "one": [[2.0, None, None], *fine[:2]], "flash": lost}
+    said = told({"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses)
+    assert said[:2] == (
+        "NOT FINITE: flash: its loss is not finite in 2 of 3 seeds, first at step 2 of seed 0.",
+        "NOT FINITE: one: its loss is not finite in 1 of 3 seeds, first at step 2 of seed 0.",
+    )
+    values = [("flash", 3, loss) for loss in (None, None, 3.862)]
+    drawn = figures.figure("Loss", "loss", "loss", ["flash"], values, lambda x: (x[0], None, None))
+    axis = figures.axis_of([1, 3])
+    [table] = tables_of(Figures((drawn,), axis))
+    assert [cell.text for cell in table.rows[0].cells] == ["flash", "–", "3.862 (1 of 3)"]
+
+
 def test_weights_that_are_no_longer_finite_are_not_said_to_be_the_same() -> None:
-    how: Any = {
-        "role": None,
-        "kernel": "sdpa-flash",
-        "format": "float32",
-        "attention_format": "float32",
-    }
-    flash = VariantRecord(name="flash", **how | {"role": "flash"})
-    rows: Any = {"seed": 0, "variant": "flash", "of": "weights", "elements": 9, "max_abs": 0.0}
-    rows |= {"mean_abs": 0.0, "rel": 0.0, "w1": 0.0}
-    same = [DistanceRow(**rows, step=step, equal=1.0) for step in (1, 2)]
-    gone = same[1].model_copy(update={"equal": None, "rel": None, "nonfinite": 9})
-    assert any("bit for bit" in said for said in answer([flash], [], same))
-    assert not any("bit for bit" in said for said in answer([flash], [], [same[0], gone]))
+    same = told({"flash": {1: [0.0], 2: [0.0]}})
+    assert same == (
+        "flash: its weights are the golden run's, bit for bit, at every recorded step.",
+    )
+    gone = told({"flash": {1: [0.0], 2: [None]}})
+    assert not any("bit for bit" in sentence for sentence in gone)

@@ -14,7 +14,7 @@ from numdev.formats import format_of, ulp
 from numdev.training import checkpoints
 from numdev.training.config import DataConfig, ModelConfig, TrainConfig
 from numdev.training.data import load
-from numdev.training.lane import move_weights, rerounded
+from numdev.training.lane import jumps, move_weights, rerounded
 from numdev.training.models import build, sdpa
 from numdev.yamlfile import read_yaml
 
@@ -142,11 +142,46 @@ def test_a_rerounding_errs_as_much_as_a_rounding(dtype: torch.dtype) -> None:
     assert abs(error.mean()) < 5 * math.sqrt(share / n)
 
 
-def test_a_rerounding_lets_gradients_pass() -> None:
+@pytest.mark.parametrize("times", [1 / 64, 1 / 16, 1 / 4, 1 / 2, 2.0, 3.4, 4.0, 16.0, 64.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_dose_is_of_the_rms_it_claims(dtype: torch.dtype, times: float) -> None:
+    """On 2^20 values of all magnitudes and signs, powers of two among them, in ulps of each: the
+    mean square is times² ulp²/12, the mean along the value's sign 0 but for rounding across a power
+    of two. A share p moves by k ulps, so within 5 standard deviations of means of n draws."""
+    n, made = 1 << 20, torch.Generator().manual_seed(0)
+    x = (torch.randn(n, generator=made) * torch.rand(n, generator=made).exp2()).to(dtype)
+    x[:8] = torch.tensor([1.0, -2.0, 0.5, 4.0, 0.0, math.inf, -math.inf, math.nan])
+    moved = rerounded(x, made, times)
+    assert moved[4:7].tolist() == [0.0, math.inf, -math.inf]
+    assert bool(moved[7].isnan())
+    fine = x.isfinite() & (x != 0)
+    error = (moved[fine].double() - x[fine].double()) * x[fine].sign()
+    error /= ulp(x[fine], format_of(dtype)).double()
+    k, p = jumps(times)
+    assert k == math.ceil(times / math.sqrt(12))
+    assert k * k * p == pytest.approx(times**2 / 12)
+    mean_square = float(error.square().mean())
+    # Rounding the k ulps across a power of two to twice the spacing moves an odd k by one, either
+    # way: of the mean square at most (2 k + 1) in k / 128 of the values of bfloat16.
+    slack = p * (2 * k + 1) * k / 128 if dtype == torch.bfloat16 and k > 1 else 0.0
+    spread = k * k * math.sqrt(p * (1 - p) / n)
+    assert abs(mean_square - times**2 / 12) < 5 * spread + 0.05 * slack
+    assert abs(float(error.mean())) < 5 * k * math.sqrt(p / n) + 0.01 * k
+
+
+@pytest.mark.parametrize("times", [1.0, 4.0])
+def test_a_rerounding_lets_gradients_pass(times: float) -> None:
     x = torch.linspace(1, 2, 9).requires_grad_()
     given = torch.linspace(-1, 1, 9)
-    rerounded(x, torch.Generator().manual_seed(0)).backward(given)
+    rerounded(x, torch.Generator().manual_seed(0), times).backward(given)
     assert torch.equal(x.grad, given)
+
+
+def test_what_would_overflow_stays() -> None:
+    """A re-rounding makes no infinity, nor moves what is the largest."""
+    x = torch.full((1000,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    moved = rerounded(x, torch.Generator().manual_seed(0), 64.0)
+    assert bool(moved.isfinite().all())
 
 
 def test_every_weight_moves_by_an_ulp() -> None:

@@ -209,10 +209,12 @@ def tables_of(of: Figures) -> Iterator[Table]:
     tick of the axis."""
 
     def cell(figure: Figure, curve: Curve, x: float) -> str:
-        value = next((p.mean for p in curve.points if p.x in (None, x)), None)
+        point = next((p for p in curve.points if p.x in (None, x)), None)
+        value = None if point is None else point.mean
+        note = f" ({point.note})" if point is not None and point.note else ""
         if figure.metric == "loss" and value is not None:
-            return f"{value:.3f}"
-        return ratio(value) if figure.relative else si(value)
+            return f"{value:.3f}{note}"
+        return (ratio(value) if figure.relative else si(value)) + note
 
     columns = [of.axis.title, *(tick.label for tick in of.axis.ticks)]
     for (_, what), figures in grouped(of.figures, attrgetter("metric", "y_title")).items():

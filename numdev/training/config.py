@@ -22,6 +22,8 @@ Format = Literal["float32", "bfloat16", "float16", "pure bfloat16"]
 AttentionFormat = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
+Dose = Annotated[float, Field(ge=1 / 64, le=64)]
+"""How many times as large as the floor's rounding a re-rounding is, in rms."""
 MOST_STEPS = 10_000_000
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
 DIFFERENCES = {
@@ -116,6 +118,7 @@ class VariantConfig(Strict):
     format: Format | None = None
     attention_format: AttentionFormat | None = None  # in the golden run None: the network's
     seed: Positive | None = None  # added to the run's, for another initialisation
+    times: Dose | None = None  # of a null that re-rounds: 1 unless said
     optimiser: Optimiser | None = None  # the keys given here; the others are those of `optimiser`
 
     @model_validator(mode="after")
@@ -127,6 +130,8 @@ class VariantConfig(Strict):
             optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
             got = ", ".join(sorted(given)) or "nothing"
             raise ValueError(f"{self.name}, {self.role}: expected {expected}{optional}, got {got}")
+        if self.times is not None and self.role != "null_rounding":
+            raise ValueError(f"{self.name}: times: expected with null_rounding, got {self.role}")
         return self
 
 
@@ -140,6 +145,7 @@ class Variant(Strict):
     format: Format
     attention_format: AttentionFormat | None
     seed: int = 0
+    times: float = 1.0
     optimiser: Optimiser
 
     @property

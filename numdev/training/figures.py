@@ -3,20 +3,24 @@ a logarithmic axis and are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from numdev.metrics.statistics import Mean
-from numdev.report import Axis, Curve, Figure, Point, Tick
+from numdev.report import Axis, Curve, Figure, Point, Role, Tick
 from numdev.training.report import DistanceRow, TrainRow, VariantRecord
 
 Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of one seed
 
 
 def label_of(v: VariantRecord) -> str:
-    """What a variant is called in curves and sentences: runs that re-round at random are one."""
-    return "re-rounded at random" if v.role == "null_rounding" else v.name
+    """What a variant is called in curves: runs that re-round at random by one strength are one."""
+    if v.role != "null_rounding":
+        return v.name
+    dose = v.times or 1.0
+    return "re-rounded at random" + ("" if dose == 1.0 else f" at {dose:g} floors")
 
 
 def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
@@ -65,11 +69,16 @@ def figure(
     values: Values,
     middle: Callable[[Sequence[float]], Mean],
     golden: str = "",
+    soft: Collection[str] = (),
     **more: Any,
 ) -> Figure:
-    """A curve of every label that has a value other than 0; `middle`: mean and ends at a step."""
+    """A curve of every label that has a value other than 0; `middle`: mean and ends at a step, of
+    the values that are there, with a note where not all are. Those of `soft` labels stand behind
+    the others."""
     lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
+    every: Counter[tuple[str, int]] = Counter()
     for label, step, value in values:
+        every[label, int(step)] += 1
         if value is not None and step > 0:
             lines[label].setdefault(int(step), []).append(value)
     made = []
@@ -78,9 +87,12 @@ def figure(
             points = []
             for step, at in sorted(steps.items()):
                 mean, low, high = middle(at)
-                place: Any = {"x": float(step), "label": f"step {step}"}
+                wanted = every[label, step]
+                note = f"{len(at)} of {wanted}" if len(at) < wanted else ""
+                place: Any = {"x": float(step), "label": f"step {step}", "note": note}
                 points.append(Point(**place, mean=mean, low=low, high=high))
-            who: Any = {"role": "baseline" if label == golden else "kernel"}
-            made.append(Curve(label=label, points=tuple(points), **who))
+            role: Role = "floor" if label in soft else "kernel"
+            role = "baseline" if label == golden else role
+            made.append(Curve(label=label, points=tuple(points), role=role))
     fields: dict[str, Any] = {"y_scale": "log", **more}
     return Figure(title=title, metric=metric, y_title=y_title, curves=tuple(made), **fields)

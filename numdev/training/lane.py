@@ -5,8 +5,9 @@ beside it but the batch, so it computes the same whoever runs beside it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +31,11 @@ RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
 FIRST = 3
 """Steps that run as they are: they make the optimiser's state, and compile what is compiled."""
 Run = Callable[[Batch], tuple[Tensor, Tensor]]
+Move = Callable[[Tensor, Tensor], Tensor]
 
 ODDS = 12
-"""One output in so many is moved. Rounding to nearest errs by ulp²/12 in the mean square, and so
-does moving one value in twelve by an ulp."""
+"""One output in so many is moved by a dose of 1. Rounding to nearest errs by ulp²/12 in the mean
+square, and so does moving one value in twelve by an ulp."""
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -46,14 +48,18 @@ class Attention:
     behind: Chosen | None  # whose gradients it has, where they are not its own
     dtype: torch.dtype | None
     noise: torch.Generator | None  # with which outputs are re-rounded at random
+    times: float  # by how many floors
     draws: torch.Generator | None  # from which a kernel draws random numbers
     ran: str | None = None  # what the kernel says it runs, once it was asked
     largest: list[Tensor] | None = None  # if it is a list, every call adds its `largest_score`
+    calls: list[AttentionCase] | None = None  # if it is a list, every call adds its q, k and v
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own, dtype, scale = q.dtype, self.dtype or q.dtype, 1 / math.sqrt(q.shape[-1])
         q, k, v = (x.to(dtype) for x in (q, k, v))
         case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=True)
+        if self.calls is not None:
+            self.calls.append(dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach()))
         if self.largest is not None:
             self.largest.append(largest_score(case))
         kernel, options = self.kernel
@@ -64,7 +70,7 @@ class Attention:
             out = attended(kernel, case, options, self.draws).to(own)
         else:
             out = crossed(kernel, case, options, *self.behind).to(own)
-        return out if self.noise is None else rerounded(out, self.noise)
+        return out if self.noise is None else rerounded(out, self.noise, self.times)
 
 
 @torch.no_grad()
@@ -136,6 +142,7 @@ class Lane:
             behind=behind[0] if behind else None,
             dtype=DTYPES.get(variant.attention_format or ""),
             noise=self.noise if rerounds else None,
+            times=variant.times,
             draws=self.noise if draws[0] else None,
         )
         with _named(variant):
@@ -213,6 +220,23 @@ class Lane:
             self.noise.set_state(before)
         return gradient
 
+    def calls(self, batch: Batch) -> list[AttentionCase]:
+        """The attention calls of a batch's forward and backward pass, layer by layer."""
+        seen = self.attention.calls = []
+        self.gradient(batch)
+        self.attention.calls = None
+        return seen
+
+    @torch.no_grad()
+    def attend(self, calls: Sequence[AttentionCase]) -> list[Tensor]:
+        """The outputs of attention for calls of another lane, and nothing of this one changed."""
+        before = None if self.noise is None else self.noise.get_state()
+        with _named(self.variant):
+            outs = [self.attention(case.q, case.k, case.v) for case in calls]
+        if self.noise is not None and before is not None:
+            self.noise.set_state(before)
+        return outs
+
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
@@ -263,25 +287,41 @@ def _named(variant: Variant) -> Iterator[None]:
 # beside the distance that runs reach which differ by no more than rounding.
 
 
-def rerounded(out: Tensor, generator: torch.Generator) -> Tensor:
-    """out with one in ODDS of its values, drawn at random, moved to a neighbouring number of its
-    dtype, up or down alike: an error without bias, as large as that of one rounding. Gradients
-    pass unchanged. Zeros, infinities and NaN stay."""
-    drawn = torch.randint(
-        2 * ODDS, out.shape, generator=generator, device=out.device, dtype=torch.uint8
-    )
-    moved: Tensor = _Moved.apply(out, (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8))  # type: ignore[no-untyped-call]
+def rerounded(out: Tensor, generator: torch.Generator, times: float = 1.0) -> Tensor:
+    """out with values drawn at random moved by ulps of its dtype, up or down alike: an error
+    without bias whose rms is `times` that of one rounding. Gradients pass unchanged. Zeros,
+    infinities and NaN stay."""
+    move: Move = moved_by
+    if times == 1.0:
+        drawn = torch.randint(
+            2 * ODDS, out.shape, generator=generator, device=out.device, dtype=torch.uint8
+        )
+        steps = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
+    else:
+        ulps, share = jumps(times)
+        uniform = torch.rand(out.shape, generator=generator, device=out.device)
+        up, down = uniform < share / 2, uniform >= 1 - share / 2
+        steps = ulps * (up.to(torch.int8) - down.to(torch.int8))
+        move = shifted_by
+    moved: Tensor = _Moved.apply(out, steps, move)  # type: ignore[no-untyped-call]
     return moved
+
+
+def jumps(times: float) -> tuple[int, float]:
+    """By how many ulps values are moved, and which share of them, for an rms of `times` ulp/√12:
+    the fewest ulps for which a share of the values is enough."""
+    ulps = math.ceil(times / math.sqrt(ODDS))
+    return ulps, times**2 / (ODDS * ulps**2)
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, steps: Tensor) -> Tensor:
-        return moved_by(out, steps)
+    def forward(ctx: Any, out: Tensor, steps: Tensor, move: Move) -> Tensor:
+        return move(out, steps)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
-        return given[0], None
+        return given[0], None, None
 
 
 def moved_by(x: Tensor, steps: Tensor) -> Tensor:
@@ -290,6 +330,19 @@ def moved_by(x: Tensor, steps: Tensor) -> Tensor:
     bits = x.contiguous().view(BITS[x.dtype])
     stays = (x == 0) | ~x.isfinite()
     return (bits + steps.to(bits.dtype).masked_fill(stays, 0)).view(x.dtype)
+
+
+def shifted_by(x: Tensor, ulps: Tensor) -> Tensor:
+    """x moved by so many of its own ulps, away from zero where positive, and rounded to its dtype.
+    Counting numbers as `moved_by` does would take larger steps upwards across a power of two than
+    downwards, a bias of several per cent for tens of them. Zeros, infinities and NaN stay, and so
+    does what would overflow."""
+    wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+    magnitude = x.abs()
+    next_one = moved_by(magnitude, torch.ones_like(x, dtype=torch.int8))
+    ulp = next_one.to(wide) - magnitude.to(wide)
+    shifted = (x.to(wide) + ulps.to(wide) * x.sign().to(wide) * ulp).to(x.dtype)
+    return torch.where((x == 0) | ~x.isfinite() | ~shifted.isfinite(), x, shifted)
 
 
 @torch.no_grad()

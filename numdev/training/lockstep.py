@@ -21,6 +21,7 @@ from numdev.training.config import TrainRequest
 from numdev.training.data import Tokens
 from numdev.training.lane import Lane
 from numdev.training.measure import distance, row_of
+from numdev.training.outputs import outputs
 
 STATE, PARTLY = "state.pt", ".state.pt.partly"  # what it is called until it is complete
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -60,12 +61,15 @@ class Lockstep:
 
     def measured(self) -> dict[str, list[Any]]:
         """The rows of this step, every variant's: its own, and its distances from the golden run's
-        weights. At step 0 from its gradient too, for the first batch, and what its kernel ran."""
-        tables: dict[str, list[Any]] = {"row": [], "distance": [], "variant": []}
+        weights. At step 0 from its gradient too, for the first batch, what is at its attention's
+        output, and what its kernel ran."""
+        tables: dict[str, list[Any]] = {"row": [], "distance": [], "variant": [], "output": []}
         read: dict[str, Callable[[Lane], dict[str, torch.Tensor]]] = {"weights": Lane.weights}
         if self.step == 0:
             first = self.data.batch(self.seed, 1)
             read["gradient"] = lambda lane: lane.gradient(first)
+            calls = self.golden.calls(first)
+            tables["output"] = list(outputs(self.lanes, self.golden, calls, self.seed))
         for of, tensors in read.items():
             golden = tensors(self.golden)
             for lane in (lane for lane in self.lanes if lane is not self.golden):

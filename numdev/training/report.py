@@ -33,6 +33,7 @@ class VariantRecord(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     format: str  # `float32`, `bfloat16`, `float16` (autocast over fp32 weights), `pure bfloat16`
     attention_format: str
+    times: float | None = None  # the dose of a null that re-rounds, in floors
     ran: str | None = None  # what the kernel said it ran
     differs: dict[str, Any] = Field(default_factory=dict)  # seed, optimiser, gradients' kernel
 
@@ -67,6 +68,25 @@ class DistanceRow(Record):
     nulls: dict[str, str] = Field(default_factory=dict)
 
 
+class OutputRow(Record):
+    """What a variant's attention returns for the golden run's own calls of the first batch, all
+    together, before any update. A floor is the rms error of rounding the truth once."""
+
+    seed: int
+    variant: str
+    calls: int
+    elements: int
+    nonfinite: int = 0
+    floors: float | None  # rms error
+    apart: float | None
+    """The rms difference from what the golden run's attention returns, in what a re-rounding of one
+    floor makes: ulp/√12 of each of its values. (Of values that are exact, such as a first row's,
+    the floor is 0.)"""
+    bias: float | None  # mean error away from zero over the mean ulp, beyond the floor's own
+    slope: float | None  # of the error on the truth: 0.02 where a scale is off by 2 %
+    nulls: dict[str, str] = Field(default_factory=dict)
+
+
 class TrainSummary(Record):
     answer: tuple[str, ...]
     steps: int  # taken by every seed
@@ -85,7 +105,8 @@ class TrainReport(Report):
     variants: tuple[VariantRecord, ...]
     rows: tuple[TrainRow, ...]
     distances: tuple[DistanceRow, ...]
+    outputs: tuple[OutputRow, ...] = ()
     figures: tuple[Figure, ...] = ()
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        return {"rows": self.rows, "distances": self.distances}
+        return {"rows": self.rows, "distances": self.distances, "outputs": self.outputs}

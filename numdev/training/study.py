@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.errors import UsageError
 from numdev.kernels import find
-from numdev.report.numbers import si, times
 from numdev.system import System
 from numdev.training import checkpoints, figures
 from numdev.training.config import TrainRequest, Variant
@@ -31,11 +30,15 @@ from numdev.training.data import Tokens, load
 from numdev.training.lockstep import PARTLY, STATE, Lockstep, Ran, deterministic, read_state
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
-from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
-
-SAME = "{label}: its weights are the golden run's, bit for bit, at every recorded step."
-OFF = "{label}: its weights are {apart} of their size off the golden run's at step {step}{beside}."
-TROUBLE = "{name}: its loss {what} (step {row.step} of seed {row.seed}; {count} recorded)."
+from numdev.training.report import (
+    DistanceRow,
+    OutputRow,
+    TrainReport,
+    TrainRow,
+    TrainSummary,
+    VariantRecord,
+)
+from numdev.training.words import answer
 
 
 def train(
@@ -72,15 +75,16 @@ def train(
                 return None
             rows = tuple(with_spikes(journal.records("row", TrainRow)))
             distances = journal.records("distance", DistanceRow)
+            outputs = journal.records("output", OutputRow)
             ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
         variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
         with torch.device("meta"):
             network = build(request.model, data.vocabulary, None)
-        return TrainReport(
+        report = TrainReport(
             provenance=provenance(system, described, command),
             request=request.model_dump(mode="json"),
             summary=TrainSummary(
-                answer=tuple(answer(variants, rows, distances)),
+                answer=(),
                 steps=request.steps,
                 seeds=request.seeds,
                 parameters=sum(p.numel() for p in network.parameters()),
@@ -91,9 +95,12 @@ def train(
             variants=tuple(variants),
             rows=rows,
             distances=distances,
+            outputs=outputs,
             figures=figures.of_run(variants, rows, distances),
             timings=watch.seconds(),
         )
+        said = report.summary.model_copy(update={"answer": tuple(answer(report))})
+        return report.model_copy(update={"summary": said})
 
 
 @dataclass(eq=False)
@@ -221,42 +228,10 @@ def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantReco
         options=dict(variant.kernel.options),
         format=variant.format,
         attention_format=variant.attention_format or variant.format.removeprefix("pure "),
+        times=variant.times if variant.role == "null_rounding" else None,
         ran=ran,
         differs=differs,
     )
-
-
-def answer(
-    variants: Sequence[VariantRecord], rows: Sequence[TrainRow], distances: Sequence[DistanceRow]
-) -> Iterator[str]:
-    """The first sentences: how far each variant ends up from the golden run, beside runs that
-    re-round at random (those are one), and what went wrong on the way. Means are those of the
-    figures. Nothing is said of stability: a run is one run."""
-    whole = [d for d in distances if d.of == "weights" and d.step > 0]
-    names: dict[str, list[str]] = {}
-    for v in variants:
-        names.setdefault(figures.label_of(v), []).append(v.name)
-    chance = [d for d in whole if d.variant in names.get("re-rounded at random", ())]
-    for label, members in names.items():
-        own = [d for d in whole if d.variant in members]
-        if own and all(d.equal == 1.0 for d in own):
-            yield SAME.format(label=label)
-        elif step := max((d.step for d in own if d.rel is not None), default=0):
-            apart, by_chance = (
-                figures.mean([d.rel for d in x if d.step == step and d.rel is not None] or [0.0])
-                for x in (own, chance if chance != own else [])
-            )
-            beside = f" ({times(apart / by_chance)}× re-rounding)" if by_chance else ""
-            yield OFF.format(label=label, apart=si(apart), step=step, beside=beside)
-    for name in (v.name for v in variants):
-        own_rows = [row for row in rows if row.variant == name and row.step > 0]
-        for what, which in (
-            ("spikes", [row for row in own_rows if row.spike]),
-            ("is not finite", [row for row in own_rows if row.loss is None]),
-        ):
-            if which:
-                first = min(which, key=lambda row: row.step)
-                yield TROUBLE.format(name=name, what=what, row=first, count=len(which))
 
 
 def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:

@@ -116,6 +116,7 @@ class Point(Record):
     low: float | None
     high: float | None
     limited: bool = False  # whether the reference is no more exact than what it judges
+    note: str = ""  # how many of the seeds it is of, where not of all: `1 of 3`
 
 
 class Curve(Record):

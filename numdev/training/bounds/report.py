@@ -13,21 +13,34 @@ from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
 PAIRED = "mean_abs"
+METRICS: dict[str, str] = {
+    PAIRED: "mean |difference|",
+    "w1": "Wasserstein distance W1 of all weights pooled",
+    "max_abs": "largest |difference|",
+}
+"""What is compared, in the order of a table."""
 FAR_BELOW = 0.1  # the end of the interval of what is far below
-MERGED = 2.0  # the largest perturbation over the smallest null where curves have merged
+WITHIN = 2.0  # times as far as chance, within which it may be chance
+MERGED = 1.25  # the larger dose of PAIR over the smaller where curves have merged
+PAIR = (1.0, 16.0)
+"""The two strengths of re-rounding, in floors, that tell whether distances still tell causes
+apart."""
+PAPER = (0.2, 0.5)
+"""Flash over low precision in W1, as Golden et al. report it: two to five times less."""
+FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 Window = Literal["first", "early", "saturated", "start"]
 """Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
 from where they have merged; the first gradient, before any update."""
 
 
 class Saturation(Record):
-    """Where curves merge, by the paired mean |difference|: the marks that
-    `numdev.training.bounds.study` defines."""
+    """Where curves merge, by the paired mean |difference| of nulls alone: the marks that
+    `numdev.training.bounds.ladder` defines."""
 
     bends: int | None = None
     saturated: int | None = None
     chance: int | None = None
-    early: tuple[int, ...]  # before `bends` and `chance`; without a null the first recorded one
+    early: tuple[int, ...]  # before `bends` and `chance`; without a pair the first recorded one
     late: tuple[int, ...] = ()  # from `saturated` on
     reason: str | None = None  # why it is not known
 
@@ -53,23 +66,61 @@ class Comparison(Record):
         """By the interval. A null is of chance: what is up to twice as far is within it."""
         if self.low is None or self.high is None:
             return "No verdict beside"
-        most = MERGED if self.against_role.startswith("null") else 1.0
+        most = WITHIN if self.against_role.startswith("null") else 1.0
         if self.low <= 1 and self.high <= most:
             within = "Within twice" if most > 1 else "No more than"
             return "Far less than" if self.high < FAR_BELOW else within
         return "More than" if self.low > 1 else "Undecided beside"
 
 
-def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """Those that the answer is made of: each flash run early beside low precision, the null that
-    re-rounds (else that of one ulp) and another seed, by the mean |difference|."""
-    chosen: dict[tuple[str, str], Comparison] = {}
-    for c in sorted(compared, key=lambda c: c.ratio is None):
-        about, beside = (c.role, c.metric, c.window), c.against_role
-        early = about == ("flash", PAIRED, "early")
-        if early and beside not in ("attention_precision", "null_repeat"):
-            chosen.setdefault((c.variant, beside.partition("_")[0]), c)
-    return tuple(chosen.values())
+class Rung(Record):
+    """One strength of re-rounding in a window: its distance over that of one floor, by seed."""
+
+    times: float  # in floors
+    runs: int  # of this strength in a seed
+    window: Window
+    steps: tuple[int, ...]
+    ratio: float | None
+    low: float | None  # as of a Comparison
+    high: float | None
+
+
+class Dose(Record):
+    """A distance read off the ladder: the strength of re-rounding that moves as far."""
+
+    variant: str
+    role: VariantRole
+    window: Window
+    steps: tuple[int, ...]
+    dose: float | None  # in floors, the geometric mean over steps and seeds
+    low: float | None  # 95 % over seeds, not beyond the ladder's ends
+    high: float | None
+    below: float = 0.0  # the share of readings beyond an end of the ladder, taken as that end
+    above: float = 0.0
+    by_seed: dict[int, float] = Field(default_factory=dict)
+    why: str | None = None  # why it is undecided
+
+
+class AtOutput(Record):
+    """What is at a variant's attention output for the golden run's first calls: means over seeds of
+    a training run's `outputs`."""
+
+    variant: str
+    role: VariantRole
+    floors: float | None  # rms error over the floor's
+    apart: float | None  # rms difference from the golden run's attention, in floors
+    bias: float | None
+    slope: float | None
+    nonfinite: int = 0  # elements of all seeds
+
+
+class Answer(Record):
+    """The paper's question for one flash run beside one of low precision, early."""
+
+    variant: str
+    against: str
+    verdict: Literal["reproduced", "not reproduced", "undecided"]
+    why: str | None = None  # why it is undecided
 
 
 class BoundsSummary(Record):
@@ -86,7 +137,11 @@ class BoundsReport(Report):
     kind: Literal["bounds"] = "bounds"
     summary: BoundsSummary
     saturation: Saturation
+    answers: tuple[Answer, ...] = ()
     comparisons: tuple[Comparison, ...]
+    ladder: tuple[Rung, ...] = ()
+    doses: tuple[Dose, ...] = ()
+    outputs: tuple[AtOutput, ...] = ()
     figures: tuple[Figure, ...] = ()
 
     @property
@@ -98,4 +153,4 @@ class BoundsReport(Report):
         return "no two distances could be compared"
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        return {"comparisons": self.comparisons}
+        return {"comparisons": self.comparisons, "ladder": self.ladder, "doses": self.doses}

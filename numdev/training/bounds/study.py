@@ -1,18 +1,10 @@
 """`numdev bounds`: flash's distance in weights beside low precision's, another seed's and chance's,
 from the report of a training run. Needs neither torch nor a GPU.
 
-A ratio of distances means something only while they keep the proportion of what caused them. Let s
-be the largest perturbation over the smallest null, at a step, of geometric means over seeds: in
-proportion it stays, and as curves merge it falls to 1 (docs/bounds.md). Three marks follow:
-
-- curves **bend** at the first recorded step after the peak of s from which on s is at most half of
-  that peak;
-- they are **saturated** from the first recorded step from which on s is at most 2;
-- **chance decides** from the first recorded step at which in some seed the largest of the null runs
-  of one kind over the smallest is more than twice what it was at first. The nulls alone say so: a
-  window that ended where the ratio asked about begins to scatter would be chosen for its answer.
-
-A window is decided by the paired mean |difference| alone, and holds for every metric."""
+The first answer is the first paper's question (`numdev.training.bounds.words`); distances are read
+as doses, and steps chosen, by a ladder of nulls (`numdev.training.bounds.ladder`). A window is
+decided by the paired mean |difference| of nulls alone, and holds for every metric: one that ended
+where the ratio asked about begins to scatter would be chosen for its answer."""
 
 from __future__ import annotations
 
@@ -29,16 +21,21 @@ import pandas as pd
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
 from numdev.grouping import grouped
-from numdev.metrics.statistics import Mean, factor
 from numdev.report import Figure, Provenance
-from numdev.report.numbers import si, times
 from numdev.training import figures
+from numdev.training.bounds import ladder, words
 from numdev.training.bounds import report as records
-from numdev.training.bounds.report import MERGED, PAIRED, Comparison, Saturation, said
+from numdev.training.bounds.ladder import middle, saturation, strength
+from numdev.training.bounds.report import (
+    FEWEST_SEEDS,
+    METRICS,
+    PAIRED,
+    Comparison,
+    Saturation,
+    Window,
+)
 from numdev.training.report import TrainReport, VariantRecord, VariantRole
 
-METRICS = {PAIRED: "paired mean |difference|", "max_abs": "", "w1": "Wasserstein distance W1"}
-"""What is compared, and the title of its figure if it has one."""
 PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
 """Runs that start where the golden one does and compute otherwise."""
 NULLS: Mapping[VariantRole, str] = {
@@ -46,31 +43,16 @@ NULLS: Mapping[VariantRole, str] = {
     "null_ulp": "null: one ulp",
     "null_repeat": "null: repeat",
 }
-"""The label that all null runs of one kind share."""
+"""The label that all null runs of one kind and strength share."""
 REST: tuple[VariantRole, ...] = (*NULLS, "other_seed")
 BESIDE: Mapping[VariantRole, tuple[VariantRole, ...]] = {
     "flash": ("low_precision", "attention_precision", *REST),
     "attention_precision": ("low_precision", *REST),
+    "null_ulp": ("low_precision",),
     "low_precision": REST,
 }
 """What the distance of a role is divided by, in the order of a sentence."""
-COLUMNS = ("of", "metric", "role", "label", "seed", "step", "value")
-PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
-FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
-NOT_DETERMINISTIC = (
-    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run's weights differ by up to {off} "
-    "when it is repeated. Only earlier steps are judged."
-)
-NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
-UNSURE = "Not reproducible, so not judged beside"
-PAPER = "; the first paper reports 0.2 to 0.5"
-WORDS: Mapping[VariantRole, tuple[str, str]] = {
-    "low_precision": ("a change of format", "computing in {0} in place of {1}"),
-    "null_rounding": ("random rounding", "re-rounding attention's output at random"),
-    "null_ulp": ("chance", "one ulp in every weight"),
-    "other_seed": ("another seed", "another initialisation"),
-}
-"""What the answer sets a distance beside: its name, and what is done there."""
+COLUMNS = ("of", "metric", "role", "label", "times", "seed", "step", "value")
 
 
 def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
@@ -92,35 +74,70 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     roles = {label_of(v): v.role for v in run.variants}
     steps = sorted({int(step) for step in weights.step if step > 0})
     tables = {key: curves(part) for key, part in distances.groupby(["of", "metric"])}
-    mark = saturation(weights[weights.metric == PAIRED])
+    paired = distances[distances.metric == PAIRED]
+    mark = saturation(paired[paired.of == "weights"])
     compared = tuple(_comparisons(tables, roles, mark, steps))
+    read: dict[Window, tuple[int, ...]] = dict(_windows(mark))
+    del read["saturated"]
+    doses = tuple(ladder.doses(paired, roles, read))
+    outputs = tuple(at_outputs(run))
+    answers = tuple(words.answers(compared))
     repeat = distances[distances.role == "null_repeat"]
     off, first = repeat.value.max(), float(repeat.step[repeat.value > 0].min())
     formats = {"" if v.role == "golden" else label_of(v): v.format for v in run.variants}
+    attention = {label_of(v): v.attention_format for v in run.variants}
     axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
     source = {"config": str(path), "sha256": sha256, "run": run.provenance.source}
     return records.BoundsReport(
         provenance=Provenance.now(command, run.provenance.system, source),
         request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
         summary=records.BoundsSummary(
-            answer=(*_warnings(run, off, first), *answer(compared, formats, first)),
+            answer=(
+                *words.warnings(run, off, first, outputs),
+                *words.of_the_paper(answers, compared, attention, first),
+                *words.of_doses(doses, outputs),
+                *words.of_chance(compared, formats, first),
+            ),
             seeds=tuple(sorted({row.seed for row in run.distances})),
             deterministic=None if pd.isna(off) else bool(off == 0),
             axis=axis,
         ),
         saturation=mark,
+        answers=answers,
         comparisons=compared,
+        ladder=tuple(ladder.rungs(paired, {w: x for w, x in _windows(mark).items() if x})),
+        doses=doses,
+        outputs=outputs,
         figures=tuple(f for f in _figures(tables, roles) if f.curves) if axis else (),
     )
 
 
 def label_of(v: VariantRecord) -> str:
-    return NULLS.get(v.role, v.name)
+    """What a run is called: nulls of one kind and strength are one."""
+    times = "" if (v.times or 1.0) == 1.0 else f" at {strength(v.times or 1.0)}"
+    return NULLS.get(v.role, v.name) + times
+
+
+def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
+    """What a run measured at the output of attention: of each variant the means over seeds."""
+    for v in run.variants:
+        rows = [row for row in run.outputs if row.variant == v.name]
+        if rows:
+            means: dict[str, float | None] = {}
+            for name in ("floors", "apart", "bias", "slope"):
+                values = [x for row in rows if (x := getattr(row, name)) is not None]
+                means[name] = statistics.fmean(values) if values else None
+            lost = sum(row.nonfinite for row in rows)
+            yield records.AtOutput(variant=v.name, role=v.role, nonfinite=lost, **means)
 
 
 def distances_of(run: TrainReport) -> pd.DataFrame:
     """Every finite distance of all weights from the golden run, one a line, in COLUMNS."""
-    others = {v.name: (v.role, label_of(v)) for v in run.variants if v.role != "golden"}
+    others = {
+        v.name: (v.role, label_of(v), (v.times or 1.0) if v.role == "null_rounding" else math.nan)
+        for v in run.variants
+        if v.role != "golden"
+    }
     lines = [
         (d.of, metric, *others[d.variant], d.seed, d.step, value)
         for d in run.distances
@@ -137,52 +154,6 @@ def curves(distances: pd.DataFrame) -> pd.DataFrame:
     return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
 
 
-def saturation(distances: pd.DataFrame) -> Saturation:
-    """The marks of one metric of weights."""
-    steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
-    roles = dict(zip(distances.label, distances.role, strict=True))
-    values = curves(distances[distances.step > 0])
-    middle = values.where(values > 0).groupby("step").agg(_geometric)
-    large = middle[[label for label in middle if roles[label] in PERTURBED]]
-    small = middle[[label for label in middle if roles[label] in NULLS]]
-    above = (large.max(axis=1) / small.min(axis=1)).dropna()
-    if above.empty:
-        reason = "every null run is bitwise the golden one"
-        if not NULLS.keys() & roles.values():
-            reason = "there is no null run"
-        if not set(PERTURBED) & set(roles.values()):
-            reason = "no run with another kernel or format has a distance"
-        return Saturation(early=steps[:1], reason=reason)
-    chance = _chance_decides(distances[distances.role.isin(NULLS)])
-    top: Any = above.idxmax()
-    merged = _from_then_on(above <= MERGED)
-    halved = _from_then_on(above[above.index > top] <= above[top] / 2)
-    bends = min((step for step in (halved, merged) if step is not None), default=None)
-    return Saturation(
-        bends=bends,
-        saturated=merged,
-        chance=chance,
-        early=tuple(s for s in steps if all(m is None or s < m for m in (bends, chance))),
-        late=tuple(s for s in steps if merged is not None and s >= merged),
-    )
-
-
-def _chance_decides(nulls: pd.DataFrame) -> int | None:
-    """None where nulls do not part, or no seed has two of one kind."""
-    ends = nulls.groupby(["label", "seed", "step"]).value.agg(["min", "max", "count"])
-    ends = ends[(ends["count"] > 1) & (ends["min"] > 0)]
-    apart = ends["max"] / ends["min"]
-    first = apart.groupby(["label", "seed"]).transform("first")
-    steps = apart[apart > PARTED * first].index.get_level_values("step")
-    return None if steps.empty else int(steps.min())
-
-
-def _from_then_on(holds: pd.Series[bool]) -> int | None:
-    """The first step from which on it holds at every step; None if it does not at the last."""
-    lasting = holds[holds[::-1].cummin()[::-1]]
-    return None if lasting.empty else int(lasting.index.min())
-
-
 # --- the ratios ----------------------------------------------------------------------------------
 
 
@@ -194,12 +165,6 @@ def ratios(a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]) -> di
     return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
 
 
-def _middle(ratios: Sequence[float]) -> Mean:
-    """The geometric mean over seeds, and its interval where there are enough."""
-    mean, low, high = factor(ratios)
-    return (mean, low, high) if len(ratios) >= FEWEST_SEEDS else (mean, None, None)
-
-
 def _geometric(values: pd.Series[float]) -> float:
     """Of those that are there; NaN where none is."""
     known = values.dropna()
@@ -208,13 +173,21 @@ def _geometric(values: pd.Series[float]) -> float:
 
 def _pairs(roles: Mapping[str, VariantRole], table: pd.DataFrame) -> list[tuple[str, str]]:
     """The labels of a table that are set beside each other."""
-    here = grouped((label for label in roles if label in table), lambda label: roles[label])
+    rungs = NULLS["null_rounding"] + " at "  # what a dose is read off, and no ratio is of
+    labels = (label for label in roles if label in table and not label.startswith(rungs))
+    here = grouped(labels, lambda label: roles[label])
     return [
         (a, b)
         for role, others in BESIDE.items()
         for a in here.get(role, ())
         for b in itertools.chain.from_iterable(here.get(other, ()) for other in others)
     ]
+
+
+def _windows(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
+    return {
+        "start": (0,), "first": mark.early[:1], "early": mark.early, "saturated": mark.late,
+    }  # fmt: skip
 
 
 def _comparisons(
@@ -226,14 +199,13 @@ def _comparisons(
     """All ratios, window by window."""
     merged = mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
     late = mark.reason or f"no curve has merged with the null by step {steps[-1]}"
-    windows = [("start", (0,), ""), ("first", mark.early[:1], merged)]
-    windows += [("early", mark.early, merged), ("saturated", mark.late, late)]
-    for (window, these, why), metric in itertools.product(windows, METRICS):
-        of = "gradient" if window == "start" else "weights"
-        table = tables.get((of, metric), pd.DataFrame())
+    reasons: Mapping[Window, str] = {"start": "", "saturated": late}
+    for (window, these), metric in itertools.product(_windows(mark).items(), METRICS):
+        why = reasons.get(window, merged)
+        table = tables.get((ladder.of_window(window), metric), pd.DataFrame())
         for a, b in _pairs(roles, table):
             by_seed = ratios(table[a], table[b], these)
-            mean, low, high = _middle(list(by_seed.values())) if by_seed else (None, None, None)
+            mean, low, high = middle(list(by_seed.values())) if by_seed else (None, None, None)
             nulls = {}
             if mean is None:
                 none = "no seed has both, and more than 0 to divide by"
@@ -249,12 +221,12 @@ def _figures(
     tables: Mapping[Any, pd.DataFrame], roles: Mapping[str, VariantRole]
 ) -> Iterator[Figure]:
     """Distances by step, without zeros, and those of flash over low precision's."""
-    for metric, words in METRICS.items():
+    soft = {label for label, role in roles.items() if role.startswith("null")}
+    for metric, name in METRICS.items():
         table: Any = tables["weights", metric]
         rows = [(a, at[1], x) for a in table for at, x in table[a].items() if x > 0]
-        if words:
-            title = f"Distance from the golden run, {words}, by step (all weights)"
-            yield figures.figure(title, metric, words, roles, rows, _middle)
+        title = f"Distance from the golden run, {name}, by step (all weights)"
+        yield figures.figure(title, metric, name, roles, rows, middle, soft=soft)
     table = tables["weights", PAIRED]
     over = [
         (f"{a} over {b}", step, ratio)
@@ -265,45 +237,5 @@ def _figures(
         if ratio > 0
     ]
     title = "Distance of flash over that of another format, by step (all weights)"
-    words, pairs = "ratio of mean |difference|", dict.fromkeys(label for label, _, _ in over)
-    yield figures.figure(title, PAIRED, words, pairs, over, _middle, relative=True)
-
-
-# --- the first sentences -------------------------------------------------------------------------
-
-
-def _warnings(run: TrainReport, off: float, step: float) -> Iterator[str]:
-    """What voids the rest: a repeat that is `off` from a step on; runs that diverged, each with the
-    seeds in which it has no finite distance, and from which step on."""
-    if off > 0:
-        yield NOT_DETERMINISTIC.format(off=si(off), first=step)
-    labels = {v.name: label_of(v) for v in run.variants}
-    seeds: dict[str, dict[int, int]] = {}
-    for d in sorted(run.distances, key=lambda d: d.step):
-        if d.of == "weights" and d.elements and d.mean_abs is None:
-            seeds.setdefault(labels[d.variant], {}).setdefault(d.seed, d.step)
-    for label, first in seeds.items():
-        where = [f"seed {seed} from step {step} on" for seed, step in sorted(first.items())]
-        yield NOT_FINITE.format(label=label, where=", ".join(where))
-
-
-def answer(known: Sequence[Comparison], formats: Mapping[str, str], off: float) -> Iterator[str]:
-    """Flash beside low precision, chance and another seed, while curves have not merged; or why
-    nothing can be said. Only an interval gives a verdict, before a repeat is `off`. `formats` are
-    by label, that of the golden run by the empty one."""
-    for c in said(known):
-        name, what = WORDS[c.against_role]
-        over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
-        over += f", and a verdict needs {FEWEST_SEEDS}" * (len(c.by_seed) < FEWEST_SEEDS)
-        if c.low is not None:
-            over = f"95 % interval over {over} {times(c.low)} to {times(c.high)}"
-        paper = PAPER if c.against_role == "low_precision" else ""
-        what = what.format(formats[c.against], formats[""])
-        when = " to ".join(dict.fromkeys(str(step) for step in (*c.steps[:1], *c.steps[-1:])))
-        distance = f"{c.variant} moves the weights {times(c.ratio)} times as far as {what}"
-        distance += f", at step{'s' * (len(c.steps) > 1)} {when}" if when else ""
-        distance += f" ({c.against}; {over}{paper})"
-        if c.ratio is None:
-            distance = f"nothing can be said of {c.variant}, since {c.nulls['ratio']}"
-        unsure = any(step >= off for step in c.steps) and c.low is not None
-        yield f"{UNSURE if unsure else c.standing} {name}: {distance}."
+    name, pairs = "ratio of mean |difference|", dict.fromkeys(label for label, _, _ in over)
+    yield figures.figure(title, PAIRED, name, pairs, over, middle, relative=True)

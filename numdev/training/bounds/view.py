@@ -1,28 +1,57 @@
-"""A bounds report, shown: ratios before curves merge, after, and the null's; the curves."""
+"""A bounds report, shown: all three metrics, ratios by window, doses and the ladder; the curves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.report import document as doc
-from numdev.report.document import PAGE, TERMINAL, Column
-from numdev.report.numbers import NONE, times
-from numdev.training.bounds.report import FAR_BELOW, MERGED, BoundsReport, Comparison, Window, said
+from numdev.report.document import PAGE, TERMINAL, Cell, Column
+from numdev.report.numbers import NONE, percent, times
+from numdev.training.bounds.ladder import FLAT, WIDEST, strength
+from numdev.training.bounds.report import (
+    FAR_BELOW,
+    FEWEST_SEEDS,
+    MERGED,
+    PAIR,
+    PAIRED,
+    PAPER,
+    WITHIN,
+    BoundsReport,
+    Comparison,
+    Dose,
+    Rung,
+    Window,
+)
+from numdev.training.bounds.words import amount, ratio, said
 
 WINDOWS: Mapping[Window, str] = {
     **{"first": "step", "early": "early, step", "saturated": "merged, step", "start": "gradient"}
 }
+SHORT = {PAIRED: "mean", "w1": "W1", "max_abs": "largest"}
 STYLES: dict[str, doc.Style] = {
-    "NOT": "bad", "No more": "good", "Within": "good", "Far less": "good", "More": "warn",
+    "NOT": "bad", "Reproduced": "good", "Not reproduced": "warn", "Within": "good",
+    "Far less": "good", "More": "warn",
 }  # fmt: skip
 LEGEND = (
     "×: a ratio of two distances, the geometric mean over steps and seeds [95 % interval, with "
-    "three or more seeds]. A distance is the mean |difference| of all weights from those of the "
-    "golden run: plain attention, the same seed, the same step.",
-    "Verdicts: no more than, where the interval ends at 1 or below; within twice, of chance, which "
-    f"varies by itself, where it ends at {MERGED:g} or below; far less than, where it ends below "
-    f"{FAR_BELOW:g}; more than, where it starts above 1: a real difference, and the ratio says how "
-    "large; else undecided: more seeds would tell.",
+    "three or more seeds]. A distance is of all weights from those of the golden run: plain "
+    "attention, the same seed, the same step. mean and largest: of |difference|; W1: of all "
+    "weights pooled, blind to which stands where.",
+    f"The paper: reproduced, where the interval in W1, early, lies within {PAPER[0]:g} to "
+    f"{PAPER[1]:g}; not reproduced, where it lies outside; else, and with fewer than "
+    f"{FEWEST_SEEDS} seeds, undecided. Controls: what an ulp on every weight and attention alone "
+    "in that format make of the same distance; where they are as far as flash, the ratio says "
+    "nothing of flash.",
+    "Dose: how many floors of random re-rounding of attention's output move the weights as far, in "
+    "the same seed at the same step, [95 % interval over seeds]. A floor is the rms error of "
+    "rounding the output once. Distances do not keep the proportion of their causes: a dose does. "
+    f"Undecided, in brackets (): a ladder whose highest rung moves weights at most {FLAT:g} times "
+    f"as far as its lowest, an interval above a factor of {WIDEST:g}, or fewer than {FEWEST_SEEDS} "
+    "seeds. At output: what the same kernel does to the golden run's first attention calls, rms, "
+    "in floors.",
+    "Verdicts: within twice, of chance, which varies by itself, where the interval ends at "
+    f"{WITHIN:g} or below; far less than, where it ends below {FAR_BELOW:g}; more than, where it "
+    "starts above 1; else undecided: more seeds would tell. How much more, the dose says.",
     "step: the first recorded step.",
     "early: {early}.",
     "merged: {merged}; distances then say how chaotic training is, not how large flash's was.",
@@ -36,38 +65,49 @@ LEGEND = (
 
 def styles(report: BoundsReport) -> tuple[doc.Style, ...]:
     """Of each sentence of the answer; what voids the rest stands before it."""
-    lines = report.summary.answer if said(report.comparisons) else ()
+    is_answered = bool(said(report.comparisons) or report.answers)
+    lines = report.summary.answer if is_answered else ()
     return tuple(next((s for w, s in STYLES.items() if a.startswith(w)), "") for a in lines)
 
 
 def blocks(report: BoundsReport) -> Iterator[doc.Node]:
-    known = [c for c in report.comparisons if c.metric == "mean_abs" and c.ratio is not None]
+    known = [c for c in report.comparisons if c.metric == PAIRED and c.ratio is not None]
     windows, marks = _windows(known), _marks(report, known)
+    early = [c for c in report.comparisons if c.window == "early" and c.ratio is not None]
+    yield _metrics(early, windows)
     yield _table(known, windows)
+    yield _doses(report, windows)
+    yield _ladder(report.ladder, windows)
     absent = {words.partition(",")[0] for w, words in WINDOWS.items() if w not in windows}
     absent |= set() if marks["others"] else {"Without a ratio"}
+    absent |= set() if report.answers else {"The paper"}
+    absent |= set() if report.ladder else {"Dose"}
     lines = (line.format_map(marks) for line in LEGEND if line.partition(":")[0] not in absent)
     yield doc.Bullets(tuple(map(doc.headed, lines)))
     if axis := report.summary.axis:
         yield doc.Figures(report.figures, axis, "golden", PAGE)
-        means = tuple(figure for figure in report.figures if figure.metric == "mean_abs")
+        means = tuple(figure for figure in report.figures if figure.metric == PAIRED)
         yield doc.Figures(means, axis, "golden", TERMINAL)
 
 
 def _marks(report: BoundsReport, known: list[Comparison]) -> Mapping[str, str]:
     """Which steps are early and merged, which curves are in no ratio, and what a repeat gave."""
     mark = report.saturation
-    begins = {mark.chance: "chance begins to decide", mark.bends: "curves begin to merge"}
+    begins = {mark.chance: "chance begins to decide", mark.bends: "doses lose their proportion"}
     ends = min((step for step in begins if step is not None), default=None)
     early = "all steps, with no sign that curves merge"
     if ends is not None:
         early = f"the recorded steps before step {ends}, where {begins[ends]}"
     if mark.reason is not None:
         early = f"the first step, since where curves merge is not known: {mark.reason}"
+    low, high = PAIR
     merged = "at no step" if mark.saturated is None else f"from step {mark.saturated} on"
+    merged += f", where {high:g} floors move weights at most {MERGED:g} times as far as {low:g}"
     bits = {None: "nothing (not run)", True: "the same bits", False: "other bits"}
     drawn = dict.fromkeys(c.label for f in report.figures if not f.relative for c in f.curves)
-    others = ", ".join(drawn.keys() - {label for c in known for label in (c.variant, c.against)})
+    beside = {label for c in known for label in (c.variant, c.against)}
+    rungs = {label for label in drawn if label.startswith("null: re-rounded at ")}
+    others = ", ".join(label for label in drawn if label not in beside | rungs)
     same = bits[report.summary.deterministic]
     return {"early": early, "merged": merged, "others": others, "bits": same}
 
@@ -81,19 +121,86 @@ def _windows(known: list[Comparison]) -> Mapping[Window, str]:
     return {w: f"{WINDOWS[w]} {'–'.join(map(str, ends[w]))}".strip() for w in WINDOWS if w in ends}
 
 
+def _columns(first: str, second: str) -> list[str | Column]:
+    return [first, Column(second, align="left")]
+
+
+def _metrics(early: Sequence[Comparison], windows: Mapping[Window, str]) -> doc.Table:
+    """Every pair early, in all three metrics."""
+    cells = {(c.variant, c.against, c.metric): ratio(c) for c in early}
+    pairs = list(dict.fromkeys((c.variant, c.against) for c in early))
+    flash = {c.variant for c in early if c.role in ("flash", None)}
+    columns = [*_columns("distance of", "over that of"), *(f"{s}, ×" for s in SHORT.values())]
+    rows = ((*pair, *(cells.get((*pair, metric), NONE) for metric in SHORT)) for pair in pairs)
+    title = f"{windows.get('early', 'early').capitalize()}: mean, Wasserstein distance and largest"
+    return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
+
+
 def _table(known: list[Comparison], windows: Mapping[Window, str]) -> doc.Table:
-    """Every ratio with its interval, a window beside the other; flash's in full ink."""
+    """Every ratio of means with its interval, a window beside the other; flash's in full ink."""
     cells = {(c.variant, c.against, c.window): c for c in known}
-    columns: list[str | Column] = ["distance of", Column("over that of", align="left")]
-    columns += [f"{title}, ×" for title in windows.values()]
+    columns = [*_columns("distance of", "over that of"), *(f"{x}, ×" for x in windows.values())]
     pairs = list(dict.fromkeys((c.variant, c.against) for c in known))
     rows = ((*pair, *(_ratio(cells.get((*pair, window))) for window in windows)) for pair in pairs)
     flash = {c.variant for c in known if c.role in ("flash", None)}
-    title = "Distance from the golden run: the first run's over the second's"
+    title = "Mean |difference| from the golden run: the first run's over the second's"
     return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
 
 
 def _ratio(c: Comparison | None) -> str:
-    if c is None:
+    return NONE if c is None else ratio(c)
+
+
+def _doses(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
+    """Every run's dose by window, and what is at its output."""
+    cells = {(d.variant, d.window): d for d in report.doses}
+    at = {output.variant: output for output in report.outputs}
+    read_in = {d.window for d in report.doses if d.dose is not None}
+    used = [w for w in windows if w in read_in]
+    columns = ["dose of", *(windows[w] for w in used), "at output: apart", "error", "bias, ulp"]
+    columns.append("slope")
+    rows = []
+    variants = list(dict.fromkeys(d.variant for d in report.doses))
+    for variant in variants:
+        doses = (_amount(cells.get((variant, window))) for window in used)
+        own = at.get(variant)
+        found = (
+            (times(own.apart), times(own.floors), _signed(own.bias), percent(own.slope))
+            if own is not None
+            else (NONE,) * 4
+        )
+        rows.append((variant, *doses, *found))
+    flash = {d.variant for d in report.doses if d.role == "flash"}
+    title = "As far as re-rounding attention's output at how many floors"
+    return doc.table(columns, rows, [v not in flash for v in variants], title=title)
+
+
+def _amount(dose: Dose | None) -> str:
+    if dose is None:
         return NONE
-    return times(c.ratio) + ("" if c.low is None else f" [{times(c.low)}, {times(c.high)}]")
+    return amount(dose) if dose.why is None else f"({amount(dose)})"
+
+
+def _signed(value: float | None) -> str:
+    return NONE if value is None else f"{value:+.2f}"
+
+
+def _ladder(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.Table:
+    """How far every strength moves the weights, over one floor."""
+    cells = {(r.times, r.window): r for r in rungs}
+    used = list(windows)
+    strengths = sorted({r.times for r in rungs})
+
+    def cell(rung: Rung | None) -> Cell:
+        if rung is None or rung.ratio is None:
+            return Cell(NONE)
+        ends = "" if rung.low is None else f" [{times(rung.low)}, {times(rung.high)}]"
+        return Cell(times(rung.ratio) + ends)
+
+    rows = (
+        (Cell(strength(x)), *(cell(cells.get((x, w))) for w in used))
+        for x in strengths
+        if len(strengths) > 1
+    )
+    columns = ["floors", *(f"{windows[w]}, ×" for w in used)]
+    return doc.table(columns, rows, title="The ladder: distance over that of one floor")

@@ -1,0 +1,83 @@
+"""What is at the output of attention before anything was learned: every variant's kernel on the
+golden run's own first attention calls, beside the truth and the golden run's kernel.
+
+Distances of weights are effects. This is their cause, in floors: so that a reader sees both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.formats import format_of, round_to, ulp
+from numdev.kernels.reference.blocked import attend  # small: a compiler would take longer
+from numdev.training.lane import ODDS, Lane
+from numdev.training.report import OutputRow
+
+OF = ("golden", "flash", "attention_precision", "null_rounding", "variant")
+"""Roles whose attention computes something else from the same q, k and v; those of the others
+differ in what they are given."""
+
+
+def outputs(
+    lanes: Sequence[Lane], golden: Lane, calls: Sequence[AttentionCase], seed: int
+) -> Iterator[OutputRow]:
+    """A row for each lane in a role of OF that computes in the golden lane's format. `calls` are
+    the golden lane's, of one batch."""
+    truths = [attend(case).out for case in calls]
+    base = golden.attend(calls)
+    for lane in lanes:
+        variant = lane.variant
+        if variant.role in OF and variant.format == golden.variant.format:
+            own = base if lane is golden else lane.attend(calls)
+            yield row_of(own, base, truths, seed, variant.name)
+
+
+def row_of(
+    own: Sequence[Tensor],
+    base: Sequence[Tensor],
+    truths: Sequence[Tensor],
+    seed: int,
+    variant: str,
+) -> OutputRow:
+    """Of all calls laid end to end, in fp64; None throughout where anything is not finite."""
+    sums = torch.zeros(8, dtype=torch.float64)
+    elements = nonfinite = 0
+    for out, golden, truth in zip(own, base, truths, strict=True):
+        fmt = format_of(out.dtype)
+        elements += out.numel()
+        nonfinite += int((~out.isfinite()).sum())
+        error, apart = out.double() - truth, out.double() - golden.double()
+        floor = round_to(truth, fmt).double() - truth
+        more = error - floor
+        parts = (
+            *(error.square(), apart.square(), floor.square(), ulp(golden, fmt).square()),
+            *(more * truth.sign(), ulp(truth, fmt), more * truth, truth.square()),
+        )
+        sums += torch.stack([part.sum() for part in parts]).cpu()
+    errors, aparts, floors, spacings, away, ulps, along, squares = sums.tolist()
+    values: dict[str, float | None] = {
+        "floors": math.sqrt(errors / floors) if floors else None,
+        "apart": math.sqrt(aparts / spacings * ODDS) if spacings else None,
+        "bias": away / ulps if ulps else None,
+        "slope": along / squares if squares else None,
+    }
+    if nonfinite:
+        values = dict.fromkeys(values)
+    why = "not finite" if nonfinite else "the floor has no error"
+    nulls = {name: why for name, value in values.items() if value is None}
+    return OutputRow(
+        seed=seed,
+        variant=variant,
+        calls=len(own),
+        elements=elements,
+        nonfinite=nonfinite,
+        floors=values["floors"],
+        apart=values["apart"],
+        bias=values["bias"],
+        slope=values["slope"],
+        nulls=nulls,
+    )
