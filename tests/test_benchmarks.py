@@ -24,6 +24,10 @@ QUICK = {
         "all rows",
     ),
     "benchmarks/designs.py": ("--seeds 0", "in all: 0 of 0"),
+    "benchmarks/dose.py": (
+        "planted --small --seeds 1 --steps 1 --device cpu",
+        "| planted 30 |",
+    ),
     "benchmarks/gate_speed.py": ("--rows 100 --repeats 1", "| 100 |"),
     "benchmarks/heavy_tails.py": ("--length 100 --samples 2", "every 32nd"),
     "benchmarks/instability.py": ("tests/data/reports/train.json", "|"),

@@ -222,6 +222,8 @@ def test_chance_decides_where_equal_causes_part() -> None:
     mark = marks(equal, far)
     assert (mark.chance, mark.bends, mark.early) == (4, None, (1, 2))
     assert marks(equal, far, null_ulp=equal[::-1]).chance == 4
+    more = [{s: (*x, 99.0) for s, x in curve.items()} for curve in equal]
+    assert marks(more, far).chance == 4  # a third run moves no mark
     assert marks(equal[:1], far[:1]).chance is None
     assert marks(far, far, null_ulp=equal).chance == 4
     scattered = [{1: 10, 2: 10, 4: 100, 8: 900}, {1: 10, 2: 10, 4: 8, 8: 8}]

@@ -128,18 +128,20 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
     """Of a group and of a tensor."""
     numbers: dict[str, Any] = {
         "nonfinite_of": 1, "nonfinite_against": 2, "max_abs": 0.11, "mean_abs": 0.12, "rel": 0.13,
-        "equal": 0.15, "w1": 0.16, "bfloat16_times": 2.1, "float16_times": 3.1,
+        "equal": 0.15, "bfloat16_times": 2.1, "float16_times": 3.1,
         "float8_e4m3fn_times": 4.1,
     }  # fmt: skip
     made: Any = reports.read(sample("weights"))
-    tensor = made.rows[0].model_copy(update={**numbers, "tensor": "t"})
-    group = made.groups[0].model_copy(update=numbers)
+    tensor = made.rows[0].model_copy(update={**numbers, "tensor": "t", "w1": 0.16})
+    group = made.groups[0].model_copy(update=numbers | {"mean_w1": 0.17})
     times = "×bf16: 2.10 | ×fp16: 3.10 | ×fp8: 4.10"
-    shared = f"mean: 0.12 | max: 0.11 | rel: 0.13 | W1: 0.16 | {times} | NaN/inf: 3"
+    shared = "mean: 0.12 | max: 0.11 | rel: 0.13"
+    after = f"{times} | NaN/inf: 3"
     changed = made.model_copy(update={"rows": (tensor,), "groups": (group,)})
     groups, tensors, *_ = tables(weights.blocks(changed))
-    assert cells([groups]) == f"kind: all | {shared}"
-    assert cells([tensors]) == f"tensor, most ×bf16 first: t | {shared}"
+    assert cells([groups]) == f"kind: all | {shared} | mean W1: 0.17 | {after}"
+    expected = f"tensor, most ×bf16 first: t | {shared} | W1: 0.16 | {after}"
+    assert cells([tensors]) == expected
 
 
 def test_each_column_of_a_comparison_has_its_own_number() -> None:

@@ -1,7 +1,7 @@
 """How far two tensors of one shape are apart, element by element and as bags of values.
 
-W1 does not know which value stood where: it is zero under any permutation, and two seeds look to it
-like one cast. So it never stands alone: whatever compares weights shows all of these.
+W1 does not know which value stood where: it is zero under any permutation, and two seeds of some
+10^6 values look to it like one cast. So it never stands alone: whatever compares weights shows all.
 
 The elements are read in blocks, so that two tensors are compared in little more memory than W1
 takes."""

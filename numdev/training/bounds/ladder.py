@@ -25,6 +25,7 @@ from numdev.metrics.statistics import Mean, factor
 from numdev.training.bounds.report import FEWEST_SEEDS, MERGED, PAIR, Dose, Rung, Saturation, Window
 from numdev.training.report import VariantRole
 
+EQUAL = 2  # runs of one strength in a seed that marks are of
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 FLAT = 1.25  # the highest rung's distance over the lowest's where a ladder tells no dose
 WIDEST = 8.0  # of an interval, its end over its beginning, with which a dose is still read
@@ -55,8 +56,9 @@ class _Line(NamedTuple):
 def saturation(distances: pd.DataFrame) -> Saturation:
     """The marks of one metric of weights: lines with the columns role, times, seed, step, value.
 
-    They come from nulls alone, and from re-rounding at the two strengths of PAIR: whatever other
-    runs there are moves none. None looks at later steps: a longer record moves none."""
+    They come from nulls alone: of each strength of PAIR the first runs, EQUAL at most, in the order
+    of the lines. Whatever other runs there are moves none. None looks at later steps: a longer
+    record moves none."""
     steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
     chance = chance_decides(distances)
     lead = lead_by_step(distances)
@@ -82,7 +84,7 @@ def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
     over seeds; empty where no seed has both."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     nulls = nulls[nulls.step > 0]
-    low, high = (_by_seed(nulls[nulls.times == times]) for times in PAIR)
+    low, high = (_by_seed(_equal(nulls[nulls.times == times])) for times in PAIR)
     ratio = (high / low).dropna()
     return ratio.groupby("step").agg(statistics.geometric_mean)
 
@@ -94,13 +96,18 @@ def chance_decides(distances: pd.DataFrame) -> int | None:
     moved = distances[(distances.value > 0) & (distances.step > 0)]
     rounding = moved[(moved.role == "null_rounding") & (moved.times == PAIR[0])]
     for equal in (rounding, moved[moved.role == "null_ulp"]):
-        ends = equal.groupby(["seed", "step"]).value.agg(["min", "max", "count"])
+        ends = _equal(equal).groupby(["seed", "step"]).value.agg(["min", "max", "count"])
         ends = ends[ends["count"] > 1]
         if not ends.empty:
             apart = ends["max"] / ends["min"]
             first = apart.groupby("seed").transform("first")
             return _first(apart[apart > PARTED * first])
     return None
+
+
+def _equal(lines: pd.DataFrame) -> pd.DataFrame:
+    """Of runs that differ by chance alone the first few, so that more of them move no mark."""
+    return lines.groupby(["seed", "step"], as_index=False).head(EQUAL)
 
 
 def _by_seed(lines: pd.DataFrame) -> pd.Series[float]:

@@ -93,9 +93,9 @@ def pooled(parts: Sequence[Sums]) -> Sums:
     return {**added, "largest": max(part["largest"] for part in parts)}
 
 
-def numbers(sums: Sums) -> dict[str, Any]:
-    """The fields of a row, with the reasons for what is None in `nulls`: no element, a zero to
-    divide by, or a value that float64 cannot hold."""
+def numbers(sums: Sums, w1: str = "w1") -> dict[str, Any]:
+    """The fields of a row, in which W1 has the name `w1`, with the reasons for what is None in
+    `nulls`: no element, a zero to divide by, or a value that float64 cannot hold."""
     n = sums["compared"]
     against = math.sqrt(sums["against_squares"])
     parts = {  # numerator, denominator, and why the latter may be 0
@@ -103,7 +103,7 @@ def numbers(sums: Sums) -> dict[str, Any]:
         "mean_abs": (sums["gap"], n, ""),
         "rel": (math.sqrt(sums["gap_squares"]), against, "against is 0 everywhere"),
         "equal": (sums["equal"], n, ""),
-        "w1": (sums["w1"], n, ""),
+        w1: (sums["w1"], n, ""),
     }
     for name in CASTS:
         held, change = sums[f"{name}_elements"], sums[f"{name}_change"]

@@ -19,8 +19,7 @@ Matter = Literal["damaged", "not finite", "reshaped", "missing", "extra", "not c
 
 
 class WeightNumbers(Record):
-    """What rows of one tensor and of several have in common. `w1` of several is the mean of the
-    tensors', by elements, never below W1 of all their values. `times` is mean_abs over what a cast
+    """What rows of one tensor and of several have in common. `times` is mean_abs over what a cast
     of the tensor of `against` changes, over the elements the format holds; W1 of a cast is that
     too, since rounding keeps the order."""
 
@@ -32,7 +31,6 @@ class WeightNumbers(Record):
     max_abs: float | None
     mean_abs: float | None
     rel: float | None  # ||of - against|| / ||against||
-    w1: float | None  # blind to which value stands where
     equal: float | None  # the share of elements
     bfloat16_times: float | None
     float16_times: float | None
@@ -49,6 +47,8 @@ class TensorRow(WeightNumbers):
     tensor: str
     kind: str
     shape: tuple[int, ...]
+    w1: float | None  # of its values; blind to which stands where
+    zero: bool = False  # in both: such a tensor says nothing of how equal the sets are
     stored_of: str
     stored_against: str
 
@@ -58,7 +58,11 @@ class GroupRow(WeightNumbers):
 
     name: str
     tensors: int
-    identical: int  # of them, equal in every element
+    mean_w1: float | None
+    """The mean of the tensors' W1, by elements: another number than W1 of all values pooled, which
+    it is never below."""
+    identical: int  # of them, equal in every element, and not 0 throughout in both
+    zeros: int = 0  # of them, 0 throughout in both
     max_tensor: str | None
     yardstick: Cast | None
     """The first cast coarser than what most tensors of `against` are stored in: a cast to what they

@@ -52,17 +52,19 @@ EQUAL = (
 )
 DIFFERS = (
     "{p.of} differs from {p.against} by {mean} on average: {beside} At most "
-    "{most}, in {p.max_tensor}; {p.identical} of {p.tensors} tensors are equal."
+    "{most}, in {p.max_tensor}; {p.identical} of {tensors} tensors are equal{zeros}."
 )
+ZEROS = ", and {p.zeros} more are 0 in both"
 NO_CAST = "no cast that would have changed anything is coarser than how {p.against} is stored."
 BESIDE = (
     "{median}× what one cast to {p.yardstick} would have changed (median tensor), largest in "
     "{p.times_tensor} ({largest}×)."
 )
-BAGS = "W1 of {p.of}: {w1}, {share} of the mean difference.{blind}"
+BAGS = "W1 of {p.of}, the mean of its tensors': {w1}, {share} of the mean difference{cast}.{blind}"
+CAST = " and {times}× that of one cast to {p.yardstick}"
 IS_BLIND = (
-    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and takes "
-    "two seeds for one cast. The mean difference is what the weights differ by."
+    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and of two "
+    "seeds shrinks with the size of a tensor. The mean difference is what the weights differ by."
 )
 
 
@@ -103,6 +105,7 @@ def weights(
                 shape=tuple(against.shape),
                 stored_of=pairs.name_of(of),
                 stored_against=pairs.name_of(against),
+                zero=not bool(of.any()) and not bool(against.any()),
                 **pairs.numbers(sums[-1]),
             )
             rows.append(row)
@@ -238,9 +241,12 @@ def _group(
     largest = max(ratios, key=lambda name: ratios[name], default=None)
     return records.GroupRow(
         **place,
-        **pairs.numbers(pairs.pooled(sums)),
+        **pairs.numbers(pairs.pooled(sums), "mean_w1"),
         tensors=len(rows),
-        identical=sum(r.equal == 1 and not (r.nonfinite_of or r.nonfinite_against) for r in rows),
+        identical=sum(
+            r.equal == 1 and not (r.zero or r.nonfinite_of or r.nonfinite_against) for r in rows
+        ),
+        zeros=sum(r.zero for r in rows),
         max_tensor=max(apart, key=lambda name: apart[name], default=None),
         yardstick=cast,
         times_median=statistics.median(ratios.values()) if ratios else None,
@@ -261,10 +267,19 @@ def _answer(groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark
         beside = NO_CAST if g.times_median is None else BESIDE
         ratios = {"median": times(g.times_median), "largest": times(g.times_largest)}
         beside = beside.format(p=g, **ratios)
-        yield DIFFERS.format(p=g, mean=si(g.mean_abs), most=si(g.max_abs), beside=beside)
-        share = (g.w1 or 0.0) / g.mean_abs
+        yield DIFFERS.format(
+            p=g,
+            mean=si(g.mean_abs),
+            most=si(g.max_abs),
+            beside=beside,
+            tensors=g.tensors - g.zeros,
+            zeros=ZEROS.format(p=g) if g.zeros else "",
+        )
+        share = (g.mean_w1 or 0.0) / g.mean_abs
+        casts = None if g.yardstick is None else g.times(g.yardstick)
+        cast = "" if casts is None else CAST.format(p=g, times=times(share * casts))
         blind = IS_BLIND if share < BLIND else ""
-        yield BAGS.format(p=g, w1=si(g.w1), share=si(share), blind=blind)
+        yield BAGS.format(p=g, w1=si(g.mean_w1), share=si(share), cast=cast, blind=blind)
     for what in get_args(records.Matter):
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if (r.what, r.source) == (what, source)]

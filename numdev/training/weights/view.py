@@ -14,7 +14,8 @@ ON_PAGE = 500
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 LEGEND = (
     "mean and max: of |difference|, element by element; rel: of the L2 norms. W1: between the bags "
-    "of values, blind to which stands where; of several tensors the mean of theirs. ×bf16, ×fp16, "
+    "of a tensor's values, blind to which stands where; mean W1: of several tensors, the mean of "
+    "theirs by elements, never below W1 of all their values pooled. ×bf16, ×fp16, "
     "×fp8: mean |difference| over what casting the same tensor of the first to bfloat16, float16, "
     f"float8_e4m3fn would have changed; {NONE} where that is nothing."
 )
@@ -54,14 +55,19 @@ def _name(row: TensorRow) -> Cell:
     return Cell(row.tensor, after=f"{' × '.join(map(str, row.shape))} {stored}")
 
 
+def _w1(row: GroupRow | TensorRow) -> float | None:
+    return row.mean_w1 if isinstance(row, GroupRow) else row.w1
+
+
 def _table(first: str, rows: Sequence[tuple[Cell, GroupRow | TensorRow]], title: str) -> doc.Table:
     casts = [f"×{name}" for name in FORMATS.values()]
-    columns = [Column(first, align="left"), *map(Column, ("mean", "max", "rel", "W1", casts[0]))]
+    w1 = "mean W1" if first == "kind" else "W1"
+    columns = [Column(first, align="left"), *map(Column, ("mean", "max", "rel", w1, casts[0]))]
     columns += [Column(name, width=110) for name in (*casts[1:], "NaN/inf")]
     cells: Iterator[tuple[str | Cell, ...]] = (
         (
             name,
-            *(si(x) for x in (row.mean_abs, row.max_abs, row.rel, row.w1)),
+            *(si(x) for x in (row.mean_abs, row.max_abs, row.rel, _w1(row))),
             *(times(row.times(name)) for name in FORMATS),
             str(row.nonfinite_of + row.nonfinite_against or ""),
         )
