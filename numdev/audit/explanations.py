@@ -7,7 +7,6 @@ rounds are tried (`likenesses`); the running sums of `golden2024` and `qiu2025` 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,16 +18,12 @@ import numpy as np
 from torch import Tensor
 
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
-from numdev.audit.bench import part as part_of
-from numdev.audit.isolation import Failure, Runner, attempt
+from numdev.audit.isolation import Failure, attempt
 from numdev.audit.plan import Task
 from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
-from numdev.explain.wrong_function import Suspicion, suspect
-from numdev.explain.wrong_gradients import suspect_gradients
-from numdev.formats import FORMATS, Format, round_to
-from numdev.gate.findings import label
+from numdev.formats import Format, round_to
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
@@ -38,7 +33,6 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.finiteness import all_finite
 from numdev.metrics.histogram import by_ulps
-from numdev.metrics.of_rows import lse_error
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
@@ -53,7 +47,6 @@ from numdev.yamlfile import Strict, bundled, read_yaml
 Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
 Tried = Callable[..., Step | None]  # `forward`: of the output alone; None: it cannot take the call
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
-SEARCHED = 109  # rows of the part of a call whose gradients are searched: no multiple of a tile
 MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
 
 
@@ -68,21 +61,21 @@ class Likeness:
     def without_its_bias(self, metrics: Sequence[Metrics], yardstick: Yardstick) -> list[Metrics]:
         """The metrics of an output, without a large bias that the way has too (two nearer each
         other than the limit are one); `nulls` says whose it is."""
-        excess = functools.partial(_excess, "bias_size")
-        if not any(excess(head.get("bias_size")) > 1 for head in metrics):
+        beyond_limit = functools.partial(excess, "bias_size")
+        if not any(beyond_limit(head.get("bias_size")) > 1 for head in metrics):
             return list(metrics)
         way = round_to(self.expected["out"], yardstick.format)
         explained = []
         for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
             size, other = head.get("bias_size"), its.get("bias_size")
-            if size and other and excess(size) > 1 >= excess(size - other):
+            if size and other and beyond_limit(size) > 1 >= beyond_limit(size - other):
                 why = f"{size:+.3f} ulp, {self.words}"
                 head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
             explained.append(head)
         return explained
 
 
-def _excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
+def excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
     """How far a metric, or its median of n heads, is on the way to its limit by default."""
     limits = (t for t in default_rules().thresholds if t.metric == name)
     limit = next(t for t in limits if bool(t.heads) == bool(n))
@@ -98,11 +91,11 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
         if not predicted:
             return False
         middle = median(r.expected_ratio or 0.0 for r in predicted)
-        sizes = [_excess("expected_ratio", middle, predicted[0], len(predicted))]
-        sizes += [_excess("expected_ratio", r.expected_ratio, r) for r in predicted]
-        sizes += [_excess("worst_row", r.worst_row, r) for r in predicted]
+        sizes = [excess("expected_ratio", middle, predicted[0], len(predicted))]
+        sizes += [excess("expected_ratio", r.expected_ratio, r) for r in predicted]
+        sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
         certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
-        sizes += [_excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
+        sizes += [excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
         return max(sizes) > 1
 
     if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
@@ -111,71 +104,18 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     return tuple(t for t in TERMS if is_beyond([r for r in rest if r.tensor == t]))
 
 
-def name(measured: Measured, bench: Bench, again: Runner) -> None:
-    """Name what a tensor beyond its limits is of, or say that nothing is known; of gradients where
-    the output is right: they inherit its mistake. `again` runs the kernel on another case."""
-    rows, output, wrong = measured.rows, measured.output, beyond(measured.rows)
-    of_lse = (r for r in rows if r.tensor == "lse" and not any(r.suspicion for r in rows))
-    if any(_excess("lse_error", lse_error(r), r) > 1 for r in of_lse):
-        wrong += ("lse",)
-    if output is None or not wrong:
-        return
-    wrong = wrong[:1] if wrong[0] == "out" else wrong
-    why = "its cause was looked for in other calls"
-    found: dict[tuple[str, int], Suspicion] = {}
-    which = (label(rows[0]), bench.format.name, wrong[0])
-    if bench.watch.searches[which] < bench.watch.most_searches:
-        bench.watch.searches[which] += 1
-        with bench.watch("names"):
-            found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
-        why = "none of the mistakes that numdev knows explains the error"
-    for at, row in enumerate(rows):
-        if by := found.get((row.tensor, row.head or 0)):
-            rows[at] = row.model_copy(update={"suspicion": by.cause, "suspicion_cut": by.cut})
-        elif row.tensor in wrong and not row.suspicion:
-            row.nulls["suspicion"] = why
-
-
 def locate(measured: Measured, bench: Bench) -> None:
     """Say of each head in which rows it is beyond the default limit of a single row, or not
     finite, where these are few or of one batch entry."""
     select = (measured.bench or bench).selection
     for at, row in enumerate(measured.rows):
         ratios = measured.along[row.tensor].ratios if row.tensor in measured.along else None
-        if ratios is not None and (row.nonfinite or _excess("worst_row", row.worst_row, row) > 1):
+        if ratios is not None and (row.nonfinite or excess("worst_row", row.worst_row, row) > 1):
             limit = next(t for t in default_rules().thresholds if t.metric == "worst_row").at(row)
             bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (limit.at_most or 0)
             noun = "key" if row.tensor in KV_TENSORS else "row"
             words = where(bad, select.row_indices(row.tensor), noun)
             measured.rows[at] = row.model_copy(update={"errs_in": words})
-
-
-def _named(
-    wrong: Sequence[DeviationRow], output: Output, bench: Bench, again: Runner
-) -> dict[tuple[str, int], Suspicion]:
-    """By tensor and head, what an output is, of the same inputs in float32, since 16 bits hide a
-    small mistake; or gradients, of a part of the call that is searched in a moment: the first batch
-    entries, queries and keys, of the kv head that errs most."""
-    case, select = bench.case, bench.selection
-    wide = max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
-    if wrong[0].tensor == "out":
-        case = dataclasses.replace(case, grad_out=None).rounded_to(wide)
-        if isinstance(found := again(case), Failure):
-            return {}
-        of = (select.heads, select.heads, select.queries, output.out)
-        causes = suspect(case, found.out, bench.reference, *of)
-        return {("out", head): by for head, by in causes.items()}
-    worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
-    kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
-    few = sorted({kv, (kv + 1) % case.kv_heads}) if case.group > 1 else [kv]
-    of_kv = case.select_groups(few).rounded_to(wide)
-    case = part_of(of_kv, batch=range(2), row=range(SEARCHED), key=range(SEARCHED))
-    step = again(case, gradients=any(row.tensor != "lse" for row in wrong))
-    if isinstance(step, Failure):
-        return {}
-    part = f" (tried on its first {SEARCHED} keys)" if bench.case.kv_len > SEARCHED else ""
-    by = suspect_gradients(case, step, part)
-    return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
 
 
 def likenesses(

@@ -23,6 +23,7 @@ Changes = Iterator[tuple[str, dict[str, Any]]]  # causes, with the fields of the
 MOST_SCORES = 1 << 22  # of a call of which a mistake takes a mask or a bias of all scores
 WINDOW_TILES = (16, 32, 64, 128)
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # of keys, in kernels in use
+PADDED = (16, 32, 64, 128)
 LOGARITHMS = {
     "lacks log2(e) before an exponential to base 2": math.log(2),
     "is multiplied by log2(e), although the exponential has base e": 1 / math.log(2),
@@ -38,6 +39,30 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
     for family in families:
         for cause, changes in family(case):
             yield cause, dataclasses.replace(case, **changes)
+
+
+def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
+    """Causes of this call that are of one mechanism in calls of other lengths, each with the words
+    for that: a tile of keys decides how many are lost, or padded."""
+    of: dict[str, tuple[str, ...]] = {}
+    n = case.kv_len
+    for tile in TILES:
+        lost = n % tile
+        if 0 < lost < n:
+            words = f"keys beyond the last full tile of {tile} are dropped"
+            of[dropped(lost)] = (*of.get(dropped(lost), ()), words)
+        if tile in PADDED and lost:
+            words = f"the keys are padded with zeros to a multiple of {tile}, which take part"
+            of[padded(n - lost + tile)] = (*of.get(padded(n - lost + tile), ()), words)
+    return of
+
+
+def dropped(lost: int) -> str:
+    return "the last key is dropped" if lost == 1 else f"the last {lost} keys are dropped"
+
+
+def padded(to: int) -> str:
+    return f"the keys are padded with zeros to {to}, and the padding takes part"
 
 
 def scales(case: AttentionCase) -> Changes:
@@ -187,17 +212,15 @@ def _keys(case: AttentionCase) -> Changes:
     tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
         if 0 < lost < n:
-            words = "the last key is" if lost == 1 else f"the last {lost} keys are"
             mask = case.mask
             if mask is not None and mask.shape[-1] > 1:
                 mask = mask[..., : n - lost]
             k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
-            yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
+            yield dropped(lost), {"k": k, "v": v, "mask": mask}
     if n > 1:
         yield "the first key is dropped", without(case, 0)
-    for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
-        cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
-        yield cause, _padded(case, padded - n)
+    for to in sorted({-(-n // tile) * tile for tile in PADDED} - {n}):
+        yield padded(to), _padded(case, to - n)
 
 
 def without(case: AttentionCase, key: int) -> dict[str, Any]:
