@@ -18,12 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from numdev.audit.bench import KV_TENSORS, Bench
+from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.bench import part as part_of
 from numdev.audit.explanations import beyond, excess, likenesses, locate
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.rows import Measured, Runs, formats_of
 from numdev.cases import AttentionCase
+from numdev.explain.imprecise import Loss, imprecision
 from numdev.explain.probe import Alternative
 from numdev.explain.wrong_function import Suspicion, far_off, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
@@ -31,6 +32,7 @@ from numdev.formats import FORMATS
 from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
+from numdev.kernels.output import GRADIENTS
 from numdev.metrics.of_rows import lse_error
 from numdev.report import DeviationRow
 from numdev.system import System
@@ -171,6 +173,28 @@ class Failing:
         by = suspect_gradients(wide, step, part, beside, None if hints is None else hints.words)
         return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
 
+    def imprecise(self, hints: tuple[Loss, ...] | None = None) -> tuple[Loss, ...]:
+        """Say which step is coarser than it should be, where one explains a head's errors; returns
+        those. `hints`: of other calls, which alone are tried."""
+        bench, select = self.bench, self.bench.selection
+        names = ("out", *(n for n in GRADIENTS if n in bench.yardsticks))
+        wrong = tuple(n for n in self.wrong if n != "lse")
+        returned = {n: getattr(self.output, n) for n in names}
+        whole = select.queries is None and len(select.heads) == bench.case.heads
+        if not wrong or not whole or any(x is None for x in returned.values()):
+            return ()
+        if any(x.dtype != bench.case.q.dtype for x in returned.values()):
+            return ()
+        terms = {n: getattr(bench.reference, TERMS[n]) for n in names}
+        with bench.watch("names"):
+            found = imprecision(bench.case, returned, bench.reference, terms, wrong, hints)
+        for at in self.unnamed:
+            row = self.rows[at]
+            if by := found.get((row.tensor, row.head or 0)):
+                changes = {"imprecision": by[0].words, "imprecision_share": by[1]}
+                self.rows[at] = row.model_copy(update=changes)
+        return tuple(dict.fromkeys(loss for loss, _ in found.values()))
+
     def say(self, named: Named) -> None:
         """Put causes into the rows."""
         for at, row in enumerate(self.rows):
@@ -181,9 +205,13 @@ class Failing:
     def unnamed(self) -> list[int]:
         """Where in the rows those stand that are of a wrong tensor and have no cause."""
         return [
-            at for at, row in enumerate(self.rows)
-            if row.tensor in self.wrong and not row.suspicion and row.status == "ok"
-        ]  # fmt: skip
+            at
+            for at, row in enumerate(self.rows)
+            if row.tensor in self.wrong
+            and row.status == "ok"
+            and not row.suspicion
+            and not row.imprecision
+        ]
 
     def finish(self) -> None:
         """Say where errors are, and why there is no cause."""
@@ -255,6 +283,8 @@ def name(failing: Failing) -> None:
     if failing.wrong:
         failing.say(failing.causes())
         failing.searched = True
+        if failing.unnamed:
+            failing.imprecise()
     failing.finish()
 
 
@@ -271,7 +301,8 @@ def conclude(calls: Sequence[Failing]) -> None:
 
 def _conclude(calls: Sequence[Failing]) -> None:
     """Of one kernel's calls, the worst first."""
-    hints, vain, ways = Hints(), Counts(), Counts()
+    hints, vain, ways, coarse = Hints(), Counts(), Counts(), Counts()
+    losses: tuple[Loss, ...] = ()
     for call in _in_turn(calls):
         if hints and _try(call, hints):
             continue
@@ -284,9 +315,17 @@ def _conclude(calls: Sequence[Failing]) -> None:
         open_ = not call.kernel.declares and (ways.hits or ways.misses < IN_VAIN)
         if open_ and _may_round_so(call):
             ways.count(call.held_to_its_way())
+        if call.unnamed and losses:
+            call.imprecise(losses)
+        if call.unnamed and call.searches and coarse.misses < IN_VAIN:
+            new = call.imprecise()
+            coarse.count(bool(new))
+            losses = tuple(dict.fromkeys((*losses, *new)))
     for call in calls:  # those that came before something was found
         if hints and call.unnamed and call.wrong:
             _try(call, hints)
+        if losses and call.unnamed and call.wrong:
+            call.imprecise(losses)
         call.finish()
 
 

@@ -129,21 +129,41 @@ def _of_head(
         return None
     zero = (out[:, head] == 0).all(dim=-1)
     wrong = zero & (own[:, 0] > 0) if rows is None else zero
-    rows_of = f"in {in_words(wrong.any(dim=0).nonzero()[:, 0])}" if wrong.any() else ""
-    which = "everywhere" if bool(zero.all()) else rows_of
+    places = [] if not bool(wrong.any()) else _places(wrong.any(dim=0))
+    which = ["everywhere"] if bool(zero.all()) else places or [""]
     alone = "" if entry is None else f" (in batch entry {entry} alone)"
 
-    def words(cause: str) -> str:
-        return cause.replace(SOMEWHERE, which) + alone
+    def words(cause: str, place: str = which[0]) -> str:
+        return cause.replace(SOMEWHERE, place) + alone
 
     return Suspicion(
         cause=words(", or ".join(x.cause for x, _ in found)),
         cut=cut,
         share=coarse.share(answer),
         cut_format=None if first is None else format_of(out.dtype).name,
-        instances=tuple(tuple(map(words, (x.cause, *x.also))) for x, _ in found),
+        instances=tuple(
+            tuple(dict.fromkeys(words(y, z) for y in (x.cause, *x.also) for z in which))
+            for x, _ in found
+        ),
         alternatives=tuple(x for x, _ in found),
     )
+
+
+STRIDES = (128, 64, 32, 16)  # of rows: tiles of queries
+
+
+def _places(wrong: Tensor) -> list[str]:
+    """Which rows, bool [q_len], these are; and what that is an instance of in longer calls."""
+    at = wrong.nonzero()[:, 0]
+    said = [f"in {in_words(at)}"]
+    for stride in STRIDES:
+        first = int(at[0])
+        every = torch.arange(first, len(wrong), stride, device=at.device)
+        if first < stride and every.equal(at):
+            said.append(f"in every {stride}th row from {first}".replace("32th", "32nd"))
+    if int(at[-1]) == len(wrong) - 1 and len(at) == len(wrong) - int(at[0]):
+        said.append(f"in all rows from {int(at[0])} on")
+    return said
 
 
 def _search(
