@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.mistakes import instances, variants, without
+from numdev.explain.mistakes import SINK_TILES, instances, variants, without
 from numdev.explain.probe import Alternative, Probe, rescored
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
@@ -43,7 +43,58 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
         if tile < case.kv_len:
             cause = f"{what} not rescaled when the running maximum moves (tiles of {tile} keys)"
             yield Alternative(cause, partial(_stale, tile=tile, what=what))
+    yield from _parts(probe)
+    yield from _sink_tiles(probe)
     yield from _layouts(probe)
+
+
+PARTS = (2, 4, 8)  # of the keys
+PART_WIDTHS = (64, 128, 256, 512)
+MERGED = {
+    "are merged with powers of 2 in place of e": 1 - math.log(2),
+    "count alike, whatever their log-sum-exp is": 1.0,
+}
+
+
+def _parts(probe: Probe) -> Iterator[Alternative]:
+    """Parts of the keys, each right, that are merged with other weights than exp(their L)."""
+    n = probe.case.kv_len
+    widths = {f"{count} parts of the keys": -(-n // count) for count in PARTS}
+    widths |= {f"parts of {width} keys": width for width in PART_WIDTHS}
+    for words, width in widths.items():
+        for how, less in MERGED.items():
+            if width < n:
+                cause = f"{words} {how}"
+                yield Alternative(cause, partial(_merged, width=width, less=less), general=True)
+
+
+def _merged(p: Probe, width: int, less: float) -> Reference:
+    """With exp((1 - less) L) as a part's weight."""
+    S = p.scores
+    sums = torch.cat(
+        [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)], dim=-1
+    )
+    S = torch.where(S.isfinite(), S - less * sums, S)
+    return attend(dataclasses.replace(p.own, **rescored(p.own, S)))
+
+
+def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
+    """A sink that is counted in every tile that the row sees by its position."""
+    case = probe.case
+    if case.sinks is None or not case.is_causal:
+        return
+    for tile in SINK_TILES:
+        if tile < case.kv_len:
+            cause = f"the attention sink is counted in every tile of {tile} keys that a row sees"
+            yield Alternative(cause, partial(_sinks_of_tiles, tile=tile), general=True)
+
+
+def _sinks_of_tiles(p: Probe, tile: int) -> Reference:
+    assert p.case.sinks is not None
+    last = (p.rows + p.case.causal_offset).clamp(0, p.case.kv_len - 1)
+    more = (last // tile).double()[:, None]
+    sinks = p.case.sinks[p.heads].double()[:, None, None]
+    return p.multiplied(1 / (1 + more * (sinks - p.exact.lse[..., None]).exp()))
 
 
 STALE_TILES = (16, 32, 64, 128)

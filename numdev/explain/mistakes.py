@@ -33,7 +33,7 @@ LOGARITHMS = {
 def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
     """Every mistake that is another case, with that case."""
     families = (
-        *(scales, _positions, _window, _masks, _kv_heads, _batches),
+        *(scales, _positions, _window, _masks, _kv_heads, _outputs, _batches),
         *(_keys, _values, _features, _softcap, _sinks),
     )
     for family in families:
@@ -170,8 +170,13 @@ def _masks(case: AttentionCase) -> Changes:
         yield "the mask is transposed", {"mask": mask.transpose(-1, -2)}
     if mask.ndim >= 3 and mask.shape[-3] > 1:
         yield "every head gets head 0's mask", {"mask": mask[..., :1, :, :]}
+        for words, by in {"next": -1, "previous": 1}.items():
+            yield f"query heads get the mask of the {words} one", {"mask": mask.roll(by, -3)}
+        yield "query heads get the masks in reverse order", {"mask": mask.flip(-3)}
     if mask.ndim == 4 and mask.shape[0] > 1:
         yield "every batch entry gets entry 0's mask", {"mask": mask[:1]}
+        for words, by in {"next": -1, "previous": 1}.items():
+            yield f"batch entries get the mask of the {words} one", {"mask": mask.roll(by, 0)}
     if case.is_causal and case.q_len > 1:
         yield "the mask and the causal mask are both ignored", {"mask": None, "is_causal": False}
 
@@ -195,9 +200,36 @@ def _kv_heads(case: AttentionCase) -> Changes:
             yield cause, {"k": case.k[:, mapping], "v": case.v[:, mapping]}
 
 
+def _outputs(case: AttentionCase) -> Changes:
+    """Outputs that come out in the place of another query head."""
+    every = list(range(case.heads))
+    orders = {
+        "the outputs of heads 2i and 2i + 1 are exchanged": [min(h ^ 1, every[-1]) for h in every],
+        "query heads return the output of the next one": [*every[1:], 0],
+        "query heads return the output of the previous one": [every[-1], *every[:-1]],
+        "the outputs of the heads come in reverse order": every[::-1],
+        "every query head returns head 0's output": [0 for _ in every],
+    }
+    mask, seen = case.mask, [every]
+    for cause, heads in orders.items():
+        if heads in seen:
+            continue
+        seen.append(heads)
+        kv = [h // case.group for h in heads]
+        changed = {"q": case.q[:, heads], "k": case.k[:, kv], "v": case.v[:, kv]}
+        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
+            changed["mask"] = mask[..., heads, :, :]
+        if case.sinks is not None:
+            changed["sinks"] = case.sinks[heads]
+        yield cause, changed
+
+
 def _batches(case: AttentionCase) -> Changes:
     if case.q.shape[0] == 1:
         return
+    for words, by in {"next": -1, "previous": 1}.items():
+        cause = f"batch entries read the k and v of the {words} one"
+        yield cause, {"k": case.k.roll(by, 0), "v": case.v.roll(by, 0)}
     first = [0] * case.q.shape[0]
     yield "every batch entry reads entry 0's k and v", {"k": case.k[first], "v": case.v[first]}
     yield (
@@ -269,25 +301,55 @@ def _features(case: AttentionCase) -> Changes:
 
 
 def _softcap(case: AttentionCase) -> Changes:
-    if case.softcap is None:
+    cap = case.softcap
+    if cap is None:
         return
     yield "the soft cap is ignored", {"softcap": None}
-    before = case.softcap * abs(case.scale)
-    if 0 < before != case.softcap:
+    before = cap * abs(case.scale)
+    if 0 < before != cap:
         yield "the soft cap is applied before the scale", {"softcap": before}
-    mask, shape = case.mask, (*case.q.shape[:3], case.kv_len)
-    if mask is not None and mask.dtype != torch.bool and before and math.prod(shape) <= MOST_SCORES:
+    if not before or math.prod((*case.q.shape[:3], case.kv_len)) > MOST_SCORES:
+        return
+    mask = case.mask
+    if mask is not None and mask.dtype != torch.bool:
         S = all_scores(dataclasses.replace(case, softcap=None))
-        capped = torch.where(S.isfinite(), (S / case.softcap).tanh() * case.softcap, S)
+        capped = torch.where(S.isfinite(), (S / cap).tanh() * cap, S)
         yield "the soft cap is applied after the additive mask", rescored(case, capped)
+    bare = dataclasses.replace(case, mask=None, softcap=None, window=None, is_causal=False)
+    S, capped = all_scores(bare), all_scores(case)
+    masked = capped - (S / cap).tanh() * cap  # 0, the additive mask, or -inf
+    wrong = {
+        "the soft cap multiplies a score by the tanh of it over the cap": S * (S / cap).tanh(),
+        "the soft cap multiplies a score by its tanh": S * S.tanh(),
+        "a score is not divided by the soft cap before the tanh": cap * S.tanh(),
+        "the tanh is not multiplied by the soft cap": (S / cap).tanh(),
+        "scores are clamped at the soft cap": S.clamp(-cap, cap),
+    }
+    for cause, other in wrong.items():
+        yield cause, rescored(case, other + masked)
+
+
+SINK_TILES = (16, 32, 64, 128)
 
 
 def _sinks(case: AttentionCase) -> Changes:
-    if case.sinks is not None:
-        yield "the attention sinks are ignored", {"sinks": None}
-        yield "the attention sinks are counted twice", {"sinks": case.sinks.double() + math.log(2)}
-        for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
-            yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}
-        for words, by in {"next": -1, "previous": 1}.items():
-            yield f"query heads get the sink of the {words} one", {"sinks": case.sinks.roll(by)}
-        yield "every head gets head 0's sink", {"sinks": case.sinks[:1].expand(case.heads)}
+    if case.sinks is None:
+        return
+    yield "the attention sinks are ignored", {"sinks": None}
+    yield "the attention sinks are counted twice", {"sinks": case.sinks.double() + math.log(2)}
+    for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
+        yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}
+    for words, by in {"next": -1, "previous": 1}.items():
+        yield f"query heads get the sink of the {words} one", {"sinks": case.sinks.roll(by)}
+    if case.heads > 2:
+        yield "query heads get the sinks in reverse order", {"sinks": case.sinks.flip(0)}
+    for head in range(min(case.heads, MOST_SINKS)):
+        cause = f"every head gets head {head}'s sink"
+        yield cause, {"sinks": case.sinks[[head]].expand(case.heads)}
+    for tile in SINK_TILES:
+        if (tiles := -(-case.kv_len // tile)) > 2:
+            cause = f"the attention sink is counted in every tile of {tile} keys"
+            yield cause, {"sinks": case.sinks.double() + math.log(tiles)}
+
+
+MOST_SINKS = 8  # heads whose sink may be all heads'

@@ -172,9 +172,10 @@ def _search(
     """The alternatives that explain the probe, the best first, with their cuts."""
     tried: Iterable[Alternative] = alternatives(probe)
     if hints is not None:
-        words = {cause for hint in hints for cause in (hint.cause, *hint.also)}
+        general = {hint.cause: hint for hint in hints if hint.general}
+        words = {cause for hint in hints for cause in (hint.cause, *hint.also)} - {*general}
         tried = (a for a in tried if not words.isdisjoint((a.cause, *a.also)))
-        tried = (*(hint for hint in hints if hint.general), *tried)
+        tried = (*general.values(), *tried)
     cuts = [(a, probe.cut(a.answer(probe))) for a in tried]
     named = sorted((x for x in cuts if x[1] >= CUT), key=lambda x: -x[1])
     alike = [x for x in named if x[1] >= named[0][1] / ALIKE][:3]
