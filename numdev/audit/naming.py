@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.bench import part as part_of
-from numdev.audit.explanations import beyond, excess, likenesses, locate
+from numdev.audit.explanations import beyond, excess, held_to, likenesses, locate
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.rows import Measured, Runs, formats_of
 from numdev.cases import AttentionCase
@@ -30,6 +31,7 @@ from numdev.explain.wrong_function import Suspicion, far_off, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
 from numdev.formats import FORMATS
 from numdev.gate.findings import label
+from numdev.gate.rows import FOUND
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
@@ -237,6 +239,19 @@ class Failing:
             self.hold(dataclasses.replace(self.runs, likes=likes).measured())
         return bool(likes)
 
+    def held_as_elsewhere(self, words: str) -> bool:
+        """Hold the call to the way that explains the kernel in others, if it is within its limits
+        by that."""
+        formats = formats_of(self.output, self.bench)
+        likes = held_to(words, [*formats], formats, self.bench, self.system)
+        if not likes:
+            return False
+        measured = dataclasses.replace(self.runs, likes=likes).measured()
+        right = not beyond(measured.rows)
+        if right:
+            self.hold(measured)
+        return right
+
     def hold(self, measured: Measured) -> None:
         bare = [row for row in self.rows if row.status != "ok"]
         self.rows[:] = [*measured.rows, *bare]
@@ -303,6 +318,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
     """Of one kernel's calls, the worst first."""
     hints, vain, ways, coarse = Hints(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
+    claims: Counter[str | None] = Counter()
     for call in _in_turn(calls):
         if hints and _try(call, hints):
             continue
@@ -315,6 +331,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
         open_ = not call.kernel.declares and (ways.hits or ways.misses < IN_VAIN)
         if open_ and _may_round_so(call):
             ways.count(call.held_to_its_way())
+            claims.update({r.claim for r in call.rows if (r.claim or "").startswith(FOUND)})
         if call.unnamed and losses:
             call.imprecise(losses)
         if call.unnamed and call.searches and coarse.misses < IN_VAIN:
@@ -326,6 +343,10 @@ def _conclude(calls: Sequence[Failing]) -> None:
             _try(call, hints)
         if losses and call.unnamed and call.wrong:
             call.imprecise(losses)
+        if claims and _may_round_so(call):
+            words, count = claims.most_common(1)[0]
+            if count >= 2 * len([c for c in calls if c.unnamed]) and words:
+                call.held_as_elsewhere(words)
         call.finish()
 
 

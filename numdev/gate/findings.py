@@ -165,23 +165,31 @@ def listed(words: Iterable[str]) -> str:
 def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     """A finding for each thing wrong, in the order of the rules: but a mistake that does not
     explain the head that errs most comes after what is said of that head."""
+    faults = _ordered(_faults(tests))
+    owner: dict[int, int] = {}  # a row to the fault that names it: a mistake, or the first rule
+    for with_cause in (True, False):
+        for number, fault in enumerate(faults):
+            for _, held in fault.rows if (fault.cause is not None) == with_cause else ():
+                owner.setdefault(id(held.row), number)
     findings: list[Finding] = []
-    named_by: dict[int, int] = {}  # a row to the finding that names it first
-    also: dict[int, dict[str, None]] = {}
+    at_of: dict[int, int] = {}  # a fault to its finding
     more: dict[int, list[tuple[int, str]]] = {}  # other heads of the same cause
-    for fault in _ordered(_faults(tests)):
-        new = [(test, held) for test, held in fault.rows if id(held.row) not in named_by]
-        mine = None
-        same = _of_one_cause(findings, fault, [held.row for _, held in new])
-        if new and same is not None:
-            more.setdefault(same, []).append((len(new), fault.rows[0][0].rule))
-            named_by.update((id(held.row), same) for _, held in new)
-        elif new:
-            mine = len(findings)
-            findings.append(_finding(fault._replace(rows=new), named, len(fault.rows) - len(new)))
+    for number, fault in enumerate(faults):
+        own = [(test, held) for test, held in fault.rows if owner[id(held.row)] == number]
+        if not own:
+            continue
+        same = _of_one_cause(findings, fault, [held.row for _, held in own])
+        if same is not None:
+            at_of[number] = same
+            more.setdefault(same, []).append((len(own), own[0][0].rule))
+        else:
+            at_of[number] = len(findings)
+            rest = len(fault.rows) - len(own)
+            findings.append(_finding(fault._replace(rows=own), named, rest))
+    also: dict[int, dict[str, None]] = {}
+    for number, fault in enumerate(faults):
         for test, held in fault.rows:
-            first = named_by.setdefault(id(held.row), len(findings) - 1)
-            if first != mine:
+            if (first := at_of[owner[id(held.row)]]) != at_of.get(number):
                 also.setdefault(first, {})[test.rule] = None
     wrong = {(label(f), fmt) for f in findings if _is_function(f) for fmt in f.formats}
     inherits = [
@@ -249,9 +257,13 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
             named[key] += offending
     every: list[Fault] = []
     for fault in faults:
-        every += (
-            _by_mistake(fault.rows) if any(fault.rows is x for x in named.values()) else [fault]
-        )
+        if not any(fault.rows is rows for rows in named.values()):
+            every.append(fault)
+            continue
+        mistakes = list(_by_mistake(fault.rows))
+        mistakes.sort(key=lambda f: -max(_error(held.row) for _, held in f.rows))
+        mistakes.sort(key=lambda f: f.rows[0][0].tensor != "out")  # which gradients inherit
+        every += mistakes
     return every
 
 
@@ -327,7 +339,7 @@ def _error(row: DeviationRow) -> float:
 
 
 def _finding(fault: Fault, named: Places, before: int) -> Finding:
-    """`before`: how many more rows offend, of which an earlier finding is."""
+    """`before`: how many more rows offend, of which other findings are."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
     verdict, rows = tests[0], [held.row for _, held in fault.rows]
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
@@ -337,8 +349,9 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
     place = Place.of(rows[0])
     count = f"{len(rows)} of {judged} heads"
     if before:
-        count = f"{len(rows)} of {judged} heads beside the {before} above"
+        count = f"{len(rows)} of {judged} heads, beside {before} of other findings"
     where = f"{count}, worst at {named(place)}"
+    observed = _observed(verdict, rows)
     cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
     sentence = f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where, cause)}."
     if imprecise := rows[0].imprecision if fault.cause is None else None:
@@ -358,13 +371,21 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
         formats=formats,
         tensor=verdict.tensor,
         metric=verdict.metric,
-        observed=verdict.observed if isinstance(verdict.observed, float | int) else None,
+        observed=observed if isinstance(observed, float | int) else None,
         limit=verdict.bound,
         count=len(rows),
         judged=judged,
         place=place,
         cause=cause or None,
     )
+
+
+def _observed(verdict: Test, rows: Rows) -> Any:
+    """The number of the worst of these rows, where an earlier finding has a worse one; a median is
+    of all."""
+    if isinstance(verdict.observed, float) and not verdict.median and verdict.metric:
+        return value_of(rows[0], verdict.metric)[0]
+    return verdict.observed
 
 
 def removed(share: float) -> str:
@@ -375,7 +396,8 @@ def removed(share: float) -> str:
     if rest >= 1:
         return f"{100 * share:.0f} %"
     places = min(6, 1 - math.floor(math.log10(rest)))
-    return f"{math.floor(100 * share * 10**places) / 10**places:.{places}f} %"
+    shown = math.floor((100 * share + 1e-9) * 10**places) / 10**places
+    return f"{shown:.{places}f}".rstrip("0").rstrip(".") + " %"
 
 
 def _removed(rows: Rows) -> str:
@@ -395,14 +417,12 @@ def _removed(rows: Rows) -> str:
 
 def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
     """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a sentence."""
-    worst, observed = rows[0], verdict.observed
+    worst, observed = rows[0], _observed(verdict, rows)
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
     sums = {
         name: sum(getattr(row, name) or 0 for row in rows)
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
     }
-    if isinstance(observed, float) and not verdict.median and verdict.metric:
-        observed = value_of(worst, verdict.metric)[0]  # of these rows, where others come before
     bias = worst.bias_size or 0.0
     sentence = WRONG.get(verdict.metric or "", WRONG[""]).format(
         **sums,
