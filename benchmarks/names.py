@@ -1,11 +1,13 @@
-"""Which faults that are another function are named, in `audit` and in `check_attention`?
+"""Which faults are caught and named, in `audit` and in `check_attention`?
 
     python benchmarks/names.py [--only NAME,...] [--doors check,audit] [--jobs N]
 
 Every fault is a plain function of q, k and v, with fp32 sums and P rounded to the inputs' format,
-as flash attention has them, and one thing changed. `says` is a pattern that every name given to it
-must have; a fault of precision has none, and must not be named. A fault counts as named where one
-call of it is, and as named wrongly where a name of any of its calls lacks the pattern."""
+as flash attention has them, and one thing changed. `says` is a pattern that every cause in the
+findings of it must have; `place` one that the first finding must have, where the fault is no
+mistake that could be named but stands in certain rows. A fault without either must not be named. It
+counts as named where one finding of it has a cause (its place), and as named wrongly where the
+cause of any finding lacks the pattern."""
 
 # ruff: noqa: E741
 
@@ -44,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped": {"batch": 2, "seq_len": 150, "kv_heads": 2, "causal": True},
     "long": {"seq_len": 333},
     "uneven": {"seq_len": 64, "kv_len": 200, "causal": True},
+    "queries": {"seq_len": 200, "kv_len": 64, "causal": True},
     "padding": {"batch": 2, "seq_len": 160, "mask": "padding"},
     "random": {"seq_len": 160, "mask": "mostly_masked"},
     "bias": {"seq_len": 160, "mask": "bias"},
@@ -65,6 +68,8 @@ class Fault:
     cases: str  # the calls of an audit that show it, of CASES
     own: bool  # `check_attention` is given these too: its default set has none
     function: Callable[..., Any]
+    place: str | None = None
+    format: str = "bfloat16"
 
 
 FAULTS: dict[str, Fault] = {}
@@ -172,6 +177,8 @@ def fault(
     backward: F | None = None,
     grads: Callable[..., Any] | None = None,
     own: bool = False,
+    place: str | None = None,
+    format: str = "bfloat16",
 ) -> None:
     """A fault of forward, which its gradients share, of backward, or of the gradients alone."""
 
@@ -201,7 +208,8 @@ def fault(
 
     kernel.__name__ = kernel.__qualname__ = name
     globals()[name] = kernel
-    FAULTS[name] = Fault(name=name, says=says, cases=cases, own=own, function=kernel)
+    FAULTS[name] = Fault(name=name, says=says, cases=cases, own=own, function=kernel,
+                         place=place, format=format)  # fmt: skip
 
 
 # --- faults of forward ---------------------------------------------------------------------------
@@ -524,13 +532,191 @@ of_planted("delta_of_the_next_row", "is the next row's", PLAIN)
 of_planted("dv_unnormalised", "row sum", PLAIN)
 of_planted("stale_maximum", "maximum", PLAIN)
 
-# --- losses of precision, which have no name -----------------------------------------------------
+# --- more of forward -----------------------------------------------------------------------------
 
-fault("p_in_e4m3", None, PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e4m3fn).float()})
-fault("p_in_e5m2", None, PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e5m2).float()})
-LOSSES = "p_truncated p_in_4_bits row_sum_rounded accumulator_rounded scores_rounded ds_truncated"
-for one in f"{LOSSES} dq_accumulator_rounded".split():
-    of_planted(one, None, PLAIN)
+fault(
+    "cap_tanh_product",
+    "by the tanh of it over",
+    "capped",
+    {"cap": lambda S, c, s: S * (S / c).tanh()},
+)
+fault("cap_own_tanh", "by its tanh", "capped", {"cap": lambda S, c, s: S * S.tanh()})
+fault(
+    "cap_not_divided",
+    "not divided by the soft cap",
+    "capped",
+    {"cap": lambda S, c, s: c * S.tanh()},
+)
+fault("cap_not_multiplied", "not multiplied by", "capped", {"cap": lambda S, c, s: (S / c).tanh()})
+fault("cap_clamped", "clamped", "capped", {"cap": lambda S, c, s: S.clamp(-c, c)})
+fault("sinks_reversed", "reverse order", "sinks", {"sink": lambda s, top: (s.flip(1) - top).exp()})
+fault("sinks_of_head_2", "head 2's sink", "sinks", {"sink": lambda s, top: (s[:, 2:3] - top).exp()})
+fault(
+    "sinks_every_tile",
+    "counted in every tile of 64",
+    "sinks",
+    {"sink": lambda s, top: 3 * (s - top).exp()},
+    own=True,
+)
+fault(
+    "mask_of_next_head",
+    "mask of the next",
+    "bias",
+    {"mask": lambda x, s: x.roll(-1, 1) if x.ndim == 4 and x.shape[1] > 1 else x},
+)
+fault(
+    "mask_of_next_entry",
+    "mask of the (next|previous)",
+    "padding",
+    {"mask": lambda x, s: x.roll(-1, 0) if x.ndim == 4 else x},
+)
+fault(
+    "heads_exchanged",
+    r"2i and 2i \+ 1|of the (next|previous) one|reverse order",
+    PLAIN,
+    {"out": lambda O: O[:, [h ^ 1 for h in range(O.shape[1])]] if O.shape[1] > 1 else O},
+)
+fault(
+    "heads_rolled",
+    r"output of the (next|previous)|2i and 2i|reverse",
+    PLAIN,
+    {"out": lambda O: O.roll(-1, 1)},
+)
+fault(
+    "batch_kv_next",
+    "k and v of the (next|previous)",
+    "full causal",
+    {"inputs": lambda q, k, v: (q, k.roll(1, 0), v.roll(1, 0))},
+)
+
+
+def in_entry_1(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (put(q, 1, q[1] * 1.0625) if len(q) > 1 else q), k, v
+
+
+fault("entry_1_scaled", r"scale is 1\.06.* entry 1 alone", "full causal", {"inputs": in_entry_1})
+fault(
+    "bottom_right_more_queries",
+    "bottom-right",
+    "queries",
+    {"offset": lambda n, m: m - n},
+    own=True,
+)
+
+
+def merged(S: Tensor, top: Tensor, width: int, less: float) -> Tensor:
+    """What weights of parts of the keys are multiplied with where these are merged wrongly."""
+    parts = [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in (S - top).split(width, -1)]
+    return torch.where(S.isfinite(), (-less * torch.cat(parts, -1)).exp(), 0.0)
+
+
+def merging(width: int, less: float) -> F:
+    return {
+        "p": lambda P, S, top: P * merged(S, top, width, less),
+        "total": lambda x, S, top: ((S - top).exp() * merged(S, top, width, less)).sum(
+            -1, keepdim=True
+        ),
+    }
+
+
+fault("parts_base_2", "powers of 2", PLAIN, merging(64, 1 - LN2))
+fault("parts_alike", "count alike", PLAIN, merging(64, 1.0))
+fault("lse_constant", r"\+0\.1 is added", PLAIN, {"lse": lambda x, own, top: top + x.log() + 0.1})
+fault(
+    "lse_maximum_base_2",
+    "maximum is added in base 2",
+    PLAIN,
+    {"lse": lambda x, own, top: top / LN2 + x.log()},
+)
+fault(
+    "lse_sum_base_2",
+    "row sum is to base 2",
+    PLAIN,
+    {"lse": lambda x, own, top: top + x.log() / LN2},
+)
+fault(
+    "entry_1_zero",
+    r"0 everywhere|0 in .*",
+    "full causal",
+    {"out": lambda O: put(O, 1, 0.0) if len(O) > 1 else O},
+)
+
+# --- faults that stand in a place ----------------------------------------------------------------
+
+
+def wrong_rows(start: int, step: int | None, value: Callable[[Tensor], Any]) -> F:
+    """Some rows are something else."""
+    at = (..., slice(start, None, step), slice(None))
+    return {"out": lambda O: put(O, at, value(O[at]))}
+
+
+fault("nan_row_0", None, PLAIN, wrong_rows(0, 10**6, lambda x: math.nan), place="row 0")
+fault(
+    "nan_64th",
+    None,
+    "long",
+    wrong_rows(63, 64, lambda x: math.nan),
+    place="row 63|64th row from 63",
+)
+fault("nan_tail", None, "long", wrong_rows(128, None, lambda x: math.nan), place="rows? 128")
+fault(
+    "rows_64th_off",
+    None,
+    "long",
+    wrong_rows(63, 64, lambda x: x + x.abs().mean()),
+    place="row 63|64th row from 63",
+)
+fault("row_0_off", None, PLAIN, wrong_rows(0, 10**6, lambda x: x.flip(-1)), place="in row 0")
+fault(
+    "rows_from_128_off",
+    None,
+    "long",
+    wrong_rows(128, None, lambda x: x + 0.1 * x.roll(1, -1)),
+    place="rows? 128",
+)
+
+# --- losses of precision -------------------------------------------------------------------------
+
+fault(
+    "p_in_e4m3", "float8_e4m3fn", PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e4m3fn).float()}
+)
+fault("p_in_e5m2", "float8_e5m2", PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e5m2).float()})
+fault(
+    "p_in_bfloat16",
+    "P is rounded to bfloat16",
+    PLAIN,
+    {"p": lambda P, S, top: P.bfloat16().float()},
+    format="float16",
+)
+fault("out_in_bfloat16", None, PLAIN, {"out": lambda O: O.bfloat16().float()}, format="float16")
+TF32 = -(1 << 13)  # what keeps 10 of 23 bits
+
+
+def tf32(x: Tensor) -> Tensor:
+    """To the nearest number with 11 significant bits, ties away from zero, as cvt.rna does."""
+    return ((x.detach().float().view(torch.int32) + (1 << 12)) & TF32).view(torch.float32)
+
+
+def in_tf32(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x + (tf32(x) - x).detach() for x in (q, k, v))
+
+
+fault(
+    "products_in_tf32",
+    "TF32",
+    PLAIN,
+    {"inputs": in_tf32, "p": lambda P, S, top: P + (tf32(P) - P).detach()},
+    format="float32",
+)
+LOSSES = {
+    "p_truncated": "P is truncated", "p_in_4_bits": "4 significant bits",
+    "row_sum_rounded": "row sum is kept in bfloat16 over tiles of 64",
+    "accumulator_rounded": "O is summed in bfloat16 over tiles of 64",
+    "scores_rounded": "S is rounded to bfloat16", "ds_truncated": "dS is truncated",
+    "dq_accumulator_rounded": "dQ is summed in bfloat16 over tiles of 64",
+}  # fmt: skip
+for one, words in LOSSES.items():
+    of_planted(one, words, PLAIN)
 of_planted("sound", None, PLAIN)
 
 
@@ -544,7 +730,8 @@ def cases_of(names: str) -> list[dict[str, Any]]:
 def checked(one: Fault, folder: Path) -> AuditReport:
     cases: Any = cases_of(one.cases) if one.own else None
     try:
-        return check_attention(one.function, cases=cases, reproducers=folder).report
+        how: Any = {"cases": cases, "formats": one.format, "reproducers": folder}
+        return check_attention(one.function, **how).report
     except CheckFailed as failed:
         return failed.result.report
 
@@ -552,7 +739,8 @@ def checked(one: Fault, folder: Path) -> AuditReport:
 def audited(one: Fault, folder: Path) -> AuditReport:
     (folder / "cases.yaml").write_text(yaml.safe_dump({"cases": cases_of(one.cases)}))
     module = one.function.__module__.replace("__main__", "names").replace("__mp_main__", "names")
-    flags = {"kernels": (f"{module}:{one.name}",), "backward": True, "reproducers": 0}
+    flags = {"kernels": (f"{module}:{one.name}",), "backward": True, "reproducers": 0,
+             "formats": (one.format,)}  # fmt: skip
     return audit(audit_request(str(folder / "cases.yaml"), flags), folder / "out")
 
 
@@ -565,11 +753,11 @@ def judged(name: str, door: str) -> tuple[str, str, str, list[str], float]:
     one, start = FAULTS[name], time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report = DOORS[door](one, Path(folder))
-    rows = [row for row in report.rows if row.role == "kernel"]
-    causes = sorted({row.suspicion for row in rows if row.suspicion})
-    verdict = "unnamed"
-    if not any(f.severity == "exceeded" for f in report.findings):
-        verdict = "passed"
+    findings = [f for f in report.findings if f.severity == "exceeded"]
+    causes = sorted({f.cause for f in findings if f.cause})
+    verdict = "unnamed" if findings else "passed"
+    if findings and one.place and not causes:
+        verdict = "named" if re.search(one.place, findings[0].sentence) else "unnamed"
     if causes:
         right = [one.says is not None and bool(re.search(one.says, cause)) for cause in causes]
         verdict = "named" if all(right) else "WRONG"
@@ -593,10 +781,10 @@ def main() -> None:
         for name, door, verdict, causes, seconds in pool.map(judged, *zip(*pairs, strict=True)):
             said = "; ".join(causes)
             print(f"| {name} | {door} | {verdict} | {seconds:.1f} | {said} |", flush=True)
-            another = FAULTS[name].says is not None
+            another = FAULTS[name].says is not None or FAULTS[name].place is not None
             totals.setdefault((door, another), Counter())[verdict] += 1
     for (door, another), counts in totals.items():
-        what = "another function" if another else "precision, or sound"
+        what = "to be named" if another else "without a name, or sound"
         said = ", ".join(f"{counts[v]} {v}" for v in ("named", "unnamed", "WRONG", "passed"))
         print(f"\n{door}, {what}, {sum(counts.values())}: {said}")
 

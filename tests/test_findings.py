@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from gate_rows import control, findings_of, judge, planned, row
 
@@ -54,7 +56,7 @@ def test_gradients_inherit_a_wrong_output() -> None:
 
 @pytest.mark.parametrize(("metric", "at_most", "words"), [
     ("baseline_ratio", 2, "has 3× eager attention's error in the output (limit 2×;"),
-    ("expected_ratio", 0.5, "is inaccurate: the rms error of the output is 1× what its"),
+    ("expected_ratio", 0.5, "is inaccurate: the error of the output, relative to "),
     ("worst_row", 1.1, "has a row of the output with 1.2× the error predicted for it (limit"),
     ("mean_abs", 3e-5, "breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5"),
 ])  # fmt: skip
@@ -121,12 +123,92 @@ def test_overflows_are_counted_in_elements() -> None:
     assert any("out of mine overflows in 7 elements where" in line for line in tested)
 
 
-def test_a_suspicion_says_how_much_nearer_the_changed_answer_is_in_the_median() -> None:
-    """Of three heads the middle one."""
-    wrong = [row(h, suspicion="the scale is 1", suspicion_cut=x)
-             for h, x in enumerate((30.0, 50.0, 400.0))]  # fmt: skip
+def mistaken(head: int, *alternatives: tuple[str, ...], **changes: Any) -> DeviationRow:
+    """A head whose error one of these explains, each with what it is an instance of."""
+    said: dict[str, Any] = {
+        "suspicion": ", or ".join(words for words, *_ in alternatives),
+        "suspicion_of": alternatives,
+        "suspicion_cut": 1000.0,
+        "suspicion_share": 0.98,
+    }
+    return row(head, **{**said, **changes})
+
+
+def test_a_mistake_says_what_correcting_it_removes() -> None:
+    """Of three heads the median share of the judged error, and the least of a finer run's."""
+    cause = ("the scale is 1",)
+    wrong = [mistaken(h, cause, suspicion_share=x) for h, x in enumerate((0.05, 0.14, 0.9))]
     (finding,) = found(*wrong)
-    assert "(with this change the fp64 result is 50× closer to the kernel's; 3 of 3" in (
+    assert finding.sentence == (
+        "mine (bfloat16) does not compute the requested attention: the scale is 1 (correcting it "
+        "removes 14 % of the rms error of the median head; 3 of 3 heads, worst at layer 0 head 0)."
+    )
+    finer = mistaken(0, cause, suspicion_format="float32", suspicion_cut=5000.0)
+    (finding,) = found(finer)
+    assert "removes 98 % of the rms error, and at least 99.98 % where the inputs are in" in (
+        finding.sentence
+    )
+
+
+@pytest.mark.parametrize(("share", "words"), [
+    (0.14, "14 %"), (0.98, "98 %"), (0.994, "99.4 %"), (1 - 2e-4, "99.98 %"),
+    (1 - 1.9e-6, "99.99981 %"), (1.0, "all"),
+])  # fmt: skip
+def test_a_share_is_never_rounded_up_to_all(share: float, words: str) -> None:
+    """As many digits as tell it from the whole."""
+    assert gate_findings.removed(share) == words
+
+
+def test_instances_of_one_mechanism_are_one_finding() -> None:
+    """Heads of calls of 129, 97 and 99 keys, which lose 1, 33 and 35, and what else each may be."""
+    tile = "keys beyond the last full tile of {} are dropped"
+    rows = [
+        mistaken(0, ("the last key is dropped", *map(tile.format, (16, 32, 64)))),
+        mistaken(1, ("the last 33 keys are dropped", tile.format(64))),
+        mistaken(2, ("the last 35 keys are dropped", tile.format(64))),
+    ]
+    (finding,) = found(*rows)
+    assert (finding.cause, finding.count) == (tile.format(64), 3)
+
+
+def test_alternatives_that_one_call_leaves_open_are_decided_by_another() -> None:
+    """The first head may be either, the second is one: both are that. Alone, both are said."""
+    either, one = mistaken(0, ("a",), ("b",)), mistaken(1, ("b",))
+    assert [f.cause for f in found(either, one)] == ["b"]
+    assert [f.cause for f in found(either)] == ["a, or b"]
+
+
+def test_what_a_call_shows_goes_before_what_it_is_an_instance_of() -> None:
+    """Where both are true of the same heads."""
+    rows = [mistaken(h, ("the last key is dropped", "a tile is")) for h in range(2)]
+    assert [f.cause for f in found(*rows)] == ["the last key is dropped"]
+
+
+def test_a_cause_that_leaves_the_worst_head_unexplained_comes_after_it() -> None:
+    """And is the first where it explains it."""
+    small = mistaken(0, ("the scale is 1",), expected_ratio=5.0)
+    worst = row(1, expected_ratio=500.0, nulls={"suspicion": "nothing"})
+    assert [f.metric for f in found(small, worst)] == ["expected_ratio", "suspicion"]
+    large = mistaken(0, ("the scale is 1",), expected_ratio=900.0)
+    first, second = found(large, worst)
+    assert (first.metric, second.count, second.observed) == ("suspicion", 1, 500.0)
+
+
+def test_heads_that_are_named_do_not_come_again() -> None:
+    """In another rule's finding, whose number is that of the heads that are left."""
+    rows = [mistaken(h, ("the scale is 1",), expected_ratio=900.0) for h in range(3)]
+    _, rest = found(*rows, row(3, expected_ratio=2.0))
+    assert "is 2× what" in rest.sentence
+    assert "1 of 4 heads, beside 3 of other findings, worst at layer 0 head 3" in rest.sentence
+
+
+def test_an_imprecise_step_is_the_cause_of_what_it_explains() -> None:
+    """With its share of the error, in the finding of the rule that is broken."""
+    cause = {"imprecision": "P is in e4m3", "imprecision_share": 0.997}
+    rows = [row(h, expected_ratio=4.0, **cause) for h in range(3)]
+    (finding,) = found(*rows)
+    assert finding.cause == "P is in e4m3"
+    assert "Cause: P is in e4m3. That explains 99.7 % of the error in 3 of these heads." in (
         finding.sentence
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from numdev.audit.isolation import Failure, attempt, copied
+from numdev.audit.naming import Failing, conclude
 from numdev.audit.plan import Plan
 from numdev.audit.rows import bare_row, case_record
 from numdev.audit.run import provenance
@@ -30,7 +31,6 @@ from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml, validated
 
-SEARCHES = 3  # for a name of one tensor: a check that fails shall not take twice as long
 SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}  # of a case that does not say
 FEATURES = bundled("check/features.yaml")  # one feature a case
 Backward = bool | Literal["auto"]
@@ -42,7 +42,8 @@ def measured(
 ) -> AuditReport:
     """What a plan's kernels come to on the source's cases, held to the rules."""
     watch = Stopwatch(plan.system.device)
-    watch.most_searches = SEARCHES
+    watch.most_searches = 0  # calls that fail are named together, when all are measured
+    later: list[Failing] = []
     done: dict[str, Rows] = {}
     kernel = next(planned.kernel for planned in plan.kernels if planned.role == "kernel")
     for located in source:
@@ -52,7 +53,10 @@ def measured(
             done[located.ref.case] = {"case": [case_record(case, located.axes, plan.formats)]}
             done |= {task.key: {"row": [bare_row(task, declined)]} for _, task in tasks}
             continue
-        done |= {key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch)}
+        done |= {
+            key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch, later)
+        }
+    conclude(later)
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
     report = AuditReport(
         provenance=provenance(plan.system, source.describe(), "numdev.check"),

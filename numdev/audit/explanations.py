@@ -7,8 +7,8 @@ rounds are tried (`likenesses`); the running sums of `golden2024` and `qiu2025` 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,12 @@ import numpy as np
 from torch import Tensor
 
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
-from numdev.audit.bench import part as part_of
-from numdev.audit.isolation import Failure, Runner, attempt
+from numdev.audit.isolation import Failure, attempt
 from numdev.audit.plan import Task
 from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
-from numdev.explain.wrong_function import Suspicion, suspect
-from numdev.explain.wrong_gradients import suspect_gradients
-from numdev.formats import FORMATS, Format, round_to
-from numdev.gate.findings import label
+from numdev.formats import Format, round_to
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
@@ -38,7 +34,6 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.finiteness import all_finite
 from numdev.metrics.histogram import by_ulps
-from numdev.metrics.of_rows import lse_error
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
@@ -53,7 +48,6 @@ from numdev.yamlfile import Strict, bundled, read_yaml
 Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
 Tried = Callable[..., Step | None]  # `forward`: of the output alone; None: it cannot take the call
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
-SEARCHED = 109  # rows of the part of a call whose gradients are searched: no multiple of a tile
 MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
 
 
@@ -68,21 +62,21 @@ class Likeness:
     def without_its_bias(self, metrics: Sequence[Metrics], yardstick: Yardstick) -> list[Metrics]:
         """The metrics of an output, without a large bias that the way has too (two nearer each
         other than the limit are one); `nulls` says whose it is."""
-        excess = functools.partial(_excess, "bias_size")
-        if not any(excess(head.get("bias_size")) > 1 for head in metrics):
+        beyond_limit = functools.partial(excess, "bias_size")
+        if not any(beyond_limit(head.get("bias_size")) > 1 for head in metrics):
             return list(metrics)
         way = round_to(self.expected["out"], yardstick.format)
         explained = []
         for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
             size, other = head.get("bias_size"), its.get("bias_size")
-            if size and other and excess(size) > 1 >= excess(size - other):
+            if size and other and beyond_limit(size) > 1 >= beyond_limit(size - other):
                 why = f"{size:+.3f} ulp, {self.words}"
                 head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
             explained.append(head)
         return explained
 
 
-def _excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
+def excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
     """How far a metric, or its median of n heads, is on the way to its limit by default."""
     limits = (t for t in default_rules().thresholds if t.metric == name)
     limit = next(t for t in limits if bool(t.heads) == bool(n))
@@ -98,11 +92,11 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
         if not predicted:
             return False
         middle = median(r.expected_ratio or 0.0 for r in predicted)
-        sizes = [_excess("expected_ratio", middle, predicted[0], len(predicted))]
-        sizes += [_excess("expected_ratio", r.expected_ratio, r) for r in predicted]
-        sizes += [_excess("worst_row", r.worst_row, r) for r in predicted]
+        sizes = [excess("expected_ratio", middle, predicted[0], len(predicted))]
+        sizes += [excess("expected_ratio", r.expected_ratio, r) for r in predicted]
+        sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
         certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
-        sizes += [_excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
+        sizes += [excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
         return max(sizes) > 1
 
     if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
@@ -111,71 +105,18 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     return tuple(t for t in TERMS if is_beyond([r for r in rest if r.tensor == t]))
 
 
-def name(measured: Measured, bench: Bench, again: Runner) -> None:
-    """Name what a tensor beyond its limits is of, or say that nothing is known; of gradients where
-    the output is right: they inherit its mistake. `again` runs the kernel on another case."""
-    rows, output, wrong = measured.rows, measured.output, beyond(measured.rows)
-    of_lse = (r for r in rows if r.tensor == "lse" and not any(r.suspicion for r in rows))
-    if any(_excess("lse_error", lse_error(r), r) > 1 for r in of_lse):
-        wrong += ("lse",)
-    if output is None or not wrong:
-        return
-    wrong = wrong[:1] if wrong[0] == "out" else wrong
-    why = "its cause was looked for in other calls"
-    found: dict[tuple[str, int], Suspicion] = {}
-    which = (label(rows[0]), bench.format.name, wrong[0])
-    if bench.watch.searches[which] < bench.watch.most_searches:
-        bench.watch.searches[which] += 1
-        with bench.watch("names"):
-            found = _named([row for row in rows if row.tensor in wrong], output, bench, again)
-        why = "none of the mistakes that numdev knows explains the error"
-    for at, row in enumerate(rows):
-        if by := found.get((row.tensor, row.head or 0)):
-            rows[at] = row.model_copy(update={"suspicion": by.cause, "suspicion_cut": by.cut})
-        elif row.tensor in wrong and not row.suspicion:
-            row.nulls["suspicion"] = why
-
-
 def locate(measured: Measured, bench: Bench) -> None:
     """Say of each head in which rows it is beyond the default limit of a single row, or not
     finite, where these are few or of one batch entry."""
     select = (measured.bench or bench).selection
     for at, row in enumerate(measured.rows):
         ratios = measured.along[row.tensor].ratios if row.tensor in measured.along else None
-        if ratios is not None and (row.nonfinite or _excess("worst_row", row.worst_row, row) > 1):
+        if ratios is not None and (row.nonfinite or excess("worst_row", row.worst_row, row) > 1):
             limit = next(t for t in default_rules().thresholds if t.metric == "worst_row").at(row)
             bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (limit.at_most or 0)
             noun = "key" if row.tensor in KV_TENSORS else "row"
             words = where(bad, select.row_indices(row.tensor), noun)
             measured.rows[at] = row.model_copy(update={"errs_in": words})
-
-
-def _named(
-    wrong: Sequence[DeviationRow], output: Output, bench: Bench, again: Runner
-) -> dict[tuple[str, int], Suspicion]:
-    """By tensor and head, what an output is, of the same inputs in float32, since 16 bits hide a
-    small mistake; or gradients, of a part of the call that is searched in a moment: the first batch
-    entries, queries and keys, of the kv head that errs most."""
-    case, select = bench.case, bench.selection
-    wide = max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
-    if wrong[0].tensor == "out":
-        case = dataclasses.replace(case, grad_out=None).rounded_to(wide)
-        if isinstance(found := again(case), Failure):
-            return {}
-        of = (select.heads, select.heads, select.queries, output.out)
-        causes = suspect(case, found.out, bench.reference, *of)
-        return {("out", head): by for head, by in causes.items()}
-    worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
-    kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
-    few = sorted({kv, (kv + 1) % case.kv_heads}) if case.group > 1 else [kv]
-    of_kv = case.select_groups(few).rounded_to(wide)
-    case = part_of(of_kv, batch=range(2), row=range(SEARCHED), key=range(SEARCHED))
-    step = again(case, gradients=any(row.tensor != "lse" for row in wrong))
-    if isinstance(step, Failure):
-        return {}
-    part = f" (tried on its first {SEARCHED} keys)" if bench.case.kv_len > SEARCHED else ""
-    by = suspect_gradients(case, step, part)
-    return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
 
 
 def likenesses(
@@ -228,7 +169,59 @@ def likenesses(
     if names[1:] in apart and ("out" not in tensors or tuple(names[:1]) in best):
         for words, way in rest:  # gradients of a wrong output inherit its mistake
             hold(words, way, names[1:])
-    return {n: like for part, like in best.items() for n in part}
+    found = {n: like for part, like in best.items() for n in part}
+    if "out" in tensors and "out" not in found:
+        like = _partly_cubic(came["out"], formats, bench)
+        found |= {} if like is None else {"out": like}
+    return found
+
+
+CUBIC_SHOWS = 1e-3  # unit roundoffs below it: the cubic's 8.8e-5 is nothing beside bfloat16's
+PARTLY = 1.6  # of the exponential's own squared error, beside which half of it is left on each side
+TILES_AND_ORDERS = tuple(itertools.product((128, 64, 32), ("descending", "ascending"), (8, None)))
+
+
+def _partly_cubic(x: Tensor, formats: Mapping[str, Format], bench: Bench) -> Likeness | None:
+    """FlashAttention-4's cubic in keys of a tile that nobody knows: an output that lies between the
+    one with the cubic nowhere and the one with it everywhere. What is left of it beside the one and
+    the other is, squared and together, what these two differ by; rounding to the format makes of
+    two halves up to the root of two of that."""
+    if bench.format.unit_roundoff > CUBIC_SHOWS or "out" not in formats:
+        return None
+    y, best = bench.yardsticks["out"], None
+    weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
+    error = float(fits.weighed(x.double() - y.reference, weight).norm())
+    for tile, order, lag in TILES_AND_ORDERS:
+        claim: dict[str, Any] = {"preset": "fa2", "block_kv": tile, "kv_order": order}
+        claim |= {} if lag is None else {"max_lag": lag}
+        ways = [
+            _predicted({**claim, "exponential": exp}, formats, bench, forward=True)
+            for exp in ("exact", "cubic")
+        ]
+        if (none := ways[0]) is None or (every := ways[1]) is None:
+            continue
+        own = float(fits.weighed((none["out"] - every["out"]).double(), weight).square().sum())
+        sides = [fits.weighed(x.double() - way["out"].double(), weight) for way in (none, every)]
+        left = [float(side.square().sum()) for side in sides]
+        if sum(left) <= PARTLY * own and (best is None or sum(left) < best[0]):
+            nearer = none if left[0] <= left[1] else every
+            best = (sum(left), math.sqrt(min(left)) / error if error else 0.0, nearer, tile)
+    if best is None:
+        return None
+    words = f"as FlashAttention-4 rounds (block_kv {best[3]}), with its exponential in part of P"
+    return Likeness(words=words, expected=best[2], residual=best[1])
+
+
+def held_to(
+    words: str, names: Collection[str], formats: Mapping[str, Format], bench: Bench, system: System
+) -> dict[str, Likeness]:
+    """By tensor, the way of these words, whether it explains the call or not: of a kernel that it
+    explains in others. Nothing where it cannot take this one."""
+    for each, way in _ways(formats, bench, system):
+        if each == words and (step := way()) is not None:
+            like = Likeness(words=words, expected=step, residual=1.0)
+            return {n: like for n in names if n in step and n in bench.by_row}
+    return {}
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:

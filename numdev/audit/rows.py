@@ -176,7 +176,7 @@ class Runs:
         bench.watch.searches[which] += not causes
         for h, head in zip(select.heads, heads, strict=True):
             if h in causes:
-                head["suspicion"], head["suspicion_cut"] = causes[h].cause, causes[h].cut
+                head.update(causes[h].fields)
 
     def finish(
         self, heads: Sequence[Metrics], tensor: str, rest: Mapping[str, Sequence[Elsewhere]]

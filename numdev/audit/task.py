@@ -15,8 +15,9 @@ from typing import Any
 
 from numdev.audit import rows as of_rows
 from numdev.audit.bench import Bench, Selection
-from numdev.audit.explanations import beyond, examine, explain, likenesses, locate, name, profile
+from numdev.audit.explanations import beyond, examine, explain, profile
 from numdev.audit.isolation import Failure, Runner, attempt, fitting, threads
+from numdev.audit.naming import FAR, Failing, has_room, name
 from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.screening import screened
 from numdev.audit.timing import Stopwatch
@@ -31,7 +32,6 @@ from numdev.sources.capture import Captured
 from numdev.sources.opening import Located
 from numdev.system import System
 
-FAR = 10.0  # no sound way of rounding errs so many times what plain attention does
 Rows = Mapping[str, Sequence[Any]]  # rows of a report by kind: row, worst, profile, attribution
 Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
 
@@ -47,6 +47,7 @@ def measured_here(
     plan: Plan,
     run: Runner,
     watch: Stopwatch,
+    later: list[Failing] | None = None,
 ) -> Iterator[Finished]:
     """What goes into the journal of a case, measured in this process."""
     with watch("capture"):
@@ -57,7 +58,7 @@ def measured_here(
             {"case": [of_rows.case_record(case, located.axes, plan.formats)]},
             case.ref.module,
         )
-        for task, rows in measure_case(case, tasks, plan, run, watch):
+        for task, rows in measure_case(case, tasks, plan, run, watch, later):
             yield task.key, rows, f"{task.case.module} {task.kernel}"
 
 
@@ -72,6 +73,7 @@ def measure_case(
     plan: Plan,
     run: Runner,
     watch: Stopwatch,
+    later: list[Failing] | None = None,
 ) -> Iterator[tuple[Task, Rows]]:
     """Each task of a case, which come format by format, with its rows as soon as they are there.
     Kernels under audit run by `run`. Nothing where none of the plan's heads is in the case."""
@@ -91,14 +93,21 @@ def measure_case(
                 yield task, {"row": [_unmeasured(task, error)]}
             continue
         for planned, task in of_format:
-            yield task, _rows(planned.kernel, task, bench, plan, run)
+            yield task, _rows(planned.kernel, task, bench, plan, run, later)
         del bench  # one format's tensors are freed before the next one's are made
 
 
-def _rows(kernel: Kernel, task: Task, bench: Bench, plan: Plan, run: Runner) -> Rows:
+def _rows(
+    kernel: Kernel,
+    task: Task,
+    bench: Bench,
+    plan: Plan,
+    run: Runner,
+    later: list[Failing] | None = None,
+) -> Rows:
     """What a task comes to: its rows, and what the plan wants to know beside them."""
     own_run = run if task.role == "kernel" else attempt
-    measured = measure_task(task, kernel, bench, plan.system, own_run)
+    measured = measure_task(task, kernel, bench, plan.system, own_run, later)
     rows: dict[str, Sequence[Any]] = {"row": measured.rows}
     if plan.details:
         rows["profile"] = profile(task, measured, bench)
@@ -111,7 +120,12 @@ def _rows(kernel: Kernel, task: Task, bench: Bench, plan: Plan, run: Runner) -> 
 
 
 def measure_task(
-    task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
+    task: Task,
+    kernel: Kernel,
+    bench: Bench,
+    system: System,
+    run: Runner = attempt,
+    later: list[Failing] | None = None,
 ) -> of_rows.Measured:
     """A kernel on a prepared case. One that is missing or declines is `skipped`; one that raises,
     or whose output cannot be measured, is `failed`. Where the forward pass runs and a training step
@@ -131,17 +145,20 @@ def measure_task(
             if task.role == "kernel" and bench.selection.queries is not None:
                 bench = screened(bench, runs[0])
             claim = kernel.claims(bench.case, runs[0], system)
-            measured = of_rows.Runs(task, runs, bench, claim).measured()
+            held = of_rows.Runs(task, runs, bench, claim)
+            measured = held.measured()
             wrong = beyond(measured.rows) if task.role == "kernel" else ()
             far = any(r.tensor in wrong and (r.baseline_ratio or 0) > FAR for r in measured.rows)
-            if not far and not kernel.declares and not set(wrong).isdisjoint(bench.by_row):
-                formats = of_rows.formats_of(runs[0], bench)
-                if likes := likenesses(runs[0], wrong, formats, bench, system):
-                    measured = of_rows.Runs(task, runs, bench, claim, likes).measured()
-            if task.role == "kernel":
-                locate(measured, bench)
-                options = of_rows.given(task.options, kernel)
-                name(measured, bench, lambda case, **how: run(kernel, case, options, **how))
+            options = of_rows.given(task.options, kernel)
+            failing = Failing(kernel, system, run, options, held, measured)
+            waits = later is not None and failing.wrong and has_room(later, failing)
+            if task.role == "kernel" and later is not None and waits:
+                later.append(failing)
+            elif task.role == "kernel":
+                if not far and not kernel.declares and not set(wrong).isdisjoint(bench.by_row):
+                    failing.held_to_its_way()
+                name(failing)
+                measured = failing.measured
             if lacking is not None:
                 where = "in a training step: " if lacking.status == "failed" else ""
                 why = Failure(lacking.status, where + lacking.reason)

@@ -105,18 +105,13 @@ def check(
 
 def as_data(result: CheckResult) -> dict[str, Any]:
     """What a program asks for first, then the whole report."""
-    from numdev.report import Place, Places
+    from numdev.report import Places
 
     name, findings = Places(result.report.rows), []
-    kernels = (r for r in result.report.rows if r.role == "kernel")
-    causes: dict[Any, str | None] = {
-        (r.format, r.tensor, Place.of(r)): r.suspicion for r in kernels
-    }
     for f in result.report.findings:
-        data = f.model_dump(include={"sentence", "severity", "rule", "metric", "limit"})
+        data = f.model_dump(include={"sentence", "severity", "rule", "metric", "limit", "cause"})
         place = f.place and name(f.place)
-        cause = f.place and causes.get((f.formats[0], f.tensor, f.place))
-        findings.append({**data, "number": f.observed, "place": place, "cause": cause})
+        findings.append({**data, "number": f.observed, "place": place})
     return {
         "kernel": result.kernel,
         "passed": result.passed,

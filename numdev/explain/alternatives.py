@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.mistakes import variants, without
+from numdev.explain.mistakes import SINK_TILES, instances, variants, without
 from numdev.explain.probe import Alternative, Probe, rescored
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
@@ -30,18 +30,71 @@ LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the 
 
 def alternatives(probe: Probe) -> Iterator[Alternative]:
     """Every named mistake that is possible in this call and would change what is computed."""
-    case = probe.case
+    case, of = probe.case, instances(probe.case)
     for cause, variant in variants(case):
-        yield cause, partial(Probe.answer, case=variant)
+        answer = partial(Probe.answer, case=variant)
+        yield Alternative(cause, answer, of.get(cause, ()))
     if bool((probe.out == 0).all(-1).any()):
-        yield f"the output is 0 {SOMEWHERE}", lambda p: p.multiplied((p.out != 0).any(-1, True))
+        cause = f"the output is 0 {SOMEWHERE}"
+        yield Alternative(cause, lambda p: p.multiplied((p.out != 0).any(-1, True)))
     cause = "the output is not divided by the row sum"
-    yield cause, lambda p: p.multiplied(_row_sum(p))
+    yield Alternative(cause, lambda p: p.multiplied(_row_sum(p)))
     for tile, what in itertools.product(STALE_TILES, STALE):
         if tile < case.kv_len:
             cause = f"{what} not rescaled when the running maximum moves (tiles of {tile} keys)"
-            yield cause, partial(_stale, tile=tile, what=what)
+            yield Alternative(cause, partial(_stale, tile=tile, what=what))
+    yield from _parts(probe)
+    yield from _sink_tiles(probe)
     yield from _layouts(probe)
+
+
+PARTS = (2, 4, 8)  # of the keys
+PART_WIDTHS = (64, 128, 256, 512)
+MERGED = {
+    "are merged with powers of 2 in place of e": 1 - math.log(2),
+    "count alike, whatever their log-sum-exp is": 1.0,
+}
+
+
+def _parts(probe: Probe) -> Iterator[Alternative]:
+    """Parts of the keys, each right, that are merged with other weights than exp(their L)."""
+    n = probe.case.kv_len
+    widths = {f"{count} parts of the keys": -(-n // count) for count in PARTS}
+    widths |= {f"parts of {width} keys": width for width in PART_WIDTHS}
+    for words, width in widths.items():
+        for how, less in MERGED.items():
+            if width < n:
+                cause = f"{words} {how}"
+                yield Alternative(cause, partial(_merged, width=width, less=less), general=True)
+
+
+def _merged(p: Probe, width: int, less: float) -> Reference:
+    """With exp((1 - less) L) as a part's weight."""
+    S = p.scores
+    sums = torch.cat(
+        [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)], dim=-1
+    )
+    S = torch.where(S.isfinite(), S - less * sums, S)
+    return attend(dataclasses.replace(p.own, **rescored(p.own, S)))
+
+
+def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
+    """A sink that is counted in every tile that the row sees by its position."""
+    case = probe.case
+    if case.sinks is None or not case.is_causal:
+        return
+    for tile in SINK_TILES:
+        if tile < case.kv_len:
+            cause = f"the attention sink is counted in every tile of {tile} keys that a row sees"
+            yield Alternative(cause, partial(_sinks_of_tiles, tile=tile), general=True)
+
+
+def _sinks_of_tiles(p: Probe, tile: int) -> Reference:
+    assert p.case.sinks is not None
+    last = (p.rows + p.case.causal_offset).clamp(0, p.case.kv_len - 1)
+    more = (last // tile).double()[:, None]
+    sinks = p.case.sinks[p.heads].double()[:, None, None]
+    return p.multiplied(1 / (1 + more * (sinks - p.exact.lse[..., None]).exp()))
 
 
 STALE_TILES = (16, 32, 64, 128)
@@ -72,20 +125,21 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
     if case.heads == 1 and case.kv_heads == 1:
         return
     if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
-        yield "the heads' axis is taken for the sequence's", _across_heads
+        yield Alternative("the heads' axis is taken for the sequence's", _across_heads)
     memory = "[batch, length, heads, dim]"
     for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
         for how, order in {"read as if": _reread, "wrongly": _relaid}.items():
             named = [n for n in "qkv" if n in words.replace(",", "").split()]
             changed: Any = {n: order(getattr(case, n)) for n in named}
             one = dataclasses.replace(case, **changed)
-            yield f"{words} {how} stored as {memory}", partial(Probe.answer, case=one)
+            cause = f"{words} {how} stored as {memory}"
+            yield Alternative(cause, partial(Probe.answer, case=one))
             if cheap and len(named) == 3 and order is _reread:
                 cause = f"q, k, v and the output are stored as {memory}"
-                yield cause, partial(_rewritten, case=one)
+                yield Alternative(cause, partial(_rewritten, case=one))
     if case.heads > 1 and case.q_len > 1 and (cheap or probe.whole is not None):
         cause = f"the output is stored as {memory}"
-        yield cause, partial(_rewritten, case=case)
+        yield Alternative(cause, partial(_rewritten, case=case))
 
 
 def _across_heads(p: Probe) -> Reference:
@@ -144,10 +198,12 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
             places = 4 if factor > 10 or abs(factor - 1) < 2e-3 else 3
             shown = f"{factor:.{places}f}" if factor >= 0.1 else f"{factor:.3g}"
             again = partial(apply, factor=factor)
-            yield (words.format(shown, factor), again), probe.cut(again(probe), judge)
+            found = Alternative(words.format(shown, factor), again, general=True)
+            yield found, probe.cut(again(probe), judge)
     key = _lost_key(probe)
     one = dataclasses.replace(probe.case, **without(probe.case, key))
-    yield (f"key {key} is dropped", lambda p: p.answer(one)), probe.cut(probe.answer(one))
+    found = Alternative(f"key {key} is dropped", lambda p: p.answer(one))
+    yield found, probe.cut(probe.answer(one))
 
 
 def _factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:

@@ -23,6 +23,7 @@ Changes = Iterator[tuple[str, dict[str, Any]]]  # causes, with the fields of the
 MOST_SCORES = 1 << 22  # of a call of which a mistake takes a mask or a bias of all scores
 WINDOW_TILES = (16, 32, 64, 128)
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # of keys, in kernels in use
+PADDED = (16, 32, 64, 128)
 LOGARITHMS = {
     "lacks log2(e) before an exponential to base 2": math.log(2),
     "is multiplied by log2(e), although the exponential has base e": 1 / math.log(2),
@@ -32,12 +33,36 @@ LOGARITHMS = {
 def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
     """Every mistake that is another case, with that case."""
     families = (
-        *(scales, _positions, _window, _masks, _kv_heads, _batches),
+        *(scales, _positions, _window, _masks, _kv_heads, _outputs, _batches),
         *(_keys, _values, _features, _softcap, _sinks),
     )
     for family in families:
         for cause, changes in family(case):
             yield cause, dataclasses.replace(case, **changes)
+
+
+def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
+    """Causes of this call that are of one mechanism in calls of other lengths, each with the words
+    for that: a tile of keys decides how many are lost, or padded."""
+    of: dict[str, tuple[str, ...]] = {}
+    n = case.kv_len
+    for tile in TILES:
+        lost = n % tile
+        if 0 < lost < n:
+            words = f"keys beyond the last full tile of {tile} are dropped"
+            of[dropped(lost)] = (*of.get(dropped(lost), ()), words)
+        if tile in PADDED and lost:
+            words = f"the keys are padded with zeros to a multiple of {tile}, which take part"
+            of[padded(n - lost + tile)] = (*of.get(padded(n - lost + tile), ()), words)
+    return of
+
+
+def dropped(lost: int) -> str:
+    return "the last key is dropped" if lost == 1 else f"the last {lost} keys are dropped"
+
+
+def padded(to: int) -> str:
+    return f"the keys are padded with zeros to {to}, and the padding takes part"
 
 
 def scales(case: AttentionCase) -> Changes:
@@ -145,8 +170,13 @@ def _masks(case: AttentionCase) -> Changes:
         yield "the mask is transposed", {"mask": mask.transpose(-1, -2)}
     if mask.ndim >= 3 and mask.shape[-3] > 1:
         yield "every head gets head 0's mask", {"mask": mask[..., :1, :, :]}
+        for words, by in {"next": -1, "previous": 1}.items():
+            yield f"query heads get the mask of the {words} one", {"mask": mask.roll(by, -3)}
+        yield "query heads get the masks in reverse order", {"mask": mask.flip(-3)}
     if mask.ndim == 4 and mask.shape[0] > 1:
         yield "every batch entry gets entry 0's mask", {"mask": mask[:1]}
+        for words, by in {"next": -1, "previous": 1}.items():
+            yield f"batch entries get the mask of the {words} one", {"mask": mask.roll(by, 0)}
     if case.is_causal and case.q_len > 1:
         yield "the mask and the causal mask are both ignored", {"mask": None, "is_causal": False}
 
@@ -170,9 +200,36 @@ def _kv_heads(case: AttentionCase) -> Changes:
             yield cause, {"k": case.k[:, mapping], "v": case.v[:, mapping]}
 
 
+def _outputs(case: AttentionCase) -> Changes:
+    """Outputs that come out in the place of another query head."""
+    every = list(range(case.heads))
+    orders = {
+        "the outputs of heads 2i and 2i + 1 are exchanged": [min(h ^ 1, every[-1]) for h in every],
+        "query heads return the output of the next one": [*every[1:], 0],
+        "query heads return the output of the previous one": [every[-1], *every[:-1]],
+        "the outputs of the heads come in reverse order": every[::-1],
+        "every query head returns head 0's output": [0 for _ in every],
+    }
+    mask, seen = case.mask, [every]
+    for cause, heads in orders.items():
+        if heads in seen:
+            continue
+        seen.append(heads)
+        kv = [h // case.group for h in heads]
+        changed = {"q": case.q[:, heads], "k": case.k[:, kv], "v": case.v[:, kv]}
+        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
+            changed["mask"] = mask[..., heads, :, :]
+        if case.sinks is not None:
+            changed["sinks"] = case.sinks[heads]
+        yield cause, changed
+
+
 def _batches(case: AttentionCase) -> Changes:
     if case.q.shape[0] == 1:
         return
+    for words, by in {"next": -1, "previous": 1}.items():
+        cause = f"batch entries read the k and v of the {words} one"
+        yield cause, {"k": case.k.roll(by, 0), "v": case.v.roll(by, 0)}
     first = [0] * case.q.shape[0]
     yield "every batch entry reads entry 0's k and v", {"k": case.k[first], "v": case.v[first]}
     yield (
@@ -187,17 +244,15 @@ def _keys(case: AttentionCase) -> Changes:
     tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
         if 0 < lost < n:
-            words = "the last key is" if lost == 1 else f"the last {lost} keys are"
             mask = case.mask
             if mask is not None and mask.shape[-1] > 1:
                 mask = mask[..., : n - lost]
             k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
-            yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
+            yield dropped(lost), {"k": k, "v": v, "mask": mask}
     if n > 1:
         yield "the first key is dropped", without(case, 0)
-    for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
-        cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
-        yield cause, _padded(case, padded - n)
+    for to in sorted({-(-n // tile) * tile for tile in PADDED} - {n}):
+        yield padded(to), _padded(case, to - n)
 
 
 def without(case: AttentionCase, key: int) -> dict[str, Any]:
@@ -246,25 +301,55 @@ def _features(case: AttentionCase) -> Changes:
 
 
 def _softcap(case: AttentionCase) -> Changes:
-    if case.softcap is None:
+    cap = case.softcap
+    if cap is None:
         return
     yield "the soft cap is ignored", {"softcap": None}
-    before = case.softcap * abs(case.scale)
-    if 0 < before != case.softcap:
+    before = cap * abs(case.scale)
+    if 0 < before != cap:
         yield "the soft cap is applied before the scale", {"softcap": before}
-    mask, shape = case.mask, (*case.q.shape[:3], case.kv_len)
-    if mask is not None and mask.dtype != torch.bool and before and math.prod(shape) <= MOST_SCORES:
+    if not before or math.prod((*case.q.shape[:3], case.kv_len)) > MOST_SCORES:
+        return
+    mask = case.mask
+    if mask is not None and mask.dtype != torch.bool:
         S = all_scores(dataclasses.replace(case, softcap=None))
-        capped = torch.where(S.isfinite(), (S / case.softcap).tanh() * case.softcap, S)
+        capped = torch.where(S.isfinite(), (S / cap).tanh() * cap, S)
         yield "the soft cap is applied after the additive mask", rescored(case, capped)
+    bare = dataclasses.replace(case, mask=None, softcap=None, window=None, is_causal=False)
+    S, capped = all_scores(bare), all_scores(case)
+    masked = capped - (S / cap).tanh() * cap  # 0, the additive mask, or -inf
+    wrong = {
+        "the soft cap multiplies a score by the tanh of it over the cap": S * (S / cap).tanh(),
+        "the soft cap multiplies a score by its tanh": S * S.tanh(),
+        "a score is not divided by the soft cap before the tanh": cap * S.tanh(),
+        "the tanh is not multiplied by the soft cap": (S / cap).tanh(),
+        "scores are clamped at the soft cap": S.clamp(-cap, cap),
+    }
+    for cause, other in wrong.items():
+        yield cause, rescored(case, other + masked)
+
+
+SINK_TILES = (16, 32, 64, 128)
 
 
 def _sinks(case: AttentionCase) -> Changes:
-    if case.sinks is not None:
-        yield "the attention sinks are ignored", {"sinks": None}
-        yield "the attention sinks are counted twice", {"sinks": case.sinks.double() + math.log(2)}
-        for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
-            yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}
-        for words, by in {"next": -1, "previous": 1}.items():
-            yield f"query heads get the sink of the {words} one", {"sinks": case.sinks.roll(by)}
-        yield "every head gets head 0's sink", {"sinks": case.sinks[:1].expand(case.heads)}
+    if case.sinks is None:
+        return
+    yield "the attention sinks are ignored", {"sinks": None}
+    yield "the attention sinks are counted twice", {"sinks": case.sinks.double() + math.log(2)}
+    for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
+        yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}
+    for words, by in {"next": -1, "previous": 1}.items():
+        yield f"query heads get the sink of the {words} one", {"sinks": case.sinks.roll(by)}
+    if case.heads > 2:
+        yield "query heads get the sinks in reverse order", {"sinks": case.sinks.flip(0)}
+    for head in range(min(case.heads, MOST_SINKS)):
+        cause = f"every head gets head {head}'s sink"
+        yield cause, {"sinks": case.sinks[[head]].expand(case.heads)}
+    for tile in SINK_TILES:
+        if (tiles := -(-case.kv_len // tile)) > 2:
+            cause = f"the attention sink is counted in every tile of {tile} keys"
+            yield cause, {"sinks": case.sinks.double() + math.log(tiles)}
+
+
+MOST_SINKS = 8  # heads whose sink may be all heads'

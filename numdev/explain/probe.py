@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,12 +49,22 @@ class Probe:
         heads: list[int],
         errors: Tensor,
         whole: Tensor | None,
+        *,
+        every: bool = False,
+        entry: int | None = None,
     ) -> Probe:
-        """The part of `case` in these heads; `errors` [B, len(heads), q_len] is their size."""
-        batch = errors.sum(dim=(1, 2)).argsort(descending=True)[:MAX_BATCH].sort().values.tolist()
+        """The part of `case` in these heads; `errors` [B, len(heads), q_len] is their size.
+        `every`: all batch entries and rows, where there are no more than SCORES; `entry`: of the
+        batch, which alone."""
+        every = every and len(errors) * len(heads) * case.q_len * case.kv_len <= SCORES
+        most = len(errors) if every else MAX_BATCH
+        batch = errors.sum(dim=(1, 2)).argsort(descending=True)[:most].sort().values.tolist()
+        if entry is not None:
+            batch, errors = [entry], errors[[entry]]
         room = SCORES // (len(batch) * len(heads) * case.kv_len)
         worst = int(errors.sum(dim=(0, 1)).argmax())
-        rows = rows_of(case.q_len, max(MIN_ROWS, min(MAX_ROWS, room)), worst).to(out.device)
+        count = case.q_len if every else max(MIN_ROWS, min(MAX_ROWS, room))
+        rows = rows_of(case.q_len, count, worst).to(out.device)
         unit_roundoff = format_of(out.dtype).unit_roundoff
         probe = cls(case=case, batch=batch, heads=heads, rows=rows, out=out,
                     unit_roundoff=unit_roundoff, whole=whole)  # fmt: skip
@@ -115,7 +125,8 @@ class Probe:
         scale as the unit, whichever is less; 0 where it cannot be judged: too few numbers, or more
         than half of them in rows without a key. A residual counts as a rounding floor at least."""
         usable = self.usable if rows is None else self.usable & rows[..., None]
-        both = usable & ~alternative.empty[..., None] & finite(alternative.out)
+        none = self.out == 0  # which is what code returns for a row that sees no key
+        both = usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
         if int(both.sum()) < max(LEAST_ELEMENTS, 0.5 * int(usable.sum())):
             return 0.0
         errors = (self.out - self.exact.out, self.out - alternative.out, alternative.out)
@@ -127,6 +138,17 @@ class Probe:
             b, x, least = (float((y / unit).norm()) for y in (before, after, size))
             cuts.append(b / max(x, floor * least, lowest))
         return min(cuts)
+
+    def share(self, alternative: Reference) -> float:
+        """The share of the rms error that goes if the alternative is what should come out; below 0
+        where the error grows by that."""
+        none = self.out == 0
+        both = self.usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
+        before, after = (
+            float(torch.where(both, self.out - x, 0.0).norm())
+            for x in (self.exact.out, alternative.out)
+        )
+        return 1 - after / before if before else 0.0
 
 
 def all_scores(case: AttentionCase) -> Tensor:
@@ -141,7 +163,15 @@ def rescored(case: AttentionCase, S: Tensor) -> dict[str, Any]:
     return {**bare, "mask": S - all_scores(dataclasses.replace(case, **bare))}
 
 
-Alternative = tuple[str, Callable[[Probe], Reference]]  # a cause, and what would come out
+class Alternative(NamedTuple):
+    """A cause, and what would come out at a probe's elements."""
+
+    cause: str
+    answer: Callable[[Probe], Reference]
+    also: tuple[str, ...] = ()
+    """What the cause is an instance of, in words that hold in other calls too."""
+    general: bool = False
+    """Whether `answer` takes a probe of any call."""
 
 
 def rows_of(length: int, rows: int, worst: int) -> Tensor:

@@ -8,8 +8,8 @@ within a factor of two of the best are all named. `far_off` only saves time."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from numdev.cases import AttentionCase
 from numdev.explain.alternatives import SOMEWHERE, alternatives, estimated
 from numdev.explain.mistakes import scales
 from numdev.explain.probe import HEAD_KEYS, MAX_HEADS, Alternative, Probe
+from numdev.formats import format_of
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.worst_rows import in_words
 from numdev.metrics.yardstick import finite
@@ -35,6 +36,23 @@ class Suspicion:
 
     cause: str  # a clause: `the causal mask is ignored`
     cut: float  # how many times smaller the residual is against that
+    share: float | None = None  # of the rms error in the format that is judged: what goes with it
+    cut_format: str | None = None  # that of the run in which the cut was found, if another
+    instances: tuple[tuple[str, ...], ...] = ()
+    """Each alternative of the cause, and what it is an instance of in calls of other lengths."""
+    alternatives: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    """What was found, for other calls of the same kernel."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a row says of it."""
+        return {
+            "suspicion": self.cause,
+            "suspicion_cut": self.cut,
+            "suspicion_share": self.share,
+            "suspicion_format": self.cut_format,
+            "suspicion_of": self.instances,
+        }
 
 
 def far_off(metrics: dict[str, Any]) -> bool:
@@ -51,13 +69,15 @@ def suspect(
     far: Sequence[int],
     rows: Tensor | None = None,
     first: Tensor | None = None,
+    hints: Sequence[Alternative] | None = None,
 ) -> dict[int, Suspicion]:
     """Query head to what it computes instead, for those heads of `far` of which that can be said.
 
     `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows `rows` if not
     in all, `far` a selection of `heads`. `first`: what the kernel returned of the same inputs in a
-    coarser format, whose residual has to shrink too. A cause is sought for all heads together
-    (right ones speak against wrong causes), then for the worst."""
+    coarser format, whose residual has to shrink too. `hints`: what was found in other calls, and
+    all that is tried here; None: everything. A cause is sought for all heads together (right ones
+    speak against wrong causes), then for the worst, then for its worst batch entry alone."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_errors(out[:, list(heads)], exact, rows)
@@ -65,35 +85,101 @@ def suspect(
     order = sorted(heads, key=lambda h: (h not in far, -sizes[h]))
     room = max(1, min(MAX_HEADS, HEAD_KEYS // case.kv_len))
     worst = [h for h in order if h in far]
-    for chosen in dict.fromkeys((tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))):
+    if not worst:
+        return {}
+    tried: list[tuple[tuple[int, ...], int | None]]
+    tried = [(c, None) for c in (tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))]
+    entries = errors.sum(dim=(1, 2))
+    if len(entries) > 1 and float(entries.max()) > ALONE * float(entries.sum()):
+        tried.append((tuple(worst[:1]), int(entries.argmax())))
+    for chosen, entry in dict.fromkeys(tried):
         at = errors[:, [heads.index(h) for h in chosen]]
-        found = _search(Probe.of(case, out, list(chosen), at, whole))
+        found = _search(Probe.of(case, out, list(chosen), at, whole, entry=entry), hints)
         if not found:
             continue
-        cause, (_, best) = ", or ".join(name for (name, _), _ in found), found[0][0]
-        suspicions = {}
-        for head in worst:  # held to the rule in every head that is far off
-            probe = Probe.of(case, out, [head], errors[:, [heads.index(head)]], whole)
-            cut = probe.cut(best(probe))
-            if first is not None:
-                coarse = Probe.of(case, first, [head], errors[:, [heads.index(head)]], whole)
-                cut = cut if coarse.cut(best(coarse)) > SHRINKS else 0.0
-            if cut >= CUT:
-                zero = (out[:, head] == 0).all(dim=-1)
-                wrong = zero & (errors[:, heads.index(head)] > 0) if rows is None else zero
-                rows_of = f"in {in_words(wrong.any(dim=0).nonzero()[:, 0])}" if wrong.any() else ""
-                which = "everywhere" if bool(zero.all()) else rows_of
-                suspicions[head] = Suspicion(cause=cause.replace(SOMEWHERE, which), cut=cut)
-        return suspicions
+        of: Any = (case, out, first, errors, whole, heads, rows, entry)
+        return {head: by for head in worst if (by := _of_head(head, found, *of)) is not None}
     return {}
 
 
-def _search(probe: Probe) -> list[tuple[Alternative, float]]:
+ALONE = 0.98  # of the error: as good as all of it
+
+
+def _of_head(
+    head: int,
+    found: Sequence[tuple[Alternative, float]],
+    case: AttentionCase,
+    out: Tensor,
+    first: Tensor | None,
+    errors: Tensor,
+    whole: Tensor | None,
+    heads: Sequence[int],
+    rows: Tensor | None,
+    entry: int | None,
+) -> Suspicion | None:
+    """What one head that is far off is said to compute, where the best of what was found is ten
+    times nearer there too."""
+    own, best = errors[:, [heads.index(head)]], found[0][0]
+    probe = Probe.of(case, out, [head], own, whole, entry=entry)
+    cut = probe.cut(best.answer(probe))
+    judged = out if first is None else first
+    coarse = Probe.of(case, judged, [head], own, whole, entry=entry, every=True)
+    answer = best.answer(coarse)
+    if cut < CUT or (first is not None and coarse.cut(answer) <= SHRINKS):
+        return None
+    zero = (out[:, head] == 0).all(dim=-1)
+    wrong = zero & (own[:, 0] > 0) if rows is None else zero
+    places = [] if not bool(wrong.any()) else _places(wrong.any(dim=0))
+    which = ["everywhere"] if bool(zero.all()) else places or [""]
+    alone = "" if entry is None else f" (in batch entry {entry} alone)"
+
+    def words(cause: str, place: str = which[0]) -> str:
+        return cause.replace(SOMEWHERE, place) + alone
+
+    return Suspicion(
+        cause=words(", or ".join(x.cause for x, _ in found)),
+        cut=cut,
+        share=coarse.share(answer),
+        cut_format=None if first is None else format_of(out.dtype).name,
+        instances=tuple(
+            tuple(dict.fromkeys(words(y, z) for y in (x.cause, *x.also) for z in which))
+            for x, _ in found
+        ),
+        alternatives=tuple(x for x, _ in found),
+    )
+
+
+STRIDES = (128, 64, 32, 16)  # of rows: tiles of queries
+
+
+def _places(wrong: Tensor) -> list[str]:
+    """Which rows, bool [q_len], these are; and what that is an instance of in longer calls."""
+    at = wrong.nonzero()[:, 0]
+    said = [f"in {in_words(at)}"]
+    for stride in STRIDES:
+        first = int(at[0])
+        every = torch.arange(first, len(wrong), stride, device=at.device)
+        if first < stride and every.equal(at):
+            said.append(f"in every {stride}th row from {first}".replace("32th", "32nd"))
+    if int(at[-1]) == len(wrong) - 1 and len(at) == len(wrong) - int(at[0]):
+        said.append(f"in all rows from {int(at[0])} on")
+    return said
+
+
+def _search(
+    probe: Probe, hints: Sequence[Alternative] | None = None
+) -> list[tuple[Alternative, float]]:
     """The alternatives that explain the probe, the best first, with their cuts."""
-    cuts = [(a, probe.cut(a[1](probe))) for a in alternatives(probe)]
+    tried: Iterable[Alternative] = alternatives(probe)
+    if hints is not None:
+        general = {hint.cause: hint for hint in hints if hint.general}
+        words = {cause for hint in hints for cause in (hint.cause, *hint.also)} - {*general}
+        tried = (a for a in tried if not words.isdisjoint((a.cause, *a.also)))
+        tried = (*general.values(), *tried)
+    cuts = [(a, probe.cut(a.answer(probe))) for a in tried]
     named = sorted((x for x in cuts if x[1] >= CUT), key=lambda x: -x[1])
     alike = [x for x in named if x[1] >= named[0][1] / ALIKE][:3]
-    if len(alike) != 1:  # nothing known explains it, or several do, and perhaps none is right
+    if len(alike) != 1 and hints is None:  # nothing known explains it, or several do
         fits = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
         least = ALIKE * alike[0][1] if alike else CUT
         if fits and fits[0][1] >= least:
@@ -106,13 +192,13 @@ def _any_scale(
 ) -> list[tuple[Alternative, float]]:
     """Several wrong scales that explain the output alike: the factor is unknown, as is said."""
     known = {cause: changes["scale"] for cause, changes in scales(case)}
-    wrong = [cause for (cause, _), _ in alike if cause in known]
+    wrong = [x.cause for x, _ in alike if x.cause in known]
     if len(wrong) < 2 or len(wrong) < len(alike):
         return list(alike)
     larger = all(abs(known[cause]) > abs(case.scale) for cause in wrong)
     how = "too large" if larger else "wrong"
     cause = f"the scale is {how}; the data fit equally well that {', or '.join(wrong)}"
-    return [((cause, alike[0][0][1]), alike[0][1])]
+    return [(alike[0][0]._replace(cause=cause), alike[0][1])]
 
 
 def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,55 +18,130 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.explain.alternatives import refined
-from numdev.explain.mistakes import variants
+from numdev.explain.mistakes import instances, variants
 from numdev.explain.probe import all_scores, rescored
 from numdev.explain.wrong_function import ALIKE, CUT, Suspicion
 from numdev.formats import format_of
 from numdev.kernels.output import GRADIENTS, Output, upstream
 from numdev.kernels.reference import attend, gradients
 
+LEAST_SHARE = 0.01  # of the error in the judged format, that a cause found in float32 explains
+WHERE = ("backward pass", "log-sum-exp")
 SAME = 4e-3  # how near an estimated factor is to a known one: a rounding in bfloat16
 FAR = 1e-3  # of a gradient's size: less may be roundings of P or dS
 Step = Mapping[str, Tensor]
 
 
-def suspect_gradients(case: AttentionCase, step: Output, part: str = "") -> dict[str, Suspicion]:
+def suspect_gradients(
+    case: AttentionCase,
+    step: Output,
+    part: str = "",
+    judged: Output | None = None,
+    hints: Collection[str] | None = None,
+) -> dict[str, Suspicion]:
     """Of the gradients that a training step of a small case gave, and the log-sum-exp, those far
     off, with what seems to be computed instead; nothing where that cannot be said. `part`: of what
-    call."""
+    call. `judged`: what the kernel returned of the same inputs in the format that is judged, whose
+    errors have to shrink too. `hints`: causes of other calls, which alone are tried."""
     apart = [names for names in (("lse",), GRADIENTS) if getattr(step, names[0]) is not None]
-    return {n: by for names in apart for n, by in _suspects(case, step, names, part).items()}
+    how: Any = (part, judged, hints)
+    return {n: by for names in apart for n, by in _suspects(case, step, names, *how).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Errors:
+    """The tensors of a step beside their exact results, both fp64."""
+
+    exact: Step
+    given: Step
+    unit_roundoff: float
+
+    @classmethod
+    def of(cls, step: Output, exact: Step) -> _Errors:
+        given = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
+        return cls(exact, given, format_of(step.out.dtype).unit_roundoff)
+
+    def size(self, name: str) -> float:
+        return float((self.given[name] - self.exact[name]).norm())
+
+    def cut(self, tried: Step, names: Collection[str]) -> float:
+        """How many times smaller all of these are against what is tried."""
+        floors = {
+            n: self.unit_roundoff / math.sqrt(12) * float(self.exact[n].norm()) + math.ulp(0.0)
+            for n in names
+        }
+        return min(
+            self.size(n) / max(float((self.given[n] - tried[n]).norm()), floors[n]) for n in names
+        )
+
+    def share(self, tried: Step, name: str) -> float:
+        """Of the rms error, what goes with what is tried."""
+        before, after = self.size(name), float((self.given[name] - tried[name]).norm())
+        return 1 - after / before if before and math.isfinite(before) else 0.0
 
 
 def _suspects(
-    case: AttentionCase, step: Output, tensors: Sequence[str], part: str
+    case: AttentionCase,
+    step: Output,
+    tensors: Sequence[str],
+    part: str,
+    judged: Output | None,
+    hints: Collection[str] | None,
 ) -> dict[str, Suspicion]:
     exact = _step(case, tensors)
-    given = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in tensors}
-    u = format_of(step.out.dtype).unit_roundoff
-    errors = {n: float((given[n] - x).norm()) for n, x in exact.items()}
+    found = _Errors.of(step, exact)
+    lacking = judged is None or any(getattr(judged, n) is None for n in tensors)
+    coarse = found if lacking or judged is None else _Errors.of(judged, exact)
+    u = found.unit_roundoff
     least = 8 * u if "lse" in tensors else max(FAR, 8 * u)
-    far = [n for n, x in exact.items() if errors[n] > least * float(x.norm())]
-    if not far or not all(math.isfinite(errors[n]) for n in far):
+    far = [n for n, x in exact.items() if found.size(n) > least * float(x.norm())]
+    if not far or not all(math.isfinite(found.size(n)) for n in far):
         return {}
+    wide = None if coarse is found else format_of(step.out.dtype).name
 
-    def cut(tried: Step, names: Sequence[str] = far) -> float:
-        least = {n: u / math.sqrt(12) * float(exact[n].norm()) + math.ulp(0.0) for n in names}
-        return min(errors[n] / max(float((given[n] - tried[n]).norm()), least[n]) for n in names)
+    where, kinds = f"in the {WHERE['lse' in tensors]}, ", instances(case)
 
-    single = {}
+    def suspicion(
+        name: str, tried: Step, causes: Sequence[str], cut: float, words: str = "{}"
+    ) -> Suspicion | None:
+        share = coarse.share(tried, name)
+        if coarse is not found and share < LEAST_SHARE:
+            return None
+        of = (tuple(map(words.format, (x, *kinds.get(x, ())))) for x in causes)
+        return Suspicion(
+            cause=words.format(", or ".join(causes)),
+            cut=cut,
+            share=share,
+            cut_format=wide,
+            instances=tuple(of),
+            alternatives=tuple(y for x in causes for y in (x, *kinds.get(x, ()))),
+        )
+
+    single: dict[str, Suspicion] = {}
     for n in far if "lse" not in tensors else ():
-        factor = float((given[n] * exact[n]).sum() / exact[n].square().sum())
-        if (by := cut({n: factor * exact[n]}, [n])) >= CUT:
-            single[n] = Suspicion(cause=f"{n} {_in_words(factor, case.scale)}", cut=by)
+        factor = float((found.given[n] * exact[n]).sum() / exact[n].square().sum())
+        tried = {n: factor * exact[n]}
+        cause = f"{n} {_in_words(factor, case.scale)}"
+        by = found.cut(tried, [n])
+        if by >= CUT and (one := suspicion(n, tried, [cause], by)) is not None:
+            single[n] = one
     if len(single) == len(far):
         return single
-    found = [(cut(tried), cause) for cause, tried in _mistakes(case, exact, given)]
-    best = max(found)[0]
-    causes = [cause for by, cause in sorted(found, reverse=True) if by >= max(CUT, best / ALIKE)]
-    where = "log-sum-exp" if "lse" in tensors else "backward pass"
-    cause = f"in the {where}, {', or '.join(causes[:3])}{part}"
-    return {n: Suspicion(cause=cause, cut=best) for n in far} if causes else single
+    mistakes = dict(_mistakes(case, exact, found.given))
+    if hints is not None:
+        mistakes = {
+            cause: make for cause, make in mistakes.items()
+            if not set(hints).isdisjoint((cause, *kinds.get(cause, ())))
+        }  # fmt: skip
+    steps = {cause: make() for cause, make in mistakes.items()}
+    cuts = sorted(((found.cut(x, far), cause) for cause, x in steps.items()), reverse=True)
+    best = cuts[0][0] if cuts else 0.0
+    causes = [cause for by, cause in cuts if by >= max(CUT, best / ALIKE)][:3]
+    if not causes:
+        return single
+    words = f"{where}{{}}{part}"
+    named = {n: suspicion(n, steps[causes[0]], causes, best, words) for n in far}
+    return {n: by for n, by in named.items() if by is not None}
 
 
 def _in_words(factor: float, scale: float) -> str:
@@ -88,43 +165,94 @@ def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
     return {n: getattr(found, n) for n in GRADIENTS}
 
 
-def _mistakes(case: AttentionCase, exact: Step, given: Step) -> Iterator[tuple[str, Step]]:
+def _mistakes(
+    case: AttentionCase, exact: Step, given: Step
+) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Causes, with what would come out."""
     with torch.enable_grad():
         leaves: Any = {n: getattr(case, n).double().requires_grad_() for n in "qkv"}
         tried = [*variants(dataclasses.replace(case, **leaves))]
-    for cause, one in tried:
+
+    def of_variant(one: AttentionCase) -> Step:
         step = _step(one.detached(), exact)
         if "lse" not in exact:  # back from the variant's q, k and v to the call's
             ends, of = (one.q, one.k, one.v), [*leaves.values()]
-            back = torch.autograd.grad(ends, of, [*step.values()], materialize_grads=True)
+            back = torch.autograd.grad(
+                ends, of, [*step.values()], materialize_grads=True, retain_graph=True
+            )
             step = dict(zip(GRADIENTS, back, strict=True))
-        yield cause, step
-    if "lse" in exact:
-        tops = all_scores(case).amax(dim=-1)
-        yield "the logarithm is to base 2", {"lse": exact["lse"] / math.log(2)}
-        yield "the maximum is not added", {"lse": exact["lse"] - tops}
-        yield "the maximum is all there is", {"lse": tops}
-        return
+        return step
+
+    for cause, one in tried:
+        yield cause, partial(of_variant, one)
+    yield from _of_lse(case, exact, given) if "lse" in exact else _of_backward(case, exact, given)
+
+
+def _of_lse(
+    case: AttentionCase, exact: Step, given: Step
+) -> Iterator[tuple[str, Callable[[], Step]]]:
+    lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
+    seen = lse != 0
+    constant = float((given["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
+    steps = {
+        "the logarithm is to base 2": lse / math.log(2),
+        "the maximum is not added": lse - tops,
+        "the maximum is all there is": tops,
+        "the maximum is added in base 2": lse - tops + tops / math.log(2),
+        "the logarithm of the row sum is to base 2": tops + (lse - tops) / math.log(2),
+        f"{constant:+.4g} is added": torch.where(seen, lse + constant, lse),
+    }
+    for cause, tried in steps.items():
+        yield cause, partial(dict, lse=tried)
+    for words, tried in merged_in_base_2(case).items():
+        yield words, partial(dict, lse=tried.masked_fill(~seen, 0.0))
+
+
+SPLITS = (2, 4, 8)
+
+
+def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
+    """The log-sum-exp of parts of the keys, each to base e, merged as if to base 2."""
+    S, found = all_scores(case), {}
+    for count in SPLITS:
+        width = -(-case.kv_len // count)
+        if width < case.kv_len:
+            parts = torch.stack([x.logsumexp(-1) for x in S.split(width, dim=-1)])
+            merged = (parts * math.log(2)).logsumexp(0) / math.log(2)
+            found[f"{count} parts of the keys are merged with powers of 2"] = merged
+    return found
+
+
+def _of_backward(
+    case: AttentionCase, exact: Step, given: Step
+) -> Iterator[tuple[str, Callable[[], Step]]]:
     if exact["dq"].shape == exact["dk"].shape:
-        yield "dq and dk are swapped", {**exact, "dq": exact["dk"], "dk": exact["dq"]}
+        yield "dq and dk are swapped", lambda: {**exact, "dq": exact["dk"], "dk": exact["dq"]}
     if case.group > 1:
-        first = _step(case.one_of_each_group(0))
-        yield "dk, dv have only the first query head of each group", {**first, "dq": exact["dq"]}
+        cause = "dk, dv have only the first query head of each group"
+        yield cause, lambda: {**_step(case.one_of_each_group(0)), "dq": exact["dq"]}
     whole, dO = attend(case), upstream(case).double()
     if case.softcap is None:  # with another delta dS = P o (dP - delta) is off by P o the rest
         delta = (dO * whole.out).sum(-1, keepdim=True) * case.scale
         for words, other in {"left out": delta * 0, "the next row's": delta.roll(-1, 2)}.items():
-            rest = delta - other
-            keys = dataclasses.replace(case, v=case.k, grad_out=rest * case.q)
-            dq, dk = exact["dq"] + rest * attend(keys).out, exact["dk"] + gradients(keys).dv
-            yield f"delta, the row sum of dO·O, is {words}", {**exact, "dq": dq, "dk": dk}
+            cause = f"delta, the row sum of dO·O, is {words}"
+            yield cause, partial(_with_delta, case, exact, delta - other)
     else:
         capped = dataclasses.replace(case, **rescored(case, all_scores(case)))
-        yield "the slope of the soft cap is missing", _step(capped)
+        yield "the slope of the soft cap is missing", partial(_step, capped)
     row_sum = (whole.lse - all_scores(case).amax(dim=-1)).exp()[..., None]
-    larger = gradients(dataclasses.replace(case, grad_out=dO * row_sum)).dv
-    yield "dv is computed from P before its division by the row sum", {**exact, "dv": larger}
-    yield _scaled(case, exact, given)
+    larger = dataclasses.replace(case, grad_out=dO * row_sum)
+    cause = "dv is computed from P before its division by the row sum"
+    yield cause, lambda: {**exact, "dv": gradients(larger).dv}
+    cause, scaled = _scaled(case, exact, given)
+    yield cause, lambda: scaled
+
+
+def _with_delta(case: AttentionCase, exact: Step, rest: Tensor) -> Step:
+    """With a delta that is less than it should be by `rest` over the scale."""
+    keys = dataclasses.replace(case, v=case.k, grad_out=rest * case.q)
+    dq, dk = exact["dq"] + rest * attend(keys).out, exact["dk"] + gradients(keys).dv
+    return {**exact, "dq": dq, "dk": dk}
 
 
 def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:

@@ -5,15 +5,17 @@ accused by a later one again, which is added to the sentence instead."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgement, Test
 from numdev.gate.rows import FOUND, GRADIENTS, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
+from numdev.metrics.of_rows import value_of
 from numdev.report import (
     DeviationRow,
     Finding,
@@ -24,7 +26,7 @@ from numdev.report import (
     Standing,
     worst,
 )
-from numdev.report.numbers import labelled, power, three
+from numdev.report.numbers import labelled, power, si, three
 
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {
@@ -32,15 +34,15 @@ WRONG = {
     "exact result, rounded once, is finite{reverse}",
     "empty_nonfinite": "returns NaN or infinity in fully masked rows: {empty_nonfinite} elements "
     "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to dk and dv",
-    "suspicion": "does not compute the requested attention: {suspicion} (with this change the "
-    "fp64 result is {cut}× closer to the kernel's)",
-    "expected_ratio": "is inaccurate: the rms error of {tensor}{median} is {number}× what {claim} "
-    "predicts (limit {bound}×)",
+    "suspicion": "does not compute the requested attention: {suspicion} ({removed})",
+    "expected_ratio": "is inaccurate{errs_in}: the error of {tensor}{median}, relative to the size "
+    "of each row's terms, is {number}× what {claim} predicts (limit {bound}×)",
     "baseline_ratio": "has {number}× eager attention's error in {tensor} (limit {bound}×)",
-    "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for it (limit "
-    "{bound}×)",
-    "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp ("
-    "{bias_of}, {sequences} sequences; limit {bound} ulp); such errors do not average out",
+    "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for "
+    "it{errs_in} (limit {bound}×)",
+    "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp {direction} ("
+    "{bias_of}, {sequences} sequences, p {bias_p}; limit {bound} ulp); such errors do not average "
+    "out",
     "noise_ratio": "is not reproducible: {tensor} changes between runs on the same inputs by up to "
     "{number}× the error of one rounding ({allowed})",
     "lse_error": "returns a wrong log-sum-exp: its error is {number} × (1 + |log-sum-exp|) (limit "
@@ -161,20 +163,34 @@ def listed(words: Iterable[str]) -> str:
 
 
 def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
-    """A finding for each thing wrong, in the order of the rules."""
+    """A finding for each thing wrong, in the order of the rules: but a mistake that does not
+    explain the head that errs most comes after what is said of that head."""
+    faults = _ordered(_faults(tests))
+    owner: dict[int, int] = {}  # a row to the fault that names it: a mistake, or the first rule
+    for with_cause in (True, False):
+        for number, fault in enumerate(faults):
+            for _, held in fault.rows if (fault.cause is not None) == with_cause else ():
+                owner.setdefault(id(held.row), number)
     findings: list[Finding] = []
-    named_by: dict[int, int] = {}  # a row to the finding that names it first
+    at_of: dict[int, int] = {}  # a fault to its finding
+    more: dict[int, list[tuple[int, str]]] = {}  # other heads of the same cause
+    for number, fault in enumerate(faults):
+        own = [(test, held) for test, held in fault.rows if owner[id(held.row)] == number]
+        if not own:
+            continue
+        same = _of_one_cause(findings, fault, [held.row for _, held in own])
+        if same is not None:
+            at_of[number] = same
+            more.setdefault(same, []).append((len(own), own[0][0].rule))
+        else:
+            at_of[number] = len(findings)
+            rest = len(fault.rows) - len(own)
+            findings.append(_finding(fault._replace(rows=own), named, rest))
     also: dict[int, dict[str, None]] = {}
-    for fault in _faults(tests):
-        rows = [held.row for _, held in fault]
-        mine = None
-        if any(id(row) not in named_by for row in rows):
-            mine = len(findings)
-            findings.append(_finding(fault, named))
-        for row in rows:
-            first = named_by.setdefault(id(row), len(findings) - 1)
-            if first != mine:
-                also.setdefault(first, {})[fault[0][0].rule] = None
+    for number, fault in enumerate(faults):
+        for test, held in fault.rows:
+            if (first := at_of[owner[id(held.row)]]) != at_of.get(number):
+                also.setdefault(first, {})[test.rule] = None
     wrong = {(label(f), fmt) for f in findings if _is_function(f) for fmt in f.formats}
     inherits = [
         f.tensor in GRADIENTS and {(label(f), fmt) for fmt in f.formats} <= wrong for f in findings
@@ -183,10 +199,29 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     for at, finding in enumerate(findings):
         rules = listed(f"`{rule}`" for rule in also.get(at, ()))
         added = f" The same heads also fail {rules}." if rules else ""
+        for count, rule in more.get(at, ()):
+            heads = f"{count} more head{'s' * (count > 1)}"
+            added += f" For that cause {heads} fail{'s' * (count == 1)} `{rule}`."
         if _is_function(finding) and label(finding) in heirs:
             added += " Its gradients are wrong for the same reason."
         if not inherits[at]:
             yield finding.model_copy(update={"sentence": finding.sentence + added})
+
+
+def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int | None:
+    """The finding of the same kernel and tensor whose imprecise step explains these rows too."""
+    causes = {row.imprecision for row in rows}
+    if fault.cause is not None or len(causes) != 1 or causes == {None}:
+        return None
+    test = fault.rows[0][0]
+    return next(
+        (
+            at for at, finding in enumerate(findings)
+            if {finding.cause} == causes and finding.tensor == test.tensor
+            and label(finding) == label(test) and finding.formats == (test.format,)
+        ),
+        None,
+    )  # fmt: skip
 
 
 def _is_function(finding: Finding) -> bool:
@@ -194,57 +229,201 @@ def _is_function(finding: Finding) -> bool:
     return finding.metric == "suspicion" and finding.tensor == "out"
 
 
-Fault = list[tuple[Test, Held]]
+class Fault(NamedTuple):
+    """Rows that offend, the worst first, each with the test that it fails."""
+
+    rows: list[tuple[Test, Held]]
+    cause: str | None = None  # of a mistake: what all of these rows are explained by
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        return label(self.rows[0][0]), self.rows[0][0].format
 
 
-def _faults(tests: Sequence[Test]) -> Iterable[Fault]:
+def _faults(tests: Sequence[Test]) -> list[Fault]:
     """Rows that offend, by test; of a different function by what it computes, in all formats."""
-    faults: dict[Any, Fault] = {}
-    for number, test in enumerate(tests):
-        for held in test.beyond:
-            function = (test.rule, label(test), held.row.suspicion)
-            fault = function if test.metric == "suspicion" else number
-            faults.setdefault(fault, []).append((test, held))
-    return faults.values()
+    faults: list[Fault] = []
+    named: dict[Any, list[tuple[Test, Held]]] = {}
+    for test in tests:
+        offending = [(test, held) for held in test.beyond]
+        if test.metric != "suspicion":
+            faults += [Fault(offending)] if offending else []
+            continue
+        key = (test.rule, label(test))
+        if offending and key not in named:
+            named[key] = []
+            faults.append(Fault(named[key]))
+        if offending:
+            named[key] += offending
+    every: list[Fault] = []
+    for fault in faults:
+        if not any(fault.rows is rows for rows in named.values()):
+            every.append(fault)
+            continue
+        mistakes = list(_by_mistake(fault.rows))
+        mistakes.sort(key=lambda f: -max(_error(held.row) for _, held in f.rows))
+        mistakes.sort(key=lambda f: f.rows[0][0].tensor != "out")  # which gradients inherit
+        every += mistakes
+    return every
 
 
-def _finding(fault: Fault, named: Places) -> Finding:
-    tests = list({id(test): test for test, _ in fault}.values())
-    verdict, rows = tests[0], [held.row for _, held in fault]
-    formats = tuple(test.format or "" for test in tests)
-    judged, place = sum(test.judged for test in tests), Place.of(rows[0])
-    ranked = len(tests) == 1 and verdict.metric != "suspicion"
-    which = "worst" if ranked else "for example"
-    where = f"{len(rows)} of {judged} heads, {which} at {named(place)}"
-    if rows[0].errs_in and verdict.metric != "suspicion":  # which says so itself
-        where += f", in {rows[0].errs_in}"
-    why = rows[0].nulls.get("suspicion", "")
-    sentence = f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where)}."
+def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
+    """Rows of a kernel that have a mistake, by what they have in common: where a head is explained
+    by several alike, or by an instance of something that other calls have another instance of, that
+    counts which explains the most heads."""
+    rest = list(rows)
+    while rest:
+        votes: dict[str, list[int]] = {}
+        for at, (test, held) in enumerate(rest):
+            for words in dict.fromkeys(_statements(held.row)):
+                votes.setdefault(f"{_side(test)}{words}", []).append(at)
+        most = max(votes.values(), key=len)
+        alike = [words.removeprefix(_side(rest[most[0]][0])) for words, own in votes.items()
+                 if own == most]  # fmt: skip
+        chosen = [rest[at] for at in most]
+        yield Fault(chosen, ", or ".join(_distinct(alike, chosen[0][1].row)))
+        rest = [pair for at, pair in enumerate(rest) if at not in set(most)]
+
+
+def _side(test: Test) -> str:
+    """What is wrong in the output is another fault than what is wrong in a gradient."""
+    return "out " if test.tensor == "out" else "other "
+
+
+def _statements(row: DeviationRow) -> Iterator[str]:
+    """All that a row's mistake may be called."""
+    if not row.suspicion_of:
+        yield row.suspicion or ""
+    for alternative in row.suspicion_of:
+        yield from alternative
+
+
+def _distinct(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
+    """Statements that explain the same heads, one for each alternative: what a call itself shows
+    goes before what it is an instance of."""
+    if not row.suspicion_of:
+        return words
+    firsts = (next((x for x in own if x in words), None) for own in row.suspicion_of)
+    return [x for x in dict.fromkeys(firsts) if x is not None][:ALIKE]
+
+
+ALIKE = 3  # statements that explain the same heads
+
+
+def _ordered(faults: Sequence[Fault]) -> list[Fault]:
+    """Faults in the order of the rules, but a mistake that leaves the worst head of its kernel
+    unexplained behind the first fault of that head."""
+    ordered = list(faults)
+    for fault in [f for f in faults if f.cause is not None]:
+        rows = {id(held.row) for _, held in fault.rows}
+        others = [f for f in ordered if f.key == fault.key and f.cause is None]
+        sizes = [(_error(held.row), f, held) for f in others for _, held in f.rows
+                 if held.row.tensor == fault.rows[0][1].row.tensor]  # fmt: skip
+        if not sizes:
+            continue
+        worst = max(sizes, key=lambda size: size[0])
+        explained = max((_error(held.row) for _, held in fault.rows), default=0.0)
+        if id(worst[2].row) in rows or worst[0] <= explained or worst[2].row.suspicion:
+            continue
+        first = next(i for i, f in enumerate(ordered) if f is worst[1])
+        at = next(i for i, f in enumerate(ordered) if f is fault)
+        if at < first:
+            ordered.insert(first, ordered.pop(at))
+    return ordered
+
+
+def _error(row: DeviationRow) -> float:
+    """How far a head is off, over what is expected of it."""
+    ratio = row.expected_ratio if row.expected_ratio is not None else row.baseline_ratio
+    return ratio or 0.0
+
+
+def _finding(fault: Fault, named: Places, before: int) -> Finding:
+    """`before`: how many more rows offend, of which other findings are."""
+    tests = list({id(test): test for test, _ in fault.rows}.values())
+    verdict, rows = tests[0], [held.row for _, held in fault.rows]
+    formats = tuple(dict.fromkeys(test.format or "" for test in tests))
+    judged = sum(test.judged for test in tests)
+    if fault.cause is not None:
+        rows.sort(key=_error, reverse=True)
+    place = Place.of(rows[0])
+    count = f"{len(rows)} of {judged} heads"
+    if before:
+        count = f"{len(rows)} of {judged} heads, beside {before} of other findings"
+    where = f"{count}, worst at {named(place)}"
+    observed = _observed(verdict, rows)
+    cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
+    sentence = f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where, cause)}."
+    if imprecise := rows[0].imprecision if fault.cause is None else None:
+        cause, why = imprecise, ""
+        alike = [row.imprecision_share or 0.0 for row in rows if row.imprecision == imprecise]
+        sentence += f" Cause: {imprecise}. That explains {removed(statistics.median(alike))} of "
+        sentence += f"the error in {len(alike)} of these heads."
+    place_known = bool(rows[0].errs_in)
+    if why and not (place_known and why.startswith("its cause")):
+        sentence += f" Cause not identified: {why}."
     return Finding(
         rule=verdict.rule,
         severity="exceeded",
-        sentence=sentence + (why and f" Cause not identified: {why}."),
+        sentence=sentence,
         kernel=verdict.kernel or "",
         options=verdict.options,
         formats=formats,
         tensor=verdict.tensor,
         metric=verdict.metric,
-        observed=verdict.observed if isinstance(verdict.observed, float | int) else None,
+        observed=observed if isinstance(observed, float | int) else None,
         limit=verdict.bound,
         count=len(rows),
         judged=judged,
         place=place,
+        cause=cause or None,
     )
 
 
-def _wrong(verdict: Test, rows: Rows, where: str) -> str:
+def _observed(verdict: Test, rows: Rows) -> Any:
+    """The number of the worst of these rows, where an earlier finding has a worse one; a median is
+    of all."""
+    if isinstance(verdict.observed, float) and not verdict.median and verdict.metric:
+        return value_of(rows[0], verdict.metric)[0]
+    return verdict.observed
+
+
+def removed(share: float) -> str:
+    """A share of an error, with as many digits as tell it from all of it: 14 %, 99.98 %."""
+    rest = 100 * (1 - share)
+    if rest < 1e-6:
+        return "all"
+    if rest >= 1:
+        return f"{100 * share:.0f} %"
+    places = min(6, 1 - math.floor(math.log10(rest)))
+    shown = math.floor((100 * share + 1e-9) * 10**places) / 10**places
+    return f"{shown:.{places}f}".rstrip("0").rstrip(".") + " %"
+
+
+def _removed(rows: Rows) -> str:
+    """What correcting a mistake does to the error, in the format that was judged; and in the format
+    of the run in which it was found, if that is another."""
+    shares = [row.suspicion_share for row in rows if row.suspicion_share is not None]
+    cut = statistics.median(row.suspicion_cut or 1.0 for row in rows)
+    finer = next((row.suspicion_format for row in rows if row.suspicion_format), None)
+    median = " of the median head" if len(rows) > 1 else ""
+    if not shares:
+        return f"correcting it removes {removed(1 - 1 / cut)} of the error{median}"
+    said = f"correcting it removes {removed(statistics.median(shares))} of the rms error{median}"
+    if finer and finer != rows[0].format:
+        said += f", and at least {removed(1 - 1 / cut)} where the inputs are in {finer}"
+    return said
+
+
+def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
     """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a sentence."""
-    worst, observed = rows[0], verdict.observed
+    worst, observed = rows[0], _observed(verdict, rows)
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
     sums = {
         name: sum(getattr(row, name) or 0 for row in rows)
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
     }
+    bias = worst.bias_size or 0.0
     sentence = WRONG.get(verdict.metric or "", WRONG[""]).format(
         **sums,
         rule=verdict.rule,
@@ -256,15 +435,26 @@ def _wrong(verdict: Test, rows: Rows, where: str) -> str:
         reverse=", or finite where it is infinite" if verdict.format in OVERFLOWS else "",
         median=" (median over heads)" if verdict.median else "",
         sampled=" sampled" if worst.sampled else "",
+        errs_in=f" in {worst.errs_in}" if worst.errs_in else "",
         claim=_whose(rows),
-        suspicion=worst.suspicion,
-        cut=three(statistics.median(row.suspicion_cut or 0.0 for row in rows)),
-        bias=worst.bias_size or 0.0,
+        suspicion=cause,
+        removed=_removed(rows),
+        bias=bias,
+        direction=_direction(worst),
+        bias_p=si(worst.bias_p),
         bias_of=worst.bias_of,
         sequences=worst.sequences,
         allowed=f"limit {bound}×" if verdict.bound else "expected: identical bits",
     )
     return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
+
+
+def _direction(row: DeviationRow) -> str:
+    """Where a bias leads."""
+    up = (row.bias_size or 0.0) > 0
+    if row.bias_of == "sign":
+        return "away from zero" if up else "toward zero"
+    return "upward" if up else "downward"
 
 
 def _whose(rows: Rows) -> str:
@@ -334,6 +524,30 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
     yield sentence + (f" Rules not applied: {'; '.join(lacking)}." if lacking else "")
 
 
+def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
+    """Of each kernel that declares no rounding model, and was held to another than `fa2` somewhere:
+    which model judged which of its tensors in how many calls."""
+    for kernel, own in grouped(kernels, attrgetter("kernel")).items():
+        judged = [row for row in own if row.claim]
+        ways = grouped((r for r in judged if str(r.claim).startswith(FOUND)), lambda r: r.claim)
+        if not ways:
+            continue
+        every = len({_call(row) for row in judged})
+        parts = []
+        for claim, its in sorted(ways.items(), key=lambda item: -len(item[1])):
+            tensors = listed(dict.fromkeys(row.tensor for row in its))
+            parts.append(f"{claim} ({tensors} in {len({_call(row) for row in its})})")
+        least = "; the rest as `fa2`" if len(judged) > sum(map(len, ways.values())) else ""
+        yield (
+            f"{kernel} declares no rounding model. Of its {every} calls these are judged "
+            f"{listed(parts)}{least}."
+        )
+
+
+def _call(row: DeviationRow) -> tuple[object, ...]:
+    return row.case, row.call, row.seed, row.format
+
+
 def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     """Which kernels return another format than was asked for, or something in the log-sum-exp's
     place; in which way each that declared no claim was found to round, if not as `fa2`; what
@@ -353,14 +567,7 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     other = [r for r in kernels if r.tensor == "out" and "lse_error" in r.nulls]
     for kernel, own in grouped(other, attrgetter("kernel")).items():
         yield f"{kernel}: log-sum-exp not judged: {own[0].nulls['lse_error']}."
-    found = [r for r in kernels if (r.claim or "").startswith(FOUND)]
-    for kernel, own in grouped(found, attrgetter("kernel")).items():
-        claims = dict.fromkeys(str(r.claim) for r in own)
-        ways = (x for x in claims if not any(other.startswith(f"{x},") for other in claims))
-        yield (
-            f"{kernel} declares no rounding model, and does not round as FlashAttention-2 (`fa2`) "
-            f"does. Element by element it rounds {listed(ways)}, and is judged by that."
-        )
+    yield from _judged_by(kernels)
     over = grouped((r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor"))
     for (kernel, fmt, tensor), own in over.items():
         yield (

@@ -53,7 +53,7 @@ NEARLY = 1e-4
 floors of other inputs by about 1 / sqrt(elements)."""
 FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 EVIDENCE = ("bits", "ran")
-OF_DATA = ("suspicion_cut", "overflow")
+OF_DATA = ("suspicion_cut", "suspicion_share", "imprecision_share", "overflow")
 """Numbers that are null where there is nothing they could be of."""
 WIDTHS = {"out": "v_dim", "dv": "v_dim", "dq": "head_dim", "dk": "head_dim"}
 

@@ -40,7 +40,7 @@ ESTIMATED = frozenset(
 # What has a test of its own, with its certainty beside it.
 TESTED = frozenset(
     {"bias", "bias_sign", "bias_feature", "bias_size", "bias_t", "bias_p"}
-    | {"suspicion", "suspicion_cut"}
+    | {"suspicion", "suspicion_cut", "suspicion_share", "imprecision_share"}
 )
 # Multiples of an error, and so 0 where there is none, whatever the denominator.
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})

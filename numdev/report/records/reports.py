@@ -118,6 +118,7 @@ class Finding(Record):
     count: int  # of `judged` heads; for `runs` and `refuses` of calls
     judged: int
     place: Place | None = None  # the worst one
+    cause: str | None = None  # what explains it, where that is known
 
     @property
     def folder(self) -> str:

@@ -128,6 +128,13 @@ class DeviationRow(OfKernel, _OfCall):
     bits: str | None = None  # checksum (metrics.bits) of all rows, measured or not
     suspicion: str | None = None  # what it seems to compute instead: `the causal mask is ignored`
     suspicion_cut: float | None = None  # how many times smaller that function's residual is
+    suspicion_format: str | None = None  # of the run that the cut is of, if not the row's
+    suspicion_share: float | None = None
+    """Of the rms error of this run, the share that goes if that is what should come out."""
+    suspicion_of: tuple[tuple[str, ...], ...] = ()
+    """Each alternative that explains the head alike, with what it is an instance of."""
+    imprecision: str | None = None  # which step is coarser than it should be: `P is in e4m3`
+    imprecision_share: float | None = None  # of the rms error, what that explains
     errs_in: str | None = None  # which rows are beyond the limit of a single one: `row 63`
     nulls: dict[str, str] = Field(default_factory=dict)  # metric to the reason it is null
 
