@@ -4,6 +4,7 @@ comes out, all of it or it is said why, and nothing in it is trusted."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import resource
@@ -19,6 +20,7 @@ import factories
 import models
 import pytest
 import torch
+import transformers
 from commands import run
 from safetensors.torch import load_file, save_file
 from stored import Calls, distributed, sharded
@@ -27,7 +29,13 @@ from torch import Tensor
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.sources.capture import NAME
-from numdev.sources.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, open_state_dict
+from numdev.sources.checkpoint import (
+    Checkpoint,
+    load_tokenizer,
+    open_checkpoint,
+    open_state_dict,
+    read_config,
+)
 from numdev.sources.prompts import model_inputs
 
 WAYS = ["whole", "shards", "pickle", "old pickle"]
@@ -240,6 +248,23 @@ def test_a_tensor_that_holds_no_real_numbers_is_named(tmp_path: Path) -> None:
         for name in old.namelist():
             new.writestr(name, old.read(name))
     fails(lambda: built(tmp_path / "z.pt"), MeasurementError, "z.pt", "damaged")
+
+
+def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """Numbers that JSON has no word for are objects there; any other object stays one."""
+    stored = {
+        "limit": [0.0, {"__float__": "Infinity"}],
+        "text_config": {"least": {"__float__": "-Infinity"}, "none": {"__float__": "NaN"}},
+        "other": [{"__float__": "1.5"}, {"__float__": 3}, {"__float__": "NaN", "x": 1}],
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(stored))
+    read = read_config(path)
+    assert read["limit"] == [0.0, math.inf]
+    assert read["text_config"]["least"] == -math.inf
+    assert math.isnan(read["text_config"]["none"])
+    assert read["other"] == stored["other"]
+    assert str(read) == str(transformers.PretrainedConfig._dict_from_json_file(path))
 
 
 def test_an_unknown_architecture(llama: Path) -> None:

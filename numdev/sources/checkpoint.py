@@ -47,6 +47,8 @@ INDEX = ".index.json"
 # Where training scripts put the model's configuration: nanoGPT, Lightning, and others.
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
+# Numbers that JSON has no word for: transformers stores one as an object with this key alone.
+SPECIAL, NUMBERS = "__float__", ("Infinity", "-Infinity", "NaN")
 # Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
 POSITIONS_AFTER_PADDING = re.compile(
     "roberta|camembert|longformer|mpnet|xmod|luke|data2vec-text|layoutlmv3|lilt"
@@ -241,7 +243,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise UsageError(f"{path}: has no config.json", hint="give a Hugging Face directory")
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
     files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
-    return Checkpoint.opened(path, files=files, config=read_json(stored))
+    return Checkpoint.opened(path, files=files, config=read_config(stored))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A stored configuration as transformers reads it: `{"__float__": "Infinity"}` is infinity, and
+    likewise -infinity and NaN. Raises MeasurementError where the file is no JSON object."""
+
+    def number(stored: dict[str, Any]) -> Any:
+        word = stored.get(SPECIAL)
+        return float(word) if len(stored) == 1 and word in NUMBERS else stored
+
+    return read_json(path, number)
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
@@ -340,7 +353,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         content = storage.read_pickle(path)
         config = next((c for key in CONFIGS if isinstance(c := content.get(key), dict)), {})
     elif beside.is_file():
-        config = storage.read_json(beside)
+        config = read_config(beside)
     own: dict[str, Any] = {"factory": factory, "build": build, "config": config}
     if is_distributed(path):
         return StateDict.opened(path, **own)

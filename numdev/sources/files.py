@@ -15,7 +15,7 @@ import math
 import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,10 +67,10 @@ def shards(index: Path, *, lack: bool = False) -> tuple[Path, ...]:
     return files
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object."""
+def read_json(path: Path, made_of: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """A file that holds one JSON object; `made_of`: what stands for each object in it."""
     with naming(path, "is not valid JSON"):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=made_of)
     if not isinstance(content, dict):
         raise MeasurementError(f"{path}: holds no JSON object", hint=FETCH)
     return content
