@@ -117,7 +117,7 @@ class PipelineSource:
             "parameters": sum(p.numel() for p in self.denoiser.parameters()),
             "scheduler": type(self.pipeline.scheduler).__name__,
             "denoising_steps": self.steps,
-            "not_audited": self.others,
+            **({"not_audited": f"the attention of {self.others}"} if self.others else {}),
             "prompt": self.prompt,
             "sequences_asked": self.request.sequences,
             "sequences_read": len(next(iter(self.arguments.values()))),
