@@ -27,7 +27,11 @@ OUT = {
     "t5_seq2seq": ("SelfAttention.o", "EncDecAttention.o"), "falcon": ("self_attention.dense",),
     "modernbert": ("attn.Wo",), "vit": ("attention.o_proj",),
     **dict.fromkeys(("bart", "clip", "whisper"), ("attn.out_proj",)),
-    **dict.fromkeys(("llama", "gemma2", "gemma3", "gpt_oss", "mistral"), ("self_attn.o_proj",)),
+    **dict.fromkeys(
+        ("llama", "gemma2", "gemma3", "gpt_oss", "mistral", "deepseek_v32", "minimax"),
+        ("self_attn.o_proj",),
+    ),
+    "recurrent_gemma": ("temporal_block.o_proj",),
 }  # fmt: skip
 
 

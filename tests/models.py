@@ -101,6 +101,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MixtralForCausalLM",
         {**DECODER, "intermediate_size": 16, "num_key_value_heads": 2, "num_local_experts": 3},
     ),
+    # Each query sees 4 keys, which the model chooses by their scores in a head of their own.
+    "deepseek_v32": (
+        "DeepseekV32ForCausalLM",
+        {**DECODER, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
+        | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
+        | {"moe_intermediate_size": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    ),
+    # A linear attention, called self_attn too, before one with a softmax.
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    # A recurrent block, and attention with a window of 4.
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        {**GROUPED, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 4}
+        | {"block_types": ["recurrent", "attention"]},
+    ),
+    # Attends by hand; and as its rotary embedding counts from the right, later tokens matter.
+    "roformer": ("RoFormerForCausalLM", {**DECODER, "is_decoder": True, "embedding_size": 32}),
+    # State spaces alone.
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {**WIDE, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    ),
     # One layer that runs twice.
     "albert": ("AlbertModel", {**DECODER, "embedding_size": 16}),
     # Reads a raw waveform.

@@ -13,6 +13,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from capturing import TOLERANCE, Run, attend, eager, merged, opened, worst
 from oracles import normal
 from torch import Tensor, nn
@@ -23,7 +24,16 @@ from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.kernels import find
-from numdev.sources.capture import attention_implementation, attention_modules, capture, handed_over
+from numdev.sources.capture import (
+    Unseen,
+    attention_implementation,
+    attention_modules,
+    capture,
+    chosen_keys,
+    handed_over,
+    unaudited,
+)
+from numdev.sources.mixers import in_words
 
 B, N, STEPS = 3, 12, 3
 IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
@@ -85,6 +95,10 @@ CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
     *((n, text("left"), STEPS, 2 * PREFILL_AND_STEPS) for n in ("llama", "gemma2", "gpt_oss")),
     ("t5_seq2seq", text("right"), STEPS, 2 + 4 * PREFILL_AND_STEPS),
     ("whisper", FRAMES, STEPS, 2 + 4 * PREFILL_AND_STEPS),
+    *((n, text("left"), None, calls) for n, calls in (("minimax", 1), ("recurrent_gemma", 1))),
+    *(("deepseek_v32", text(padding), steps, 2 + 2 * (steps or 0))
+      for padding, steps in ((None, None), ("left", None), (None, STEPS))
+      if hasattr(transformers, "DeepseekV32ForCausalLM")),
 )  # fmt: skip
 
 
@@ -312,6 +326,70 @@ def test_inputs_that_do_not_fit_are_an_error_in_one_line(tmp_path: Path) -> None
     with pytest.raises(MeasurementError, match="ViTForImageClassification: failed on") as caught:
         cases_of(opened("vit", tmp_path), {"pixel_values": torch.zeros(1, 3, 16, 16)})
     assert "\n" not in str(caught.value)
+
+
+def test_a_layer_without_a_softmax_is_named_and_refuses_no_model() -> None:
+    """A linear attention with projections of its own; by its layer, where names have numbers."""
+
+    class LinearAttention(models.Attending.Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.q_proj(x).exp(), self.k_proj(x).exp(), self.v_proj(x)
+            scores = torch.softmax(q @ k.mT, -1) if self.how == "softmax" else (q @ k.mT).tril()
+            return scores @ v
+
+    layers = nn.ModuleList(
+        [LinearAttention("linear", 16, 2), models.Attending.Layer("sdpa", 16, 2)]
+    )
+    model = nn.Sequential(nn.Embedding(96, 16), *layers)
+    assert [case.ref.case for case in cases_of(model, {"input": IDS})] == ["2#0"]
+    assert in_words(unaudited(model)) == "layer 1 (LinearAttention)"
+    layers[0].how = "softmax"
+    with pytest.raises(Unseen, match="not seen in 1;"):
+        cases_of(model, {"input": IDS})
+
+
+@pytest.mark.parametrize(("name", "others"), [
+    ("minimax", "layer 0 (MiniMaxLightningAttention)"),
+    ("recurrent_gemma", "layer 0 (RecurrentGemmaRecurrentBlock)"),
+    ("mamba2", "layers 0, 1 (Mamba2Mixer)"),
+    *((n, "") for n in ("llama", "gpt2", "t5_seq2seq", "wav2vec2", "whisper", "clip", "roformer")),
+])  # fmt: skip
+def test_what_mixes_tokens_without_a_softmax_is_known(name: str, others: str) -> None:
+    assert in_words(unaudited(models.build(name))) == others
+
+
+def test_projections_of_a_part_are_those_of_what_attends() -> None:
+    """As where a module's query, key and value are made by a module inside it."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker = models.Attending.Layer("none", 16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part(x)[:, None] for part in self.maker.children())
+            self.maker(x)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    outer = Outer()
+    outer.maker.forward = lambda x: x
+    model = nn.Sequential(nn.Embedding(96, 16), outer)
+    assert attention_modules(model) == ["1.maker"]
+    assert [case.ref.case for case in cases_of(model, {"input": IDS})] == ["1#0"]
+
+
+def test_blocks_of_keys_that_a_model_chooses_are_a_mask() -> None:
+    """By their numbers, for each group of heads; what is below 0 is none."""
+    module = nn.Module()
+    module.indexer = Mock(block_size=2)
+    query, key = normal(1, 4, 3, 8), normal(1, 2, 5, 8)
+    blocks = torch.tensor([[[[0, -1], [2, 1], [1, -1]], [[1, 0], [-1, -1], [2, 2]]]])
+    shown = chosen_keys(module, query, key, blocks, blocks=True)
+    table = [
+        [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 0]],
+        [[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]],
+    ]
+    assert shown.int().tolist() == [[table[0], table[0], table[1], table[1]]]
 
 
 @pytest.mark.parametrize(("children", "owns"), [

@@ -4,6 +4,7 @@ comes out, all of it or it is said why, and nothing in it is trusted."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import resource
@@ -19,6 +20,7 @@ import factories
 import models
 import pytest
 import torch
+import transformers
 from commands import run
 from safetensors.torch import load_file, save_file
 from stored import Calls, distributed, sharded
@@ -27,8 +29,15 @@ from torch import Tensor
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.sources.capture import NAME
-from numdev.sources.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, open_state_dict
-from numdev.sources.prompts import model_inputs
+from numdev.sources.checkpoint import (
+    Checkpoint,
+    load_tokenizer,
+    open_checkpoint,
+    open_state_dict,
+    read_config,
+)
+from numdev.sources.files import read, read_metadata
+from numdev.sources.prompts import model_inputs, read_text
 
 WAYS = ["whole", "shards", "pickle", "old pickle"]
 
@@ -221,6 +230,8 @@ def test_fp8_weights_are_read_times_their_scales(llama: Path, stream: bool) -> N
         streamed = opened.deferred_model(dtype=torch.float32).named_parameters()
         found = {n: x.made(torch.device("cpu")) for n, x in streamed}
     assert all(torch.equal(found[n], x) for n, x in expected.items())
+    edit(llama / "config.json", quantization_config={"quant_method": "fp8"})
+    failure(llama, MeasurementError, "is fp8 with one scale a tensor or channel")
     edit(llama / "config.json", quantization_config={"quant_method": "gptq"})
     failure(llama, MeasurementError, "quantised by gptq", "expected fp8")
 
@@ -242,13 +253,84 @@ def test_a_tensor_that_holds_no_real_numbers_is_named(tmp_path: Path) -> None:
     fails(lambda: built(tmp_path / "z.pt"), MeasurementError, "z.pt", "damaged")
 
 
+def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """Numbers that JSON has no word for are objects there; any other object stays one."""
+    stored = {
+        "limit": [0.0, {"__float__": "Infinity"}],
+        "text_config": {"least": {"__float__": "-Infinity"}, "none": {"__float__": "NaN"}},
+        "other": [{"__float__": "1.5"}, {"__float__": 3}, {"__float__": "NaN", "x": 1}],
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(stored))
+    read = read_config(path)
+    assert read["limit"] == [0.0, math.inf]
+    assert read["text_config"]["least"] == -math.inf
+    assert math.isnan(read["text_config"]["none"])
+    assert read["other"] == stored["other"]
+    if hasattr(transformers.PretrainedConfig, "_decode_special_floats"):  # not in 5.17
+        assert str(read) == str(transformers.PretrainedConfig._dict_from_json_file(path))
+
+
 def test_an_unknown_architecture(llama: Path) -> None:
-    for value in (["NoSuchModel"], ["AutoModel"], None):
-        edit(llama / "config.json", architectures=value)
-        failure(llama, MeasurementError, "config.json", f"no model {(value or ['none'])[0]}")
-    for value in ("no_such_type", None):
-        edit(llama / "config.json", model_type=value)
-        failure(llama, MeasurementError, "config.json", f"of type {value}")
+    for value in ("NoSuchModel", "AutoModel"):
+        edit(llama / "config.json", architectures=[value])
+        failure(llama, MeasurementError, "config.json", f"no model {value} of type llama")
+    edit(llama / "config.json", architectures=None)
+    failure(llama, MeasurementError, 'config.json: names no model in "architectures"')
+    edit(llama / "config.json", architectures=["LlamaForCausalLM"], model_type="no_such_type")
+    failure(llama, MeasurementError, "config.json", "of type no_such_type")
+    edit(llama / "config.json", model_type=None)
+    failure(
+        llama, MeasurementError, "expected a config of transformers, got one without model_type"
+    )
+
+
+@pytest.mark.parametrize(("files", "what"), [
+    ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "a LoRA adapter (PEFT)"),
+    ({"open_clip_config.json": "{}"}, "an open_clip model"),
+    ({"params.json": "{}", "consolidated.00.pth": ""}, "a model in Meta's own format"),
+    ({"config.json": '{"architecture": "vit", "pretrained_cfg": {}}'}, "a timm model's"),
+    ({"config.json": '{"model_type": "llama"}', "model.gguf": ""}, "a GGUF model"),
+])  # fmt: skip
+def test_a_format_that_is_not_read_is_named(tmp_path: Path, files: Any, what: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    fails(lambda: open_checkpoint(tmp_path), NumdevError, what)
+
+
+def test_a_file_that_is_not_read_is_named(tmp_path: Path) -> None:
+    """And weights that need a factory say so, with nothing that is None."""
+    for suffix, what in ((".gguf", "a GGUF file"), (".xyz", "a file *.xyz")):
+        fails(
+            lambda suffix=suffix: open_state_dict(tmp_path / f"w{suffix}", "a:b"), UsageError, what
+        )
+    path = torch_saved(tmp_path / "w.pt", state())
+    with pytest.raises(UsageError) as caught:
+        open_state_dict(path, None)
+    assert caught.value.message.endswith("w.pt: weights alone need --model package.module:factory")
+
+
+def test_a_pointer_of_git_lfs_is_recognised_everywhere(llama: Path, tmp_path: Path) -> None:
+    """Weights, shards, configs, pickles, tokenizers, texts, pieces of distributed checkpoints."""
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n"
+    said = "is a pointer of git-lfs, not the file it stands for"
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        before = (llama / name).read_bytes() if (llama / name).exists() else b"{}"
+        (llama / name).write_text(text)
+        if name == "tokenizer.json":
+            fails(lambda: load_tokenizer(llama), MeasurementError, name, said)
+        else:
+            failure(llama, MeasurementError, name, said)
+        (llama / name).write_bytes(before)
+    for name in ("w.pt", "w.safetensors", "text.txt"):
+        (tmp_path / name).write_text(text)
+    for reading in (
+        lambda: list(read(tmp_path / "w.pt")), lambda: list(read(tmp_path / "w.safetensors")),
+        lambda: read_text(tmp_path / "text.txt"),
+    ):  # fmt: skip
+        fails(reading, MeasurementError, said)
+    (tmp_path / ".metadata").write_text(text)
+    fails(lambda: read_metadata(tmp_path), MeasurementError, said)
 
 
 def test_sizes_far_beyond_what_is_stored_are_refused(llama: Path) -> None:

@@ -123,10 +123,16 @@ def concluded(report: R, judgement: Judgement) -> R:
         "outcome": judgement.outcome,
         "verdicts": tuple(kernel_verdicts(judgement, findings, partial(study.passing, report))),
         "findings": tuple(findings),
-        "tested": tuple(tested),
+        "tested": (*tested, *_left_out(report)),
     })  # fmt: skip
     summarised: R = study.summarised(whole)
     return summarised
+
+
+def _left_out(report: Report) -> Iterator[str]:
+    """What of the model no test is about, if the source says that there is any."""
+    if text := report.provenance.source.get("not_audited"):
+        yield f"Not audited: {text}."
 
 
 def check_system(system: dict[str, object], rules: Rules) -> None:

@@ -30,6 +30,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
 from numdev.sources.files import naming, quiet, some
 from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
+from numdev.sources.mixers import is_mixer, mixers
 
 T = TypeVar("T")
 OnCall = Callable[[AttentionCase], Tensor | None]  # what it returns, if anything, is the answer
@@ -45,6 +46,10 @@ WITHOUT_EFFECT = frozenset(
 
 class Enough(Exception):
     """No call of interest follows, and the run ends here."""
+
+
+class Unseen(MeasurementError):
+    """Attention ran in the model and made no call that could be met."""
 
 
 class _Abandoned(BaseException):
@@ -173,8 +178,9 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
 
 # --- who calls ----------------------------------------------------------------------------------
 #
-# Modules that own query, key and value projections and ran must have made a call. One without such
-# projections that attends by hand beside others that do not is not noticed.
+# Modules that own query, key and value projections and ran must have made a call, and so must those
+# that look like a mixer without a softmax and compute one. A module without such projections that
+# attends by hand beside others that do not is not noticed.
 
 # The projections by their names, whole words between underscores: q_proj, to_k, linear_v, c_attn.
 _FUSED = "qkv|wqkv|query_key_value|c_attn|att_proj"
@@ -192,11 +198,16 @@ def attention_modules(model: nn.Module) -> list[str]:
 def _owns_projections(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return True
-    children = [name.lower() for name, _ in module.named_children()]
-    if any("conv1d" in name for name in children):  # a linear attention
+    if is_mixer(module):
         return False
-    names = [name for name in children if "norm" not in name]
+    names = [name.lower() for name, _ in module.named_children() if "norm" not in name.lower()]
     return all(any(role.search(name) for name in names) for role in QKV)
+
+
+def unaudited(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
+    """The modules of a model that mix tokens without a softmax, each with its layer and name."""
+    for name, module in mixers(model, _owns_projections):
+        yield layer_of(module, name), name, module
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
@@ -248,14 +259,16 @@ class Watch:
         self.step, self.on_met = step, on_met
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
         self.owners = {m for m in self.modules if _owns_projections(m)}
+        self.mixers = {module for _, module in mixers(model, _owns_projections)}
         self.running: list[Frame] = []
         self.calls: Counter[str] = Counter()
         self.ran, self.seen = Counter[nn.Module](), Counter[nn.Module]()
+        self.softmaxes = set[nn.Module]()  # the mixers that computed one
 
     @contextmanager
     def watching(self, *, begun: bool = False) -> Iterator[None]:
-        """Run the model in here. Raises MeasurementError at the end unless every run of every owner
-        of projections made a call. `begun`: the model runs already, in this thread: its own hooks
+        """Run the model in here. Raises Unseen at the end unless every run of every owner of
+        projections made a call. `begun`: the model runs already, in this thread: its own hooks
         are left alone, for PyTorch iterates over them, and what other threads run is no part."""
         thread = threading.get_ident()
         modules = [m for m in self.modules if not (begun and m is self.model)]
@@ -276,18 +289,31 @@ class Watch:
 
         with followed(modules, enter, leave):
             yield
-        missed = sorted(self.modules[m] for m in self.owners if self.ran[m] > self.seen[m])
+        attending = self.owners | self.softmaxes
+        missed = sorted(self.modules[m] for m in attending if self.ran[m] > self.seen[m])
         if missed or not self.calls:
             what = f"attention ran but was not seen in {some(missed)}"
             what = what if missed else "the model made no attention call"
             hint = "numdev sees calls of scaled_dot_product_attention and transformers' interface"
-            raise MeasurementError(what, hint=hint)
+            raise Unseen(what, hint=f"{hint}; `numdev effects` checks such a model as a whole")
+
+    def note_softmax(self) -> None:
+        """A softmax is computed: by which of the running mixers, if by one."""
+        attending = self.owners | self.mixers
+        innermost = next((f.module for f in reversed(self.running) if f.module in attending), None)
+        if innermost in self.mixers:
+            self.softmaxes.add(innermost)
 
     def next_call(self) -> CaseRef:
         """The name of the call being made, of the innermost running module with projections."""
         inside_out = [frame.module for frame in reversed(self.running)]
         module, name = inside_out[0], self.modules[inside_out[0]]
-        self.seen[next((m for m in inside_out if m in self.owners), module)] += 1
+        owner = next((m for m in inside_out if m in self.owners | self.softmaxes), module)
+        self.seen[owner] += 1
+        if owner is module and owner not in self.owners:
+            # A part that makes query, key and value for the module that attends.
+            for part in (m for m in module.modules() if m in self.owners):
+                self.seen[part] = self.ran[part]
         call = self.calls[name]
         self.calls[name] += 1
         phase: Phase | None = None
@@ -363,6 +389,8 @@ class _Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(args, kwargs)
+        if self.watch and getattr(func, "__name__", "") == "softmax":
+            self.watch.note_softmax()
         return (self._meet if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
 
     def _meet(
@@ -511,9 +539,10 @@ def _attention(
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     given = {name: x for name, x in kwargs.items() if x is not None}
     beside = given.keys() & {"softcap", "s_aux", "sliding_window"}
+    chosen = given.keys() & {"indices", "block_indices"}
     # What transformers' SDPA function acts on.
     itself = given.keys() & {"is_causal", "position_bias"} & signature(sdpa).parameters.keys()
-    if unknown := some(sorted(given.keys() - beside - itself - WITHOUT_EFFECT)):
+    if unknown := some(sorted(given.keys() - beside - chosen - itself - WITHOUT_EFFECT)):
         what = f"passes its attention an argument numdev does not know: {unknown}"
         raise MeasurementError(f"{type(module).__name__} {what}", hint="please report the model")
     # Within its own handler the mode is off: a model that `on_call` runs is not the one met.
@@ -521,23 +550,68 @@ def _attention(
     active = next((mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None)
     interceptor = active or _Interceptor(lambda case: None)
     interceptor.passed = {"query": query, **{name: given[name] for name in beside}}
+    on = {name: given[name] for name in itself}
+    for name in chosen:
+        shown = chosen_keys(module, query, key, given[name], blocks=name == "block_indices")
+        if attention_mask is None and on.get("is_causal", getattr(module, "is_causal", True)):
+            shown = shown & _not_later(query, key)
+        attention_mask = _shown_alone(attention_mask, shown)
     call = (module, query, key, value, attention_mask)
     try:
         with nullcontext() if active else interceptor:
-            on = {name: given[name] for name in itself}
             return sdpa(*call, dropout=dropout, scaling=scaling, **on)
     finally:
         interceptor.passed = {}
+
+
+# --- sparse attention: keys that the model chooses, by their numbers -----------------------------
+
+
+def chosen_keys(
+    module: nn.Module, query: Tensor, key: Tensor, indices: Tensor, *, blocks: bool
+) -> Tensor:
+    """Which keys the model chose, bool [batch, 1 or heads, q_len, kv_len]. `indices`: for each
+    query the numbers of keys [batch, q_len, chosen], or of `blocks` of keys for each group of heads
+    [batch, groups, q_len, chosen]; what is below 0 is none."""
+    size = 1
+    if blocks:
+        size = cast(Any, module).indexer.block_size
+    numbers = indices if indices.ndim == 4 else indices.unsqueeze(1)
+    count = -(-key.shape[2] // size)
+    numbers = torch.where(numbers < 0, count, numbers).long()  # none: behind the last one
+    shown = torch.zeros(*numbers.shape[:3], count + 1, dtype=torch.bool, device=key.device)
+    shown = shown.scatter(-1, numbers, True)[..., :count]
+    shown = shown.repeat_interleave(size, dim=-1)[..., : key.shape[2]]
+    return shown if shown.shape[1] == 1 else shown.repeat_interleave(
+        query.shape[1] // shown.shape[1], dim=1
+    )  # fmt: skip
+
+
+def _not_later(query: Tensor, key: Tensor) -> Tensor:
+    """Which keys are not behind a query, the last query standing at the last key, bool
+    [q_len, kv_len]."""
+    n, m = query.shape[2], key.shape[2]
+    return torch.ones(n, m, dtype=torch.bool, device=key.device).tril(m - n)
+
+
+def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
+    """A mask that also hides what is not `shown`."""
+    if mask is None or mask.dtype == torch.bool:
+        return shown if mask is None else mask & shown
+    return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
 
 
 def in_parts(model: nn.Module, inputs: Mapping[str, Any], ends: Iterable[int]) -> Iterator[Any]:
     """What a model returns for its `input_ids` read in parts, up to each of `ends`, with a cache.
     An `attention_mask` is given to each part up to its end."""
     ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0
+    takes = signature(model.forward).parameters
+    # The states of a model without attention are no keys and values.
+    cache = "cache_params" if "cache_params" in takes else "past_key_values"
     for end in ends:
-        part = {"input_ids": ids[:, start:end], "past_key_values": past, "use_cache": True}
+        part = {"input_ids": ids[:, start:end], cache: past, "use_cache": True}
         answer = model(**part, **({} if mask is None else {"attention_mask": mask[:, :end]}))
-        past, start = answer.past_key_values, end
+        past, start = getattr(answer, cache), end
         yield answer
 
 

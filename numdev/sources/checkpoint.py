@@ -30,6 +30,7 @@ from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation, followed
 from numdev.sources.files import SplitTensor, blaming, is_distributed, name_of, quiet, read_json
+from numdev.sources.foreign import file_format, refuse_config, refuse_directory, refuse_pointer
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = (
@@ -47,6 +48,8 @@ INDEX = ".index.json"
 # Where training scripts put the model's configuration: nanoGPT, Lightning, and others.
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
+# Numbers that JSON has no word for: transformers stores one as an object with this key alone.
+SPECIAL, NUMBERS = "__float__", ("Infinity", "-Infinity", "NaN")
 # Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
 POSITIONS_AFTER_PADDING = re.compile(
     "roberta|camembert|longformer|mpnet|xmod|luke|data2vec-text|layoutlmv3|lilt"
@@ -207,6 +210,9 @@ class Checkpoint(Weights):
             model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
             if not model or kind not in transformers.CONFIG_MAPPING:
                 what = f"transformers {transformers.__version__} has no model {name} of type {kind}"
+                if name == "none":
+                    what = f'{self.path / "config.json"}: names no model in "architectures"'
+                    raise MeasurementError(what, hint="name the class that it is for")
                 if self.config.get("auto_map"):
                     what += ", and numdev does not run code shipped with it (auto_map)"
                 hint = 'try a newer transformers, or correct "architectures" in config.json'
@@ -217,6 +223,10 @@ class Checkpoint(Weights):
                     if how["quant_method"] != "fp8":
                         what = f"{self.path}: is quantised by {how['quant_method']}, expected fp8"
                         raise MeasurementError(what, hint="audit the checkpoint it was made from")
+                    if not how.get("weight_block_size"):
+                        what = f"{self.path}: is fp8 with one scale a tensor or channel"
+                        what += ", expected scales of blocks (weight_block_size)"
+                        raise MeasurementError(what, hint="audit the checkpoint it was made from")
                     how["dequantize"] = True  # each weight times its scale, on any device
                 return cls, transformers.CONFIG_MAPPING[kind].from_dict(stored)
 
@@ -225,6 +235,9 @@ def load_tokenizer(directory: Path) -> Any | None:
     """The tokenizer in a directory (a transformers one), or None when there is none."""
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
+    for pattern in TOKENIZER_FILES:
+        for file in directory.glob(pattern):
+            refuse_pointer(file)
     from transformers import AutoTokenizer
 
     with quiet(), blaming(directory, "load the tokenizer with transformers"):
@@ -238,10 +251,28 @@ def open_checkpoint(path: Path) -> Checkpoint:
     none, MeasurementError where it is damaged."""
     stored = path / "config.json"
     if not stored.is_file():
+        refuse_directory(path)
         raise UsageError(f"{path}: has no config.json", hint="give a Hugging Face directory")
+    config = read_config(stored)
+    refuse_config(stored, config)
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
-    files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
-    return Checkpoint.opened(path, files=files, config=read_json(stored))
+    try:
+        files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
+    except UsageError:
+        refuse_directory(path)
+        raise
+    return Checkpoint.opened(path, files=files, config=config)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A stored configuration as transformers reads it: `{"__float__": "Infinity"}` is infinity, and
+    likewise -infinity and NaN. Raises MeasurementError where the file is no JSON object."""
+
+    def number(stored: dict[str, Any]) -> Any:
+        word = stored.get(SPECIAL)
+        return float(word) if len(stored) == 1 and word in NUMBERS else stored
+
+    return read_json(path, number)
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
@@ -329,9 +360,12 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     there are none or no factory, MeasurementError for a file that is damaged or holds none."""
     if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
-        raise UsageError(f"{path}: expected {accepted}", hint="see docs/inputs.md")
+        got = file_format(path)
+        what = f"{path}: expected {accepted}" + f", got {got}" * bool(got)
+        raise UsageError(what, hint="see docs/inputs.md")
     if not factory or ":" not in factory:
-        what = f"{path}: needs --model package.module:factory, got {factory!r}"
+        got = f", got {factory!r}" if factory else ""
+        what = f"{path}: weights alone need --model package.module:factory{got}"
         raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
     build = imported(factory, "model")
     config: Mapping[str, Any] = {}
@@ -340,7 +374,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         content = storage.read_pickle(path)
         config = next((c for key in CONFIGS if isinstance(c := content.get(key), dict)), {})
     elif beside.is_file():
-        config = storage.read_json(beside)
+        config = read_config(beside)
     own: dict[str, Any] = {"factory": factory, "build": build, "config": config}
     if is_distributed(path):
         return StateDict.opened(path, **own)

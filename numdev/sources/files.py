@@ -15,7 +15,7 @@ import math
 import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
+from numdev.sources.foreign import refuse_pointer
 
 FETCH = "download or resave it"
 DISTRUST = "do not use this checkpoint unless you know why"
@@ -67,10 +68,11 @@ def shards(index: Path, *, lack: bool = False) -> tuple[Path, ...]:
     return files
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object."""
+def read_json(path: Path, made_of: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """A file that holds one JSON object; `made_of`: what stands for each object in it."""
+    refuse_pointer(path)
     with naming(path, "is not valid JSON"):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=made_of)
     if not isinstance(content, dict):
         raise MeasurementError(f"{path}: holds no JSON object", hint=FETCH)
     return content
@@ -98,12 +100,14 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def open_safetensors(path: Path) -> Any:
     """The opened file; opening checks its header, and the header against the file's length."""
+    refuse_pointer(path)
     with naming(path, "is not a whole safetensors file"):
         return safe_open(path, framework="pt")
 
 
 def read_pickle(path: Path) -> dict[Any, Any]:
     """The dict that torch.save wrote; tensors and plain values, no other object is ever built."""
+    refuse_pointer(path)
     try:  # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
         if mapped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -286,6 +290,7 @@ class SplitTensor:
         return whole
 
     def _read(self, piece: Piece) -> Tensor:
+        refuse_pointer(self.directory / piece.file)
         with naming(self.directory, f"{self.name}: {piece.file} is missing or damaged"):
             with (self.directory / piece.file).open("rb") as file:
                 file.seek(piece.offset)
@@ -335,6 +340,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
     path = directory / METADATA
     places: dict[Any, dict[str, Any]] = {}
     tensors = []
+    refuse_pointer(path)
     with naming(path, "is not the metadata of a distributed checkpoint"), path.open("rb") as file:
         metadata = _Unpickler(path, file).load()
         for index, info in metadata.storage_data.items():

@@ -21,6 +21,7 @@ from numdev.sources import capture as capturing
 from numdev.sources import checkpoint as stored
 from numdev.sources.files import FETCH, is_distributed, some
 from numdev.sources.loss import Upstream, drawn_from, find_upstream, with_drawn
+from numdev.sources.mixers import in_words
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import Prompt, model_inputs
@@ -280,6 +281,7 @@ class CheckpointSource(Source):
         self.modules = capturing.attention_modules(self.model)
         layers = [capturing.layer_of(self.model.get_submodule(name), name) for name in self.modules]
         self.numbers = [] if None in layers else layers
+        self.others = in_words(capturing.unaudited(self.model))
         described = self.checkpoint.describe()
         if "auto_map" in described:
             which = f"{type(self.model).__name__} of {type(self.model).__module__.split('.')[0]}"
@@ -303,6 +305,7 @@ class CheckpointSource(Source):
             **({"streamed": "layer by layer"} if self.streamed else {}),
             "sha256": self.checkpoint.identity(),
             **self.checkpoint.describe(),
+            **({"not_audited": f"{self.others}: no softmax attention"} if self.others else {}),
             "architecture": type(self.model).__name__,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "prompt": self.prompt.description,

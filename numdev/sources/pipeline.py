@@ -36,6 +36,7 @@ from numdev.sources import capture as capturing
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import VARIADIC
 from numdev.sources.files import blaming, name_of, naming, quiet
+from numdev.sources.foreign import refuse_pointer
 from numdev.sources.loss import drawn_from, with_drawn
 from numdev.sources.prompts import Prompt, read_text
 from numdev.system import System
@@ -117,7 +118,7 @@ class PipelineSource:
             "parameters": sum(p.numel() for p in self.denoiser.parameters()),
             "scheduler": type(self.pipeline.scheduler).__name__,
             "denoising_steps": self.steps,
-            "not_audited": self.others,
+            **({"not_audited": f"the attention of {self.others}"} if self.others else {}),
             "prompt": self.prompt,
             "sequences_asked": self.request.sequences,
             "sequences_read": len(next(iter(self.arguments.values()))),
@@ -138,6 +139,8 @@ class PipelineSource:
     def _part(self, name: str, dtype: torch.dtype) -> Any:
         """A part of the pipeline, loaded; a model in eval mode and cast to `dtype`."""
         directory, (library, kind) = self.path / name, self.parts[name]
+        for file in sorted(directory.glob("*")):
+            refuse_pointer(file)
         cls = _class(directory, library, kind, ALLOWED[library])
         options: dict[str, Any] = {"local_files_only": True}
         if library == "transformers":

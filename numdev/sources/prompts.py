@@ -24,6 +24,7 @@ from numdev.errors import UsageError, closest, one_line
 from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
 from numdev.sources.files import plain, some
 from numdev.sources.files import read as read_tensors
+from numdev.sources.foreign import refuse_pointer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,6 +202,7 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
 
 def read_text(file: Path) -> str:
     """A UTF-8 text file. Raises UsageError where it is none."""
+    refuse_pointer(file)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
