@@ -36,6 +36,8 @@ WRONG = {
     "fp64 result is {cut}× closer to the kernel's)",
     "expected_ratio": "is inaccurate: the rms error of {tensor}{median} is {number}× what {claim} "
     "predicts (limit {bound}×)",
+    "rms_ratio": "is inaccurate: the rms of {tensor}'s error{median} is {number}× that of what "
+    "{claim} predicts (limit {bound}×)",
     "baseline_ratio": "has {number}× eager attention's error in {tensor} (limit {bound}×)",
     "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for it (limit "
     "{bound}×)",
