@@ -143,6 +143,8 @@ class _Flash(torch.autograd.Function):
         truncated = functools.partial(_truncated, fmt=format_of(q.dtype))
         Q, K, V, O, dO = (_wide(x) for x in (q, k, v, out, grad))
         delta = (dO * O).sum(dim=-1)
+        if fault == "delta_rounded":
+            delta = r(delta)
         if fault == "delta_missing":
             delta = torch.zeros_like(delta)
         if fault == "delta_of_the_next_row":
@@ -294,4 +296,7 @@ dq_accumulator_rounded = planted(
     "The running dQ is kept in the working format.",
     "dq",
     shows=lambda case: _narrow(case) and _tiled(case),
+)
+delta_rounded = planted(
+    "delta_rounded", "delta is kept in the working format.", "dq", "dk", shows=_narrow
 )

@@ -63,7 +63,7 @@ backward: true
 repeats: 2
 """
 NEEDED = ("elements", "rms", "mean_abs", "max_abs", "nonfinite", "sequences", "expected_ratio",
-          "worst_row", "noise")  # fmt: skip
+          "rms_ratio", "worst_row", "noise")  # fmt: skip
 SIZES = ("rms", "mean_abs", "max_abs")
 REASONS = ("", "0/0", "not measured", "needs at least two sequences", "no prediction",
            "the kernel does not say how it rounds", "sampled rows")  # fmt: skip
@@ -145,7 +145,7 @@ def lacking(report: Data, rng: random.Random) -> None:
     # Over rows without a key nothing is measured; log-sum-exps have no prediction, dk and dv of
     # sampled rows neither; gradients no sequences.
     tensors = {"sequences": ("out",), "expected_ratio": ("out", "dq"), "worst_row": ("out", "dq"),
-               "noise": ("out", "dq")}  # fmt: skip
+               "rms_ratio": ("dq",), "noise": ("out", "dq")}  # fmt: skip
     for row in scope(report, rng, tensors.get(name, ("out", "dq", "dk", "dv"))):
         if rng.random() < 0.2:
             row.pop(name, None)

@@ -56,7 +56,7 @@ def test_the_baseline_runs_in_float32_too() -> None:
 
 
 def test_the_metrics_are_their_definitions() -> None:
-    """expected_ratio and worst_row in numpy, row by row."""
+    """expected_ratio, rms_ratio, its rows and worst_row in numpy, row by row."""
     exact = attend(training(length=20, batch=2, heads=3))
     yardstick = yardstick_of(exact)
     generator = torch.Generator().manual_seed(1)
@@ -78,6 +78,13 @@ def test_the_metrics_are_their_definitions() -> None:
     assert [h["expected_ratio"] for h in found] == pytest.approx(rel[0] / typical, rel=1e-12)
     assert [h["worst_row"] for h in found] == pytest.approx(worst, rel=1e-12)
     assert worst[2] > 10
+    plain = [(x**2).sum(axis=1) for x in (actual, expected, least)]
+    ratios = np.sqrt(plain[0] / np.maximum(plain[1], plain[2]))
+    assert [h["rms_ratio"] for h in found] == pytest.approx(ratios, rel=1e-12)
+    weight = np.maximum(expected, least) ** 2
+    rows = weight.sum(axis=1) ** 2 / (weight**2).sum(axis=1)
+    assert [h["rms_rows"] for h in found] == pytest.approx(rows, rel=1e-12)
+    assert all(1 <= n < 40 for n in rows)
 
 
 def test_an_exact_prediction_still_leaves_a_rounding() -> None:

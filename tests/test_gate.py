@@ -39,6 +39,7 @@ def test_a_sound_kernel_passes() -> None:
     ("out", "bfloat16", "expected_ratio", 1.1, 1.11), ("dv", "bfloat16", "worst_row", 5.0, 5.01),
     ("dv", "bfloat16", "expected_ratio", 1.1, 1.11), ("dq", "bfloat16", "worst_row", 20.0, 20.1),
     ("dq", "bfloat16", "expected_ratio", 3, 3.01), ("dk", "bfloat16", "expected_ratio", 3, 3.01),
+    ("dq", "bfloat16", "rms_ratio", 3.0, 3.01), ("dv", "float16", "rms_ratio", 1.1, 1.11),
     ("dk", "float32", "expected_ratio", 16.0, 16.1), ("out", "bfloat16", "noise", 0.0, 1e-12),
     ("dq", "bfloat16", "noise", 1.12e-3, 1.13e-3),  # u / sqrt(12) = 1.128e-3 of terms of size 1
 ])  # fmt: skip
@@ -81,6 +82,33 @@ def test_the_typical_head_is_the_median() -> None:
     of_check = default_rules_for_checks()  # whose cases are judged each by itself
     assert judge(pooled).exit_code == 0 < judge(pooled, of_check).exit_code
     assert few.exit_code == judge([row(), *large[4:]]).exit_code == 0 < judge(four).exit_code
+
+
+def test_the_rms_is_judged_by_its_median_too() -> None:
+    """Of each tensor at its own limit; a report without the number is no pass. Of sampled rows the
+    limit is 1.1, as an interval around 1 contains one that is nearer."""
+    for tensor, at in (("out", 1.05), ("dq", 1.015), ("dk", 1.03)):
+        for value, code in ((at, 0), (at + 0.001, 1), (None, 3)):
+            heads = [row(h, tensor=tensor, rms_ratio=value) for h in range(8)]
+            assert judge(heads).exit_code == code, (tensor, value)
+    sampled: Any = {"sampled": True}
+    for ends, code in (((0.96, 1.04), 0), ((0.96, 1.12), 3), ((1.11, 1.2), 1)):
+        interval = dict.fromkeys(("expected_ratio", "noise_ratio", "rms"), (1.0, 1.04))
+        sampled |= {"interval": {**interval, "rms_ratio": ends}, "rms_ratio": sum(ends) / 2}
+        heads = [row(h, tensor="dq", **sampled) for h in range(8)]
+        assert judge(heads).exit_code == code, ends
+
+
+def test_where_few_rows_are_most_of_the_error_luck_is_theirs() -> None:
+    """dq of 8 heads: 1 + 2.5 x 1.25 / sqrt(8 numbers x 10 rows x 8 heads) = 1.1236, of 100 rows
+    1.0391; dk's scatter is 6: 1.2965, and 1.0938."""
+    for tensor, rows_in_effect, limit in (
+        ("dq", 10.0, 1.124), ("dq", 100.0, 1.04), ("dk", 10.0, 1.297), ("dk", 100.0, 1.094),
+    ):  # fmt: skip
+        for excess, code in ((0.0, 0), (1e-3, 1)):
+            of: Any = {"tensor": tensor, "rms_rows": rows_in_effect, "rows_measured": 100}
+            heads = [row(h, rms_ratio=limit + excess, **of) for h in range(8)]
+            assert judge(heads).exit_code == code, (tensor, rows_in_effect, excess)
 
 
 @pytest.mark.parametrize(("rms", "rel", "passes"), [

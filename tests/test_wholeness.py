@@ -131,6 +131,8 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     ({"layer": 1}, "has rows of another call"), ({"rms": 1e-9}, "a mean error above"),
     ({"max_abs": 1e-9}, "an rms above the largest"),
     ({"interval": {"rms": (1.0, 2.0)}}, "an interval of rms without its value"),
+    ({"rms_rows": 0.5, "rows_measured": 100}, "an rms of 0.5 rows, of 100"),
+    ({"rms_rows": 101.0, "rows_measured": 100}, "an rms of 101 rows, of 100"),
 ])  # fmt: skip
 def test_a_row_that_contradicts_itself_or_its_floor_is_refused(change: Any, said: str) -> None:
     """In one head of one kernel, beside the floor of the same head."""
@@ -144,8 +146,8 @@ def test_a_row_that_contradicts_itself_or_its_floor_is_refused(change: Any, said
             judge_report(report(*floor, *sound[:3], row(3, format=fmt, **change)), FINITE)
 
 
-@pytest.mark.parametrize("name", ["expected_ratio", "worst_row", "noise", "bias_p", "bias_size",
-                                  "nonfinite"])  # fmt: skip
+@pytest.mark.parametrize("name", ["expected_ratio", "rms_ratio", "worst_row", "noise",
+                                  "bias_p", "bias_size", "nonfinite"])  # fmt: skip
 @pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("reason", [None, "needs at least two sequences", "0/0", "because"])
 def test_a_number_that_lacks_for_no_reason_is_no_pass(name: str, heads: int, reason: Any) -> None:

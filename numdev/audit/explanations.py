@@ -78,9 +78,15 @@ class Likeness:
 
 def excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
     """How far a metric, or its median of n heads, is on the way to its limit by default."""
-    limits = (t for t in default_rules().thresholds if t.metric == name)
-    limit = next(t for t in limits if bool(t.heads) == bool(n))
+    limits = [t for t in default_rules().thresholds if t.metric == name]
+    limits = [t for t in limits if bool(t.heads) == bool(n)]
+    limit = next((t for t in limits if row is None or t.where.fit(row)), limits[0])
     return (limit if row is None else limit.at(row).above_luck(row, n or 1)).excess(value)
+
+
+def _is_judged(name: str, row: DeviationRow) -> bool:
+    """Whether a default rule holds this metric of such a row to a limit."""
+    return any(t.metric == name and t.where.fit(row) for t in default_rules().thresholds)
 
 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
@@ -94,6 +100,10 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
         middle = median(r.expected_ratio or 0.0 for r in predicted)
         sizes = [excess("expected_ratio", middle, predicted[0], len(predicted))]
         sizes += [excess("expected_ratio", r.expected_ratio, r) for r in predicted]
+        if _is_judged("rms_ratio", heads[0]):
+            middle = median(r.rms_ratio or 0.0 for r in predicted)
+            sizes += [excess("rms_ratio", middle, predicted[0], len(predicted))]
+            sizes += [excess("rms_ratio", r.rms_ratio, r) for r in predicted]
         sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
         certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
         sizes += [excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]

@@ -39,6 +39,7 @@ from numdev.sources.tensorfile import kind_of
 if TYPE_CHECKING:
     from numdev.audit.explanations import Likeness
 
+AVERAGES = ("expected_ratio", "rms_ratio", "rms_rows")  # over all rows, beside what is predicted
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 
@@ -117,12 +118,12 @@ class Runs:
         if self.task.role == "floor":
             return measured()
         # Of sampled keys single rows alone are judged, for no other way of rounding is tried there.
-        lacking = () if tensor in bench.by_row else ("expected_ratio", "baseline_ratio")
+        lacking = () if tensor in bench.by_row else (*AVERAGES, "baseline_ratio")
         why = unexpected(self.claim, bench.case.format, fmt)
         if why is not None:
             deviation = measured()
             for head in deviation.heads:
-                _null(head, ("expected_ratio", "worst_row"), why)
+                _null(head, (*AVERAGES, "worst_row"), why)
                 _null(head, lacking, NOT_PREDICTED)
             return deviation
         if (like := self.likes.get(tensor)) is None:

@@ -47,7 +47,7 @@ FIGURES = {
 # By figure, the other metrics that it shows.
 SHOWN_BY = {
     "row_rel": ("expected_ratio", "worst_row", "suspicion"),
-    "rms": ("floor_ratio", "baseline_ratio", "rel", "mean_abs", "lse_error"),
+    "rms": ("rms_ratio", "floor_ratio", "baseline_ratio", "rel", "mean_abs", "lse_error"),
     "max_abs": ("max_ulp", "fa_rule"),
     "noise": ("noise_ratio",),
 }

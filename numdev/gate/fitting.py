@@ -26,6 +26,8 @@ from numdev.report import Outcome, Report
 MARGINS = {
     ("expected_ratio", False): (1.1, 1.0),
     ("expected_ratio", True): (1.03, 1.0),
+    ("rms_ratio", False): (1.1, 1.0),
+    ("rms_ratio", True): (1.03, 1.0),
     ("worst_row", False): (1.5, 1.0),
     ("noise_ratio", False): (2.0, 0.0),
     ("lse_error", False): (3.0, 0.0),
@@ -85,9 +87,12 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Thresh
     tensor, kernel."""
     margin, least = MARGINS[threshold.metric, threshold.heads is not None]
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
+    scatters: dict[str, float | None] = {}  # by tensor, where it is another than the rule's
     for rows in threshold.where.choose(groups).values():
-        size, limit = _worst(rows, threshold), threshold.at(rows[0]).at_most or 0.0
+        usual = threshold.at(rows[0])
+        size, limit = _worst(rows, threshold), usual.at_most or 0.0
         group = (rows[0].format, rows[0].tensor, rows[0].kernel)
+        scatters[rows[0].tensor] = None if usual.scatter == threshold.scatter else usual.scatter
         if size is not None:
             tight = rounded_up(min(max(size, least), LARGEST) * margin)
             limit = tight if (threshold.name, *group) in wider else min(tight, limit)
@@ -95,7 +100,9 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Thresh
     instead = []
     for (fmt, tensor), same in grouped(limits, lambda group: group[:2]).items():
         tightest = min(limits[group] for group in same)
-        where = {"format": (glob.escape(fmt),), "tensor": (tensor,)}
+        where: dict[str, Any] = {
+            "format": (glob.escape(fmt),), "tensor": (tensor,), "scatter": scatters[tensor],
+        }  # fmt: skip
         instead += [
             Instead(**where, kernel=(glob.escape(group[2]),), at_most=limits[group])
             for group in same

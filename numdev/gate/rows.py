@@ -187,6 +187,9 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
         return "has no error values"
     if not mean <= rms * ROUNDING or not rms <= largest * ROUNDING:
         return "has a mean error above the rms, or an rms above the largest,"
+    in_effect, of = row.rms_rows, None if row.sampled else row.rows_measured
+    if in_effect and of and not 1 / ROUNDING <= in_effect <= of * ROUNDING:
+        return f"has an rms of {in_effect:g} rows, of {of},"
     for metric, (low, high) in row.interval.items():
         if low < 0 and metric not in SIGNED:
             return f"has an interval of {metric} below 0"
@@ -231,7 +234,9 @@ def _lacking(
     cells: Counter[tuple[str, int | None]] = Counter(
         (r.tensor, r.head) for r in rows if r.status == "ok"
     )
-    bare = {r.tensor for r in rows if r.status != "ok"}
+    bare = Counter(r.tensor for r in rows if r.status != "ok")
+    if twice := next((tensor for tensor, count in bare.items() if count > 1), None):
+        return f"has several rows that say why there is no {twice}"
     wanted = {} if "out" in bare else {"out": heads.get("out", ())} if "dq" in bare else dict(heads)
     if any(tensor == "lse" for tensor, _ in cells):
         wanted["lse"] = heads.get("out", ())

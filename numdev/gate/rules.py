@@ -148,9 +148,10 @@ class Certain(Strict):
 
 
 class Instead(Patterns):
-    """Another limit for some kernels, formats or tensors."""
+    """Another limit for some kernels, formats or tensors, and where it says so another scatter."""
 
     at_most: Annotated[float, Field(ge=0)]
+    scatter: Annotated[float, Field(ge=0)] | None = None
 
 
 class Threshold(Limit):
@@ -166,6 +167,9 @@ class Threshold(Limit):
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
     by_case: bool = False  # case by case: where calls are not alike, one may hide another
     few: tuple[Annotated[int, Field(ge=2)], float] | None = None  # of fewer: how many, and a limit
+    sampled: Annotated[float, Field(ge=0)] | None = None
+    """The limit of sampled rows: an interval around a sound number would often contain a limit as
+    near to it as that of all rows, and decide nothing."""
     scatter: Annotated[float, Field(ge=0)] = 0
     """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
     may_lack: Literal["nothing", "rows", "numbers"] = "nothing"
@@ -173,8 +177,8 @@ class Threshold(Limit):
 
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
-        if (self.instead or self.scatter) and self.at_most is None:
-            raise ValueError("`instead` and `scatter` need at_most")
+        if (self.instead or self.scatter or self.sampled is not None) and self.at_most is None:
+            raise ValueError("`instead`, `sampled` and `scatter` need at_most")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
         if self.certain and not self.metric.startswith("bias"):
@@ -182,9 +186,14 @@ class Threshold(Limit):
         return self
 
     def at(self, row: DeviationRow) -> Threshold:
-        """As it is for rows of this one's kernel, format and tensor."""
+        """As it is for rows of this one's kernel, format and tensor, sampled or all."""
+        if row.sampled and self.sampled is not None:
+            return self.model_copy(update={"at_most": self.sampled})
         other = next((each for each in self.instead if each.fit(row)), None)
-        return self if other is None else self.model_copy(update={"at_most": other.at_most})
+        if other is None:
+            return self
+        scatter = self.scatter if other.scatter is None else other.scatter
+        return self.model_copy(update={"at_most": other.at_most, "scatter": scatter})
 
     def of(self, heads: int) -> Threshold:
         """As it is for so many heads."""
@@ -196,12 +205,15 @@ class Threshold(Limit):
     def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
         """As it is for a row: higher where it has few numbers. A ratio of root mean squares of n of
         them has a standard deviation of 1/√n or less; a median of N, 1.25/√N of that; an interval
-        has luck. A row of dq or dk shares the error of its delta, and counts as 8 numbers."""
+        has luck. A row of dq or dk shares the error of its delta, and counts as 8 numbers. Where
+        rows count by their size (`rms_ratio`), a few may be all there is."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
-        n = row.elements
-        if row.tensor in ("dq", "dk") and row.rows_measured:
-            n = min(n, 8 * row.rows_measured)
+        n, rows = float(row.elements), float(row.rows_measured or 0)
+        if self.metric == "rms_ratio" and row.rms_rows and rows:
+            n, rows = n * row.rms_rows / rows, row.rms_rows
+        if row.tensor in ("dq", "dk") and rows:
+            n = min(n, 8 * rows)
         luck = (1.25 if heads > 1 else 1.0) / math.sqrt(n * heads)
         allowed = math.ceil(1000 * (1 + self.scatter * luck)) / 1000
         higher = allowed > (self.at_most or 0.0)

@@ -61,6 +61,9 @@ def of_sums(sums: Sums) -> dict[str, Numbers]:
     if "against" in sums:
         predicted = np.maximum(sums["predicted"], sums["least_row"])
         found["expected_ratio"] = np.sqrt(sums["against"] / predicted)
+        predicted = np.maximum(sums["own_predicted"], sums["own_least"])
+        found["rms_ratio"] = np.sqrt(sums["own_against"] / predicted)
+        found["rms_rows"] = sums["own_weight"] ** 2 / sums["own_weight_squared"]
     for name in ("precision", "low_precision"):
         if found.keys() >= {"from_baseline_rms", f"{name}_rms"}:
             found[f"flash_vs_{name}"] = found["from_baseline_rms"] / found[f"{name}_rms"]

@@ -35,7 +35,7 @@ MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
 ESTIMATED = frozenset(
     {"mean_abs", "rms", "rel", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"}
     | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error", "noise_ratio"}
-    | {"low_precision_rms", "flash_vs_low_precision"}
+    | {"low_precision_rms", "flash_vs_low_precision", "rms_ratio", "rms_rows"}
 )
 # What has a test of its own, with its certainty beside it.
 TESTED = frozenset(
@@ -43,7 +43,7 @@ TESTED = frozenset(
     | {"suspicion", "suspicion_cut", "suspicion_share", "imprecision_share"}
 )
 # Multiples of an error, and so 0 where there is none, whatever the denominator.
-ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
+ERRORS = frozenset({"expected_ratio", "rms_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 _NUMBERS = (float | None, int | None, Count | None, bool | None)
 FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
 METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}

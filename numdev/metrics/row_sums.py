@@ -114,7 +114,7 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
             "predicted": square,
             "least_row": least,
             "expected_count": same.judged.double(),
-        }
+        } | _in_own_unit(size, predicted, same)
         largest["worst_row"] = _ratios(size, predicted, same)
     # Rows that repeat others are no observation of a bias.
     distinct = rows.usable & y.floor_finite & ~y.repeated[..., None]
@@ -123,6 +123,21 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
         largest=largest,
         signed=(elements.features, elements.along, distinct.sum(dim=2, dtype=torch.float64)),
     )
+
+
+def _in_own_unit(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> yardstick.Sums:
+    """Rows' squared errors, what is predicted of them, the least that may be, and the larger of the
+    two with its square, which tell how many rows there are in effect: in the unit of the tensor,
+    where rows of large errors count for more."""
+    squared, least = predicted.square(), rows.least.clamp_min(rows.least_allowed).square()
+    weight = torch.maximum(squared, least)
+    return {
+        "own_against": size.square(),
+        "own_predicted": squared,
+        "own_least": least,
+        "own_weight": weight,
+        "own_weight_squared": weight.square(),
+    }
 
 
 def element_sums(

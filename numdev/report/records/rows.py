@@ -14,7 +14,7 @@ Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # of things; not one that only JSON can hold
-# Why dk and dv have no expected_ratio, worst_row and baseline_ratio then.
+# Why dk and dv have no expected_ratio, rms_ratio, worst_row and baseline_ratio then.
 NOT_PREDICTED = "averages over single keys are not predicted where query rows are sampled"
 
 
@@ -122,6 +122,8 @@ class DeviationRow(OfKernel, _OfCall):
     bias_t: float | None = None
     bias_p: float | None = None
     expected_ratio: float | None = None
+    rms_ratio: float | None = None  # rms over that of what is expected: rows count by their size
+    rms_rows: float | None = None  # of how many rows that is, in effect
     worst_row: float | None = None
     claim: str | None = None  # the preset whose roundings are expected, or the way that explains it
     noise: float | None = None  # rms difference of repeated runs; 0 is bitwise the same
