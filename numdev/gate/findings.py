@@ -37,8 +37,8 @@ WRONG = {
     "suspicion": "does not compute the requested attention: {suspicion} ({removed})",
     "expected_ratio": "is inaccurate{errs_in}: the error of {tensor}{median}, relative to the size "
     "of each row's terms, is {number}× what {claim} predicts (limit {bound}×)",
-    "rms_ratio": "is inaccurate{errs_in}: the rms of {tensor}'s error{median} is {number}× that of what "
-    "{claim} predicts (limit {bound}×)",
+    "rms_ratio": "is inaccurate{errs_in}: the rms of {tensor}'s error{median} is {number}× that of "
+    "what {claim} predicts (limit {bound}×)",
     "baseline_ratio": "has {number}× eager attention's error in {tensor} (limit {bound}×)",
     "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for "
     "it{errs_in} (limit {bound}×)",
