@@ -32,13 +32,16 @@ def power(number: str) -> str:
 
 
 def three(value: float | None, beside: float | None = None) -> str:
-    """Three digits, or more where they would be those of a limit `beside`; 9570 and not 9.57e3."""
+    """Three digits, or more where they would be those of a limit `beside`; 9570 and not 9.57e3. What
+    was rounded shows its zeros: 1.00, where 1 is exactly 1."""
     if value is None:
         return NONE
     digits = 3
     while float(f"{value:.{digits}g}") == beside != value:
         digits += 1
     text = f"{value:.{digits}g}"
+    if float(text) != value:
+        text = f"{value:#.{digits}g}".rstrip(".")
     return f"{float(text):.0f}" if 1e3 <= abs(float(text)) < 1e6 else power(text)
 
 
