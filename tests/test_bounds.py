@@ -368,6 +368,11 @@ def at_output(variant: str, seed: int, **values: Any) -> OutputRow:
         ({"bias": -0.5}, "is biased by -0.50 ulp along its sign (the golden run's: +0.00)"),
         ({"floors": 9.0}, "errs 9.00 floors (the golden run's: 1.00)"),
         (
+            {"sharp": 7.5},
+            "errs 7.50 floors where q is scaled until scores reach 8 (the golden run's: 1.00), as "
+            "with a wrong scale",
+        ),
+        (
             {"floors": None, "apart": None, "bias": None, "slope": None, "nonfinite": 3},
             "has 6 elements that are not finite",
         ),

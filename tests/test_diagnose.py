@@ -11,16 +11,19 @@ import models
 import pytest
 import torch
 from commands import ran
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from numdev.cli.diagnose import attention_options
 from numdev.config import DiagnoseRequest
 from numdev.diagnose import study
 from numdev.diagnose.chain import Diagnosis
-from numdev.diagnose.series import series, step_of
+from numdev.diagnose.series import Stage, series, step_of
+from numdev.diagnose.training_text import training_text
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import write
 from numdev.report.io import sealed
+from numdev.training.config import TrainConfig, resolve
+from numdev.training.study import train
 
 
 @pytest.fixture
@@ -238,6 +241,38 @@ def test_a_checkpoint_that_broke_is_left_out(tmp_path: Path) -> None:
     assert left_out == ("m-step2: a.weight holds 8 NaN or infinite elements; left out.",)
     with pytest.raises(MeasurementError, match=r"m-step2: a.weight holds 8 NaN"):
         series([str(bad)])
+
+
+def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
+    """Windows of the text that training.json names; random bytes, and a note, where it is gone; and
+    what the request names."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 40)
+    variants = [{"name": "golden", "role": "golden", "kernel": "baseline", "format": "float32"}]
+    config = TrainConfig.model_validate({
+        "model": {"kind": "gpt2", "layers": 1, "width": 16, "heads": 2, "context": 16},
+        "data": {"source": "text", "files": [str(text)]}, "batch": 2, "steps": 1,
+        "variants": variants, "checkpoints": {"steps": [1]},
+    })  # fmt: skip
+    train(resolve(config, "t", device="cpu"), tmp_path / "run")
+    [path] = (tmp_path / "run" / "checkpoints").iterdir()
+    stage = Stage(target=str(path), name="golden-seed0-step1")
+    file, said = training_text(asked(path), stage, tmp_path)
+    assert (
+        said
+        == "golden-seed0-step1 reads 2 × 12 bytes of what it was trained on, 320 bytes of text.txt."
+    )
+    ids = load_file(file)["input_ids"]
+    assert all(bytes(row).decode() in text.read_text() for row in ids.tolist())
+    found = study.diagnose(asked(path, cures=False, kernels=()), tmp_path / "out")
+    assert said in found.summary.notes
+    assert training_text(asked(path, text=(str(text),)), stage, tmp_path) == (None, None)
+    text.write_text("ABCDEFGH" * 40)
+    assert "which are not those of its training" in training_text(asked(path), stage, tmp_path)[1]
+    text.unlink()
+    file, said = training_text(asked(path), stage, tmp_path)
+    assert file is None
+    assert said.startswith("golden-seed0-step1 reads random bytes: ")
 
 
 def test_what_is_no_series(tmp_path: Path) -> None:

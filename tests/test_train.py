@@ -24,6 +24,7 @@ from numdev.audit.journal import JOURNAL
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
+from numdev.kernels.reference import attend
 from numdev.report import Provenance, read
 from numdev.report.document import Figures, tables_of
 from numdev.training import figures
@@ -33,7 +34,7 @@ from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.training.measure import distance, spectral_norms
 from numdev.training.models import build
-from numdev.training.outputs import row_of
+from numdev.training.outputs import floors_of, row_of, sharpened
 from numdev.training.report import (
     DistanceRow,
     TrainReport,
@@ -528,6 +529,31 @@ def test_checkpoints_are_written_as_they_were_at_their_step(tmp_path: Path) -> N
     assert numdev("train", other, "-o", output, "-q", "--overwrite", "--device", "cpu") == 0
     names = {path.name for path in (output / "checkpoints").iterdir()}
     assert names == {"golden-seed0-step6", "flash-seed0-step6"}
+
+
+@pytest.mark.parametrize(("off", "least", "most"), [(1.0, 0.9, 1.3), (1.02, 5.0, 20.0)])
+def test_sharpened_calls_tell_a_wrong_scale(off: float, least: float, most: float) -> None:
+    """Scores that are near zero hide it; q times a power of two, until scores reach 8, shows it."""
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (0.1 * torch.randn(2, 2, 64, 32, generator=made) for _ in "qkv")
+    case = AttentionCase(
+        ref=CaseRef(case="t"), q=q.bfloat16(), k=k.bfloat16(), v=v.bfloat16(), scale=32**-0.5,
+        is_causal=True,
+    )  # fmt: skip
+    sharp = sharpened(case)
+    assert 8.0 <= float(largest_score(sharp)) < 16.0
+    assert torch.equal(
+        sharp.q / case.q, torch.full_like(q, float(sharp.q[0, 0, 0, 0] / case.q[0, 0, 0, 0]))
+    )
+
+    def errs(case: AttentionCase) -> float:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            case.q, case.k, case.v, is_causal=True, scale=case.scale * off
+        )
+        return floors_of([out], [attend(case).out])
+
+    assert errs(case) < 1.3
+    assert least < errs(sharp) < most
 
 
 # --- the first sentences -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from numdev import temporary
 from numdev.audit.journal import Journal, Row
 from numdev.audit.plan import Planned, digest, header, recorded
 from numdev.audit.run import Progress, provenance
@@ -26,6 +27,7 @@ from numdev.diagnose.chain import diagnosed
 from numdev.diagnose.cures import CURES, cured, seen_from_outside
 from numdev.diagnose.heads import answer, leading, ranked
 from numdev.diagnose.series import YAML, Stage, series
+from numdev.diagnose.training_text import training_text
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.grouping import grouped
@@ -101,9 +103,15 @@ def diagnose(
                 rows["kernel"] = [row for of_kernel in outside for row in of_kernel]
         return rows
 
-    with Journal.open(directory, head, overwrite=overwrite) as journal, watch("capture"):
+    with (
+        Journal.open(directory, head, overwrite=overwrite) as journal,
+        temporary.folder() as folder,
+        watch("capture"),
+    ):
         for number, stage in enumerate(stages):
-            source = open_source(_reading(request, stage), system, projections=True)
+            text, said = training_text(request, stage, folder)
+            notes += [said] if said else []
+            source = open_source(_reading(request, stage, text), system, projections=True)
             _check_gradients(source, stage)
             for note in source.notes:
                 say(note)
@@ -149,9 +157,11 @@ def diagnose(
     )  # fmt: skip
 
 
-def _reading(request: DiagnoseRequest, stage: Stage) -> AuditRequest:
-    """What `numdev.sources` opens for one stage. Raises UsageError for a YAML file that says more
-    than which cases to draw: it would be ignored."""
+def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> AuditRequest:
+    """What `numdev.sources` opens for one stage, with what its training read, if anything.
+
+    Raises UsageError for a YAML file that says more than which cases to draw: it would be
+    ignored."""
     path = Path(stage.target)
     # Gradients of its loss need the model whole, however large it is.
     cases: dict[str, Any] = {"checkpoint": stage.target}
@@ -163,6 +173,8 @@ def _reading(request: DiagnoseRequest, stage: Stage) -> AuditRequest:
             raise UsageError(what, hint="leave it out, or give the checkpoint itself")
         cases = {"cases": config.cases}
     same = {name: getattr(request, name) for name in Reading.model_fields}
+    if text is not None:
+        same["inputs"] = str(text)
     return AuditRequest(
         target=stage.name, kernels=(), formats=(request.format,), backward=True, **cases, **same
     )

@@ -5,6 +5,7 @@ Distances of weights are effects. This is their cause, in floors: so that a read
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -14,12 +15,14 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import format_of, round_to, ulp
 from numdev.kernels.reference.blocked import attend  # small: a compiler would take longer
-from numdev.training.lane import ODDS, Lane
+from numdev.training.lane import ODDS, Lane, largest_score
 from numdev.training.report import OutputRow
 
 OF = ("golden", "flash", "attention_precision", "null_rounding", "variant")
 """Roles whose attention computes something else from the same q, k and v; those of the others
 differ in what they are given."""
+
+SHARP = 8.0
 
 
 def outputs(
@@ -29,11 +32,37 @@ def outputs(
     the golden lane's, of one batch."""
     truths = [attend(case).out for case in calls]
     base = golden.attend(calls)
+    sharp = [sharpened(case) for case in calls]
+    sharp_truths = [attend(case).out for case in sharp]
     for lane in lanes:
         variant = lane.variant
         if variant.role in OF and variant.format == golden.variant.format:
             own = base if lane is golden else lane.attend(calls)
-            yield row_of(own, base, truths, seed, variant.name)
+            row = row_of(own, base, truths, seed, variant.name)
+            error = floors_of(lane.attend(sharp), sharp_truths)
+            yield row.model_copy(update={"sharp": error})
+
+
+def sharpened(case: AttentionCase) -> AttentionCase:
+    """The call with q times a power of two, which is exact, so that the largest score is at least
+    SHARP: before anything is learned scores are near zero, and no output tells a wrong scale."""
+    largest = float(largest_score(case))
+    if not 0.0 < largest < SHARP:
+        return case
+    power = 2.0 ** math.ceil(math.log2(SHARP / largest))
+    return dataclasses.replace(case, q=case.q * power)
+
+
+def floors_of(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
+    """The rms error of all calls over the floor's; None where either is not finite, or the floor
+    has none."""
+    errors = floors = 0.0
+    for out, truth in zip(outs, truths, strict=True):
+        floor = round_to(truth, format_of(out.dtype)).double()
+        errors += float((out.double() - truth).square().sum())
+        floors += float((floor - truth).square().sum())
+    value = math.sqrt(errors / floors) if floors > 0 else math.nan
+    return value if math.isfinite(value) else None
 
 
 def row_of(

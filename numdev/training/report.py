@@ -83,7 +83,8 @@ class OutputRow(Record):
     floor makes: ulp/√12 of each of its values. (Of values that are exact, such as a first row's,
     the floor is 0.)"""
     bias: float | None  # mean error away from zero over the mean ulp, beyond the floor's own
-    slope: float | None  # of the error on the truth: 0.02 where a scale is off by 2 %
+    slope: float | None  # of the error on the truth: 0.02 where an output is off by 2 %
+    sharp: float | None = None  # rms error, in floors, with q scaled until scores reach 8
     nulls: dict[str, str] = Field(default_factory=dict)
 
 

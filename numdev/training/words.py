@@ -12,7 +12,8 @@ from numdev.report.numbers import si, times
 from numdev.training import figures
 from numdev.training.bounds.ladder import saturation
 from numdev.training.bounds.report import PAIR, PAIRED
-from numdev.training.bounds.study import curves, distances_of, label_of, ratios
+from numdev.training.bounds.study import at_outputs, curves, distances_of, label_of, ratios
+from numdev.training.bounds.words import not_rounding
 from numdev.training.report import DistanceRow, TrainReport, TrainRow, VariantRecord
 
 Number = Callable[[float], str]
@@ -33,9 +34,11 @@ SPIKES = "{name}: its loss spikes (step {row.step} of seed {row.seed}; {count} r
 
 
 def answer(run: TrainReport) -> Iterator[str]:
-    """What is lost first; then which runs are the golden one; then early ratios, paired by seed,
-    with their range; then spikes. Nothing is said of stability: a run is one run."""
+    """What is lost first, and attention that does more than round; then which runs are the golden
+    one; then early ratios, paired by seed, with their range; then spikes. Nothing is said of
+    stability: a run is one run."""
     yield from _lost(run.variants, run.rows)
+    yield from not_rounding(list(at_outputs(run)))
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
     labels: dict[str, list[str]] = {}
     for v in run.variants:

@@ -111,6 +111,7 @@ class AtOutput(Record):
     apart: float | None  # rms difference from the golden run's attention, in floors
     bias: float | None
     slope: float | None
+    sharp: float | None = None  # rms error over the floor's with q scaled until scores reach 8
     nonfinite: int = 0  # elements of all seeds
 
 

@@ -124,7 +124,7 @@ def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
         rows = [row for row in run.outputs if row.variant == v.name]
         if rows:
             means: dict[str, float | None] = {}
-            for name in ("floors", "apart", "bias", "slope"):
+            for name in ("floors", "apart", "bias", "slope", "sharp"):
                 values = [x for row in rows if (x := getattr(row, name)) is not None]
                 means[name] = statistics.fmean(values) if values else None
             lost = sum(row.nonfinite for row in rows)

@@ -28,6 +28,7 @@ UNSURE = "Not reproducible, so not judged beside"
 SCALED = 1 / 512  # the slope of an error on the truth: sound kernels have 3.4e-4 and less
 BIASED = 0.1  # ulp, beyond the golden run's own
 LARGE = 4.0  # times the golden run's error
+SHARPER = 2.0  # times it where scores are large: eager attention errs 2 to 4 floors, fused 1.1
 IN = {"w1": "in W1", PAIRED: "in the mean", "max_abs": "in the largest"}
 CONTROLS: Mapping[VariantRole, str] = {
     "null_ulp": "an ulp on every weight",
@@ -59,6 +60,11 @@ def warnings(
     for label, first in seeds.items():
         where = [f"seed {seed} from step {step} on" for seed, step in sorted(first.items())]
         yield NOT_FINITE.format(label=label, where=", ".join(where))
+    yield from not_rounding(outputs)
+
+
+def not_rounding(outputs: Sequence[AtOutput]) -> Iterator[str]:
+    """Attention that does more than round, of flash runs and other variants."""
     golden = next((o for o in outputs if o.role == "golden"), None)
     for output in outputs:
         if output.role in ("flash", "variant"):
@@ -78,6 +84,12 @@ def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[s
     least = (golden and golden.floors) or 1.0
     if output.floors is not None and output.floors >= LARGE * least:
         yield f"errs {times(output.floors)} floors (the golden run's: {times(least)})"
+    sharp = (golden and golden.sharp) or 1.0
+    if output.sharp is not None and output.sharp >= SHARPER * sharp:
+        yield (
+            f"errs {times(output.sharp)} floors where q is scaled until scores reach 8 (the "
+            f"golden run's: {times(sharp)}), as with a wrong scale"
+        )
 
 
 # --- the paper's question ------------------------------------------------------------------------

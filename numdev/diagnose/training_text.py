@@ -1,0 +1,67 @@
+"""What a checkpoint of `numdev train` that reads bytes was trained on, for its diagnosis to read.
+
+Such a checkpoint has no tokenizer, so that without this its diagnosis would read random ids, of
+which it learned nothing: heads would be judged on inputs that training never had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from numdev.config import DiagnoseRequest
+from numdev.diagnose.series import Stage
+from numdev.errors import UsageError
+from numdev.training.config import DataConfig, ModelConfig
+from numdev.training.data import load
+
+FILE = "training-text.safetensors"
+NEVER_SEEN = 0  # a step of which training had no batch: they are counted from 1
+READS = "{name} reads {count} × {length} bytes of what it was trained on, {what}."
+RANDOM = "{name} reads random bytes: {why}; give --text or --inputs."
+
+
+def training_text(
+    request: DiagnoseRequest, stage: Stage, folder: Path
+) -> tuple[Path | None, str | None]:
+    """A file in `folder` with input ids from the text of a checkpoint's training, and a sentence on
+    it. (None, None) where the request says what to read, or training read no bytes; without a
+    file, where the text is gone or another, the sentence says so."""
+    told = _told(Path(stage.target))
+    if request.text or request.inputs or not told:
+        return None, None
+    try:
+        asked = told["request"]
+        model = ModelConfig.model_validate(asked["model"])
+        data = DataConfig.model_validate(asked["data"])
+        if data.tokenizer != "bytes":
+            return None, None
+        tokens = load(data, model, request.sequences, torch.device("cpu"))
+    except (KeyError, TypeError, ValidationError):
+        return None, RANDOM.format(
+            name=stage.name, why="training.json does not say what it learned"
+        )
+    except UsageError as error:
+        return None, RANDOM.format(name=stage.name, why=error.message)
+    ids = tokens.batch(request.seed, NEVER_SEEN)["inputs"][:, : request.length].contiguous()
+    path = folder / FILE
+    save_file({"input_ids": ids}, path)
+    what = tokens.about["prompt"]
+    if tokens.about["data_sha256"] != told.get("data", {}).get("data_sha256"):
+        what += " as they are here, which are not those of its training"
+    count, length = ids.shape
+    return path, READS.format(name=stage.name, count=count, length=length, what=what)
+
+
+def _told(checkpoint: Path) -> Mapping[str, Any]:
+    """What `numdev train` wrote beside the weights; empty where it did not."""
+    try:
+        told = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) and "request" in told else {}
