@@ -1,9 +1,10 @@
 """Audit a tiny model, with random weights, of each architecture most in use; print the table.
 
-    python scripts/models_table.py
+    python scripts/models_table.py [recent | ARCHITECTURE ...]
 
-Each is built from transformers' own configuration made small, saved, and audited from there: the
-table of docs/models.md says how many calls of how many layers, or the line of the refusal."""
+`recent`: those of 2025 and 2026. Each is built from transformers' own configuration made small,
+saved, and audited from there: the table of docs/models.md says how many calls it makes and which
+layers have no softmax, or the line of the refusal."""
 
 from __future__ import annotations
 
@@ -35,12 +36,61 @@ SMALL: dict[str, Any] = {
     **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1},
     **{"topk_group": 1, "projection_dim": 16, "max_target_positions": 24},
 }
+# Of recent models: experts, state spaces, linear attention, and keys that are chosen.
+RECENT_SMALL: dict[str, Any] = {
+    **{"n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 16},
+    **{"num_experts_per_token": 2, "first_k_dense_replace": 1, "block_size": 8},
+    **{"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "sliding_window": 4},
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2},
+    **{"mamba_n_groups": 1, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_heads": 4},
+    **{"linear_head_dim": 8},
+}
 OWN: dict[str, dict[str, Any]] = {  # where those would make no model
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 4},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 4},
     "GPTJForCausalLM": {"rotary_dim": 4},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "SwinModel": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2},
+}
+EVERY_HEAD = {"num_key_value_heads": 4}  # latent attention, whose keys are of every head
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}  # a layer of each kind
+CONVOLVING = {"layer_types": ["conv", "full_attention"]}
+RECENT_OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "DeepseekV32ForCausalLM",
+            "Glm4MoeLiteForCausalLM",
+            "GlmMoeDsaForCausalLM",
+            "HYV4ForCausalLM",
+            "LongcatFlashForCausalLM",
+            "YoutuForCausalLM",
+        ),
+        EVERY_HEAD,
+    ),
+    **dict.fromkeys(
+        (
+            "MiniMaxForCausalLM",
+            "OlmoHybridForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+        ),
+        LINEAR,
+    ),
+    **dict.fromkeys(
+        ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM"),
+        CONVOLVING,
+    ),
+    "KimiLinearForCausalLM": {**EVERY_HEAD, **LINEAR},
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
+    "JambaForCausalLM": {
+        **{"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2},
+        **{"mamba_dt_rank": 4},
+    },
+    "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"], "lru_width": 32},
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 64},
 }
 NAMES = [
     "LlamaForCausalLM",
@@ -101,18 +151,80 @@ NAMES = [
     "SiglipModel",
 ]
 
+RECENT = [
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "BambaForCausalLM",
+    "Cohere2ForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "DINOv3ViTModel",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "DiffLlamaForCausalLM",
+    "DogeForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "EuroBertForMaskedLM",
+    "Exaone4ForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "FalconH1ForCausalLM",
+    "FlexOlmoForCausalLM",
+    "Gemma4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "GraniteSWAForCausalLM",
+    "HYV3ForCausalLM",
+    "HYV4ForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Jais2ForCausalLM",
+    "JambaForCausalLM",
+    "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Lfm3ForCausalLM",
+    "Llama4ForCausalLM",
+    "LongcatFlashForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiniMaxForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM",
+    "MinistralForCausalLM",
+    "ModernBertDecoderForCausalLM",
+    "NanoChatForCausalLM",
+    "NemotronHForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoHybridForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "RecurrentGemmaForCausalLM",
+    "SeedOssForCausalLM",
+    "SolarOpenForCausalLM",
+    "VaultGemmaForCausalLM",
+    "YoutuForCausalLM",
+    "ZayaForCausalLM",
+]
+
 
 def audited(name: str, folder: Path) -> str:
     """What came of an architecture, in one line."""
+    given = SMALL | (RECENT_SMALL if name in RECENT else {})
     try:
         cls = getattr(transformers, name)
         known = cls.config_class().to_dict()
-        small = {key: value for key, value in SMALL.items() if key in known}
+        small = {key: value for key, value in given.items() if key in known}
         for part in ("text_config", "vision_config"):
             if isinstance(known.get(part), dict):
-                own = {key: value for key, value in SMALL.items() if key in known[part]}
+                own = {key: value for key, value in given.items() if key in known[part]}
                 small[part] = own
-        small |= OWN.get(name, {})
+        small |= OWN.get(name, {}) | RECENT_OWN.get(name, {})
         torch.manual_seed(0)
         cls(cls.config_class(**small)).save_pretrained(folder / name)
     except Exception as error:
@@ -128,14 +240,15 @@ def audited(name: str, folder: Path) -> str:
     if code:
         line = next((x for x in said.getvalue().splitlines() if "error: " in x), f"exit {code}")
         return line.partition("error: ")[2].replace(f"{folder}/", "").replace("|", "/") or line
-    cases = json.loads((folder / f"{name}-out" / "report.json").read_text())["cases"]
-    return f"audited: {len(cases)} calls"
+    report = json.loads((folder / f"{name}-out" / "report.json").read_text())
+    left_out = report["provenance"]["source"].get("not_audited")
+    return f"audited: {len(report['cases'])} calls" + (f"; not: {left_out}" if left_out else "")
 
 
 def main() -> None:
     print("| architecture | audited, or why not |\n|---|---|")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        for name in sys.argv[1:] or NAMES:
+        for name in RECENT if sys.argv[1:] == ["recent"] else sys.argv[1:] or NAMES:
             print(f"| {name} | {audited(name, Path(folder))} |", flush=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, explicit_mask
 from numdev.kernels import find, kernel
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -66,6 +66,41 @@ def shared_maximum(case: AttentionCase) -> torch.Tensor:
     largest = case.q.float().abs().amax()
     own = case.q.float().abs().amax(dim=(1, 2, 3), keepdim=True)
     return torch.where(largest > 3 * own, alone * 0.9, alone)
+
+
+def maximum_of_all(case: AttentionCase) -> torch.Tensor:
+    """One maximum for a whole call, before its mask: where other rows, or hidden keys, have far
+    higher scores, exp underflows."""
+    q, k, v = (
+        case.q.float(),
+        *(x.float().repeat_interleave(case.group, 1) for x in (case.k, case.v)),
+    )
+    scores = q @ k.mT * case.scale
+    largest, shown = scores.amax(), explicit_mask(case)
+    if shown is not None and shown.dtype == torch.bool:
+        scores = scores.masked_fill(~shown, -torch.inf)
+    elif shown is not None:
+        scores = scores + shown
+    P = (scores - largest).exp()
+    return (P.to(case.q.dtype).float() @ v / P.sum(-1, keepdim=True)).to(case.q.dtype)
+
+
+def attached_maximum(case: AttentionCase) -> torch.Tensor:
+    """Tiles of 16 keys in the working format, whose maximum is part of autograd's graph: what
+    rounding leaves of a row's sum of dS goes to the key that holds it."""
+    k, v = (x.repeat_interleave(case.group, 1) for x in (case.k, case.v))
+    shown = explicit_mask(case)
+    largest = torch.full((*case.q.shape[:3], 1), -1e30, dtype=case.q.dtype)
+    total, out = torch.zeros_like(largest), torch.zeros_like(case.q)
+    for at in range(0, case.kv_len, 16):
+        scores = case.q @ k[:, :, at : at + 16].mT * case.scale
+        if shown is not None:
+            scores = scores.masked_fill(~shown[..., at : at + 16], -torch.inf)
+        before, largest = largest, torch.maximum(largest, scores.max(-1, keepdim=True).values)
+        P, factor = (scores - largest).exp(), (before - largest).exp()
+        total = total * factor + P.sum(-1, keepdim=True)
+        out = out * factor + P @ v[:, :, at : at + 16]
+    return out / total
 
 
 def _sequence(case: AttentionCase, i: int) -> AttentionCase:

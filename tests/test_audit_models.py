@@ -9,15 +9,18 @@ import models
 import pytest
 import torch
 from commands import refusal
+from commands import run as main_code
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from numdev import report
+from numdev.audit.kind import TAKE_SINKS
 from numdev.audit.view import maps
 from numdev.cli.main import main
 from numdev.config import AuditRequest
+from numdev.gate.judging import judge_report
 from numdev.sources.capture import capture
 from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.prompts import draw, from_text, model_inputs, wanted
@@ -54,6 +57,29 @@ def test_an_encoder_decoder_model(tmp_path: Path, capsys: Any) -> None:
     assert "EncDecAttention" in shown
     assert {c.mask for c in found.cases} == {"additive"}
     assert "the same for the decoder" in found.provenance.source["prompt"]
+
+
+def test_sinks_that_no_kernel_takes_are_told_of_with_those_that_do(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """On the first page; a kernel that takes them is judged, and nothing said."""
+    target = models.saved("gpt_oss", tmp_path)
+    assert main_code("audit", target, *SMALL, "-o", tmp_path / "o") == 3
+    assert TAKE_SINKS in " ".join(capsys.readouterr().out.split())
+    found = report.read(tmp_path / "o")
+    assert found.tested == (TAKE_SINKS,)
+    judge_report(found)
+    found, _ = audit(capsys, target, "--kernel", "emulated")
+    assert TAKE_SINKS not in found.tested
+
+
+def test_layers_without_a_softmax_are_on_the_first_page(tmp_path: Path, capsys: Any) -> None:
+    found, shown = audit(capsys, models.saved("minimax", tmp_path))
+    said = "layer 0 (MiniMaxLightningAttention): no softmax attention"
+    assert found.provenance.source["not_audited"] == said
+    assert f"Not audited: {said}." in shown
+    assert {row.layer for row in kernel_rows(found)} == {1}
+    judge_report(found)
 
 
 def test_images_from_a_file(tmp_path: Path, capsys: Any) -> None:

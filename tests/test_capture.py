@@ -395,6 +395,7 @@ def test_blocks_of_keys_that_a_model_chooses_are_a_mask() -> None:
 @pytest.mark.parametrize(("children", "owns"), [
     *[(n, True) for n in ("q_proj k_proj v_proj o_proj", "query key value", "Wqkv Wo")],
     *[(n, True) for n in ("c_attn", "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj")],
+    ("q_proj k_proj v_proj dt_proj", True),  # an attention that decays by its values
     *[(n, False) for n in ("q_norm k_norm v_norm", "in_proj conv1d out_proj")],
     *[(n, False) for n in ("q_proj k_proj v_proj q_conv1d", "receptance key value")],
 ])  # fmt: skip

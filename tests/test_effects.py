@@ -38,7 +38,7 @@ from numdev.effects.view import blocks
 from numdev.effects.wholeness import check
 from numdev.errors import MeasurementError
 from numdev.gate.compare import compare
-from numdev.gate.judging import judged
+from numdev.gate.judging import judge_report, judged
 from numdev.gate.rules import Rules
 from numdev.kernels import find
 from numdev.report import read
@@ -326,7 +326,7 @@ def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path)
     }
     code, out, _ = ran(capsys, "gate", tmp_path / "out")
     assert code == 1
-    assert "as much at the model's output as" in " ".join(out.split())
+    assert "as much (KL) at the model's output as" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("name", ["stable_diffusion", "sd3"])
@@ -476,7 +476,9 @@ def test_every_check_is_told_of(
     name: str, asked: dict[str, Any], differing: dict[str, str], tmp_path: Path
 ) -> None:
     """Those that hold, that nobody asked for, and that mean nothing for the model."""
-    every = dict.fromkeys(("repeat", "eager", "sdpa", "causality", "mask", "format"), "True")
+    every = dict.fromkeys(
+        ("repeat", "eager", "sdpa", "causality", "mask", "batch", "format"), "True"
+    )
     expected = {**every, **UNASKED, **differing}
     assert states(checked(models.saved(name, tmp_path), **asked)) == expected
 
@@ -489,7 +491,71 @@ def test_a_pipeline_is_checked_for_repeats_alone(tmp_path: Path) -> None:
         **dict.fromkeys(("repeat", "format"), "True"),
         "causality": f"{NO_TOKENS} (-)",
         "mask": "no attention mask (-)",
+        "batch": "the model reads one sequence at a time (-)",
     }
+
+
+UNSEEN = (
+    "attention ran but was not seen in roformer.encoder.layer.0.attention.self, "
+    "roformer.encoder.layer.1.attention.self"
+)
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("roformer", UNSEEN), ("mamba2", "the model made no attention call"),
+])  # fmt: skip
+def test_a_model_whose_attention_no_kernel_can_answer_is_checked_as_a_whole(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    """By its own code; its caches, of keys or of states, too."""
+    told = states(checked(models.saved(name, tmp_path), generate=4, length=12))
+    holding = ("repeat", "causality", "cache", "mask", "batch", "format")
+    one = dict.fromkeys(("eager", "sdpa"), f"there is one implementation: {why} (-)")
+    assert told == {**UNASKED, **dict.fromkeys(holding, "True"), **one}
+
+
+def test_a_model_that_attends_by_hand_and_sees_the_future_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """Of which nothing else is judged, and every kernel says why."""
+    attention = transformers.models.roformer.modeling_roformer.RoFormerSelfAttention
+    original = attention.forward
+    monkeypatch.setattr(
+        attention,
+        "forward",
+        lambda self, x, attention_mask=None, **how: original(self, x, None, **how),
+    )
+    target = models.saved("roformer", tmp_path)
+    flags = ("--sequences", "2", "--length", "12", "--no-sites", "--kernel", "sdpa-math")
+    report = studied(capsys, tmp_path, target, *flags)
+    assert [f.rule for f in report.findings if f.severity == "exceeded"] == ["causality", "mask"]
+    where = "layer 0 is the first whose attention differs"
+    assert all(where in f.sentence for f in report.findings[:2])
+    assert report.outcome == "exceeded"
+    assert {(r.status, r.reason) for r in report.rows} == {("skipped", UNSEEN)}
+    [kernel] = (f for f in report.findings if f.kernel == "sdpa-math")
+    assert UNSEEN in kernel.sentence
+    judge_report(report)
+
+
+def test_the_layer_named_is_the_one_where_a_fault_arises(tmp_path: Path) -> None:
+    """RecurrentGemma's recurrent blocks read padding, which the attention behind them hides."""
+    check = checked(models.saved("recurrent_gemma", tmp_path), length=12)["mask"]
+    assert check.holds is False
+    where = "layer 0 is the first whose RecurrentGemmaRecurrentBlock differs"
+    assert check.reason.endswith(where)
+
+
+def test_a_sequence_that_depends_on_its_neighbours_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A norm over the batch in the second layer."""
+    original = llama.LlamaMLP.forward
+    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda m, x: original(m, x - x.mean(0)))
+    check = checked(models.saved("llama", tmp_path), length=12)["batch"]
+    assert check.holds is False
+    assert check.reason.startswith("A sequence's output depends on the others in its batch: ")
+    assert check.reason.endswith("; layer 0 is the first whose output differs")
 
 
 def test_what_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -510,7 +576,7 @@ def test_what_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path
         "no other token of the text can stand in the place of one",
     )
     assert states(checked(models.saved("llama", tmp_path), **asked)) == {
-        **dict.fromkeys(("repeat", "sdpa", "format"), "True"),
+        **dict.fromkeys(("repeat", "sdpa", "batch", "format"), "True"),
         **dict.fromkeys(("eager", "cache", "compiled", "compiled eager"), why),
         **dict.fromkeys(("causality", "mask"), same),
     }
@@ -743,6 +809,69 @@ def test_operations_stand_where_their_module_does(name: str, sites: str) -> None
         module, _, site = said.partition(" ")
         found = {kind for m, kind in kinds.items() if m.endswith(f".0.{module}")}
         assert found == {site}, (module, [m for m in kinds if ".0." in m])
+
+
+def sites_of(subject: Any, inputs: Any, patch: pytest.MonkeyPatch, **how: Any) -> list[Any]:
+    """The operations of an exact run, each with its site."""
+    met: list[Any] = []
+    original = Places.site_of
+
+    def site_of(self: Any, func: Any, args: Any) -> str:
+        site = original(self, func, args)
+        met.append((func.overloadpacket.__name__, site))
+        return site
+
+    patch.setattr(Places, "site_of", site_of)
+    subject.exactly(inputs, **how)
+    patch.setattr(Places, "site_of", original)
+    return met
+
+
+def test_a_sum_inside_an_activation_is_no_residual(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPT-2's GELU adds a cube to its input; two sums a layer are the residual stream's."""
+    study, subject = opened(models.saved("gpt2", tmp_path, n_inner=32), sequences=1, length=12)
+    met = sites_of(subject, study.chunks[0], monkeypatch)
+    assert met.count(("add", "residual")) == 2 * 2
+    assert met.count(("add", "activation")) == 2 * 2  # with the cube, and with 1
+
+
+def test_attention_by_hand_has_its_own_sites(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Scores up to the softmax, and the output; a narrow softmax is told of there, and not at the
+    rotary embedding."""
+
+    def narrow(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        k, v = (llama.repeat_kv(x, module.num_key_value_groups) for x in (k, v))
+        scores = q @ k.mT * scaling + (0 if mask is None else mask)
+        P = scores.to(torch.bfloat16).softmax(-1).to(q.dtype)
+        return (P @ v).transpose(1, 2).contiguous(), P
+
+    monkeypatch.setattr(llama, "eager_attention_forward", narrow)
+    target = models.saved("llama", tmp_path)
+    study, subject = opened(target, sequences=1, length=12, formats=("float32",))
+    with capture.led(subject.wide, "eager"):
+        met = sites_of(subject, study.chunks[0], monkeypatch, attention=None)
+    assert met.count(("_softmax", "attention scores")) == 2
+    assert met.count(("bmm", "attention scores")) == met.count(("bmm", "attention output")) == 2
+    assert subject.narrower == {"attention scores": "bfloat16"}
+
+
+def test_attentions_sites_are_of_the_kernel_that_is_used(tmp_path: Path) -> None:
+    """What a model calls that asks for no backend, else the first; a report that says another is
+    refused."""
+    target = models.saved("llama", tmp_path)
+    assert opened(target)[0].used.kernel.name == "sdpa-default"
+    math_alone = opened(target, kernels=({"name": "sdpa-math"},))[0]
+    assert math_alone.used.kernel.name == "sdpa-math"
+    report = read(Path(__file__).parent / "data" / "reports" / "effects.json")
+    assert isinstance(report, EffectsReport)
+    assert report.plan.sites_of == "sdpa-math"
+    other = report.plan.model_copy(update={"sites_of": "baseline"})
+    with pytest.raises(MeasurementError, match="attention's sites of another kernel"):
+        check(report.model_copy(update={"plan": other}))
 
 
 def test_a_comparison_tells_a_moved_cost_from_scatter(capsys: Any, tmp_path: Path) -> None:
@@ -1000,8 +1129,8 @@ def test_a_finding_tells_ratio_limit_and_share_apart() -> None:
         "kernel_over_predicted": 2.0, "model_over_sites": 9.0}}))  # fmt: skip
     [finding] = found.findings
     assert finding.sentence == (
-        "sdpa-math (bfloat16) with all else exact, errs 2.5× as much at the model's output as its "
-        "own rounding model predicts (2.5 to 2.5; limit 2×); 25 % of the whole error."
+        "sdpa-math (bfloat16) with all else exact, errs 2.5× as much (KL) at the model's output as "
+        "its own rounding model predicts (2.5 to 2.5; limit 2×); 25 % of the whole error."
     )
     assert (finding.observed, finding.limit) == (pytest.approx(2.5), 2.0)
 
@@ -1050,7 +1179,7 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     assert kernels.rows[0].cells[4].text == "20 %"
     checks = tables["Two ways to compute one thing"]
     assert [row.cells[2].text for row in checks.rows] == [si(c.difference) for c in report.checks]
-    assert checks.rows[1].cells[2].text == "6.0e-15"
+    assert checks.rows[1].cells[2].text == "5.9e-15"
 
 
 def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ from numdev.report import AuditReport, Finding, SweepReport
 from numdev.report.summary import summarise
 from numdev.studies import Judged, Kind
 
+TAKE_SINKS = (
+    "Nothing was judged: every call has attention sinks, and no kernel that was asked for takes "
+    "them here. These do: triton-flash (on CUDA), flash-attn-4 (sinks in bfloat16), and a function "
+    "of yours with an argument `sinks`; give one with --kernel."
+)
+
 
 def tests(report: Measured, rules: Rules) -> Iterator[Test]:
     """Every rule on every tensor of every kernel in every format, and which calls ran."""
@@ -33,7 +39,16 @@ def beside(report: Measured, rules: Rules) -> Mapping[str, Any]:
 
 def findings(judgement: Judgement, report: Measured) -> tuple[Sequence[Finding], Sequence[str]]:
     wrong, tested = findings_in(judgement, report.rows)
-    return wrong, (*tested, *report.doubts)
+    return wrong, (*tested, *_without_sinks(report), *report.doubts)
+
+
+def _without_sinks(report: Measured) -> Iterator[str]:
+    """Which kernels can be judged, where calls have attention sinks and none that was asked for
+    takes them."""
+    kernels = [row for row in report.rows if row.role == "kernel"]
+    ran = any(row.status == "ok" for row in kernels)
+    if kernels and not ran and report.cases and all(case.sinks for case in report.cases):
+        yield TAKE_SINKS
 
 
 def summarised(report: AuditReport) -> AuditReport:

@@ -11,23 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from numdev.audit.reproduce import written
 from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.effects.outputs import EXACT_NONFINITE, bad_positions, counted, output_of, text_of
 from numdev.effects.report import COMPILED, LIMIT, Check, EffectsReport, check_names, unasked
-from numdev.effects.rounding import is_floating, widened
+from numdev.effects.rounding import is_floating, layers_of, widened
 from numdev.effects.running import Inputs, Subject, exact, first_nonfinite
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.formats import Format
 from numdev.report import Finding
 from numdev.report.numbers import three
-from numdev.sources.capture import attention_modules, in_parts, layer_of, led
+from numdev.sources.capture import attention_modules, in_parts, layer_of, led, unaudited
 from numdev.sources.loss import at_home
 from numdev.sources.prompts import arguments
 
+BEFORE = ""  # the name of what the first layer gets
 HIDDEN = 4  # tokens that a mask hides
 NO_PLACES = "the output has no position for each token"
 INTERFACE = "computes another function than the model's attention interface"
@@ -38,11 +42,12 @@ WRONG = {  # what is, where a check does not hold
     "causality": "The model is not causal: later tokens change earlier outputs",
     "cache": "Decoding with a cache computes another function than one pass over the same tokens",
     "mask": "The attention mask is ignored: hidden tokens change other outputs",
+    "batch": "A sequence's output depends on the others in its batch",
     "compiled": "The compiled model computes another function",
     "compiled eager": "The compiled model computes another function with eager attention",
 }
 
-Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what attention gave
+Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what it gave
 
 
 def checks_of(
@@ -90,9 +95,13 @@ class Checks:
         empty where they have."""
         model: Any = self.model
         if name in ("eager", "sdpa", "compiled eager"):
+            if self.subject.by_hand:
+                return f"there is one implementation: {self.subject.by_hand}"
             several = hasattr(model, "set_attn_implementation")
             several &= name != "sdpa" or getattr(model, "_supports_sdpa", True)
             return "" if several else "the model has one implementation of attention"
+        if name == "batch":
+            return "" if self.sequences > 1 else "the model reads one sequence at a time"
         if name not in ("causality", "cache", "mask"):
             return ""
         if name == "mask":
@@ -121,21 +130,40 @@ class Checks:
             return self.cache(self.request.generate or 0)
         if name == "mask":
             return self.mask(decodes=self.text != "input_ids")
+        if name == "batch":
+            return self.batch()
         if name == "format":
             return self.own_format()
         return self.compiled(name, "eager" if name == "compiled eager" else "sdpa")
 
+    @property
+    def sequences(self) -> int:
+        """How many sequences the inputs hold."""
+        return next(len(x) for x in self.inputs.values() if isinstance(x, Tensor))
+
+    @cached_property
+    def followed(self) -> dict[nn.Module, str]:
+        """The modules whose outputs tell where two runs part, with their names: attention, other
+        mixers, and whole layers."""
+        names = attention_modules(self.model) + [name for _, name, _ in unaudited(self.model)]
+        return {self.model.get_submodule(n): n for n in (*names, *layers_of(self.model))}
+
     def exact(self, inputs: Inputs, **how: Any) -> Exact:
-        """One exact run, and what each module of attention gave in it."""
-        names = {self.model.get_submodule(name): name for name in attention_modules(self.model)}
+        """One exact run, and what each module that is followed gave in it, in the order in which
+        they ended; first what the first layer got."""
         outs: dict[str, Tensor] = {}
+        layers = set(layers_of(self.model))
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if not outs and self.followed.get(module) in layers and args and is_floating(args[0]):
+                outs[BEFORE] = widened(args[0])
 
         def keep(module: nn.Module, _inputs: Any, out: Any) -> None:
             x = out[0] if isinstance(out, tuple) else out
-            if module in names and is_floating(x):
-                outs[names[module]] = widened(x)
+            if module in self.followed and is_floating(x):
+                outs[self.followed[module]] = widened(x)
 
-        with register_module_forward_hook(keep):
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(keep):
             return output_of(self.subject.exactly(inputs, **how)), outs
 
     @cached_property
@@ -170,10 +198,18 @@ class Checks:
         if reason:
             both = (n for n in one[1] if n in other[1])
             parted = next((n for n in both if apart(one[1][n], other[1][n]) > LIMIT), None)
-            layer = layer_of(self.model.get_submodule(parted), parted) if parted else None
-            if layer is not None:
-                reason += f"; layer {layer} is the first whose attention differs"
+            reason += "" if parted is None else self.place(parted)
         return Check(name=name, holds=not reason, difference=far, limit=LIMIT, reason=reason)
+
+    def place(self, name: str) -> str:
+        """A clause that says where two runs part first, to follow what is wrong."""
+        if name == BEFORE:
+            return "; they differ before the first layer"
+        module = self.model.get_submodule(name)
+        what = "attention" if name in attention_modules(self.model) else type(module).__name__
+        what = "output" if name in layers_of(self.model) else what
+        layer = layer_of(module, name)
+        return "" if layer is None else f"; layer {layer} is the first whose {what} differs"
 
     def again(self, name: str, **how: Any) -> Check:
         """Two runs alike, or one of them another way."""
@@ -219,7 +255,9 @@ class Checks:
                 hides.append(shown is not None and not bool(shown[..., 1:].any()))
             return exact(case, fmt)
 
-        one, ids = self.exact(self.inputs, attention=attention), self.inputs[name]
+        by_hand = bool(self.whole and self.subject.by_hand)
+        ways: Any = {} if by_hand else {"attention": attention}
+        one, ids = self.exact(self.inputs, **ways), self.inputs[name]
         causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         causal |= name.startswith("decoder") or 2 * sum(hides) > len(hides)
         if not causal:
@@ -256,6 +294,19 @@ class Checks:
         if not decodes and one[0].shape[:2] != ids.shape:
             return NO_PLACES
         return self.compared("mask", one, other, counted({} if decodes else masked, one[0]))
+
+    def batch(self) -> Check:
+        """The first sequence alone, beside it in the batch."""
+        count = self.sequences
+        alone = {
+            name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
+            for name, x in self.inputs.items()
+        }
+        out, outs = self.whole
+        if len(out) != count:
+            raise MeasurementError(f"the output has {len(out)} sequences, and {count} were read")
+        first = out[:1], {name: x[:1] for name, x in outs.items() if len(x) == count}
+        return self.compared("batch", first, self.exact(alone), counted(alone, out[:1]))
 
     def cache(self, steps: int) -> Check:
         """The last `steps` tokens one at a time, with a cache, beside all in one pass."""

@@ -27,6 +27,15 @@ Kind = Literal[
 ]
 
 
+USED = "sdpa-default"  # what a model calls that asks for no backend
+
+
+def stands_for_use(kernel: str, against: str) -> int:
+    """Kernels in the order in which they stand for what a user runs, the lowest first: what a model
+    calls that asks for no backend, and last the one that others are compared with."""
+    return {USED: 0, against: 2}.get(kernel, 1)
+
+
 # Over the rms of the exact output: fp64 in another order differs by 1e-13 and less.
 LIMIT = 1e-9
 COMPILED = 2.0  # how much more a compiled model may err than the model as it is
@@ -60,6 +69,7 @@ class EffectsPlan(Record):
 
     kernels: tuple[PlannedKernel, ...]  # with which the whole model was to run
     against: str  # of them the one that the others are compared with
+    sites_of: str  # of them the one, with its options, as which attention rounds at its sites
     named: bool  # whether the kernels were asked for by name
     formats: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
@@ -173,7 +183,15 @@ class Check(Record):
     reason: str = ""  # why it does not apply or could not be tried, or what is wrong
 
 
-IN_FP64 = ("repeat", "eager", "sdpa", "causality", "cache", "mask")  # the same in every format
+IN_FP64 = (
+    "repeat",
+    "eager",
+    "sdpa",
+    "causality",
+    "cache",
+    "mask",
+    "batch",
+)  # the same in every format
 IN_FORMAT = ("compiled", "compiled eager", "format")
 ASKED_BY = {"cache": "generate", "compiled": "compile", "compiled eager": "compile"}
 
@@ -216,8 +234,9 @@ class EffectsReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether the model ran in any format with any kernel."""
-        return any(row.kind == "whole" and row.status == "ok" for row in self.rows)
+        """Whether the model ran in any format with any kernel, or was checked as a whole."""
+        ran = any(row.kind == "whole" and row.status == "ok" for row in self.rows)
+        return ran or any(check.holds is not None for check in self.checks)
 
     @property
     def unmeasured(self) -> str:

@@ -36,6 +36,8 @@ SITES = (  # docs/effects.md says what is rounded at each
     *("MLP", "activation", "residual", "logits", "other"),
 )
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
+# Operators of attention that a module computes by hand: products of activations, and the softmax.
+SCORED, SOFTMAX = ("bmm", "baddbmm"), ("_softmax", "_safe_softmax")
 # Operators that move values, or choose among them: what they give is as rounded as what they get.
 MOVES = frozenset(
     """cat stack clone copy_ contiguous _unsafe_view embedding index index_select gather take where
@@ -154,23 +156,29 @@ class Places:
     """Follows which modules run, and names the sites of operations."""
 
     def __init__(self, model: nn.Module) -> None:
-        owners, layers = attention_modules(model), _layers(model)
+        owners, layers = attention_modules(model), layers_of(model)
         named = {name: m for name, m in model.named_modules() if name}
         self.kinds = {m: _kind(name, m, owners, layers) for name, m in named.items()}
         self.layers, self.owners = ({named[name] for name in x} for x in (layers, owners))
         self.rotates = "rotary" in self.kinds.values()
         self.running: list[nn.Module] = []
         self.attended: set[nn.Module] = set()  # of the running owners, whose attention was met
+        self.by_hand: dict[nn.Module, str] = {}  # of them, how far one is that attends by hand
+        self.widths: dict[nn.Module, int] = {}  # of the residual stream, by the running layer
         self.begun = False  # whether a layer has run
 
     def following(self) -> AbstractContextManager[None]:
         """Run the model in here."""
         self.running, self.attended, self.begun = [], set(), False
 
-        def enter(module: nn.Module, *_: Any) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
             self.running.append(module)
             self.attended.discard(module)
-            self.begun |= module in self.layers
+            self.by_hand.pop(module, None)
+            if module in self.layers:
+                self.begun = True
+                states = next(filter(is_floating, (*args, *named.values())), None)
+                self.widths[module] = 0 if states is None else states.shape[-1]
 
         def leave(module: nn.Module, *_: Any) -> None:
             if self.running and self.running[-1] is module:
@@ -188,6 +196,9 @@ class Places:
         kind = self.kinds[module] if module is not None else "outside"
         name = func.overloadpacket.__name__
         if kind == "owner":
+            assert module is not None
+            if module not in self.attended and (site := self._by_hand(module, name)):
+                return site
             if name in PRODUCTS:
                 return "output projection" if module in self.attended else "q, k, v"
             return "rotary" if self.rotates and module not in self.attended else "other"
@@ -196,15 +207,38 @@ class Places:
                 return "MLP"
             shapes = [x.shape for x in args if isinstance(x, Tensor)]
             alike = len(shapes) == 2 and shapes[0] == shapes[1]
-            return "residual" if name in ("add", "add_") and alike else "activation"
+            adds = name in ("add", "add_") and alike and self._streams(shapes[0])
+            return "residual" if adds else "activation"
         if kind != "outside":
             return kind
         if not self.layers.isdisjoint(self.running):
             return "other"  # a helper that layers share
         return "logits" if self.begun else "embedding"
 
+    def _streams(self, shape: torch.Size) -> bool:
+        """Whether a sum of this shape may be one with the residual stream: it is as wide, and the
+        module that makes it has parts, as a function of activation has none."""
+        layer = next((m for m in reversed(self.running) if m in self.layers), None)
+        width = self.widths.get(layer, 0) if layer is not None else 0
+        has_parts = any(True for _ in self.running[-1].children())
+        return has_parts and (not width or shape[-1:] == (width,))
 
-def _layers(model: nn.Module) -> list[str]:
+    def _by_hand(self, module: nn.Module, name: str) -> str:
+        """The site of an operation of attention that a module computes itself: scores up to the
+        softmax, P from there, and the output; empty for any other."""
+        stage = self.by_hand.get(module, "")
+        if name in SOFTMAX:
+            self.by_hand[module] = "attention P"
+            return "attention scores"
+        if name in SCORED and stage == "attention P":
+            self.attended.add(module)
+            return "attention output"
+        if name in SCORED:
+            self.by_hand[module] = stage = "attention scores"
+        return stage
+
+
+def layers_of(model: nn.Module) -> list[str]:
     """The names of the members of the outermost lists of modules that have parts."""
     layers: list[str] = []
     for name, m in model.named_modules():

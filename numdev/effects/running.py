@@ -25,7 +25,7 @@ from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
 from numdev.kernels.reference import attend
-from numdev.sources.capture import answered, followed
+from numdev.sources.capture import Unseen, answered, followed
 from numdev.sources.checkpoint import Deferred, Streamed
 from numdev.sources.loss import at_home
 from numdev.sources.opening import CheckpointSource
@@ -61,6 +61,7 @@ class Subject:
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         self.routes = False  # whether it chooses among its parts, as a router of experts does
         self.ran_exactly = False  # whether `narrower` and `routes` say anything yet
+        self.by_hand = ""  # why no kernel can answer its attention, once that was found out
 
     def as_used(self, inputs: Inputs, attention: Attention, moved: int | None = None) -> Any:
         """What the model returns as it computes in its format. With the seed `moved` its embedded
@@ -80,7 +81,21 @@ class Subject:
     ) -> Any:  # fmt: skip
         """What the model returns, or `run` in its place, computed in fp64 but for roundings at
         `sites` (up or down at random with the seed `drawn`, where there is one). Its attention is
-        answered by `attention`; None: by the model's own code."""
+        answered by `attention`; None: by the model's own code, which is as exact in fp64 and stands
+        in for `exact` in a model that attends by hand."""
+        if attention is exact:
+            if not self.by_hand:
+                try:
+                    return self._exactly(inputs, exact, sites, drawn, run)
+                except Unseen as error:
+                    self.by_hand = error.message
+            attention = None
+        return self._exactly(inputs, attention, sites, drawn, run)
+
+    def _exactly(
+        self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
+        drawn: int | None, run: Callable[..., Any] | None,
+    ) -> Any:  # fmt: skip
         generator = None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         how: Any = {"mode": "stochastic", "generator": generator} if generator else {}
         running = Running(self.places, self.format, sites, **how)
@@ -110,7 +125,7 @@ class Subject:
         self, inputs: Inputs, kernels: Iterable[Planned], site: str = "", drawn: int | None = None
     ) -> Any:
         """What the model returns, rounded at one site, or at all, but computed in fp64. Attention
-        rounds as the first kernel with a rounding model does, else as FlashAttention-2."""
+        rounds as the first of the kernels with a rounding model does, else as FlashAttention-2."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:

@@ -29,6 +29,7 @@ from numdev.effects.report import (
     OutputRow,
     PlannedCheck,
     PlannedRun,
+    stands_for_use,
 )
 from numdev.effects.rounding import SITES
 from numdev.effects.running import Inputs, Source, Subject, first_nonfinite
@@ -38,6 +39,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import PlannedKernel
+from numdev.report.numbers import labelled
 from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.files import naming
 from numdev.sources.opening import CheckpointSource, open_source, refuse_options
@@ -139,6 +141,7 @@ def effects(
                 for p in (study.against, *study.mine)
             ),
             against=study.against.kernel.name,
+            sites_of=labelled(study.used.kernel.name, study.used.options),
             named="kernels" in request.model_fields_set,
             formats=tuple(fmt.name for fmt in study.formats),
             runs=tuple(run.planned_run for run in study.runs),
@@ -200,6 +203,12 @@ class Study:
         ]
 
     @property
+    def used(self) -> Planned:
+        """The kernel that stands for what a user runs: attention's sites round as it does."""
+        every = (*self.mine, self.against)
+        return min(every, key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name))
+
+    @property
     def sequences(self) -> int:
         """How many the model reads."""
         return sum(len(next(iter(x.values()))) for x in self.chunks)
@@ -221,6 +230,13 @@ class Study:
         subject, inputs = self.subject(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, Run("exact"))
+        if subject.by_hand:  # no kernel can be put into it, and its own code is all there is
+            count = len(next(iter(inputs.values())))
+            nothing: Any = {"status": "skipped", "reason": subject.by_hand}
+            for i in todo:
+                about = self.runs[i].row(fmt)
+                yield i, [OutputRow(**about, **nothing, sequence=before + n) for n in range(count)]
+            return
         truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
         lost: dict[int, str] = {}  # where the truth itself is not finite
@@ -274,7 +290,8 @@ class Study:
                 return subject.exactly(inputs)
             if planned is None:
                 drawn = seed + 1 if run.kind == "random" else None
-                return subject.rounded(inputs, self.mine, run.site, drawn)
+                others = [p for p in self.mine if p is not self.used]
+                return subject.rounded(inputs, (self.used, *others), run.site, drawn)
             if run.kind == "predicted":
                 return subject.exactly(inputs, partial(subject.predicted, planned))
             attention = partial(subject.kernel, planned, run.layer)

@@ -12,13 +12,13 @@ from numdev.effects.report import (
     Estimate,
     OutputRow,
     RunSummary,
+    stands_for_use,
 )
 from numdev.grouping import grouped
 from numdev.metrics.statistics import factor
 from numdev.report.numbers import labelled, percent, si, three
 
 LEAST = 3  # sequences that an interval is made of
-USED = "sdpa-default"  # what a model calls that asks for no backend
 ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
 Costs = Mapping[int, float]  # by sequence
 Runs = Sequence[RunSummary]
@@ -60,9 +60,8 @@ class Output:
             for run, own in by_run.items()
         }
         # The run of the whole model that stands for what a user runs; None where none ran.
-        order = {USED: 0, against: 2}
         wholes = [own[0] for run, own in by_run.items() if run[0] == "whole" and self.costs[run]]
-        used = min(wholes, key=lambda row: order.get(row.kernel, 1), default=None)
+        used = min(wholes, key=lambda row: stands_for_use(row.kernel, against), default=None)
         self.whole: Costs = self.costs[used.run] if used else {}
         self.runs = [self._summary(own) for own in by_run.values()]
         self.main = next((run for run in self.runs if used and run.run == used.run), None)
@@ -128,8 +127,9 @@ class Output:
             ulp = f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
             share, far = _with_range(own.share, percent), three(main.apart / size)
             yield (
-                f"{where}: attention, with its inputs rounded, makes {share} of the error; with "
-                f"{name} and with {self.against} the {what} differ by {far} times the error{ulp}."
+                f"{where}: attention, with its inputs rounded (which the sites `q, k, v` and "
+                f"`rotary` count too), makes {share} of the error; with {name} and with "
+                f"{self.against} the {what} differ by {far} times the error{ulp}."
             )
         unit = " nats a position" if self.logits else ", relative and squared"
         text = f"{where}: the error of the {what} is {_with_range(main.cost)}{unit}"

@@ -284,7 +284,10 @@ def _of_ratio(test: Test, run: RunSummary) -> str:
     elif run.over and run.over.low is None:
         within = "limit"
     ratio = test.observed if isinstance(test.observed, float) else None
-    text = f"{with_all}errs {three(ratio, test.bound)}× as much at {place} as {by.words} "
+    measure = "squared" if run.flips is None else "KL"  # what a cost is
+    text = (
+        f"{with_all}errs {three(ratio, test.bound)}× as much ({measure}) at {place} as {by.words} "
+    )
     text += f"({within} {three(test.bound)}×)"
     if with_all and run.share:
         text += f"; {percent(run.share.mean)} of the whole error"

@@ -16,14 +16,19 @@ LOGITS = (
     "positions where the top token changes."
 )
 STATES = (
-    "cost: the error of the {}, relative and squared. error: its root. angle: between these and "
-    "the exact ones."
+    "cost: the squared relative error of the {}, a mean over positions. error: their rms error "
+    "over the exact rms, of all positions together. angle: between these and the exact ones."
 )
 BOTH = (
-    "attention alone: its cost with all else in fp64, of the whole's. × predicted: that over what "
+    "attention alone: its cost with all else in fp64, of the whole's; its inputs are rounded, "
+    "which the sites q, k, v and rotary count too. × predicted: that over what "
     "the kernel's own rounding model predicts; × eager: where nothing is predicted, over that of "
     "eager attention. apart: rms difference of the output from that with "
     "{}, of the exact output's rms."
+)
+SITES = (
+    "attention scores, P and output: as {} rounds; in calls for which it has no rounding model, as "
+    "the next kernel that has one, or FlashAttention-2."
 )
 STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs one ulp off",
@@ -43,11 +48,13 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     legend = (
         f"{LOGITS if logits else STATES.format(what)} {BOTH.format(report.request.get('against'))}"
     )
-    yield from doc.notes((legend,))
+    yield from doc.notes((legend,) if any(run.cost for run in runs) else ())
     for budget in report.summary.budgets:
         sites = [r for r in runs if r.format == budget.format and r.kind == "site"]
         title = f"One site alone in {budget.format}, of the whole with {budget.kernel}; together "
         yield _sites(sites, f"{title}{ratio(budget.parts.mean)}")
+    if report.summary.budgets:
+        yield from doc.notes((SITES.format(report.plan.sites_of),))
     yield from doc.notes(report.summary.notes)
     layers = [run for run in runs if run.layer is not None and run.cost]
     for fmt, own in grouped(layers, lambda run: run.format).items():

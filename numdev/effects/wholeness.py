@@ -14,10 +14,12 @@ from numdev.effects.report import (
     EffectsReport,
     Kind,
     OutputRow,
+    stands_for_use,
 )
 from numdev.errors import MeasurementError
 from numdev.gate.rows import CUT, HUGE, other_formats, unplanned_kernels
 from numdev.grouping import grouped
+from numdev.report.numbers import labelled
 
 SIZES = (
     *("cost", "error", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max"),
@@ -54,6 +56,13 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
         yield "the plan has another kernel to set beside than the request"
     if plan.against not in names or len(plan.kernels) > 1 + len(request.get("kernels") or ()):
         yield "the plan has other kernels than the request"
+    used = min(
+        (kernel for kernel in plan.kernels if kernel.kernel != plan.against),
+        key=lambda kernel: stands_for_use(kernel.kernel, plan.against),
+        default=plan.kernels[0],
+    )
+    if plan.sites_of != labelled(used.kernel, used.options):
+        yield "the plan has attention's sites of another kernel than the one that is used"
     kinds = Counter(run.kind for run in plan.runs)
     if max(Counter(run.run for run in plan.runs).values(), default=0) > 1:
         yield "the plan has a run twice"

@@ -57,6 +57,13 @@ class Call(NamedTuple):
     case: AttentionCase
     here: Part = WHOLE  # the rows that are compared, in this call
     there: Part = WHOLE  # and in the base
+    first_key: int = 0  # of the base's keys the first one that this call has
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether the same keys stand elsewhere in this call than in the base."""
+        starts = [part.key.start or 0 if part.key else 0 for part in (self.here, self.there)]
+        return self.first_key != 0 or starts[0] != starts[1]
 
 
 class Variant(NamedTuple):
@@ -70,6 +77,7 @@ class Variant(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})  # of the kernel, beside its own
     wrap: Literal["graph", "compiled"] | None = None  # what the kernel is run as
     reason: str = ""  # why it is not tried
+    part: str = ""  # what of the case it is about, where that is not all
 
 
 Variants = Iterator[Variant]
@@ -173,7 +181,7 @@ def _cut(case: AttentionCase, first: int, last: int, keys: range | None = None) 
     kept = {"row": range(first, last)} | ({} if keys is None else {"key": keys})
     whole = (first, last) == (0, case.q_len)
     there = Part(row=slice(first, last), key=slice(None) if whole else None)
-    return Call(case=part(case, **kept), there=there)
+    return Call(case=part(case, **kept), there=there, first_key=keys.start if keys else 0)
 
 
 def _last_of(case: AttentionCase, name: str, rows: int, **changed: Any) -> Variant:
@@ -197,21 +205,21 @@ def batch(case: AttentionCase) -> Variants:
     """The first sequences in a larger batch, or the first and the last alone; of a large call the
     first kv head alone."""
     count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
-    one, base = case.q.shape[2] * case.kv_len, None
+    one, base, compared = case.q.shape[2] * case.kv_len, None, ""
     if max(SIZES) * one * case.heads > largest and case.kv_heads > 1:
-        base = part(case, kv_head=range(1))
+        base, compared = part(case, kv_head=range(1)), "kv head 0 alone"
     whole = base or case
     for size in (size for size in SIZES if size != count):
         name, scores = f"{size} in place of {count}", size * one * whole.heads
         if scores > largest:
             why = f"{scores:.1e} scores are more than are computed for it here ({largest:.1e})"
-            yield Variant(name=name, calls=(), reason=why)
+            yield Variant(name=name, calls=(), reason=why, part=compared)
             continue
         calls = []
         for first in [0, count - 1] if size == 1 else [0]:
             own, again = min(size, count - first), picked(whole, range(first, first + size))
             calls.append(Call(again, Part(slice(0, own)), Part(slice(first, first + own))))
-        yield Variant(name=name, calls=tuple(calls), base=base)
+        yield Variant(name=name, calls=tuple(calls), base=base, part=compared)
 
 
 def order(case: AttentionCase) -> Variants:

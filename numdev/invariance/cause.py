@@ -70,7 +70,9 @@ def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool)
             near = (left <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
             # Of pairs that say the same the base's simplest, and what changes least.
             i, j = min(near, key=lambda x: (x[0], len(one[x[0]].items() - two[x[1]].items()), x[1]))
-            named = Cause(base=one[i], variant=two[j], residual=float(left[i, j]))
+            named = Cause(
+                base=one[i], variant=two[j], moved=call.moves_keys, residual=float(left[i, j])
+            )
             return {**found, "closest": best, "cause": named}
     return found
 

@@ -21,6 +21,7 @@ from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import bits
 
 TENSORS = ("out", "lse", *GRADIENTS)
+ELSEWHERE = 8.0  # what a key of dk may err less by, and still err as another key of its head does
 EXACT = 1e-10  # of the terms of a sum: what fp64 in another order may change
 
 
@@ -112,7 +113,8 @@ def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
             b, a, right, size = (x[..., None] for x in whole) if tensor == "lse" else whole
             counted: Any = call.there.of(tensor, sees)
             apart = differs(a, b) & counted[..., None]
-            parts.append(_by_row(a, b, right, size, apart, counted, forms.format))
+            own_part = _by_row(a, b, right, size, apart, counted, forms.format)
+            parts.append(own_part | _elsewhere(own_part, tensor))
             if bool(apart.any()):
                 firsts.append(_first(call, tensor, apart))
         if parts:
@@ -143,10 +145,22 @@ def _by_row(
     return {name: x.sum(dim=-1) for name, x in sums.items()} | {"ulps": ulps.amax(dim=-1)}
 
 
+def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
+    """Of each key, the squared error that both forms make in some key of its head, scaled down by
+    ELSEWHERE. Rounded dS does not sum to 0 over the keys, and the gradient of a maximum takes what
+    is left to the key that holds it: where scores tie, each form may choose another key."""
+    if tensor != "dk" or not rows["difference"].numel():
+        return {"elsewhere": torch.zeros_like(rows["difference"])}
+    errors = (rows[name].amax(dim=-1, keepdim=True) for name in ("error_base", "error_variant"))
+    both = torch.minimum(*errors) / ELSEWHERE**2
+    return {"elsewhere": both.expand_as(rows["difference"])}
+
+
 def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of all rows together, from their sums."""
     fields: dict[str, Any] = {n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")}
     whole = {name: x.sum()[None] for name, x in rows.items()}
+    whole["elsewhere"] = torch.zeros_like(whole["unit"])  # a matter of single keys
     names = ("difference", "floor", "error_base", "error_variant")
     size = max(1, int(whole["finite"]))
     difference, floor, *errors = (math.sqrt(float(whole[name]) / size) for name in names)
@@ -160,7 +174,8 @@ def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
 def _excess(squares: Mapping[str, Tensor]) -> float:
     """The largest of differences over what roundings explain."""
     explained = torch.minimum(squares["error_base"], squares["error_variant"])
-    explained = torch.maximum(torch.maximum(explained, squares["floor"]), squares["unit"])
+    for name in ("floor", "unit", "elsewhere"):
+        explained = torch.maximum(explained, squares[name])
     ratios = torch.where(squares["difference"] > 0, squares["difference"] / explained, 0.0)
     return math.sqrt(float(ratios.amax().clamp_max(1e300))) if len(ratios) else 0.0
 

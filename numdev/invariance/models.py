@@ -85,15 +85,17 @@ def _in_fp64(case: AttentionCase) -> Tensor:
 
 
 def _ways(model: nn.Module, inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    """By axis, what gives the output of the first sequence in the usual way and in another."""
+    """By axis, what gives the output of the first sequence in the usual way and in another, at the
+    positions that are computed another way: of a decoding those that are decoded."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     count, n = ids.shape
     first = {name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
              for name, x in inputs.items()}  # fmt: skip
 
-    def with_cache(*ends: int) -> tuple[Tensor, Tensor]:
+    def with_cache(*ends: int, first: int = 0) -> tuple[Tensor, Tensor]:
         parts = [output_of(x) for x in in_parts(model, {"input_ids": ids[:1]}, ends)]
-        return output_of(model(input_ids=ids[:1])), torch.cat(parts, dim=1)
+        whole = output_of(model(input_ids=ids[:1]))
+        return whole[:, first:], torch.cat(parts, dim=1)[:, first:]
 
     ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
     if count > 1:
@@ -101,5 +103,5 @@ def _ways(model: nn.Module, inputs: Inputs) -> dict[str, Callable[[], tuple[Tens
     whole = mask is None or bool(mask.bool().all())
     if whole and getattr(model, "can_generate", lambda: False)() and n > 2 * DECODED:
         ways["chunks"] = partial(with_cache, n // 2, n)
-        ways["decode"] = partial(with_cache, *range(n - DECODED, n + 1))
+        ways["decode"] = partial(with_cache, *range(n - DECODED, n + 1), first=n - DECODED)
     return ways

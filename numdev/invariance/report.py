@@ -21,6 +21,9 @@ class Cause(Record):
 
     base: dict[str, Any]
     variant: dict[str, Any]
+    moved: bool = (
+        False  # whether the keys of one form begin at other places than those of the other
+    )
     residual: float | None = None
     """The norm of what is left of the difference, over that of the difference; None of operators,
     which are what ran."""
@@ -36,7 +39,10 @@ class Cause(Record):
             )
         one, two = _cut(self.base), _cut(self.variant)
         if one == two:
-            return f"explained by tiling: {one} in both, but the tiles start at other keys"
+            splits = (self.base.get("splits") or 1) > 1
+            begins = "the splits start at other keys" if splits else "there are other keys around"
+            begins = "the tiles start at other keys" if self.moved else begins
+            return f"explained by tiling: {one} in both, but {begins}"
         return f"explained by tiling: {one} against {two}"
 
 
@@ -55,6 +61,7 @@ class Way(Record):
     axis: Axis
     variant: str
     reason: str = ""  # why nobody could: no such call can be made, or its exact answer is another
+    part: str = ""  # what of the call is compared, where that is not all
 
 
 class InvariancePlan(Record):
@@ -84,6 +91,7 @@ class InvarianceRow(OfKernel):
     phase: str | None = None
     axis: Axis
     variant: str
+    part: str = ""  # what of the call is compared, where that is not all
     tensor: Tensor
     tensors: tuple[Tensor, ...]  # that were compared together, each in a row; none without numbers
     status: Status = "ok"

@@ -105,7 +105,7 @@ def invariance(
                                 why = next((r.reason for r in own if r.excuse == "call"), None)
                                 way = Way(
                                     format=fmt.name, case=case.ref.case, axis=axis,
-                                    variant=variant.name, reason=why or "",
+                                    variant=variant.name, reason=why or "", part=variant.part,
                                 )  # fmt: skip
                                 journal.append(key, {"row": own, "way": [way]})
                         done += len(axes)
@@ -268,7 +268,7 @@ class Study:
                 "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
                 "options": recorded_options(planned),
                 "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
-                "axis": axis, "variant": variant.name,
+                "axis": axis, "variant": variant.name, "part": variant.part,
             }  # fmt: skip
             changed = _changed(planned, variant)
             excuse: Excuse = "call" if why else "option"
@@ -327,7 +327,8 @@ class Study:
             row = InvarianceRow(**fields, tensor=tensor, **numbers[tensor])
             if row.first is not None and tensor not in ("dk", "dv"):
                 row = row.model_copy(update={"keys": keys_seen(forms.first.case, row.first)})
-            if tensor == "out" and row.differ:
+            # Where a kernel does not repeat itself, tilings that fit do so by chance.
+            if tensor == "out" and row.differ and row.axis != "repeat" and repeats:
                 with self.watch("causes"):
                     found = explained(row, forms, self.system, search=self.searches)
                 row = row.model_copy(update=found)

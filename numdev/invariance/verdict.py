@@ -20,7 +20,7 @@ from numdev.invariance.report import (
     ModelRow,
 )
 from numdev.report import Finding, PlannedKernel, Standing, Tensor
-from numdev.report.numbers import labelled, si, three
+from numdev.report.numbers import labelled, ratio, si, three
 from numdev.yamlfile import Strict
 
 # What a dependence along one axis brings about along others, which are then not accused too.
@@ -28,8 +28,11 @@ BRINGS: Mapping[str, Sequence[str]] = {
     "unwritten": tuple(AXES),
     "repeat": tuple(AXES),
     "beyond": ("paged", "strides"),
-    "neighbours": ("batch", "lengths", "order"),
-    "hidden": ("padding", "lengths"),
+    "neighbours": (
+        *("batch", "lengths", "order", "hidden", "heads", "longer", "padding", "rows", "chunks"),
+        *("decode", "mask"),
+    ),
+    "hidden": ("padding", "lengths", "longer", "rows", "chunks", "decode", "mask"),
     "mask": ("padding", "lengths"),
     "rows": ("decode", "chunks"),
 }
@@ -244,7 +247,7 @@ def findings(
             if worst in test.beyond
         ]
         for test, worst in sorted(leading, key=lambda pair: -pair[0].nearness):
-            also = [axis for axis, cause in follows.items() if cause == worst.row.axis]
+            also = [gravest[a].row for a, cause in follows.items() if cause == worst.row.axis]
             wrong.append(_finding(test, _sentence(worst, also)))
     accused = {(f.kernel, str(f.options), fmt) for f in wrong for fmt in f.formats}
     wrong += [
@@ -295,7 +298,7 @@ def _follows(gravest: Mapping[str, Held]) -> dict[str, str]:
     return follows | dict.fromkeys(wrong[1:], *wrong[:1]) if wrong else follows
 
 
-def _sentence(worst: Held, also: Sequence[str]) -> str:
+def _sentence(worst: Held, also: Sequence[InvarianceRow]) -> str:
     """What is wrong, to follow the kernel's name."""
     row = worst.row
     wrong = WRONG[worst.rule].format(
@@ -313,8 +316,16 @@ def _sentence(worst: Held, also: Sequence[str]) -> str:
     what = f"depends on {AXES[row.axis]}"
     if row.axis == "repeat":
         what = "gives another answer to the same call"
-    too = f". What differs along {listed(also)} has the same cause" if also else ""
+    too = f". It differs along {listed(map(_along_too, also))} too" if also else ""
     return f"{what}: along {row.axis} ({row.case}: {row.variant}) {wrong}{begins}{cause}{too}"
+
+
+def _along_too(row: InvarianceRow) -> str:
+    """An axis, and how far the row changes along it."""
+    size = "NaN" if row.nonfinite else multiple(row.floor_ratio)
+    if row.tensor == "lse" and not row.nonfinite:
+        return f"{row.axis} (the log-sum-exp)"
+    return f"{row.axis} ({size}{'×' * (not row.nonfinite)})"
 
 
 def _tested(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
@@ -353,35 +364,77 @@ def summarised(report: InvarianceReport) -> InvarianceReport:
     return report.model_copy(update={"summary": summary})
 
 
-def summary_of(rows: Iterable[InvarianceRow]) -> str:
+def summary_of(rows: Sequence[InvarianceRow]) -> str:
     """Along which axes a kernel does not keep its bits, and by how much."""
     by_axis = grouped((r for r in rows if r.status == "ok"), lambda r: r.axis)
     parts: list[str] = []
     for axis, own in by_axis.items():
         moved = [r for r in own if r.differ]
-        if sizes := [r.floor_ratio or 0.0 for r in moved if r.tensor != "lse"]:
+        if sized := [r for r in moved if r.tensor != "lse"]:
             unit = "" if any("×" in part for part in parts) else " the floor's error"
-            size = f"{si(max(sizes))}×{unit}"
+            worst = farthest(sized)
+            of = "" if worst.tensor == "out" else f" in {worst.tensor}"
+            size = f"{multiple(worst.floor_ratio)}×{unit}{of}"
         else:
             size = "the log-sum-exp alone"
         if moved:
             parts.append(f"{axis} ({'NaN' if any(r.nonfinite for r in moved) else size})")
     same = len(by_axis) - len(parts)
+    less = [f"{axis} ({text})" for axis in by_axis if (text := tried_in_part(rows, axis))]
+    limits = f"; tried in part along {listed(less)}" if less else ""
     if not parts:
-        return f"keeps its bits along {listed(by_axis) if same < 4 else f'all {same} axes'}"
+        every = listed(by_axis) if same < 4 else f"all {same} axes"
+        return f"keeps its bits along {every}{limits}"
     rest = f"; keeps its bits along the other {same}" if same else ""
-    return f"differs along {listed(parts)}{rest}"
+    return f"differs along {listed(parts)}{rest}{limits}"
+
+
+def tried_in_part(rows: Iterable[InvarianceRow], axis: str) -> str:
+    """What of an axis a kernel's rows leave out: calls that could not be made or were declined, and
+    kv heads; empty where nothing. Variants that are an option which it has not are none of its."""
+    own = [row for row in rows if row.axis == axis and row.excuse != "option"]
+    calls = {(row.case, row.variant) for row in own}
+    ran = {(row.case, row.variant) for row in own if row.status == "ok"}
+    cut = {(row.case, row.variant): row.part for row in own if row.status == "ok" and row.part}
+    texts = [f"{len(ran)} of {len(calls)} calls"] if len(ran) < len(calls) else []
+    if cut:
+        count = "" if len(cut) == len(ran) else f"{len(cut)} "
+        texts.append(f"{count}with {' and '.join(dict.fromkeys(cut.values()))}")
+    return ", ".join(texts)
+
+
+def multiple(value: float | None) -> str:
+    """A multiple of the floor's error as every table and sentence of a report has it."""
+    return si(value) if value is not None and value < 1 else ratio(value)
+
+
+def farthest(rows: Iterable[InvarianceRow]) -> InvarianceRow:
+    """The row whose number stands for all: the one that table, headline and answer show."""
+    return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))
+
+
+def _size(row: InvarianceRow) -> str:
+    """A call, what of it differs, and by how much."""
+    share = f"{three(100 * row.differ / row.elements)} % of {row.tensor}"
+    by = "NaN" if row.nonfinite else f"{multiple(row.floor_ratio)}× the floor's error (rms)"
+    return f"{row.case}, {row.variant} ({share}, by {by})"
 
 
 def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:
     """What explains a difference, kernel by kernel and axis by axis; then what becomes of it in the
     model's own output."""
-    causes = grouped((r for r in rows if r.cause is not None), lambda r: (label(r), r.axis))
-    for (kernel, axis), own in causes.items():
-        row: Any = max(own, key=lambda r: r.floor_ratio or 0.0)
-        size = f"{three(100 * row.differ / row.elements)} % of elements differ"
-        by = f"by {three(row.floor_ratio)}× the floor's error (rms)"
-        yield f"{kernel} along {axis} ({row.variant}): {row.cause}; {size}, {by}."
+    moved = (r for r in rows if r.status == "ok" and r.differ and r.tensor != "lse")
+    for (kernel, fmt, axis), own in grouped(moved, lambda r: (label(r), r.format, r.axis)).items():
+        causes = [row for row in own if row.cause is not None]
+        if not causes:
+            continue
+        most = farthest(own)
+        text = f"{kernel} ({fmt}) along {axis}: most in {_size(most)}"
+        if most.cause is not None:
+            yield f"{text}; {most.cause}."
+            continue
+        known = farthest(causes)
+        yield f"{text}; in {_size(known)}, {known.cause}."
     ran = grouped((m for m in models if m.reason is None), lambda m: (m.format, m.axis))
     for (fmt, axis), of in ran.items():
         shares = [f"{100 * (m.share or 0.0):.0f} % with {m.kernel}" for m in of if m.difference]

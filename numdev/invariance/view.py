@@ -10,13 +10,15 @@ from numdev.config import AXES
 from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow
+from numdev.invariance.verdict import farthest, multiple, tried_in_part
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, ratio, si, three
+from numdev.report.numbers import NONE, si, three
 
 SAME = "same"
 LEGEND = (
-    "same: the same bits in all calls and variants. Otherwise the largest rms difference over the "
-    "error of the exact result rounded once (the floor's), and in how many variants there is one. "
+    "same: the same bits in all calls and variants, or in those that it says were made. Otherwise "
+    "the largest rms difference over the error of the exact result rounded once (the floor's), and "
+    "in how many there is one of those that were made. "
     "Red: a finding. It is judged by another number, the difference over what roundings explain; "
     "they explain more where a kernel errs more. A dash: not run."
 )
@@ -71,20 +73,20 @@ def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
         return doc.Cell(NONE, style="soft", title=next((r.reason or "" for r in rows), ""))
-    moved = [r for r in ok if not r.same]
+    moved, less = [r for r in ok if not r.same], tried_in_part(rows, ok[0].axis)
     if not moved:
-        return doc.Cell(SAME, style="good")
-    worst = max(moved, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
-    size = worst.floor_ratio or 0.0
-    text = "NaN" if worst.nonfinite else ratio(size) if size >= 0.01 else si(size)
-    return doc.Cell(text, style="bad" if bad else "", after=f"{len(moved)}/{len(ok)}")
+        return doc.Cell(SAME, style="good", after=less)
+    worst = farthest(moved)
+    text = "NaN" if worst.nonfinite else multiple(worst.floor_ratio)
+    count = f"{len(moved)}/{len(ok)}" + f" ({less})" * bool(less)
+    return doc.Cell(text, style="bad" if bad else "", after=count)
 
 
 def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
     """Of every kernel, axis and variant the call and tensor that moves most."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
     for own in grouped(moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)).values():
-        r = max(own, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
+        r = farthest(own)
         cause = next((x.cause for x in (r, *own) if x.cause is not None), None)
         begins = NONE
         if r.first is not None:
@@ -99,7 +101,7 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
             r.variant,
             r.tensor,
             _percent(r.differ / r.elements),
-            "NaN" if r.nonfinite else ratio(r.floor_ratio),
+            "NaN" if r.nonfinite else multiple(r.floor_ratio),
             three(r.ulps),
             begins,
             why,

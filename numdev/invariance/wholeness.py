@@ -22,6 +22,7 @@ NUMBERS = (
     *("excess", "excess_of_a_row", "ulps"),
 )
 STEADY = ("out", "lse")
+MOVES_KEYS = ("padding", "lengths", "decode")  # axes along which keys may stand elsewhere
 GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 
@@ -84,6 +85,8 @@ def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
     if not rows:
         return "has no row"
     first = rows[0]
+    if any(row.part != way.part for row in rows):
+        return "compares another part of the call than the plan"
     if first.status != "ok":
         if len(rows) > 1 or first.tensor != "out" or first.tensors:
             return "has rows beside one without numbers"
@@ -138,6 +141,12 @@ def _contradiction(row: InvarianceRow) -> str:
         value = getattr(row, name)
         if value is None or not 0 <= value <= HUGE:
             return f"has no {name}, or one that cannot be"
+    if row.cause is not None and (row.axis == "repeat" or row.repeats is not True):
+        return (
+            "has a cause, and may have none: the kernel does not repeat itself, or nothing says so"
+        )
+    if row.cause is not None and row.cause.moved and row.axis not in MOVES_KEYS:
+        return "has keys that begin elsewhere, along an axis that moves none"
     ratios = (row.floor_ratio, row.error_base, row.error_variant)
     if any(x is None for x in ratios) != all(x is None for x in ratios):
         return "has some of its ratios to the floor's error, and not all"

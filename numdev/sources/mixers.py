@@ -16,7 +16,7 @@ KINDS = re.compile(
     "Mamba|SSM|Delta|KDA|Kda|Lightning|LinearAtt|Recurrent|RGLRU|Rglru|Retention|RWKV|Rwkv|ShortConv"
     "|Hyena|LSTM"
 )
-STATES = ("A_log", "dt_bias", "dt_proj")  # what a state space has, whatever it is called
+STATES = ("A_log", "dt_bias")  # what a state space has, whatever it is called
 PROJECTIONS = (nn.Linear, nn.Conv1d)
 
 
