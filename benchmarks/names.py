@@ -607,7 +607,9 @@ fault(
 def merged(S: Tensor, top: Tensor, width: int, less: float) -> Tensor:
     """What weights of parts of the keys are multiplied with where these are merged wrongly."""
     parts = [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in (S - top).split(width, -1)]
-    return torch.where(S.isfinite(), (-less * torch.cat(parts, -1)).exp(), 0.0)
+    return torch.where(
+        S.isfinite(), (-less * torch.cat(parts, -1)).nan_to_num(neginf=0.0).exp(), 0.0
+    )
 
 
 def merging(width: int, less: float) -> F:

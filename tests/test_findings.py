@@ -213,6 +213,29 @@ def test_an_imprecise_step_is_the_cause_of_what_it_explains() -> None:
     )
 
 
+def test_an_imprecise_step_that_leaves_the_worst_head_is_said_with_its_count() -> None:
+    """And one that explains fewer than half of the heads is not said."""
+    cause = {"imprecision": "P is in e4m3", "imprecision_share": 0.95}
+    rows = [row(0, expected_ratio=9.0), *(row(h, expected_ratio=4.0, **cause) for h in (1, 2))]
+    (finding,) = found(*rows)
+    assert finding.sentence.endswith(
+        "That explains 95 % of the error in 2 of these heads, not in the worst."
+    )
+    assert found(*rows[:2])[0].cause is None
+
+
+def test_a_place_is_said_where_it_holds() -> None:
+    """In words for calls of several lengths, of most of the heads; else of the worst."""
+    places = [("row 63", "every 64th row from 63"), ("every 64th row from 63",)]
+    rows = [
+        row(h, expected_ratio=9.0, errs_in="row 63", errs_in_of=x) for h, x in enumerate(places)
+    ]
+    (finding,) = found(*rows, row(2, expected_ratio=5.0))
+    assert "is inaccurate in every 64th row from 63 (2 of 3 heads): the error" in finding.sentence
+    (finding,) = found(rows[0], row(1, expected_ratio=5.0), row(2, expected_ratio=5.0))
+    assert "is inaccurate in row 63 of the worst head: the error" in finding.sentence
+
+
 def test_gradients_inherit_a_wrong_output_in_its_own_format_alone() -> None:
     """In another format, where the output is right, they are a finding of their own."""
     wrong = row(suspicion="the scale is 1", suspicion_cut=50.0)

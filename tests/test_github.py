@@ -138,7 +138,7 @@ def test_a_name_commands_nothing(name: str) -> None:
     """Whatever a kernel is called: one error, its finding's sentence, under its name and rule."""
     (command,) = runner(lines_of([row(kernel=name, expected_ratio=9.0)]))
     assert (command.name, command.properties) == ("error", {"title": f"{plain(name)}: error"})
-    assert command.data.startswith(f"{plain(name)} (bfloat16) is inaccurate: the rms error of the ")
+    assert command.data.startswith(f"{plain(name)} (bfloat16) is inaccurate: the error of")
 
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])

@@ -110,8 +110,9 @@ def test_a_verdict_has_the_numbers_that_matter() -> None:
     """How far from the floor and where most, what was expected, eager attention beside it."""
     rows = [baseline(), row(0, expected_ratio=1.0), row(1, floor_ratio=1.7, expected_ratio=1.02)]
     assert said(precision(), *rows).startswith(
-        "PASS  sdpa-flash  bfloat16 rms error 1.60× the least possible (worst head 1.70×, layer 0 "
-        "head 1); as its rounding model predicts (1.01×); 0.50× the error of eager attention."
+        "PASS  sdpa-flash  bfloat16 rms error 1.60× the least possible in the median head, 1.70× "
+        "in the worst (layer 0 head 1); as its rounding model predicts (median 1.01×); 0.50× the "
+        "error of eager attention (median)."
     )
     for ratio, words in ((0.5, "less than"), (1.2, "more than")):
         assert f"; {words} its rounding model predicts" in said(row(expected_ratio=ratio))
@@ -290,7 +291,8 @@ def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
     summary = summarise([row(kernel="a", floor_ratio=1.5, baseline_ratio=0.4)])
     found = SimpleNamespace(summary=summary, verdicts=made, findings=(finding,), rows=())
     assert [" ".join(f"{item.lead}{item.text}".split()) for item in verdicts(found)] == [
-        "FAIL a bfloat16 errs. The output's rms error: 1.50× the least possible.",
+        "FAIL a bfloat16 errs. The output's rms error: 1.50× the least possible in the median "
+        "head, 1.50× in the worst (layer 0 head 0).",
         "NOT JUDGED b bfloat16 why",
         "PASS c bfloat16 closest to its limit: rule `error`, 1.05 (limit 1.1)",
     ]

@@ -37,7 +37,7 @@ from numdev.metrics.histogram import by_ulps
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
-from numdev.metrics.worst_rows import where, worst_rows
+from numdev.metrics.worst_rows import instances, where, worst_rows
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.system import System
@@ -125,8 +125,9 @@ def locate(measured: Measured, bench: Bench) -> None:
             limit = next(t for t in default_rules().thresholds if t.metric == "worst_row").at(row)
             bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (limit.at_most or 0)
             noun = "key" if row.tensor in KV_TENSORS else "row"
-            words = where(bad, select.row_indices(row.tensor), noun)
-            measured.rows[at] = row.model_copy(update={"errs_in": words})
+            rows = select.row_indices(row.tensor)
+            places = {"errs_in": where(bad, rows, noun), "errs_in_of": instances(bad, rows, noun)}
+            measured.rows[at] = row.model_copy(update=places)
 
 
 def likenesses(

@@ -334,7 +334,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
             claims.update({r.claim for r in call.rows if (r.claim or "").startswith(FOUND)})
         if call.unnamed and losses:
             call.imprecise(losses)
-        if call.unnamed and call.searches and coarse.misses < IN_VAIN:
+        if call.unnamed and call.searches and coarse.misses < MOST:
             new = call.imprecise()
             coarse.count(bool(new))
             losses = tuple(dict.fromkeys((*losses, *new)))

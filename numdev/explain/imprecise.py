@@ -97,7 +97,8 @@ def losses(case: AttentionCase) -> Iterator[Loss]:
             words = f"the row sum is kept in {fmt.name} over tiles of {tile} keys"
             yield Loss("row_sum", fmt, words, tile)
         yield Loss("row_sum", fmt, f"the row sum is rounded to {fmt.name}")
-        yield Loss("scores", fmt, f"S is rounded to {fmt.name}")
+        for tile in tiles:
+            yield Loss("scores", fmt, f"S is rounded to {fmt.name}", tile)
         if fmt != working:
             yield Loss("p", fmt, f"P is rounded to {fmt.name} before P V")
     for fmt in (f for f in coarser if f.precision < 8):

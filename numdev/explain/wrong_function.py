@@ -21,7 +21,7 @@ from numdev.explain.mistakes import scales
 from numdev.explain.probe import HEAD_KEYS, MAX_HEADS, Alternative, Probe
 from numdev.formats import format_of
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.worst_rows import in_words
+from numdev.metrics.worst_rows import in_words, instances
 from numdev.metrics.yardstick import finite
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
@@ -149,21 +149,10 @@ def _of_head(
     )
 
 
-STRIDES = (128, 64, 32, 16)  # of rows: tiles of queries
-
-
 def _places(wrong: Tensor) -> list[str]:
-    """Which rows, bool [q_len], these are; and what that is an instance of in longer calls."""
-    at = wrong.nonzero()[:, 0]
-    said = [f"in {in_words(at)}"]
-    for stride in STRIDES:
-        first = int(at[0])
-        every = torch.arange(first, len(wrong), stride, device=at.device)
-        if first < stride and every.equal(at):
-            said.append(f"in every {stride}th row from {first}".replace("32th", "32nd"))
-    if int(at[-1]) == len(wrong) - 1 and len(at) == len(wrong) - int(at[0]):
-        said.append(f"in all rows from {int(at[0])} on")
-    return said
+    """Which rows, bool [q_len], these are; and what that is an instance of in other calls."""
+    said = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
+    return [f"in {words}" for words in dict.fromkeys(said)]
 
 
 def _search(

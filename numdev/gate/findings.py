@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, assert_never
@@ -30,8 +31,8 @@ from numdev.report.numbers import labelled, power, si, three
 
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {
-    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite where the "
-    "exact result, rounded once, is finite{reverse}",
+    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite{errs_in} where "
+    "the exact result, rounded once, is finite{reverse}",
     "empty_nonfinite": "returns NaN or infinity in fully masked rows: {empty_nonfinite} elements "
     "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to dk and dv",
     "suspicion": "does not compute the requested attention: {suspicion} ({removed})",
@@ -356,11 +357,12 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
     observed = _observed(verdict, rows)
     cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
     sentence = f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where, cause)}."
-    if imprecise := rows[0].imprecision if fault.cause is None else None:
-        cause, why = imprecise, ""
-        alike = [row.imprecision_share or 0.0 for row in rows if row.imprecision == imprecise]
-        sentence += f" Cause: {imprecise}. That explains {removed(statistics.median(alike))} of "
-        sentence += f"the error in {len(alike)} of these heads."
+    if fault.cause is None and (step := _imprecise(rows)):
+        cause, why, alike = step, "", [row for row in rows if row.imprecision == step]
+        share = statistics.median(row.imprecision_share or 0.0 for row in alike)
+        sentence += f" Cause: {step}. That explains {removed(share)} of the error in {len(alike)} "
+        sentence += "of these heads" + ", not in the worst." * (rows[0] not in alike)
+        sentence = sentence.removesuffix(".") + "."
     place_known = bool(rows[0].errs_in)
     if why and not (place_known and why.startswith("its cause")):
         sentence += f" Cause not identified: {why}."
@@ -380,6 +382,13 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
         place=place,
         cause=cause or None,
     )
+
+
+def _imprecise(rows: Rows) -> str | None:
+    """The imprecise step that explains most of these heads; none that explains few."""
+    steps = Counter(row.imprecision for row in rows if row.imprecision)
+    step, count = steps.most_common(1)[0] if steps else (None, 0)
+    return step if 2 * count > len(rows) else None
 
 
 def _observed(verdict: Test, rows: Rows) -> Any:
@@ -437,7 +446,7 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
         reverse=", or finite where it is infinite" if verdict.format in OVERFLOWS else "",
         median=" (median over heads)" if verdict.median else "",
         sampled=" sampled" if worst.sampled else "",
-        errs_in=f" in {worst.errs_in}" if worst.errs_in else "",
+        errs_in=_place(rows),
         claim=_whose(rows),
         suspicion=cause,
         removed=_removed(rows),
@@ -449,6 +458,18 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
         allowed=f"limit {bound}×" if verdict.bound else "expected: identical bits",
     )
     return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
+
+
+def _place(rows: Rows) -> str:
+    """Where in their heads most of these rows err, in words that hold in all of them; else where
+    the worst does. Empty where they err all over."""
+    places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
+    words, count = places.most_common(1)[0] if places else ("", 0)
+    if 2 * count > len(rows):
+        return f" in {words}" + (f" ({count} of {len(rows)} heads)" if count < len(rows) else "")
+    if not rows[0].errs_in:
+        return ""
+    return f" in {rows[0].errs_in}" + (" of the worst head" if len(rows) > 1 else "")
 
 
 def _direction(row: DeviationRow) -> str:

@@ -138,6 +138,7 @@ class DeviationRow(OfKernel, _OfCall):
     imprecision: str | None = None  # which step is coarser than it should be: `P is in e4m3`
     imprecision_share: float | None = None  # of the rms error, what that explains
     errs_in: str | None = None  # which rows are beyond the limit of a single one: `row 63`
+    errs_in_of: tuple[str, ...] = ()  # of what that is an instance, in calls of other lengths
     nulls: dict[str, str] = Field(default_factory=dict)  # metric to the reason it is null
 
 

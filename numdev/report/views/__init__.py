@@ -116,18 +116,18 @@ def _size(k: KernelSummary) -> str:
     if k.expected_ratio is not None and k.format in BIAS_FORMATS:
         how = "less than" if k.expected_ratio < 0.9 else "as"
         how = "more than" if k.expected_ratio > 1.1 else how
-        text += f"; {how} its rounding model predicts (median head {ratio(k.expected_ratio)}×)"
+        text += f"; {how} its rounding model predicts (median {ratio(k.expected_ratio)}×)"
     if k.baseline_ratio is not None:
-        text += f"; {ratio(k.baseline_ratio)}× the error of eager attention (median head)"
+        text += f"; {ratio(k.baseline_ratio)}× the error of eager attention (median)"
     return f"{text}."
 
 
 def _over_floor(k: KernelSummary) -> str:
-    """`median head 1.23× the least possible, worst head 1.5× (decode head 2)`."""
-    text = f"median head {ratio(k.floor_ratio)}× the least possible"
+    """`1.23× the least possible in the median head, 1.48× in the worst (decode head 2)`."""
+    text = f"{ratio(k.floor_ratio)}× the least possible in the median head"
     if (k.floor_ratio_worst or math.inf) > MOST:
         return text
-    return f"{text}, worst head {ratio(k.floor_ratio_worst)}× ({k.floor_ratio_where})"
+    return f"{text}, {ratio(k.floor_ratio_worst)}× in the worst ({k.floor_ratio_where})"
 
 
 def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
