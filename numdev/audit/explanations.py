@@ -29,7 +29,7 @@ from numdev.explain.wrong_function import Suspicion, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
 from numdev.formats import FORMATS, Format, round_to
 from numdev.gate.findings import label
-from numdev.gate.rules import default_rules
+from numdev.gate.rules import Threshold, default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
 from numdev.kernels.emulation import kernel as made
@@ -82,10 +82,21 @@ class Likeness:
         return explained
 
 
+@functools.cache
+def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
+    """The default thresholds of a metric, of single heads or of medians, and their least limit."""
+    every = (t for t in default_rules().thresholds if t.metric == name)
+    limits = tuple(t for t in every if bool(t.heads) == median)
+    ends = [t.at_most or 0.0 for t in limits] + [x.at_most for t in limits for x in t.instead]
+    return limits, min(ends, default=0.0)
+
+
 def _excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
-    """How far a metric, or its median of n heads, is on the way to its limit by default."""
-    limits = [t for t in default_rules().thresholds if t.metric == name]
-    limits = [t for t in limits if bool(t.heads) == bool(n)]
+    """How far a metric, or its median of n heads, is on the way to its limit by default; 0 where it
+    is within every limit there is."""
+    limits, least = _limits(name, median=bool(n))
+    if value is None or abs(value) <= least:
+        return 0.0
     limit = next((t for t in limits if row is None or t.where.fit(row)), limits[0])
     return (limit if row is None else limit.at(row).above_luck(row, n or 1)).excess(value)
 
@@ -194,10 +205,12 @@ def likenesses(
     formats: Mapping[str, Format],
     bench: Bench,
     system: System,
+    ways: Iterable[tuple[str, Tried]] | None = None,
 ) -> dict[str, Likeness]:
     """By tensor, the way that best explains an output of which `tensors` are beyond their limits
     under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Nothing
-    where no way does that takes the call, or where no element can be predicted (in float32)."""
+    where no way does that takes the call, or where no element can be predicted (in float32).
+    `ways`: those that are tried; None: all."""
     select = bench.selection.select
     came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in came.items() if n == "out" or all_finite([x])]
@@ -220,7 +233,7 @@ def likenesses(
 
     rest: list[tuple[str, Tried]] = []
     whole: Likeness | None = None
-    for words, way in _ways(formats, bench, system):
+    for words, way in _ways(formats, bench, system) if ways is None else ways:
         # Backward costs most, and is not worth it where the way's output is another, or so far off
         # that the way cannot come nearer than the one that explains all tensors already.
         most = IN_ONE if "out" in tensors else math.inf
@@ -234,11 +247,27 @@ def likenesses(
         if (whole := best.get(tuple(names))) is not None and whole.residual <= fits.ENOUGH:
             break
     if whole is not None:
+        if bench.watch.remembers and whole.residual <= fits.ENOUGH:
+            bench.watch.likely = whole.words
         return dict.fromkeys(names, whole)
     if names[1:] in apart and ("out" not in tensors or tuple(names[:1]) in best):
         for words, way in rest:  # gradients of a wrong output inherit its mistake
             hold(words, way, names[1:])
     return {n: like for part, like in best.items() for n in part}
+
+
+def explained_again(
+    output: Output, formats: Mapping[str, Format], bench: Bench, system: System
+) -> dict[str, Likeness]:
+    """By tensor, the way that explained nearly all errors of an earlier call, where it explains all
+    that came back of this one; else nothing. A kernel rounds alike in all calls, and need not be
+    held to `fa2` first in each."""
+    likely = bench.watch.likely
+    if likely is None:
+        return {}
+    ways = [(words, way) for words, way in _ways(formats, bench, system) if words == likely]
+    likes = likenesses(output, tuple(formats), formats, bench, system, ways)
+    return likes if likes.keys() == formats.keys() else {}
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:

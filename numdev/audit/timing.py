@@ -30,6 +30,9 @@ class Stopwatch:
         """How many were made for a name, by kernel, format and tensor; those that named an output
         as it came do not count. Limited where one process measures all, and always in one order."""
         self.most_searches = math.inf
+        self.remembers = False  # whether all calls are of one kernel, and `likely` is of use
+        self.likely: str | None = None
+        """The way of rounding that explained nearly all errors of an earlier call, in words."""
         self._waits = device == "cuda"
         self._last = time.perf_counter()
 

@@ -123,9 +123,7 @@ class DeviationRow(OfKernel, _OfCall):
     bias_p: float | None = None
     expected_ratio: float | None = None
     rms_ratio: float | None = None  # rms over that of what is expected: rows count by their size
-    rms_rows: float | None = (
-        None  # of how many rows that is, in effect
-    )
+    rms_rows: float | None = None  # of how many rows that is, in effect
     worst_row: float | None = None
     claim: str | None = None  # the preset whose roundings are expected, or the way that explains it
     noise: float | None = None  # rms difference of repeated runs; 0 is bitwise the same
