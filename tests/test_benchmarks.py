@@ -51,6 +51,7 @@ SLOW = {
         "numdev effects, sdpa-flash",
     ),
     "benchmarks/effects_models.py": ("--only LlamaForCausalLM", "LlamaForCausalLM"),
+    "benchmarks/false_alarms.py": ("--seeds 1 --only sdpa-math", "1 kernels: 0 of 2 accused"),
     "benchmarks/gate_rates.py": ("--seeds 1 --small", "sdpa-math"),
     "benchmarks/half_a_percent.py": ("--sequences 2 --length 32", "numdev"),
     "benchmarks/names.py": ("--only sound --doors check", "check, "),
