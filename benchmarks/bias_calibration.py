@@ -4,8 +4,8 @@
     python benchmarks/bias_calibration.py --power [--sequences 8] [--length 128]
 
 `--power` measures nothing and draws errors instead: of correct rounding plus one ulp in a share of
-the elements of one of 64 features, or of all. How many heads are missed, of 16 and of 1024 judged
-together.
+the elements of one of 64 features, or of all, alone and beside errors of flash attention's size to
+either side. How many heads are missed, of 16 and of 1024 judged together.
 
 Every report is an audit of fresh inputs with `--heads` heads and `--sequences` sequences, and its
 verdict is the report's own: `numdev.summary` with its error rate, its least size and its least
@@ -27,6 +27,7 @@ Kernels, by what is known of them beforehand:
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -175,12 +176,23 @@ def calibrate(
     return tallies
 
 
-def missed(bias_ulp: float, heads: int, sequences: int, length: int, features: int) -> float:
-    """The share of heads whose errors of `bias_ulp` in the first `features` of 64 are missed."""
+FLASH = (1.25**2 - 1) / 12  # of elements: an rms error of 1.25 floors, all else an ulp up or down
+
+
+def missed(
+    bias_ulp: float, heads: int, sequences: int, length: int, features: int, unbiased: float = 0.0
+) -> float:
+    """The share of heads whose errors of `bias_ulp` in the first `features` of 64 are missed, where
+    a share of all elements (`unbiased`) is an ulp off to either side besides."""
     rng = np.random.default_rng(0)
-    sums = np.zeros((sequences, heads, 64))
+    sums, shape = np.zeros((sequences, heads, 64)), (sequences, heads, 64)
     sums[..., :features] = rng.binomial(length, bias_ulp, (sequences, heads, features))
-    along = rng.normal(size=(sequences, heads)) * np.sqrt(sums.sum(axis=-1))  # signs are random
+    moved = sums.sum(axis=-1)
+    for sign in (1, -1):
+        either = rng.binomial(length, unbiased / 2, shape)
+        sums += sign * either
+        moved += either.sum(axis=-1)
+    along = rng.normal(size=(sequences, heads)) * np.sqrt(moved)  # signs are random
     found = bias(sums, along, np.full(sums.shape, float(length)))
     sure = holm([head["bias_p"] for head in found], BIAS_ALPHA)
     judged = zip(found, sure, strict=True)
@@ -189,11 +201,16 @@ def missed(bias_ulp: float, heads: int, sequences: int, length: int, features: i
 
 def power(sequences: int, length: int) -> None:
     print(f"{sequences} sequences of {length} rows; heads missed, in %\n")
-    print("| bias, ulp | one feature, 16 heads | 1024 heads | all, 16 heads | 1024 heads |")
+    print(
+        "| bias, ulp; beside it | one feature, 16 heads | 1024 heads | all, 16 heads | 1024 heads |"
+    )
     print("|---|---|---|---|---|")
-    for size in (0.05, 0.1, 0.25, 0.5):
-        shares = (missed(size, n, sequences, length, k) for k in (1, 64) for n in (16, 1024))
-        print(f"| {size} |", " | ".join(f"{100 * share:.0f}" for share in shares), "|")
+    for size, (words, unbiased) in itertools.product(
+        (0.05, 0.1, 0.25, 0.5), (("nothing", 0.0), ("flash attention's errors", FLASH))
+    ):
+        where = itertools.product((1, 64), (16, 1024))
+        shares = (missed(size, n, sequences, length, k, unbiased) for k, n in where)
+        print(f"| {size}; {words} |", " | ".join(f"{100 * share:.0f}" for share in shares), "|")
 
 
 def main() -> None:

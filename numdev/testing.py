@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from numdev.arguments import checked
-from numdev.audit.check import Backward, CheckSource, Named, declining, measured
+from numdev.audit.check import (
+    Backward,
+    CheckSource,
+    Named,
+    declining,
+    measured,
+    untested_shapes,
+)
 from numdev.audit.isolation import attempt
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce import reproduce
@@ -163,8 +170,7 @@ def check(
     }
     rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
     check_system(system.as_dict(), rules)
-    report = measured(source, plan, rules, asked)
-    judgement = judgement_of(report, rules)
+    report, judgement = measured(source, plan, rules, asked)
     ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
     lacking = backward is True and not any(row.tensor in GRADIENTS for row in ok)
     passed = judgement.outcome is Outcome.PASSED and not lacking
@@ -323,7 +329,8 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
 
 def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Iterator[str]:
     """A sentence for each reason for which calls were skipped; for parameters of a plain `function`
-    that no call set; and, where it cannot be told of grouped heads, for those it was not given."""
+    that no call set, and shapes that none has; for gradients that are not measured; and, where it
+    cannot be told of grouped heads, for those it was not given."""
     rows = [r for r in report.rows if r.role == "kernel"]
     every = len({(r.case, r.seed, r.format) for r in rows})
     reasons: dict[tuple[bool, str], list[str]] = {}
@@ -344,6 +351,15 @@ def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Itera
     called = [case for case in report.cases if case.case in ran]
     if function and (unset := never_set(function, called)):
         yield f"Not tested, since no call that ran sets it: {', '.join(unset)}."
+    if called and (shapes := untested_shapes(called)):
+        yield f"Not tested, since no call that ran has it: {', '.join(shapes)}."
+    trained = {r.case for r in rows if r.status == "ok" and r.tensor in GRADIENTS}
+    of_more = [c for c in called if c.case in trained and (c.sinks or c.mask == "additive")]
+    whose = ["sinks"] * any(c.sinks for c in of_more)
+    whose += ["additive masks"] * any(c.mask == "additive" for c in of_more)
+    if whose:
+        which = ", ".join(dict.fromkeys(c.case for c in of_more))
+        yield f"Not tested: the gradients of {' and of '.join(whose)} ({which})."
     fewer = dict.fromkeys(case.case for case in called if case.kv_heads < case.heads)
     if fewer and function and "gqa" not in parameters(function):
         yield (

@@ -107,7 +107,7 @@ def test_a_sound_kernel_passes_the_default_cases() -> None:
     lacks = "Not tested, since the function has no parameter for it: mask, window, softcap, sinks."
     assert result.skipped[0] == lacks
     assert "(large-values): V is beyond the largest number of float16" in " ".join(result.skipped)
-    assert len(result.skipped) == 3  # and no grouped heads
+    assert len(result.skipped) == 3  # and no grouped heads; every shape was tested
 
 
 def offering(fault: str) -> Callable[..., Tensor]:
@@ -292,14 +292,94 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
         return swapped(q, k, v, is_causal)
 
     given: dict[str, Any] = {"formats": "float16", "backward": False, "claims": EAGER}
-    (left_out,) = check_attention(swapped, cases=["full", "grouped"], **given).skipped
+    _, left_out = check_attention(swapped, cases=["full", "grouped"], **given).skipped
     assert left_out.startswith("Not tested: fewer kv heads than query heads (grouped).")
     assert check_attention(swapped, cases="full", **given).skipped == (
         "Not tested, since no call that ran sets it: is_causal.",
+        "Not tested, since no call that ran has it: a group size unlike the number of kv heads, "
+        "more queries than keys, more keys than queries, a single query, several tiles of keys, "
+        "the last one full, several tiles of keys, the last one partly full, a length equal to "
+        "head_dim, V of another width, several sequences.",
     )
     error = failing(told, cases="grouped", **given)
     assert "query head h reads kv head h % kv_heads" in " ".join(str(error).split())
-    assert "Not tested" not in str(error)
+    assert "fewer kv heads" not in str(error)
+
+
+def attending(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def heads_by_the_wrong_divisor(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Query head h reads kv head h // kv_heads, which is right where a group has as many heads."""
+    shared = k.shape[1] if q.shape[1] > k.shape[1] else 1
+    heads = torch.arange(q.shape[1]) // shared % k.shape[1]
+    return attending(q, k[:, heads], v[:, heads], **{**how, "enable_gqa": False})
+
+
+def four_heads_at_once(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """A grid of four query heads: those behind are never written."""
+    out = attending(q, k, v, **how)
+    return torch.cat([out[:, :4], torch.zeros_like(out[:, 4:])], dim=1)
+
+
+def as_many_queries_as_keys(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """A grid of as many rows as there are keys."""
+    out = attending(q, k, v, **how)
+    return torch.cat([out[:, :, : k.shape[2]], torch.zeros_like(out[:, :, k.shape[2] :])], dim=2)
+
+
+def transposed_where_square(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """The axes of K are told by their sizes."""
+    square = k.shape[2] == k.shape[3]
+    return attending(q, k.mT if square else k, v, **how)
+
+
+@pytest.mark.parametrize(("faulty", "where"), [
+    (heads_by_the_wrong_divisor, {"six-on-two"}), (four_heads_at_once, {"six-on-two"}),
+    (as_many_queries_as_keys, {"more-queries", "causal-more-queries"}),
+    (transposed_where_square, {"length-of-head-dim"}),
+])  # fmt: skip
+def test_the_default_cases_have_the_sizes_that_code_takes_for_one_another(
+    faulty: Callable[..., Tensor], where: set[str]
+) -> None:
+    """Wrong in these alone, and so caught by them alone."""
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return faulty(q, k, v, attn_mask=attn_mask, **how)
+
+    report = failing(kernel, formats="bfloat16", backward=False).result.report
+    of_kernel = (r for r in report.rows if r.role == "kernel")
+    assert {r.case for r in of_kernel if (r.expected_ratio or 0) > 3 or r.nonfinite} == where
+
+
+def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:
+    """What a kernel declines is said by its shape; gradients of masks are not measured."""
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False
+    ) -> Tensor:
+        if q.shape[2] > k.shape[2] or v.shape[3] != q.shape[3]:
+            raise NotImplementedError("a grid of its own")
+        return attending(q, k, v, attn_mask, is_causal)
+
+    cases = ["full", "more-queries", "v-of-another-width", "bias-by-head", "decode", "six-on-two",
+             "length-of-head-dim", "continued"]  # fmt: skip
+    left_out = check_attention(kernel, cases=cases, formats="bfloat16").skipped
+    shapes = (
+        "Not tested, since no call that ran has it: more queries than keys, V of another width."
+    )
+    assert shapes in left_out
+    assert "Not tested: the gradients of additive masks (bias-by-head)." in left_out
 
 
 def test_what_is_claimed_is_not_said_to_be_something_else() -> None:

@@ -49,12 +49,13 @@ QUICK = {
     "scripts/mutate.py": ("--check rel-mean-over-sum", "1 "),
 }
 SLOW = {
-    "benchmarks/bias_calibration.py": ("--power --sequences 4 --length 16", "| 0.5 |"),
+    "benchmarks/bias_calibration.py": ("--power --sequences 4 --length 16", "| 0.5; nothing |"),
     "benchmarks/effects_large.py": (
         "{tmp}/model --layers 1 --length 16 --width 128",
         "numdev effects, sdpa-flash",
     ),
     "benchmarks/effects_models.py": ("--only LlamaForCausalLM", "LlamaForCausalLM"),
+    "benchmarks/false_alarms.py": ("--seeds 1 --only sdpa-math", "1 kernels: 0 of 2 accused"),
     "benchmarks/gate_rates.py": ("--seeds 1 --small", "sdpa-math"),
     "benchmarks/half_a_percent.py": ("--sequences 2 --length 32", "numdev"),
     "benchmarks/names.py": ("--only sound --doors check", "check, "),

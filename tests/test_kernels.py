@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -13,18 +14,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from commands import ran
+from on_bench import prepare, rows_on
 from oracles import GRADIENTS, U64, make_case, step
+from recipes import drawn
+from torch import Tensor
 
 import numdev
 from numdev import kernels, system
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
-from numdev.kernels import Kernel, Output, all_kernels, find, kernel
+from numdev.kernels import Kernel, Output, all_kernels, find, kernel, varlen
 from numdev.kernels.plain import adapt
 from numdev.kernels.reference import gradients
 from numdev.system import Requirement, System
@@ -396,3 +401,44 @@ def test_varlen_attn_takes_masks_of_lengths_alone(axes: str) -> None:
     shape = {"batch": 2, "heads": 4, "q_len": 4, "kv_len": 4}
     assert "lengths alone" in (supports(make_case(mask=("bool", axes), **shape)) or "")
     assert "lengths alone" not in (supports(make_case(mask=("bool", "b11k"), **shape)) or "")
+
+
+def packed_attention(fault: bool) -> Any:
+    """`varlen_attn` in plain PyTorch; with the fault, queries in no sequence get NaN."""
+
+    def varlen_attn(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+        return_aux: Any, window_size: Any, scale: float, enable_gqa: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        outs, lses = [], []
+        for i in range(len(cu_q) - 1):
+            rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+            S = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * scale
+            outs.append(torch.einsum("hqk,khd->qhd", S.softmax(-1), v[keys]))
+            lses.append(S.logsumexp(-1))
+        rest = q[int(cu_q[-1]) :]
+        outs.append(rest * (float("nan") if fault else 0.0))
+        lses.append(torch.full((q.shape[1], len(rest)), -math.inf))
+        return torch.cat(outs), torch.cat(lses, dim=1)
+
+    return SimpleNamespace(varlen_attn=varlen_attn, AuxRequest=lambda lse: None)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_queries_that_no_sequence_covers(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a sequence without keys are laid behind all others; the others come out as they do
+    without it, each in its place; and NaN in their gradients is not finite where 0 is exact."""
+    packed = packed_attention(fault)
+    monkeypatch.setattr(varlen, "importlib", SimpleNamespace(import_module=lambda name: packed))
+    case = drawn(9, dtype=torch.float32, batch=3, heads=2, kv_heads=2, head_dim=8)
+    mask = torch.tensor([False, True, True])[:, None, None, None].expand(3, 1, 1, 9).clone()
+    mask[1, ..., 5:] = False
+    case = replace(case, mask=mask)
+    attend = functools.partial(find("varlen-attn").function, uncovered=True)
+    bench = prepare(case, gradients=True)
+    if not fault:
+        assert torch.allclose(attend(case).out.double(), bench.reference.out, atol=1e-5)
+    rows = rows_on(bench, Kernel(name="packed", function=attend))
+    nonfinite = {name: sum(r.nonfinite for r in rows if r.tensor == name) for name in GRADIENTS}
+    assert nonfinite == {"dq": 2 * 9 * 8 if fault else 0, "dk": 0, "dv": 0}
+    assert sum(r.nonfinite for r in rows if r.tensor == "out") == 0

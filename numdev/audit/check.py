@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +19,12 @@ from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import Refused, UsageError, closest, one_line
-from numdev.gate.judging import judged
-from numdev.gate.rules import Rules
+from numdev.gate.judgement import Judgement
+from numdev.gate.judging import concluded, judgement_of
+from numdev.gate.rules import Rules, as_data
 from numdev.kernels import Kernel
 from numdev.kernels.output import differentiate, refuse
-from numdev.report import AuditReport, AuditSummary
+from numdev.report import AuditReport, AuditSummary, CaseRecord
 from numdev.sources.loss import with_drawn
 from numdev.sources.opening import ConfigSource, Located
 from numdev.sources.regimes import REGIMES
@@ -39,7 +40,7 @@ Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or 
 
 def measured(
     source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, Any]
-) -> AuditReport:
+) -> tuple[AuditReport, Judgement]:
     """What a plan's kernels come to on the source's cases, held to the rules."""
     watch = Stopwatch(plan.system.device)
     watch.most_searches = 0  # calls that fail are named together, when all are measured
@@ -53,8 +54,9 @@ def measured(
             done[located.ref.case] = {"case": [case_record(case, located.axes, plan.formats)]}
             done |= {task.key: {"row": [bare_row(task, declined)]} for _, task in tasks}
             continue
+        drawn = as_located(case, located.axes)  # once: it takes a tenth of a small call
         done |= {
-            key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch, later)
+            key: rows for key, rows, _ in measured_here(drawn, tasks, plan, attempt, watch, later)
         }
     conclude(later)
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
@@ -67,7 +69,9 @@ def measured(
         rows=rows,
         timings=watch.seconds(),
     )
-    return judged(report, rules)
+    report = report.model_copy(update={"rules": as_data(rules)})
+    judgement = judgement_of(report, rules)
+    return concluded(report, judgement), judgement
 
 
 def declining(kernel: Kernel) -> Kernel:
@@ -141,6 +145,35 @@ class CheckSource(ConfigSource):
         on, seeds = System(device=self._device), self._seeds
         source = ConfigSource(self.target, configs, seeds, on, gradients=self._gradients)
         return list(source)
+
+
+TILE = 64  # keys: the least that most kernels take at once; their tiles are multiples of it
+LEAST_IN_TILE = 16  # keys in the last tile from which on an error there is no small one
+SHAPES: Mapping[str, Callable[[CaseRecord], bool]] = {
+    "a group size unlike the number of kv heads": lambda c: (
+        1 < c.kv_heads < c.heads != c.kv_heads**2
+    ),
+    "more queries than keys": lambda c: c.q_len > c.kv_len,
+    "more keys than queries": lambda c: 1 < c.q_len < c.kv_len,
+    "a single query": lambda c: c.q_len == 1 < c.kv_len,
+    "several tiles of keys, the last one full": lambda c: c.kv_len > TILE and not c.kv_len % TILE,
+    "several tiles of keys, the last one partly full": lambda c: (
+        c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
+    ),
+    "a length equal to head_dim": lambda c: c.q_len == c.kv_len == c.head_dim,
+    "V of another width": lambda c: c.v_dim != c.head_dim,
+    "several sequences": lambda c: c.batch > 1,
+}
+"""What sizes of a call may be to each other, where code that takes one for another goes wrong."""
+
+
+def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
+    """Which of SHAPES no call has; a window to both sides too, where calls have windows."""
+    untested = [words for words, has in SHAPES.items() if not any(map(has, called))]
+    windows = [case.window for case in called if case.window is not None]
+    if windows and not any(left and right for left, right in windows):
+        untested.append("a window to both sides")
+    return untested
 
 
 def default_cases() -> tuple[CaseConfig, ...]:

@@ -25,7 +25,7 @@ from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
 from numdev.formats import Format, round_to
-from numdev.gate.rules import default_rules
+from numdev.gate.rules import Threshold, default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
 from numdev.kernels.emulation import kernel as made
@@ -76,10 +76,21 @@ class Likeness:
         return explained
 
 
+@functools.cache
+def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
+    """The default thresholds of a metric, of single heads or of medians, and their least limit."""
+    every = (t for t in default_rules().thresholds if t.metric == name)
+    limits = tuple(t for t in every if bool(t.heads) == median)
+    ends = [t.at_most or 0.0 for t in limits] + [x.at_most for t in limits for x in t.instead]
+    return limits, min(ends, default=0.0)
+
+
 def excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
-    """How far a metric, or its median of n heads, is on the way to its limit by default."""
-    limits = [t for t in default_rules().thresholds if t.metric == name]
-    limits = [t for t in limits if bool(t.heads) == bool(n)]
+    """How far a metric, or its median of n heads, is on the way to its limit by default; 0 where it
+    is within every limit there is."""
+    limits, least = _limits(name, median=bool(n))
+    if value is None or abs(value) <= least:
+        return 0.0
     limit = next((t for t in limits if row is None or t.where.fit(row)), limits[0])
     return (limit if row is None else limit.at(row).above_luck(row, n or 1)).excess(value)
 

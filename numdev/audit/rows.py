@@ -99,6 +99,8 @@ class Runs:
                 for head in heads if output.not_lse else ():
                     why = f"the kernel returned {output.not_lse}"
                     head["nulls"] = {**head["nulls"], "lse_error": why}
+            if task.role == "kernel" and tensor == "dq":
+                self.count_in_empty_rows(heads, chosen)
             self.finish(heads, tensor, rest)
             rows += self.shown(tensor, heads, fmt)
         if lse is not None:
@@ -178,6 +180,14 @@ class Runs:
         for h, head in zip(select.heads, heads, strict=True):
             if h in causes:
                 head.update(causes[h].fields)
+
+    def count_in_empty_rows(self, heads: Sequence[Metrics], dq: Tensor) -> None:
+        """Adds to `nonfinite` what is not finite of dq in rows that see no key: what such a row
+        returns is a convention, but nothing that follows depends on its query, whose gradient is
+        0. It reaches the weights that make the query."""
+        wrong = ~dq.isfinite() & self.bench.yardsticks["dq"].empty[..., None]
+        for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
+            head["nonfinite"] += count
 
     def finish(
         self, heads: Sequence[Metrics], tensor: str, rest: Mapping[str, Sequence[Elsewhere]]

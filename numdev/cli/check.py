@@ -41,7 +41,7 @@ CLAIM = (
 @click.option("--case", "cases", multiple=True, metavar="NAME|FILE", help=CASE)
 @click.option(
     "--format", "formats", multiple=True, metavar="NAME",
-    help="Format of the inputs. Repeatable.  [default: bfloat16]",
+    help="Format of the inputs. Repeatable.  [default: bfloat16 and float16]",
 )  # fmt: skip
 @click.option("--backward/--no-backward", default=None, help=BACKWARD)
 @click.option("-o", "--output", type=FILE, metavar="DIR", help=OUTPUT)
@@ -87,7 +87,7 @@ def check(
         result = run(
             kernel,
             cases=cases or None,
-            formats=formats or "bfloat16",
+            formats=formats or ("bfloat16", "float16"),
             backward="auto" if backward is None else backward,
             device=device,
             seeds=seeds or 0,

@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -27,7 +26,7 @@ from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase, Tensor
 from numdev.report.numbers import power
 from numdev.studies import REGISTERED, kind_of
-from numdev.yamlfile import Names, Strict, as_list, bundled, read_yaml
+from numdev.yamlfile import Names, Strict, as_list, bundled, parse_bundled, read_yaml
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 
@@ -270,7 +269,7 @@ class Rules(Strict):
 @lru_cache(maxsize=1)
 def default_limits() -> Mapping[str, Mapping[str, Any]]:
     """By kind of report, the limits of configs/gate/default.yaml."""
-    raw = yaml.safe_load(bundled("gate/default.yaml").read_text(encoding="utf-8"))
+    raw = parse_bundled("gate/default.yaml")
     return {name: raw[name] for name in REGISTERED if name in raw}
 
 

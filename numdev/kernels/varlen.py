@@ -45,8 +45,9 @@ def _unsupported(case: AttentionCase) -> str | None:
     requires=Requirement(device="cuda", capability=(8, 0)),
     supports=_unsupported,
 )
-def varlen_attn(case: AttentionCase) -> Output:
-    """PyTorch's attention of packed sequences."""
+def varlen_attn(case: AttentionCase, uncovered: bool = False) -> Output:
+    """PyTorch's attention of packed sequences. `uncovered`: queries of sequences without keys lie
+    behind all others and in no sequence, as padding does; their gradient is 0 all the same."""
     module: Any = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)
@@ -65,21 +66,25 @@ def varlen_attn(case: AttentionCase) -> Output:
         ),
     )
     b, _, n, _ = case.q.shape
+    covered = lengths > 0 if uncovered else torch.ones_like(lengths, dtype=torch.bool)
+    refuse((not bool(covered.any()), "no sequence has a key"))
+    order = torch.argsort(~covered, stable=True)
+    place, lengths, count = order.argsort(), lengths[order], int(covered.sum())
     seen = torch.arange(case.kv_len, device=case.q.device) < lengths[:, None]
-    q = case.q.transpose(1, 2).flatten(0, 1)
-    k, v = case.k.transpose(1, 2)[seen], case.v.transpose(1, 2)[seen]
+    q = case.q[order].transpose(1, 2).flatten(0, 1)
+    k, v = (x[order].transpose(1, 2)[seen] for x in (case.k, case.v))
     if "enable_gqa" not in takes and case.group > 1:
         k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    rows = torch.arange(b + 1, device=q.device, dtype=torch.int32) * n
+    ends = torch.nn.functional.pad(lengths[:count].cumsum(0), (1, 0)).int()
+    rows = torch.arange(count + 1, device=q.device, dtype=torch.int32) * n
     out, lse = module.varlen_attn(
         *(q, k, v, rows, ends, n, int(lengths.max())),
         return_aux=module.AuxRequest(lse=True),
         **{name: x for name, x in given.items() if name in takes},
     )
     return Output(
-        out=out.unflatten(0, (b, n)).transpose(1, 2),
-        lse=lse.unflatten(1, (b, n)).transpose(0, 1),
+        out=out.unflatten(0, (b, n)).transpose(1, 2)[place],
+        lse=lse.unflatten(1, (b, n)).transpose(0, 1)[place],
         ran=f"{MODULE}.varlen_attn",
     )
 

@@ -11,6 +11,7 @@ first rows every doubling changes what is computed, and later a position hardly 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ class Strata:
         return rows, cls(of=length, drawn=was_drawn, suspects=stands_out)
 
 
+@functools.lru_cache(maxsize=256)
 def starts(length: int) -> tuple[int, ...]:
     """The first row of every bin of so many rows, ascending from 0, at most BINS; or of none."""
     found: list[int] = []

@@ -32,8 +32,8 @@ def power(number: str) -> str:
 
 
 def three(value: float | None, beside: float | None = None) -> str:
-    """Three digits, or more where they would be those of a limit `beside`; 9570 and not 9.57e3. What
-    was rounded shows its zeros: 1.00, where 1 is exactly 1."""
+    """Three digits, or more where they would be those of a limit `beside`; 9570 and not 9.57e3.
+    What was rounded shows its zeros: 1.00, where 1 is exactly 1."""
     if value is None:
         return NONE
     digits = 3
