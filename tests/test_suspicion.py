@@ -21,6 +21,7 @@ from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.explain import wrong_function
 from numdev.explain.mistakes import variants
+from numdev.explain.probe import Alternative
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
 from numdev.kernels import find, of_function
@@ -103,9 +104,11 @@ def test_the_best_explanations_come_first(
 ) -> None:
     """Of mistakes that cut the error 12, 40 and 30 times: the last two, the larger cut first. Since
     these are two, an estimated factor is named instead if it explains twice as much."""
-    cuts = [(f"cut {x}", lambda probe, x=x: x) for x in (12.0, 40.0, 30.0)]
+    cuts = [Alternative(f"cut {x}", lambda probe, x=x: x) for x in (12.0, 40.0, 30.0)]
     monkeypatch.setattr(wrong_function, "alternatives", lambda probe: cuts)
-    monkeypatch.setattr(wrong_function, "estimated", lambda probe: [(("a factor", None), fit)])
+    monkeypatch.setattr(
+        wrong_function, "estimated", lambda probe: [(Alternative("a factor", probe.cut), fit)]
+    )
     monkeypatch.setattr(wrong_function, "scales", lambda case: [])
     probe: Any = SimpleNamespace(case=None, cut=lambda output: output)
     found = wrong_function._search(probe)
