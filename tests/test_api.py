@@ -15,6 +15,7 @@ import math
 import os
 import pickle
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -191,6 +192,26 @@ def test_the_default_cases_catch_every_other_planted_fault(fault: str, monkeypat
     error = failing(entry.function, formats="bfloat16")
     found = {f.tensor for f in error.result.report.findings if f.severity == "exceeded"}
     assert found & {*entry.tensors, *(("dq", "dk") if "out" in entry.tensors else ())}
+
+
+@pytest.mark.slow
+def test_a_delta_in_16_bits_is_caught_on_the_demo() -> None:
+    """By the rms of dq, which is a fifth and more above what is predicted, and its sound twin's is
+    not; with all rows alike it is less than a tenth above."""
+    report = numdev.audit(
+        "demo", kernels=[planted.sound, planted.delta_rounded], layers=(0, 2), length=128,
+        backward=True,
+    )  # fmt: skip
+    wrong = {f.kernel.removeprefix("planted:") for f in report.findings if f.severity != "note"}
+    assert wrong == {"delta_rounded"}
+    middle = {}
+    for name in ("expected_ratio", "rms_ratio"):
+        for kernel in ("sound", "delta_rounded"):
+            rows = [r for r in report.rows if r.kernel.endswith(kernel) and r.tensor == "dq"]
+            middle[kernel, name] = statistics.median(getattr(r, name) for r in rows)
+    assert middle["delta_rounded", "rms_ratio"] > 1.2
+    assert middle["delta_rounded", "expected_ratio"] < 1.1
+    assert middle["sound", "rms_ratio"] == pytest.approx(1, abs=0.015)
 
 
 def flash_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
