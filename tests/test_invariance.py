@@ -43,7 +43,7 @@ from numdev.invariance.models import _ways
 from numdev.invariance.report import Cause, InvarianceReport, InvarianceRow
 from numdev.invariance.study import invariance
 from numdev.invariance.view import blocks
-from numdev.invariance.wholeness import check
+from numdev.invariance.wholeness import _of_way, check
 from numdev.kernels.reference import gradients
 from numdev.report import read, write
 from numdev.report.document import Table
@@ -202,6 +202,20 @@ def test_a_decoding_is_compared_where_it_decodes() -> None:
     assert torch.equal(one, whole[:, -8:])
     assert other.shape == one.shape
     assert chunks.shape == whole.shape
+
+
+def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
+    part = {"part": "kv head 0 alone", "repeats": True}
+    [row] = rows_along("batch", {**MOVED, **part, "excess": 6.0, "case": "c"})
+    report = stored(row, axes=("batch",), models=())
+    found, _ = verdict.findings(judging.judgement_of(report, default_rules()), report)
+    assert "along batch (c: v0, kv head 0 alone) the output changes by 6×" in found[0].sentence
+    tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
+    assert tables["What differs"].rows[0].cells[2].text == "v0, kv head 0 alone"
+    check_way = report.plan.ways[0].model_copy(
+        update={"format": row.format, "case": "c", "axis": "batch", "variant": "v0"}
+    )
+    assert _of_way(check_way, [row]) == "compares another part of the call than the plan"
 
 
 def test_headline_table_and_answer_are_of_one_call() -> None:

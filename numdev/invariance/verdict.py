@@ -317,7 +317,8 @@ def _sentence(worst: Held, also: Sequence[InvarianceRow]) -> str:
     if row.axis == "repeat":
         what = "gives another answer to the same call"
     too = f". It differs along {listed(map(_along_too, also))} too" if also else ""
-    return f"{what}: along {row.axis} ({row.case}: {row.variant}) {wrong}{begins}{cause}{too}"
+    where = f"{row.case}: {another_form(row)}"
+    return f"{what}: along {row.axis} ({where}) {wrong}{begins}{cause}{too}"
 
 
 def _along_too(row: InvarianceRow) -> str:
@@ -413,11 +414,16 @@ def farthest(rows: Iterable[InvarianceRow]) -> InvarianceRow:
     return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))
 
 
+def another_form(row: InvarianceRow) -> str:
+    """What a call was compared with, and what of it, where that is not all."""
+    return row.variant + (f", {row.part}" if row.part else "")
+
+
 def _size(row: InvarianceRow) -> str:
     """A call, what of it differs, and by how much."""
     share = f"{three(100 * row.differ / row.elements)} % of {row.tensor}"
     by = "NaN" if row.nonfinite else f"{multiple(row.floor_ratio)}× the floor's error (rms)"
-    return f"{row.case}, {row.variant} ({share}, by {by})"
+    return f"{row.case}, {another_form(row)} ({share}, by {by})"
 
 
 def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:

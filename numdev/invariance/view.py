@@ -10,7 +10,7 @@ from numdev.config import AXES
 from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.invariance.report import InvarianceReport, InvarianceRow
-from numdev.invariance.verdict import farthest, multiple, tried_in_part
+from numdev.invariance.verdict import another_form, farthest, multiple, tried_in_part
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, si, three
 
@@ -98,7 +98,7 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
         yield (
             doc.Cell(label(r), style="strong"),
             r.axis,
-            r.variant,
+            another_form(r),
             r.tensor,
             _percent(r.differ / r.elements),
             "NaN" if r.nonfinite else multiple(r.floor_ratio),
