@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -170,6 +171,29 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
         assert r.loss == pytest.approx(loss, rel=1e-5)
         assert r.grad_norm == pytest.approx(norm, rel=1e-4)
         assert r.lr == pytest.approx(lr, rel=1e-12)
+
+
+def test_somebody_elses_loop_has_the_same_batches_and_weights(tmp_path: Path) -> None:
+    """Bit for bit, from what docs/training.md says alone."""
+    asked = request(config(tmp_path))
+    data = load(asked.data, asked.model, asked.batch, torch.device("cpu"))
+    text = torch.frombuffer(bytearray((tmp_path / "text.txt").read_bytes()), dtype=torch.uint8)
+    for seed, step in ((0, 1), (3, 7)):
+        words = hashlib.sha256(f"batch/{seed}/{step}".encode()).digest()
+        made = torch.Generator().manual_seed(int.from_bytes(words[:7], "big"))
+        starts = torch.randint(len(text) - 16, (2, 1), generator=made)
+        windows = torch.stack([text[int(s) : int(s) + 17].long() for s in starts])
+        batch = data.batch(seed, step)
+        assert torch.equal(batch["inputs"], windows[:, :-1])
+        assert torch.equal(batch["targets"], windows[:, 1:])
+    made = torch.Generator().manual_seed(5)
+    for name, parameter in build(asked.model, 256, 5).named_parameters():
+        expected = torch.ones_like(parameter)
+        if parameter.ndim >= 2:
+            ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            spread = 0.02 / math.sqrt(2 * 2) if ends else 0.02
+            expected = torch.randn(parameter.shape, generator=made) * spread
+        assert torch.equal(parameter, expected), name
 
 
 def test_a_lane_that_is_lost_goes_on_beside_the_others(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def of_the_paper(
         why = f" ({answer.why})" if answer.why else ""
         listed = ", ".join(f"{ratio(c)} {IN[c.metric]}" for c in ratios)
         yield (
-            f"{verdict} in this run: the paper's {low:g} to {high:g} (W1){why}. {answer.variant} "
+            f"{verdict} in this run{why}: the paper's {low:g} to {high:g} (W1). {answer.variant} "
             f"over {answer.against} is {listed}, {at_steps(first.steps)}."
         )
         controls = [
