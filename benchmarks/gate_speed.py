@@ -66,6 +66,7 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
             **dict(status="ok", ran="aten::_flash", out_format="bfloat16", elements=65536),
             **dict(sequences=8, nonfinite=0, noise=0.0, floor_ratio=1.0, baseline_ratio=0.5),
             **dict(expected_ratio=draw.uniform(0.98, 1.02), worst_row=draw.uniform(1, 2)),
+            **dict(rms_ratio=draw.uniform(0.98, 1.02), rms_rows=100.0),
             **dict(fa_rule=True, bias_of="mean", bias_size=0.0, bias_p=draw.random()),
             **numbers,
             **(dict(rms=1e-6, mean_abs=5e-7, rel=1e-6) if tensor == "lse" else {}),

@@ -68,6 +68,7 @@ def test_a_sound_kernel_has_only_passed_cases() -> None:
         "finiteness (out, bfloat16)", "finiteness (lse, bfloat16)", "function (out, bfloat16)",
         "function (lse, bfloat16)",
         "error (out, bfloat16)", "typical head (out, bfloat16)", "worst row (out, bfloat16)",
+        "rms (out, bfloat16)", "typical rms (out, bfloat16)",
         "bias (out, bfloat16)", "reproducibility (out, bfloat16)", "log-sum-exp (lse, bfloat16)",
         "runs (bfloat16)",
     }  # fmt: skip

@@ -267,7 +267,7 @@ def test_shares_multiples_and_shades_are_written_by_their_size() -> None:
     assert [shade(x) for x in (1.24, 1.25, 1.99, 2.0, 3.9, 4.0, 15.9, 16.0, None)] == [
         0, 1, 1, 2, 2, 3, 3, 4, None
     ]  # fmt: skip
-    assert [three(x, 1.1) for x in (1.1004, 1.1, 1.2004)] == ["1.1004", "1.1", "1.2"]
+    assert [three(x, 1.1) for x in (1.1004, 1.1, 1.2004)] == ["1.1004", "1.1", "1.20"]
 
 
 def test_a_curve_is_of_medians() -> None:
