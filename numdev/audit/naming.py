@@ -330,7 +330,9 @@ def _conclude(calls: Sequence[Failing]) -> None:
             hints.add(named)
         open_ = not call.kernel.declares and (ways.hits or ways.misses < IN_VAIN)
         if open_ and _may_round_so(call):
-            ways.count(call.held_to_its_way())
+            # A kernel rounds alike in all calls: what explains another is tried first, and alone.
+            alike = any(call.held_as_elsewhere(words) for words, _ in claims.most_common(1))
+            ways.count(alike or call.held_to_its_way())
             claims.update({r.claim for r in call.rows if (r.claim or "").startswith(FOUND)})
         if call.unnamed and losses:
             call.imprecise(losses)
