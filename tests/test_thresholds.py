@@ -383,7 +383,7 @@ def test_a_finding_counts_the_heads_of_all_its_formats() -> None:
             *(row(h, format="float16", **(wrong if h < 1 else {})) for h in range(3))]  # fmt: skip
     ((finding, *_), _) = findings_of(rows)
     assert (finding.count, finding.judged, finding.formats) == (3, 7, ("bfloat16", "float16"))
-    assert "; 3 of 7 heads, for example at layer 0 head 0)." in finding.sentence
+    assert "; 3 of 7 heads, worst at layer 0 head 0)." in finding.sentence
 
 
 def test_the_interval_of_a_median_is_told_from_its_lower_to_its_upper_end() -> None:
