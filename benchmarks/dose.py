@@ -175,10 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sorted(report.ladder, key=lambda r: r.times), lambda r: r.times
             ):
                 ratios = {r.window: r.ratio for r in rungs}
-                cells = (ratios.get(w) for w in ("start", "first", "early", "saturated"))
-                print(
-                    f"| {times:g} |", *("–" if x is None else f"{x:.2f}" for x in cells), sep=" | "
-                )
+                cells = [ratios.get(w) for w in ("start", "first", "early", "saturated")]
+                row = (f"{times:g}", *("–" if x is None else f"{x:.2f}" for x in cells))
+                print(f"| {' | '.join(row)} |")
             print(report.saturation.model_dump(exclude={"early", "late"}))
             return
         content = dict(SMALL) if options.small else yaml.safe_load(FLAGSHIP.read_text())

@@ -38,6 +38,10 @@ def request(tmp_path: Path, *variants: dict[str, Any]) -> TrainRequest:
 
 ROUNDED = {**dict.fromkeys(("scores", "pv", "dp"), "working"), "delta_from": "dP*P"}
 PRESETS = {name: {"preset": name} for name in ("qiu2025", "eager")}
+LADDER: list[dict[str, Any]] = [
+    {"name": f"noise at {times:g}", "role": "null_rounding", "times": times}
+    for times in (0.25, 16.0)
+]
 EMULATED: list[dict[str, Any]] = [
     {"name": f"emulated, {name}", "attention_format": "bfloat16",
      "kernel": {"name": "emulated", "compute": "float32", **options}}
@@ -45,11 +49,11 @@ EMULATED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [v["name"] for v in (*VARIANTS[:6], *EMULATED)])
+@pytest.mark.parametrize("name", [v["name"] for v in (*VARIANTS[:6], *LADDER, *EMULATED)])
 def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
     """Weights, loss and norm after steps of which most were replayed from a recording, with one
     that was watched in between, are those of steps that all ran as they are: the same bits."""
-    asked = request(tmp_path, *VARIANTS[:6], *EMULATED)
+    asked = request(tmp_path, *VARIANTS[:6], *LADDER, *EMULATED)
     variant = next(v for v in asked.variants if v.name == name)
     device = torch.device("cuda")
     data = load(asked.data, asked.model, asked.batch, device)

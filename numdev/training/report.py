@@ -33,7 +33,7 @@ class VariantRecord(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     format: str  # `float32`, `bfloat16`, `float16` (autocast over fp32 weights), `pure bfloat16`
     attention_format: str
-    times: float | None = None  # the dose of a null that re-rounds, in floors
+    times: float | None = Field(None, gt=0)  # the dose of a null that re-rounds, in floors
     ran: str | None = None  # what the kernel said it ran
     differs: dict[str, Any] = Field(default_factory=dict)  # seed, optimiser, gradients' kernel
 
