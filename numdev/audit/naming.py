@@ -318,7 +318,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
     """Of one kernel's calls, the worst first."""
     hints, vain, ways, coarse = Hints(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
-    claims: Counter[str | None] = Counter()
+    claims: Counter[str] = Counter()
     for call in _in_turn(calls):
         if hints and _try(call, hints):
             continue
@@ -333,7 +333,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
             # A kernel rounds alike in all calls: what explains another is tried first, and alone.
             alike = any(call.held_as_elsewhere(words) for words, _ in claims.most_common(1))
             ways.count(alike or call.held_to_its_way())
-            claims.update({r.claim for r in call.rows if (r.claim or "").startswith(FOUND)})
+            claims.update({r.claim for r in call.rows if r.claim and r.claim.startswith(FOUND)})
         if call.unnamed and losses:
             call.imprecise(losses)
         if call.unnamed and call.searches and coarse.misses < MOST:
