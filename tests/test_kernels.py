@@ -390,7 +390,7 @@ def test_the_tutorials_example(tmp_path: Path, capsys: Any, monkeypatch: Any) ->
     assert code == 0
     assert " ".join(out.split()).startswith(
         "FAIL mine:my_attention bfloat16 does not compute the requested attention: the causal mask "
-        "is off by one: each query sees one key too many (with this change the fp64 result is "
+        "is off by one: each query sees one key too many (correcting it removes "
     )
 
 

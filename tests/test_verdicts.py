@@ -220,24 +220,27 @@ def test_a_check_that_could_not_be_tried_is_no_pass(
     assert model.outcome == "unmeasured"
 
 
-EVERY = "repeat, eager, sdpa, causality, cache, mask, compiled, compiled eager and format hold"
+EVERY = (
+    "repeat, eager, sdpa, causality, cache, mask, batch, compiled, compiled eager and format hold"
+)
 NO_COMPILER = "compiled (not asked for: --compile), compiled eager (not asked for: --compile)"
 ASKED = f"cache (not asked for: --generate), {NO_COMPILER}"
 ONE = "the model has one implementation of attention"
 SENTENCES = {
     "decoder, all": ("llama", ("--generate", "4", "--compile"), EVERY),
     "decoder": (
-        "llama", (), "repeat, eager, sdpa, causality, mask and format hold; not tested: " + ASKED,
+        "llama", (),
+        "repeat, eager, sdpa, causality, mask, batch and format hold; not tested: " + ASKED,
     ),
     "encoder": (
         "bert", (),
-        "repeat, eager, sdpa, mask and format hold; not tested: causality (the model is no "
-        f"decoder), {ASKED}",
+        "repeat, eager, sdpa, mask, batch and format hold; not tested: causality (the model is "
+        f"no decoder), {ASKED}",
     ),
     "sees only the future": (
         "backwards", (),
-        f"repeat and format hold; not tested: eager ({ONE}), sdpa ({ONE}), causality (the model is "
-        "no decoder), cache (not asked for: --generate), mask (no attention mask), " + NO_COMPILER,
+        f"repeat, batch and format hold; not tested: eager ({ONE}), sdpa ({ONE}), causality (the "
+        "model is no decoder), cache (not asked for: --generate), mask (no attention mask), " + NO_COMPILER,
     ),
 }  # fmt: skip
 

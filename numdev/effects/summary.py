@@ -185,14 +185,19 @@ def alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
 
 
 def interval_in_words(x: Estimate, write: Callable[[float | None], str]) -> str:
-    return "" if x.low is None else f"{write(x.low)} to {write(x.high)}"
+    """Its ends; nothing where there is no interval, or both ends are written alike."""
+    low, high = write(x.low), write(x.high)
+    return "" if x.low is None or low == high else f"{low} to {high}"
 
 
 def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
-    return write(x.mean) + (f" ({interval_in_words(x, write)})" if x.low is not None else "")
+    within = interval_in_words(x, write)
+    return write(x.mean) + (f" ({within})" if within else "")
 
 
 def flips_in_words(run: RunSummary) -> str:
+    if run.flips == 0:
+        return f"changes no top token ({run.positions:,} positions)"
     text = f"changes the top token at {run.flips} of {run.positions:,} positions"
     if run.unexplained:
         return f"{text}, {run.unexplained} of them not near ties"

@@ -11,7 +11,6 @@ from numdev.effects.report import Check, EffectsPlan, EffectsReport, OutputRow, 
 from numdev.effects.summary import (
     alone,
     flips_in_words,
-    interval_in_words,
     summarised,
     summary_of,
 )
@@ -238,8 +237,9 @@ def _ratio(plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool) -> 
     if low is None:
         why = f"{three(ratio, limit)}× without an interval: read 3 sequences or more"
     elif ratio > limit:
-        why = f"{three(ratio, limit)}× ({interval_in_words(run.over, three)}): more sequences "
-        why += "would tell on which side of the limit it is"
+        ends = f"{three(low)} to {three(run.over.high)}"
+        why = f"{three(ratio, limit)}× ({ends}): more sequences would tell on which side of the "
+        why += "limit it is"
     else:
         return test | {"standing": Standing.HELD}
     return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
@@ -280,7 +280,8 @@ def _of_ratio(test: Test, run: RunSummary) -> str:
     place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
     within = "in one sequence; limit"
     if test.interval:
-        within = f"{three(test.interval[0])} to {three(test.interval[1])}; limit"
+        low, high = map(three, test.interval)
+        within = "limit" if low == high else f"{low} to {high}; limit"
     elif run.over and run.over.low is None:
         within = "limit"
     ratio = test.observed if isinstance(test.observed, float) else None

@@ -103,6 +103,7 @@ def suspect(
 
 
 ALONE = 0.98  # of the error: as good as all of it
+SURE = 1000.0  # times nearer: what is right leaves the rounding of float32 alone
 
 
 def _of_head(
@@ -168,7 +169,9 @@ def _search(
     cuts = [(a, probe.cut(a.answer(probe))) for a in tried]
     named = sorted((x for x in cuts if x[1] >= CUT), key=lambda x: -x[1])
     alike = [x for x in named if x[1] >= named[0][1] / ALIKE][:3]
-    if len(alike) != 1 and hints is None:  # nothing known explains it, or several do
+    # Nothing known explains it, or several do, or one that leaves more than a right one would.
+    open_ = len(alike) != 1 or alike[0][1] < SURE
+    if open_ and hints is None:
         fits = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
         least = ALIKE * alike[0][1] if alike else CUT
         if fits and fits[0][1] >= least:
