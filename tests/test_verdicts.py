@@ -240,7 +240,8 @@ SENTENCES = {
     "sees only the future": (
         "backwards", (),
         f"repeat, batch and format hold; not tested: eager ({ONE}), sdpa ({ONE}), causality (the "
-        "model is no decoder), cache (not asked for: --generate), mask (no attention mask), " + NO_COMPILER,
+        "model is no decoder), cache (not asked for: --generate), mask (no attention mask), "
+        + NO_COMPILER,
     ),
 }  # fmt: skip
 
