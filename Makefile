@@ -1,6 +1,6 @@
 # make audit      set up, then audit the bundled demo checkpoint and show the report
 # make test       set up, then hold the demo and a planted fault to the gate, and run the CPU tests
-# make thorough   set up, then the tests that draw thousands of inputs
+# make thorough   set up, then the tests that take a compiler, or thousands of inputs
 # make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
 # make check      set up, then lint, format, types, layers, lines by package, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site

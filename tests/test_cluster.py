@@ -147,7 +147,7 @@ class Deadly(Drawn):
         return super().load()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path) -> None:
     """A case that kills once is measured elsewhere; one that always does fails, with why."""
     plan = plan_of("sdpa-math", formats=("bfloat16",))

@@ -431,7 +431,7 @@ def test_a_call_is_answered_in_the_format_it_comes_in(
     assert not report.findings
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_textbook_attention_is_not_accused(capsys: Any, tmp_path: Path) -> None:
     """As many tokens as heads, where a compiler may take one for the other."""
     flags = ("--compile", "--no-sites", "--sequences", "3", "--kernel", "inductor", "--length", "8")

@@ -130,7 +130,7 @@ def test_a_refusal_has_pytorchs_own_reason(name: str, case: AttentionCase, reaso
 # --- FlexAttention -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("feature", [
     "one key", "causal, more keys, bottom-right", "soft cap, causal, additive mask", "bool mask",
 ])  # fmt: skip
@@ -209,7 +209,7 @@ def ratios(name: str, case: AttentionCase, **options: Any) -> list[float]:
     return [row.expected_ratio for row in rows if row.tensor == "out"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("fields", [{}, {"is_causal": True}])
 def test_compiled_flex_rounds_where_it_claims_to(fields: dict[str, Any]) -> None:
     """Compiled for the CPU, each head's error is as large as its claim predicts."""
