@@ -386,6 +386,22 @@ def test_a_finding_counts_the_heads_of_all_its_formats() -> None:
     assert "; 3 of 7 heads, worst at layer 0 head 0)." in finding.sentence
 
 
+def test_what_a_correction_removes_is_said_by_format() -> None:
+    """Of each format its own median: the one over all heads, 70 %, would be of neither."""
+    wrong = {"suspicion": "the scale is 1", "suspicion_cut": 50.0}
+    of_format = {"bfloat16": (0.5, 0.6, 0.7), "float16": (0.94, 0.95, 0.96)}
+    rows = [
+        row(head, format=fmt, suspicion_share=share, **wrong)
+        for fmt, shares in of_format.items()
+        for head, share in enumerate(shares)
+    ]
+    ((finding, *_), _) = findings_of(rows)
+    said = "removes 60 % of the rms error of the median head in bfloat16, 95 % in float16"
+    assert said in finding.sentence
+    ((alone, *_), _) = findings_of(rows[:3])
+    assert "removes 60 % of the rms error of the median head; 3 of 3" in alone.sentence
+
+
 def test_the_interval_of_a_median_is_told_from_its_lower_to_its_upper_end() -> None:
     """The medians of the ends of nine heads, which are those of two different heads."""
     ends = [(0.8, 1.0), (0.81, 1.01), (0.82, 1.02), (0.83, 1.5), (0.9, 1.3), (0.91, 1.04),

@@ -414,13 +414,20 @@ def removed(share: float) -> str:
 def _removed(rows: Rows) -> str:
     """What correcting a mistake does to the error, in the format that was judged; and in the format
     of the run in which it was found, if that is another."""
-    shares = [row.suspicion_share for row in rows if row.suspicion_share is not None]
+    by_format = grouped((r for r in rows if r.suspicion_share is not None), lambda r: r.format)
+    shares = {
+        fmt: removed(statistics.median(row.suspicion_share or 0.0 for row in own))
+        for fmt, own in by_format.items()
+    }
     cut = statistics.median(row.suspicion_cut or 1.0 for row in rows)
     finer = next((row.suspicion_format for row in rows if row.suspicion_format), None)
     median = " of the median head" if len(rows) > 1 else ""
     if not shares:
         return f"correcting it removes {removed(1 - 1 / cut)} of the error{median}"
-    said = f"correcting it removes {removed(statistics.median(shares))} of the rms error{median}"
+    first, *others = shares.items()
+    said = f"correcting it removes {first[1]} of the rms error{median}"
+    said += f" in {first[0]}" if others else ""
+    said += "".join(f", {share} in {fmt}" for fmt, share in others)
     if finer and finer != rows[0].format:
         said += f", and at least {removed(1 - 1 / cut)} where the inputs are in {finer}"
     return said
