@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -12,6 +13,18 @@ import torch
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Of a test marked `one_in(n)` every n-th case is run every day; the others are `thorough`."""
+    seen = Counter[str]()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.thorough)
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True, scope="session")

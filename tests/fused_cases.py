@@ -173,6 +173,7 @@ USUAL = {f"large: {x}" for x in ("causal", "window", "grouped", "additive mask",
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(4)
 def test_both_paths_agree(name: str) -> None:
     """Every tensor is the blocked path's to within its bound, and empty rows are the same; a scale
     off by 1e-9 or rounded to fp32, or one key more, is beyond a bound, in USUAL cases far."""
@@ -204,6 +205,7 @@ PARTED = ("grouped", "one kv head", "positions, causal", "additive mask", "bool 
 
 
 @pytest.mark.parametrize("name", PARTED)
+@pytest.mark.one_in(4)
 def test_divided_keys_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are merged; a sink counts once, and a row may see nothing in a part or in any."""
     monkeypatch.setattr(fused, "PROGRAMS", 1 << 20)
@@ -252,6 +254,7 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 37, 9), (1, 2, 130, 64), (1, 1, 5, 80), (3, 1, 17
 
 @pytest.mark.parametrize("dtype", [torch.float64, SINGLE, HALF])  # bfloat16 is wrong here
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.one_in(4)
 def test_row_sums_are_pytorchs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Maxima are equal, sums of up to 10^6 fp64 numbers those of another order."""
     made = dataclasses.replace(yardstick("float16", shape, empty=False), unrounded=None)

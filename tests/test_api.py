@@ -141,6 +141,7 @@ OFFERED = {"softcap": "soft-cap", "window": "window", "sinks": "sinks", "maximum
 
 
 @pytest.mark.parametrize("fault", OFFERED)
+@pytest.mark.one_in(2)
 def test_what_a_function_offers_is_exercised(fault: str) -> None:
     """Each in a case of its own, in which the sound function passes."""
     check_attention(offering(""), cases=OFFERED[fault], formats="bfloat16")
@@ -167,6 +168,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("fault", QUICK)
+@pytest.mark.one_in(3)
 def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
     """What it says names the case, the tensor, and what is wrong with it."""
     case, tensor, words = QUICK[fault]
@@ -184,6 +186,7 @@ def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [name for name in BY_NAME if name not in QUICK])
+@pytest.mark.one_in(5)
 def test_the_default_cases_catch_every_other_planted_fault(fault: str, monkeypatch: Any) -> None:
     """In a tensor it shows in, in one format. (QUICK has those that one of these cases shows.)"""
     monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
@@ -366,6 +369,7 @@ def transposed_where_square(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tens
     (as_many_queries_as_keys, {"more-queries", "causal-more-queries"}),
     (transposed_where_square, {"length-of-head-dim"}),
 ])  # fmt: skip
+@pytest.mark.one_in(2)
 def test_the_default_cases_have_the_sizes_that_code_takes_for_one_another(
     faulty: Callable[..., Tensor], where: set[str]
 ) -> None:
@@ -403,6 +407,7 @@ def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:
     assert "Not tested: the gradients of additive masks (bias-by-head)." in left_out
 
 
+@pytest.mark.thorough
 def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     """Only a function that claims nothing, errs no more than a way of rounding may, and by no step
     that has a name, is told how to declare one."""

@@ -112,6 +112,7 @@ def emulating(**recipe: Any) -> Kernel:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.one_in(3)
 def test_gradients_of_known_roundings_are_recognised(preset: str) -> None:
     """All four tensors of all presets, with the tensor's own sites and shares that add up."""
     rows = rows_of(emulating(**PRESETS[preset]), training())
@@ -139,6 +140,7 @@ def test_gradients_of_known_roundings_are_recognised(preset: str) -> None:
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )  # fmt: skip
+@pytest.mark.one_in(5)
 def test_other_sums_and_deltas_are_found(recipe: dict[str, Any], tensors: Any, words: str) -> None:
     """What kernels do otherwise than fa2 is found without being claimed, and said."""
     rows = rows_of(emulating(**recipe), training())
@@ -194,6 +196,7 @@ def test_heads_come_in_whole_groups() -> None:
 
 @pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
 @pytest.mark.parametrize("preset", ["fa2", "fa2-consistent", "eager", "golden2024"])
+@pytest.mark.one_in(3)
 def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str) -> None:
     """By brute force, with every site rounding: a coarser one changes tensor or answer."""
     mask, sinks = torch.linspace(-1, 1, 20).bfloat16(), torch.tensor([0.3, 0.7]).bfloat16()

@@ -55,17 +55,17 @@ SLOW = {
         "numdev effects, sdpa-flash",
     ),
     "benchmarks/effects_models.py": ("--only LlamaForCausalLM", "LlamaForCausalLM"),
-    "benchmarks/false_alarms.py": ("--seeds 1 --only sdpa-math", "1 kernels: 0 of 2 accused"),
-    "benchmarks/gate_rates.py": ("--seeds 1 --small", "sdpa-math"),
     "benchmarks/half_a_percent.py": ("--sequences 2 --length 32", "numdev"),
-    "benchmarks/names.py": ("--only sound --doors check", "check, "),
     "benchmarks/threads.py": ("--times 1 --threads 2 --small", "|"),
 }
-THOROUGH = {  # several runs of numdev, each with workers
+THOROUGH = {  # several runs of numdev
     "benchmarks/scaling.py": (
         "--workers 2 --device cpu --length 128 --heads 2 --head-dim 16 --seeds 1",
         "The reports are the same.",
     ),
+    "benchmarks/names.py": ("--only sound --doors check", "check, "),
+    "benchmarks/gate_rates.py": ("--seeds 1 --small", "sdpa-math"),
+    "benchmarks/false_alarms.py": ("--seeds 1 --only sdpa-math", "1 kernels: 0 of 2 accused"),
 }
 RUNS = {**QUICK, **SLOW, **THOROUGH}
 # What a run needs that a machine may lack, and its line then.

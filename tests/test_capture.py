@@ -103,6 +103,7 @@ CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
 
 
 @pytest.mark.parametrize(("name", "given", "steps", "calls"), CALLS)
+@pytest.mark.one_in(3)
 def test_a_captured_call_computes_what_the_models_own_attention_does(
     name: str, given: dict[str, Tensor], steps: int | None, calls: int, tmp_path: Path
 ) -> None:

@@ -289,6 +289,7 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+@pytest.mark.one_in(3)
 def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path, number: int) -> None:
     """SIGINT: exit code 130, one line, finished rows stay. The same command finishes a run that was
     stopped with the rows and the summary of the undisturbed one."""

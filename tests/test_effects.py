@@ -153,6 +153,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.one_in(2)
 def test_what_is_no_rounding_is_found_and_named(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
@@ -330,6 +331,7 @@ def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["stable_diffusion", "sd3"])
+@pytest.mark.one_in(2)
 def test_a_pipeline_is_compared_at_its_latents_and_its_image(
     name: str, capsys: Any, tmp_path: Path
 ) -> None:
@@ -733,6 +735,7 @@ def test_final_states_are_compared_where_there_are_no_logits(capsys: Any, tmp_pa
     assert 0 < whole.angle < 5
 
 
+@pytest.mark.thorough
 def test_it_continues_and_workers_and_streams_find_the_same(capsys: Any, tmp_path: Path) -> None:
     """Cut off after some runs, shared out, or with weights on disk: the same rows."""
     target, more = models.saved("llama", tmp_path), ("--sequences", "2", "--no-sites")

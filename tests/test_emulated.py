@@ -108,6 +108,7 @@ SAME = ("one key", "scale 0", *(name for name in FEATURES if "no key" in name))
 
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("softmax", ["plain", "stabilised", "guarded"])
+@pytest.mark.one_in(3)
 def test_exact_is_attention(softmax: str, name: str) -> None:
     """With all sites exact every algorithm, tile, order and softmax is within fp64 rounding of the
     90-digit answer, with all features. Every row of the stabilised one has two keys tied.
@@ -452,6 +453,7 @@ def term_scales(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.one_in(3)
 def test_exact_is_the_gradient(name: str) -> None:
     """To 300 u of the term scale: a score has at most eight terms and size 30, and exp makes its
     rounding, up to 2 * 30 u, a relative error of P."""

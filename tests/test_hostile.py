@@ -27,11 +27,14 @@ def case() -> AttentionCase:
     return make_case(dtype=torch.bfloat16, heads=2, q_len=5, kv_len=7, head_dim=4)
 
 
-def test_hostile_kernels_cost_their_own_rows() -> None:
+@pytest.mark.parametrize(
+    "marked", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)]
+)
+def test_hostile_kernels_cost_their_own_rows(marked: str) -> None:
     """The quick part of the table, in a process with one thread."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "-m", "not slow", str(HERE / "hostile_table.py")],
+        [*command, "-m", f"not slow and {marked}", str(HERE / "hostile_table.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=HERE.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

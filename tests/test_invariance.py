@@ -28,7 +28,7 @@ from numdev.errors import MeasurementError
 from numdev.formats import format_named
 from numdev.gate import judging
 from numdev.gate.rules import Rules, default_rules
-from numdev.invariance import axes, verdict
+from numdev.invariance import axes, verdict, wholeness
 from numdev.invariance.differences import (
     _by_row,
     _elsewhere,
@@ -96,6 +96,7 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("kernel", SWITCHES)
+@pytest.mark.one_in(6)
 def test_a_tiling_that_depends_on_one_axis_is_named(tmp_path, sound, kernel):
     """The axis, and no other; the two ways to cut the keys; no finding, since both are sound."""
     report = studied(tmp_path, f"invariance_kernels:{kernel}")
@@ -119,6 +120,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kernel", BROKEN)
+@pytest.mark.one_in(4)
 def test_a_kernel_that_is_wrong_along_one_axis_is_found(tmp_path, kernel):
     """One finding, of the axis from which all others follow, and a verdict."""
     report = studied(tmp_path, f"invariance_kernels:{kernel}")
@@ -216,6 +218,27 @@ def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
         update={"format": row.format, "case": "c", "axis": "batch", "variant": "v0"}
     )
     assert _of_way(check_way, [row]) == "compares another part of the call than the plan"
+
+
+@pytest.mark.parametrize("excuse", ["mask", "option", "way"])
+def test_nothing_excuses_a_kernel_that_the_way_does_not_add(excuse: str) -> None:
+    """A mask, an option or a way to run that the plan does not know of."""
+    skipped = {"status": "skipped", "excuse": excuse, "reason": "no", "tensors": ()}
+    blank: dict[str, Any] = dict.fromkeys(wholeness.NUMBERS) | {"elements": 0, "first": None}
+    [row] = rows_along("strides", {**blank, **skipped})
+    way = stored().plan.ways[0].model_copy(update={"axis": "strides", "variant": "v0"})
+    wrong = f"is excused by the {excuse}, which the plan does not add"
+    assert _of_way(way, [row]) == wrong
+    assert _of_way(way.model_copy(update={"adds": excuse}), [row]) == ""
+
+
+@pytest.mark.parametrize(("ran", "unjudged"), [(False, 0), (True, 1)])
+def test_a_way_to_run_excuses_no_kernel_that_ran_so(ran: bool, unjudged: int) -> None:
+    """`unwritten` in one variant and not in another: it ran in fewer ways than were planned."""
+    no = {"status": "skipped", "excuse": "way", "reason": "no", "tensors": ()}
+    rows = rows_along("unwritten", no, {} if ran else no)
+    test = that_was_tested(stored(*rows, axes=("unwritten",), models=()), "runs")
+    assert (test.judged, test.unjudged) == (int(ran), unjudged)
 
 
 def test_headline_table_and_answer_are_of_one_call() -> None:

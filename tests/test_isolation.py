@@ -91,6 +91,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.one_in(4)
 def test_a_broken_kernel_costs_its_own_row(shared: Isolated, case: Any, name: str) -> None:
     """The reason says what became of it, and the next kernel runs as if nothing had been."""
     failure = ran(shared, f"broken_kernels:{name}", case, {})

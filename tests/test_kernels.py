@@ -357,6 +357,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
     """The package's registered kernel, with its option, and its plain function are measured."""
     config = installed.parent / "small.yaml"

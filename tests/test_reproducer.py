@@ -162,6 +162,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "planted_kernel:attention"
 
 
+@pytest.mark.one_in(2)
 def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
     """It is imported and called with the arguments numdev gave it, options among them; a bool mask
     arrives as the bias it was given as. What is repaired does not show."""
@@ -184,6 +185,7 @@ def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
         assert (answer[0], figure_in(answer)) == (0, 0)
 
 
+@pytest.mark.thorough
 def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
     """Its script says so, and cannot measure without."""
     case = make_case(dtype=torch.bfloat16, is_causal=True, softcap=2.0)

@@ -237,6 +237,7 @@ def explained(case: Any, **options: Any) -> tuple[Output, Output]:
 
 @pytest.mark.parametrize("convert_to_f32", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.one_in(4)
 def test_it_is_sharded_bit_by_bit(causal: bool, convert_to_f32: bool) -> None:
     """Output and gradients of two ranks are those of `sharded` with two shards, every bit."""
     real, same = explained(drawn(64, is_causal=causal), convert_to_f32=convert_to_f32)
@@ -244,6 +245,7 @@ def test_it_is_sharded_bit_by_bit(causal: bool, convert_to_f32: bool) -> None:
     assert real.ran == f"context parallelism: {same.ran}"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_is_one_failed_row() -> None:
     """SIGKILL to a rank: the attempt fails and says so, no rank is left, and the next one runs."""
     case = drawn(64)

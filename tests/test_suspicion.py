@@ -38,6 +38,7 @@ LOST_IN_ROUNDING = {("scale x 1.01", "bfloat16")}
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float32"])
 @pytest.mark.parametrize("planted", rates.PLANTED, ids=lambda p: p.name)
+@pytest.mark.one_in(5)
 def test_a_planted_mistake_is_named(planted, fmt: str) -> None:
     """Every planted wrong function is named by its own cause, and by no other."""
     case = rates.make(planted.shape, "normal", fmt, 0)
@@ -142,6 +143,7 @@ def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) 
     *("window_tiles", "sinks_of_head_0", "sinks_zero", "epsilon_1e1", "stale_sum"),
     *("lse_without_sinks", "lse_without_maximum", "backward_without_slope", "backward_kv_modulo"),
 ])  # fmt: skip
+@pytest.mark.one_in(4)
 def test_a_fault_is_named_by_its_class(name: str) -> None:
     """Of benchmarks/names.py, one of a class that is no case, or of another tensor."""
     fault = functions.FAULTS[name]

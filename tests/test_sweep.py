@@ -222,6 +222,7 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     assert invoke(tmp_path, "-o", out, "--overwrite", "-q", y=["rms"]).exit_code == 0
 
 
+@pytest.mark.thorough
 def test_a_killed_sweep_ends_with_the_same_report(tmp_path: Path) -> None:
     """SIGKILL in the middle."""
     config(tmp_path, kernels=["sdpa-math", "sdpa-flash"], seeds=4)

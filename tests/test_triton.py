@@ -38,9 +38,12 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", ["triton_flash_cases.py", "fused_cases.py"])
-def test_in_the_interpreter(cases: str) -> None:
+@pytest.mark.parametrize(
+    "marked", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)]
+)
+def test_in_the_interpreter(cases: str, marked: str) -> None:
     """A file's tests pass, in a process of its own."""
-    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases))
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases), "-m", marked)
     done = python(*arguments, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
 

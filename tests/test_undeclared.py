@@ -77,6 +77,7 @@ def claims(rows: Any) -> set[str]:
     (designs.through_casts, "as autograd rounds exp(S - m), cast before P V"),
     (wrapper, "as sdpa-flash rounds on this CPU"), (eager, "as eager rounds"),
 ])  # fmt: skip
+@pytest.mark.one_in(3)
 def test_sound_kernels_without_a_claim_pass(function: Any, way: str) -> None:
     """In both formats and passes; and the verdict says in which way they round."""
     result = check_attention(function, cases=FEW)
@@ -95,6 +96,7 @@ def test_each_design_has_a_kernel_and_options() -> None:
 
 
 @pytest.mark.parametrize("name", designs.DESIGNS)
+@pytest.mark.one_in(5)
 def test_a_sound_design_is_not_accused(name: str) -> None:
     """In both formats and passes, in grouped heads too; a maximum that lags is told by that."""
     result = check_attention(designs.kernel(name), cases=("grouped", LONG), seeds=0)
@@ -102,6 +104,7 @@ def test_a_sound_design_is_not_accused(name: str) -> None:
     assert (name in LAGGING) == any("FlashAttention-4" in claim for claim in said)
 
 
+@pytest.mark.thorough
 def test_a_lagging_maximum_is_beyond_fa2_in_the_output_alone() -> None:
     """Held to `fa2` the output is accused; held to what explains it, not even beside a wrong dV."""
 
@@ -165,6 +168,7 @@ WIDE = {"name": "wide", "heads": 8, "kv_heads": 2, "seq_len": 256, "causal": Tru
     (lambda q, k, v, is_causal=False: wrapper(q, k, v, is_causal=is_causal),
      "as sdpa-flash rounds on this CPU" + APART),
 ])  # fmt: skip
+@pytest.mark.one_in(3)
 def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) -> None:
     """In fp32 within the kernel, or of the rounded dk and dv of every query head."""
     result = check_attention(function, cases="grouped", seeds=range(3))
@@ -176,6 +180,7 @@ def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) ->
 @pytest.mark.parametrize(
     ("fault", "tensor"), [("log-sum-exp in fp16", "dv"), ("dq in bf16 over 8 tiles", "dq")]
 )
+@pytest.mark.one_in(3)
 def test_no_way_to_sum_a_group_excuses_a_fault(apart: bool, fault: str, tensor: str) -> None:
     """Neither leaves room for what else is rounded."""
     with pytest.raises(CheckFailed) as caught:
@@ -184,6 +189,7 @@ def test_no_way_to_sum_a_group_excuses_a_fault(apart: bool, fault: str, tensor: 
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.one_in(4)
 def test_a_fault_is_explained_by_no_way(name: str) -> None:
     """Forward and backward, and forward alone where it shows there."""
     fault = next(p for p in planted.PLANTED if p.name == name)

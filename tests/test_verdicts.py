@@ -94,6 +94,7 @@ def test_few_sampled_rows_decide_nothing(rows: int, tmp_path: Path) -> None:
      ("twice", ("--rows", "32", "--length", "64"), 1),
      ("in_float32", ("--rows", "32", "--length", "64"), 0)],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_all_rows_or_enough_of_them_decide(
     kernel: str, flags: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
@@ -504,6 +505,7 @@ def test_a_kernel_that_gives_nan_fails(kind: str, target: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(("text", "code"), [("abc", 3), ("the quick brown fox " * 99, 0)])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_a_text_that_is_too_short_is_no_pass(
     kind: str, text: str, code: int, tmp_path: Path
 ) -> None:
@@ -534,6 +536,7 @@ def test_an_empty_target_is_not_the_demo(name: str) -> None:
 
 @pytest.mark.parametrize(("kernel", "code"), [("short_lse", 3), ("whole_lse", 0)])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_a_log_sum_exp_of_a_wrong_shape_is_not_dropped(
     kind: str, kernel: str, code: int, target: Path, tmp_path: Path
 ) -> None:
