@@ -484,10 +484,11 @@ def invariance_lacking(report: Data, rng: random.Random) -> None:
     """A number that a rule needs is null, or rows are skipped, with whatever excuse."""
     rows = ways(report, rng)
     if rng.random() < 0.4:
-        excuse = rng.choice(("", "call", "option", "kernel", "memory", "way", "repeat"))
+        excuse = rng.choice(("", "call", "option", "mask", "kernel", "memory", "way", "repeat"))
         for row in rows:
             row.update(status=rng.choice(("skipped", "failed")), excuse=excuse, reason="no")
-            if rng.random() < 0.7:
+            # A kernel that says that it declines is believed, and told of.
+            if excuse not in ("kernel", "memory") and rng.random() < 0.7:
                 row.update(dict.fromkeys(EMPTY), elements=0, differ=0, nonfinite=0, tensors=[])
                 row["tensor"] = "out"
         return

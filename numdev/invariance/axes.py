@@ -79,6 +79,11 @@ class Variant(NamedTuple):
     reason: str = ""  # why it is not tried
     part: str = ""  # what of the case it is about, where that is not all
 
+    def masks(self, case: AttentionCase) -> bool:
+        """Whether a call has a mask, and the case has none."""
+        called = (self.base or case, *(call.case for call in self.calls))
+        return case.mask is None and any(c.mask is not None for c in called)
+
 
 Variants = Iterator[Variant]
 

@@ -62,6 +62,9 @@ class Way(Record):
     variant: str
     reason: str = ""  # why nobody could: no such call can be made, or its exact answer is another
     part: str = ""  # what of the call is compared, where that is not all
+    adds: Literal["", "mask", "option", "way"] = ""
+    """What it asks of a kernel that the call as it is does not: a mask, an option of the kernel's,
+    or a way to run that a sound kernel may not have. Nothing else excuses one that declines it."""
 
 
 class InvariancePlan(Record):

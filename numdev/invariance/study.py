@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -106,6 +106,7 @@ def invariance(
                                 way = Way(
                                     format=fmt.name, case=case.ref.case, axis=axis,
                                     variant=variant.name, reason=why or "", part=variant.part,
+                                    adds=added(axis, variant, case),
                                 )  # fmt: skip
                                 journal.append(key, {"row": own, "way": [way]})
                         done += len(axes)
@@ -279,9 +280,7 @@ class Study:
                 yield from self._compared(fields, forms)
                 continue
             if not why and changed is not None:
-                called = (base, *(call.case for call in variant.calls))
-                masked = case.mask is None and any(c.mask is not None for c in called)
-                excuse = _excuse(forms, axis, masked=masked)
+                excuse = _excuse(forms, added(axis, variant, case))
             status = "skipped" if excuse else "failed"
             fields |= {"tensor": "out", "tensors": (), "status": status, "excuse": excuse}
             yield InvarianceRow(**fields, reason=forms.reason)
@@ -392,13 +391,22 @@ class Study:
         return Ran(planned, case, within, wrap, output, declined)
 
 
-def _excuse(failure: Failure, axis: str, *, masked: bool) -> Excuse:
-    """Why a kernel that was run gave nothing, where the axis may have added a mask; empty where
-    that is its fault."""
+def added(axis: str, variant: Variant, case: AttentionCase) -> Literal["", "mask", "option", "way"]:
+    """What a variant asks of a kernel that the case does not."""
     if axis in WATCHED:
         return "way"
+    if variant.options:
+        return "option"
+    return "mask" if variant.masks(case) else ""
+
+
+def _excuse(failure: Failure, adds: str) -> Excuse:
+    """Why a kernel that was run gave nothing in a way that `adds` something; empty where that is
+    its fault."""
+    if adds == "way":
+        return "way"
     if failure.status == "skipped":
-        return "mask" if masked else "kernel"
+        return "mask" if adds == "mask" else "kernel"
     return "memory" if out_of_memory(failure) else ""
 
 

@@ -96,6 +96,8 @@ def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
             return "gives another reason than the plan"
         if (first.status == "skipped") != bool(first.excuse):
             return "was skipped without an excuse, or failed with one"
+        if first.excuse in ("mask", "option", "way") and first.excuse != way.adds:
+            return f"is excused by the {first.excuse}, which the plan does not add"
         return _bare(first)
     if way.reason:
         return "was measured, and its plan says that it cannot be"
