@@ -3,6 +3,7 @@ comes out, all of it or it is said why, and nothing in it is trusted."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.sources import files
 from numdev.sources.capture import NAME
 from numdev.sources.checkpoint import (
     Checkpoint,
@@ -374,6 +376,34 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
     second = open_checkpoint(llama).identity()
     rewrite(llama, lambda state: state["model.norm.weight"].add_(1))
     assert len({first, second, open_checkpoint(llama).identity()}) == 3
+
+
+def test_identity_is_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files, of two pieces and a half and of nothing: by name, each piece by its own SHA-256;
+    a byte more or another one anywhere is another identity."""
+    monkeypatch.setattr(files, "PIECE", 1000)
+    monkeypatch.setattr(files, "CHUNK", 300)
+    content = bytes(range(250)) * 10
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "b").write_bytes(b"")
+    both = [tmp_path / "a", tmp_path / "b"]
+    pieces = [("a", content[:1000]), ("a", content[1000:2000]), ("a", content[2000:]), ("b", b"")]
+    text = "".join(f"{name} {hashlib.sha256(piece).hexdigest()}\n" for name, piece in pieces)
+    first = files.identity(both)
+    assert first == hashlib.sha256(text.encode()).hexdigest()
+    seen = {first}
+    for place in (0, 999, 1000, 2499):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        (tmp_path / "a").write_bytes(changed)
+        seen.add(files.identity(both))
+    (tmp_path / "a").write_bytes(content + b"x")
+    assert len(seen | {files.identity(both)}) == 6
+    later = files.identifying([tmp_path / "b"])
+    assert later() == later()
+    (tmp_path / "b").unlink()
+    with pytest.raises(FileNotFoundError):
+        files.identity(both)
 
 
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")

@@ -89,9 +89,13 @@ class Weights:
             return limit - int(self.config.get("pad_token_id") or 0) - 1
         return limit
 
+    def identifying(self) -> Callable[[], str]:
+        """What tells this checkpoint from others, by the names and contents of its files: begun,
+        and given when it is asked for (`numdev.sources.files.identifying`)."""
+        return storage.identifying(self.files)
+
     def identity(self) -> str:
-        """SHA-256 over the names and contents of the files."""
-        return storage.identity(self.files)
+        return self.identifying()()
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
@@ -124,9 +128,9 @@ class Weights:
 class Checkpoint(Weights):
     """An opened checkpoint: its config is read, its weight files are found and can be opened."""
 
-    def identity(self) -> str:
-        """SHA-256 over the names and contents of config.json and the weight files."""
-        return storage.identity((self.path / "config.json", *self.files))
+    def identifying(self) -> Callable[[], str]:
+        """The same with config.json."""
+        return storage.identifying((self.path / "config.json", *self.files))
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """The model in eval mode, its weights cast to `dtype`, its attention open to capture.
@@ -531,6 +535,9 @@ class InMemory:
     def describe(self) -> dict[str, Any]:
         code = dict.fromkeys(type(module).forward for module in self.model.modules())
         return {"model_made_from": fingerprint(*code)}
+
+    def identifying(self) -> Callable[[], str]:
+        return self.identity
 
     def identity(self) -> str:
         """SHA-256 over the names and values of its parameters and buffers."""

@@ -261,6 +261,7 @@ class CheckpointSource(Source):
             raise UsageError(f"--generate {request.generate}: a generation has no backward pass")
         self.request, self.projections, self.device = request, projections, system.device
         opened, dtype = given or self._opened(), dtype_of(format_named(request.model_dtype))
+        self.identified = opened.identifying()  # while the weights are loaded
         self.streamed: stored.Streamed | None = None
         self.model: nn.Module
         if request.stream and isinstance(opened, stored.Checkpoint):
@@ -303,7 +304,7 @@ class CheckpointSource(Source):
         return {
             "checkpoint": self.checkpoint.name,
             **({"streamed": "layer by layer"} if self.streamed else {}),
-            "sha256": self.checkpoint.identity(),
+            "sha256": self.identified(),
             **self.checkpoint.describe(),
             **({"not_audited": f"{self.others}: no softmax attention"} if self.others else {}),
             "architecture": type(self.model).__name__,
