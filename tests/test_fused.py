@@ -135,6 +135,21 @@ def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:
         reference._fast_or_plain(case, fail, blocked.gradients)
 
 
+@pytest.mark.parametrize(("length", "small"), [(64, True), (65, False)])
+def test_small_calls_are_not_compiled(
+    length: int, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to so many scores of all sequences and heads together."""
+    monkeypatch.setattr(reference, "SMALL", 2 * 3 * 64 * 64)
+    assert reference._is_small(make_case(batch=2, heads=3, q_len=64, kv_len=length)) is small
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest call is taken for a large one."""
+    monkeypatch.setattr(reference, "SMALL", 0)
+
+
 def several_tiles(**fields: Any) -> AttentionCase:
     """4 query heads on 2 kv heads, in several tiles of which the last are not whole, on the GPU."""
     shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 333, "kv_len": 471, "head_dim": 64}
@@ -154,6 +169,7 @@ def assert_agree(case: AttentionCase) -> Gradients:
 
 
 @on_cuda
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_in_every_format(name: str) -> None:
     """Each feature by itself and combined, soft cap included, in bf16, fp16 and fp32."""
@@ -170,6 +186,7 @@ LARGE: dict[str, dict[str, Any]] = {
 
 
 @on_cuda
+@pytest.mark.usefixtures("compiled")
 def test_views_are_read_where_they_lie() -> None:
     """Heads that lie behind their rows, rows behind features, a transposed mask, leaves."""
     made = several_tiles(mask=("bool", "qk"), sinks=True)
@@ -182,6 +199,7 @@ def test_views_are_read_where_they_lie() -> None:
 
 
 @on_cuda
+@pytest.mark.usefixtures("compiled")
 def test_groups_of_heads_and_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kv head at a time and 16 rows at a time: the same forward, gradients in bounds."""
     case = several_tiles(is_causal=True, sinks=True)
@@ -196,6 +214,7 @@ def test_groups_of_heads_and_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @on_cuda
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", LARGE)
 def test_runs_are_bitwise_reproducible(name: str) -> None:
     """No sum depends on which program comes first."""
@@ -207,6 +226,7 @@ def test_runs_are_bitwise_reproducible(name: str) -> None:
 
 
 @on_cuda
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

@@ -22,6 +22,7 @@ from numdev.metrics import yardstick
 from numdev.metrics.sampling import Strata
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+SMALL = 1 << 24  # elements of an output up to which PyTorch's passes are shorter than a compilation
 GROUPS = 16  # row i is in group i mod GROUPS, so that each group is spread over positions
 ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")  # also summed by bin
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -82,7 +83,8 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
     rows = y.rows if whole else y.rows_where(y.usable & fine)
     beside = None if y.baseline is None else rows.usable & yardstick.finite(y.baseline)
     compared = rows.usable if e is None else rows.usable & yardstick.finite(e)
-    if o.is_cuda and HAS_TRITON and whole and y.regular and (e is None or bool(compared.all())):
+    compiled = o.is_cuda and HAS_TRITON and o.numel() > SMALL
+    if compiled and whole and y.regular and (e is None or bool(compared.all())):
         from numdev.metrics import row_sums_triton
 
         elements = row_sums_triton.element_sums(o, e, y)

@@ -15,7 +15,8 @@ takes its part of P and gets no gradient. A gradient's term scale is the same su
 positive, and |dP| + |delta| for their difference: there a backward pass loses its digits.
 
 There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain PyTorch for
-any device, and `numdev.kernels.reference.fused`, Triton on CUDA. Results say which it was."""
+any device and for small calls, and `numdev.kernels.reference.fused`, Triton on CUDA. Results say
+which it was."""
 
 from __future__ import annotations
 
@@ -34,6 +35,9 @@ from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference.blocked import Gradients, Reference
 
 R = TypeVar("R", bound=Reference)
+SMALL = 1 << 28
+"""Scores of a call up to which it goes the plain way: there PyTorch takes tens of milliseconds, and
+Triton's compiler seconds for each kind of call."""
 
 
 def attend(case: AttentionCase) -> Reference:
@@ -41,7 +45,7 @@ def attend(case: AttentionCase) -> Reference:
 
     NaN and infinity in the inputs propagate as the arithmetic has it, but a key of probability 0
     has no part in the sum, whatever its V holds. Inputs of any format are widened exactly."""
-    if not case.q.is_cuda:
+    if not case.q.is_cuda or _is_small(case):
         return blocked.attend(case)
     return _fast_or_plain(case, fused.attend, blocked.attend)
 
@@ -53,7 +57,7 @@ def gradients(case: AttentionCase) -> Gradients:
     part in each other's gradients, whatever Q, K, V and dO hold there; elsewhere NaN and infinity
     propagate as the arithmetic has it. An empty row adds nothing to any gradient. Raises UsageError
     for a case without grad_out."""
-    if not case.q.is_cuda:
+    if not case.q.is_cuda or _is_small(case):
         return blocked.gradients(case)
     return _fast_or_plain(case, fused.gradients, blocked.gradients)
 
@@ -67,6 +71,10 @@ def key_gradients(case: AttentionCase, keys: Tensor, whole: Reference) -> dict[s
     O(q_len keys). Raises UsageError for a case without grad_out."""
     upstream(case)
     return blocked.gradients_of_keys(case, keys.to(case.q.device), whole)
+
+
+def _is_small(case: AttentionCase) -> bool:
+    return case.q.shape[0] * case.heads * case.q_len * case.kv_len <= SMALL
 
 
 def _fast_or_plain(
