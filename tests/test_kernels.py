@@ -29,7 +29,7 @@ import numdev
 from numdev import kernels, system
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
-from numdev.kernels import Kernel, Output, all_kernels, find, kernel, varlen
+from numdev.kernels import Kernel, Output, all_kernels, find, kernel, options_of, varlen
 from numdev.kernels.plain import adapt
 from numdev.kernels.reference import gradients
 from numdev.system import Requirement, System
@@ -423,6 +423,18 @@ def packed_attention(fault: bool) -> Any:
         return torch.cat(outs), torch.cat(lses, dim=1)
 
     return SimpleNamespace(varlen_attn=varlen_attn, AuxRequest=lambda lse: None)
+
+
+def test_an_option_by_position_is_refused() -> None:
+    """No request could ask for it: it is given by name alone."""
+
+    def mine(case: AttentionCase, uncovered: bool = False) -> Output:
+        return Output(out=case.v)
+
+    with pytest.raises(UsageError, match="takes 'uncovered' by position") as caught:
+        options_of(mine)
+    assert caught.value.hint == "write options behind a `*`"
+    assert find("varlen-attn").options == {"uncovered": False}
 
 
 @pytest.mark.parametrize("fault", [False, True])

@@ -24,7 +24,7 @@ from numdev.cases import AttentionCase
 from numdev.config import SweepConfig, SweepRequest
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named, round_to
-from numdev.kernels import Kernel, Output
+from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
 from numdev.report import CellRow, SweepReport
@@ -241,6 +241,8 @@ def test_every_bundled_sweep_is_valid(path: Path) -> None:
     assert len(found.seeds) >= {"hazards": 2, "hazards-large": 1}.get(path.stem, 5)
     assert found.title
     assert path.read_text().startswith("# ")
+    for chosen in found.kernels:  # they and their options exist
+        find(chosen.name).with_options(chosen.options)
 
 
 def test_heads_are_pooled_before_seeds() -> None:

@@ -156,6 +156,7 @@ class Kernel:
             raise Refused(reason)
 
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _registry: dict[str, Kernel] = {}
 
 
@@ -292,9 +293,13 @@ def importable(path: str) -> str:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """A kernel function's options: its keyword-only parameters and their defaults. Raises
-    UsageError for one without a default: what is not asked for must still be recorded."""
+    """The options of a kernel function of a case: its keyword-only parameters and their defaults.
+    Raises UsageError for one without a default, since what is not asked for must still be recorded,
+    and for one that can be given by position, which no request could ask for."""
     parameters = inspect.signature(function).parameters.values()
+    for p in [p for p in parameters if p.kind in POSITIONAL][1:]:
+        what = f"the kernel {_identity(function)} takes {p.name!r} by position"
+        raise UsageError(what, hint="write options behind a `*`")
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     for name, default in options.items():
         if default is inspect.Parameter.empty:

@@ -17,7 +17,15 @@ import torch
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import UsageError
-from numdev.kernels import Kernel, apart_like_fa2, fingerprint, like_fa2, options_of, summary_of
+from numdev.kernels import (
+    POSITIONAL,
+    Kernel,
+    apart_like_fa2,
+    fingerprint,
+    like_fa2,
+    options_of,
+    summary_of,
+)
 from numdev.kernels.baseline import repeated
 from numdev.kernels.output import why_not
 from numdev.report import CaseRecord
@@ -33,7 +41,6 @@ NAMES = {
 }
 OFF: Mapping[str, Any] = dict(mask=None, window=(-1, -1), softcap=0.0, sinks=None, gqa=False)
 """How to say "none" for a parameter without a default, in flash-attention's words."""
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Roles = Mapping[str, str | None]
 """What numdev calls an argument, to what the function calls it (None: it takes no such thing)."""
 

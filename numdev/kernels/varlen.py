@@ -45,9 +45,11 @@ def _unsupported(case: AttentionCase) -> str | None:
     requires=Requirement(device="cuda", capability=(8, 0)),
     supports=_unsupported,
 )
-def varlen_attn(case: AttentionCase, uncovered: bool = False) -> Output:
-    """PyTorch's attention of packed sequences. `uncovered`: queries of sequences without keys lie
-    behind all others and in no sequence, as padding does; their gradient is 0 all the same."""
+def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
+    """PyTorch's attention of packed sequences.
+
+    `uncovered`: queries of sequences without keys lie behind all others and in no sequence, as
+    padding does; their gradient is 0 all the same."""
     module: Any = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)
