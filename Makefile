@@ -1,6 +1,7 @@
 # make audit      set up, then audit the bundled demo checkpoint and show the report
 # make test       set up, then hold the demo and a planted fault to the gate, and run the CPU tests
-# make thorough   set up, then the tests that take a compiler, or thousands of inputs
+# make thorough   set up, then the tests that take a compiler, minutes, or thousands of inputs
+# make test-all   both
 # make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
 # make check      set up, then lint, format, types, layers, lines by package, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site
@@ -13,7 +14,7 @@ SETUP := .venv/.installed
 # Tests are small: a process for each processor, and one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: audit gate test test-fast thorough check docs wheel oldest clean
+.PHONY: audit gate test test-all test-fast thorough check docs wheel oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -31,7 +32,9 @@ test: $(SETUP) gate
 	$(PYTEST) -m "not gpu and not thorough"
 
 thorough: $(SETUP)
-	$(PYTEST) -m thorough
+	$(PYTEST) -m "thorough and not gpu"
+
+test-all: test thorough
 
 # What takes two thirds of the processor time of tests that are not slow by themselves.
 SLOWER := api attribution audit bias bounds capture capture_gradients chain ci cli emulated emulated_fast fuzz isolation oracle power \
