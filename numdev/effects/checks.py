@@ -21,9 +21,11 @@ from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.effects.outputs import EXACT_NONFINITE, bad_positions, counted, output_of, text_of
 from numdev.effects.report import COMPILED, LIMIT, Check, EffectsReport, check_names, unasked
-from numdev.effects.rounding import is_floating, layers_of, widened
+from numdev.effects.rounding import layers_of
 from numdev.effects.running import Inputs, Subject, exact, first_nonfinite
 from numdev.errors import MeasurementError, NumdevError, one_line
+from numdev.exact.dtypes import is_floating
+from numdev.exact.wide import widened
 from numdev.formats import Format
 from numdev.report import Finding
 from numdev.report.numbers import three

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from numdev.effects.rounding import is_floating, widened
 from numdev.errors import MeasurementError
+from numdev.exact.dtypes import is_floating
+from numdev.exact.wide import widened
 
 PARTS = 8  # of a sequence, for the growth of the error with position
 BLOCK = 1 << 24  # logits that are compared at once

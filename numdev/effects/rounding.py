@@ -1,25 +1,24 @@
-"""A model's operations in fp64, rounded at chosen sites alone.
-
-Its tensors say that they are in one format and hold their values in fp64 (`Wide`). So the model
-runs as it does in that format: the same code, casts and masks. In a run (`Running`) every result is
-rounded to the format it says it is in, but only at chosen sites: with none of them it is exact.
+"""A model's operations in fp64 (see `numdev.exact`), rounded at chosen sites alone.
 
 Sites are those of a transformer. An operation is placed (`Places`) by the module that runs it, by
 where that stands, and by whether attention was met; what is none of them is `other`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
-from numdev.formats import Format, format_of, round_to
+from numdev.exact.dtypes import is_floating
+from numdev.exact.rounding import rounded, rounded_number, values_format
+from numdev.exact.running import Computing
+from numdev.exact.wide import Wide
+from numdev.formats import Format
 from numdev.sources.capture import QKV, attention_modules, followed
 
 # The sites of attention itself are those of the first kernel's rounding model, in three groups.
@@ -38,118 +37,96 @@ SITES = (  # docs/effects.md says what is rounded at each
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 # Operators of attention that a module computes by hand: products of activations, and the softmax.
 SCORED, SOFTMAX = ("bmm", "baddbmm"), ("_softmax", "_safe_softmax")
-# Operators that move values, or choose among them: what they give is as rounded as what they get.
+# Operators that move values, or choose among them: what they give is as rounded as what they get,
+# but for numbers that they bring in.
 MOVES = frozenset(
     """cat stack clone copy_ contiguous _unsafe_view embedding index index_select gather take where
     masked_fill masked_fill_ masked_scatter index_put index_put_ index_copy index_copy_ scatter tril
     scatter_ constant_pad_nd roll flip repeat repeat_interleave neg abs relu relu_ max min amax amin
-    maximum minimum clamp sort topk max_pool2d_with_indices zeros_like ones_like full_like triu ones
-    new_zeros new_ones new_empty new_full zeros full empty fill_ zero_ lift_fresh dropout empty_like
-    lift_fresh_copy native_dropout scalar_tensor""".split()  # noqa: SIM905
+    maximum minimum clamp sort topk max_pool2d_with_indices zeros_like ones_like triu ones
+    new_zeros new_ones new_empty zeros empty zero_ lift_fresh empty_like lift_fresh_copy
+    """.split()  # noqa: SIM905
 )
+# Of them, those that may put integers among floating-point values.
+JOINS = frozenset(("cat", "stack", "copy_", "where", "maximum", "minimum"))
 # Operators that turn a small change of numbers into another choice, as a router's of experts.
 CHOOSES = frozenset(("topk", "argmax", "argmin", "sort", "argsort", "round", "floor", "bucketize"))
 SINGLE = 24  # significant bits of float32, in which sound models compute norms and rotary tables
 
 
-class Wide(Tensor):
-    """`exact`, an fp64 tensor, under the dtype of another format. It has no gradient."""
+class AtSites:
+    """Rounds results at `sites` to what tensors say they are, where that is no wider than `format`;
+    parameters, whose site is `weights`, where they are used. To nearest, or with a `generator` up
+    or down at random.
 
-    exact: Tensor
-    is_weight: bool
+    An operator that moves values gives what it gets, which is rounded where it was computed. Only
+    the numbers that it brings in (of a mask, a pad, a clamp) are rounded there."""
 
-    @staticmethod
-    def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Any:
-        layout: Any = {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        says: Any = {"dtype": dtype, "device": values.device}
-        x: Any = Tensor._make_wrapper_subclass(Wide, values.shape, **layout, **says)
-        x.exact, x.is_weight = values, is_weight
-        return x
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Outside of a run, as when a cache is put together: nothing is rounded."""
-        return _computed(func, args, kwargs or {}, widened, lambda _f, _a, x, _dtype: x)
-
-
-def widened(x: Any) -> Any:
-    """A floating-point tensor's values in fp64; anything else as it is."""
-    if isinstance(x, Wide):
-        return x.exact
-    return x.double() if is_floating(x) else x
-
-
-def is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-class Running(TorchDispatchMode):
-    """Computes every operation in fp64, and rounds at `sites` to what tensors say they are, where
-    that is no wider than `format`. Parameters, whose site is `weights`, are rounded where they are
-    used. `how`: further arguments of `round_to`."""
-
-    def __init__(self, places: Places, fmt: Format, sites: Collection[str], **how: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.places, self.format, self.sites, self.how = places, fmt, sites, how
+    def __init__(
+        self, places: Places, fmt: Format, sites: Collection[str],
+        generator: torch.Generator | None = None,
+    ) -> None:  # fmt: skip
+        self.places, self.format, self.sites, self.generator = places, fmt, sites, generator
         self.narrower: dict[str, str] = {}  # by site, the narrower format it was met in
+
+    def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
+        if is_weight and "weights" in self.sites:
+            return self._rounded(values, values_format(dtype))
+        return values
+
+    def number(self, func: OpOverload, value: float, dtype: torch.dtype) -> float:
+        fmt = values_format(dtype)
+        if not moves(func) or fmt.precision > self.format.precision:
+            return value
+        return rounded_number(value, fmt) if self.places.site_of(func, ()) in self.sites else value
+
+    def result(
+        self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        if moves(func) and not brings_other_numbers(func, args, dtype):
+            return values
+        fmt, site = values_format(dtype), self.places.site_of(func, args)
+        if fmt.precision < self.format.precision and fmt.precision < SINGLE:
+            self.narrower[site] = fmt.name
+        return self._rounded(values, fmt) if site in self.sites else values
+
+    def _rounded(self, values: Tensor, fmt: Format) -> Tensor:
+        if fmt.precision > self.format.precision:
+            return values
+        return rounded(values, fmt, self.generator)
+
+
+class Running(Computing):
+    """Computes every operation in fp64, and rounds as `AtSites`, its `rounding`, says."""
+
+    def __init__(self, rounding: AtSites) -> None:
+        super().__init__(rounding)
         self.routes = False  # whether the model chooses among its parts, as a router of experts
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.routes |= func.overloadpacket.__name__ in CHOOSES and isinstance(args[0], Wide)
-        return _computed(func, args, kwargs or {}, self._input, self._output)
-
-    def _input(self, x: Any) -> Any:
-        rounds = isinstance(x, Wide) and x.is_weight and "weights" in self.sites
-        return self._rounded(x.exact, format_of(x.dtype)) if rounds else widened(x)
-
-    def _output(self, func: Any, args: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        if func.is_view or func.overloadpacket.__name__ in MOVES:
-            return x
-        fmt, site = format_of(dtype), self.places.site_of(func, args)
-        if fmt.precision < self.format.precision and fmt.precision < SINGLE:
-            self.narrower[site] = fmt.name
-        return self._rounded(x, fmt) if site in self.sites else x
-
-    def _rounded(self, x: Tensor, fmt: Format) -> Tensor:
-        return x if fmt.precision > self.format.precision else round_to(x, fmt, **self.how)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _computed(func: Any, args: Any, kwargs: Any, read: Callable[[Any], Any], out: Any) -> Any:
-    """What an operation gives, computed in fp64: floating-point tensors as `Wide` of the dtype in
-    which it would give them. One that writes into a tensor writes fp64 values into it."""
-    if func is torch.ops.aten.detach.default and isinstance(x := args[0], Wide):
-        return Wide.of(x.exact, x.dtype, is_weight=x.is_weight)
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-    floats, asked = [x for x in tensors if is_floating(x)], kwargs.get("dtype")
-    dtypes = [x.dtype for x in floats if x.ndim] or [x.dtype for x in floats]
-    dtype = reduce(torch.promote_types, dtypes or [torch.get_default_dtype()])
-    wide, named = tree_map(read, (args, kwargs))
-    if asked is not None and asked.is_floating_point:
-        dtype = asked
-        named = {**named, "dtype": torch.float64}
-    result = func(*wide, **named)
-    narrow = is_floating(result) and result.dtype != torch.float64
-    if asked is None and narrow and not floats:
-        # A quotient of integers, or numbers out of nothing: PyTorch makes them in its default.
-        wide, named = tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, (wide, named))
-        named = named if tensors else {**named, "dtype": torch.float64}
-        result = func(*wide, **named)
-    if func._schema.is_mutable:
-        target = args[0]
-        if isinstance(target, Wide):
-            target.exact.copy_(out(func, args, target.exact, target.dtype))
-        elif is_floating(target):
-            target.copy_(result)
-        return target
-    return tree_map(
-        lambda x: Wide.of(out(func, args, x, dtype), dtype) if is_floating(x) else x, result
-    )
+def moves(func: OpOverload) -> bool:
+    """Whether an operator only moves values, or chooses among them."""
+    return func.overloadpacket.__name__ in MOVES and "reduce" not in func._overloadname
+
+
+def brings_other_numbers(func: OpOverload, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
+    """Whether an operator that moves values adds some up, casts those of a wider tensor down to
+    `dtype`, or puts integers among them."""
+    name = func.overloadpacket.__name__
+    if name in ("index_put", "index_put_") and len(args) > 3 and args[3]:
+        return True
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    floats = [values_format(x.dtype) for x in tensors if is_floating(x) and x.ndim]
+    if not all(values_format(dtype).contains(fmt) for fmt in floats):
+        return True
+    integers = (x for x in tensors if not is_floating(x) and x.dtype != torch.bool)
+    return name in JOINS and any(True for _ in integers)
 
 
 class Places:

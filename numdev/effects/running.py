@@ -18,8 +18,10 @@ from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Planned
 from numdev.audit.rows import given
 from numdev.cases import AttentionCase
-from numdev.effects.rounding import ATTENTION, SITES, Places, Running, Wide, is_floating, widened
+from numdev.effects.rounding import ATTENTION, SITES, AtSites, Places, Running
 from numdev.errors import MeasurementError, Refused
+from numdev.exact.dtypes import is_floating
+from numdev.exact.wide import Wide, widened
 from numdev.formats import Format, dtype_of, format_of, round_to
 from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import MOST_BITS
@@ -97,14 +99,14 @@ class Subject:
         drawn: int | None, run: Callable[..., Any] | None,
     ) -> Any:  # fmt: skip
         generator = None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
-        how: Any = {"mode": "stochastic", "generator": generator} if generator else {}
-        running = Running(self.places, self.format, sites, **how)
+        rounding = AtSites(self.places, self.format, sites, generator)
+        running = Running(rounding)
 
         def answer(case: AttentionCase) -> Any:
             self.places.met()
             kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
-                running.narrower["attention"] = format_of(torch.get_autocast_dtype(kind)).name
+                rounding.narrower["attention"] = format_of(torch.get_autocast_dtype(kind)).name
             with _disable_current_modes(), torch.autocast(kind, enabled=False):
                 values = (attention or exact)(_unwrapped(case), format_of(dtype))
                 return Wide.of(values.double(), dtype)
@@ -117,7 +119,7 @@ class Subject:
                 with sdpa_kernel(SDPBackend.MATH):
                     result = call()
         self.ran_exactly = True
-        self.narrower |= running.narrower
+        self.narrower |= rounding.narrower
         self.routes |= running.routes
         return result
 

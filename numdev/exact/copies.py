@@ -1,0 +1,112 @@
+"""Copies of arguments and modules whose tensors are `Wide`."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from numdev.exact.dtypes import is_floating
+from numdev.exact.refusals import unsupported
+from numdev.exact.wide import Wide, widened
+
+
+def wide_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A copy of a tree: floating-point tensors as `Wide` of their own values, leaves of autograd
+    that require a gradient where the originals do; other tensors cloned. What is one tensor, or
+    shares storage, does so in the copy, with the same strides."""
+    copies = wide_copies(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
+    copied: tuple[Any, ...] = tree_map(lambda x: copies.get(id(x), x), arguments)
+    return copied
+
+
+def wide_module(module: nn.Module) -> nn.Module:
+    """A copy of a module: parameters, buffers and whatever tensors stand in its attributes (also in
+    lists, tuples, dicts, sets, dataclasses and other objects of them) as `Wide`.
+
+    Raises Unsupported for an attribute that cannot be copied."""
+    tensors = list({id(x): x for x in _tensors_in(module)}.values())
+    copies = wide_copies(tensors)
+    memo: dict[int, Any] = {}
+    for x in tensors:
+        wide = copies[id(x)]
+        if isinstance(x, nn.Parameter):
+            wide = nn.Parameter(wide.detach(), requires_grad=x.requires_grad)
+        memo[id(x)] = wide
+    try:
+        return copy.deepcopy(module, memo)
+    except TypeError as error:
+        raise unsupported(type(module).__name__, f"it cannot be copied: {error}") from error
+
+
+def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Copies by the identity of the originals; those that share storage share that of their
+    copies."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for x in tensors:
+        if not isinstance(x, Wide) and x.layout != torch.strided:
+            raise unsupported("an argument", f"it is a tensor of the layout {x.layout}")
+        shared = id(x) if isinstance(x, Wide) else x.untyped_storage()._cdata
+        groups[shared, x.dtype].append(x)
+    copies: dict[int, Tensor] = {}
+    for group in groups.values():
+        copies |= _copies_of_group(group)
+    return copies
+
+
+def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
+    """Of tensors of one storage and dtype: views of one copy of the part that they cover."""
+    values = [x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group]
+    begin = min(x.storage_offset() for x in values)
+    end = max(x.storage_offset() + _span(x) for x in values)
+    base = values[0].as_strided((end - begin,), (1,), begin)
+    if base.is_neg():
+        base = base.resolve_neg()
+    base = widened(base).clone() if is_floating(base) else base.clone()
+    copies: dict[int, Tensor] = {}
+    for x, own in zip(group, values, strict=True):
+        view = base.as_strided(own.shape, own.stride(), own.storage_offset() - begin)
+        if is_floating(x):
+            view = Wide.of(view, x.dtype, is_weight=isinstance(x, Wide) and x.is_weight)
+            view.requires_grad_(x.requires_grad)
+        copies[id(x)] = view
+    return copies
+
+
+def _span(x: Tensor) -> int:
+    """How many places of its storage a tensor stretches over."""
+    if not x.numel():
+        return 0
+    steps = zip(x.shape, x.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that stand anywhere in a module's attributes."""
+    seen: set[int] = set()
+    pending: list[Any] = [module]
+    while pending:
+        x = pending.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            yield x
+        else:
+            pending += _parts(x)
+
+
+def _parts(x: object) -> list[Any]:
+    if isinstance(x, Mapping):
+        return list(x.values())
+    if isinstance(x, list | tuple | set | frozenset):
+        return list(x)
+    if isinstance(x, ModuleType | type | FunctionType):
+        return []  # the program's, not the module's
+    return list(getattr(x, "__dict__", {}).values())

@@ -1,0 +1,112 @@
+"""Which dtype PyTorch gives a result, told from the dtypes that the inputs say.
+
+It is computed, and not asked of PyTorch's meta tensors: these take two seconds to load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from numdev.exact.refusals import argument
+
+COMPLEX = {
+    torch.float16: torch.complex32,
+    torch.bfloat16: torch.complex64,
+    torch.float32: torch.complex64,
+    torch.float64: torch.complex128,
+}
+REAL = {c: real for real, c in COMPLEX.items() if real != torch.bfloat16}
+STATISTICS = "statistics"
+# Of norms, whose weights may be of a wider dtype: by output, the input whose dtype it has.
+NORMS: Mapping[str, Sequence[str]] = {
+    "native_layer_norm": ("input", STATISTICS, STATISTICS),
+    "native_layer_norm_backward": ("input", "weight", "bias"),
+    "native_batch_norm": ("input", STATISTICS, STATISTICS),
+    "native_batch_norm_backward": ("input", "weight", "weight"),
+    "native_group_norm": ("input", STATISTICS, STATISTICS),
+    "native_group_norm_backward": ("input", "weight", "weight"),
+    "_fused_rms_norm_backward": ("input", "weight"),
+}
+
+
+def is_floating(x: object) -> bool:
+    """Whether it is a tensor of real or complex floating-point numbers."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def is_floating_dtype(x: object) -> bool:
+    return isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values are held: float64, or complex128."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def promoted(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of a result of these floating-point tensors by PyTorch's rules: a tensor without
+    dimensions counts only where no other does; the default dtype where there is none."""
+    floats = [x for x in tensors if is_floating(x)]
+    dtypes = [x.dtype for x in floats if x.ndim] or [x.dtype for x in floats]
+    real = [REAL.get(dtype, dtype) for dtype in dtypes]
+    return reduce(torch.promote_types, real or [torch.get_default_dtype()])
+
+
+def asked_dtype(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.dtype | None:
+    """The floating-point dtype that a call asks its result to have, if any."""
+    for name in ("dtype", "out_dtype", "input_dtype"):
+        dtype = argument(func, args, kwargs, name)
+        if isinstance(dtype, torch.dtype) and is_floating_dtype(dtype):
+            return dtype
+    if argument(func, args, kwargs, "half_to_float") is True:
+        return torch.float32
+    return None
+
+
+def result_dtypes(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[object]
+) -> list[torch.dtype]:
+    """The dtypes that a call's results say, one for each; of no meaning where a result is no
+    floating-point tensor."""
+    name = func.overloadpacket.__name__
+    common = asked_dtype(func, args, kwargs) or promoted(_tensors(args, kwargs))
+    common = REAL.get(common, common)
+    if name == "_fused_rms_norm":  # its second result is 1 / rms
+        dtypes = [common, torch.promote_types(common, torch.float32)]
+    elif name in NORMS:
+        dtypes = [_of_norm(func, args, kwargs, role, common) for role in NORMS[name]]
+    else:
+        dtypes = [common] * len(results)
+    return [
+        COMPLEX[dtype] if isinstance(x, Tensor) and x.is_complex() else dtype
+        for dtype, x in zip(dtypes, results, strict=True)
+    ]
+
+
+def _of_norm(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], role: str,
+    common: torch.dtype,
+) -> torch.dtype:  # fmt: skip
+    """The dtype of a norm's output, gradient or statistics. On a CPU statistics of 16-bit inputs
+    have 16 bits, where the weights do; on a GPU they have 32, but for those of group norm."""
+    if role == STATISTICS:
+        x = argument(func, args, kwargs, "input")
+        assert isinstance(x, Tensor)
+        on_cpu = x.device.type == "cpu" or func.overloadpacket.__name__ == "native_group_norm"
+        return common if on_cpu else torch.promote_types(x.dtype, torch.float32)
+    x = argument(func, args, kwargs, role)
+    return x.dtype if isinstance(x, Tensor) else common
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -1,0 +1,332 @@
+"""`Wide`, an fp64 tensor under the dtype of another format, and how an operation computes on it.
+
+Views share storage, as they do in PyTorch. In-place operations and `out=` write fp64 values. Random
+numbers are drawn in the dtype that a tensor says, so that a seed draws the same as it does
+there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from numdev.exact.dtypes import (
+    computed_in,
+    is_floating,
+    is_floating_dtype,
+    promoted,
+    result_dtypes,
+)
+from numdev.exact.refusals import argument, check_supported, unsupported
+from numdev.exact.rounding import Rounding, Unrounded, rounded, values_format
+
+aten = torch.ops.aten
+UNROUNDED = Unrounded()
+# Operators whose results are draws. `native_dropout` (on a GPU) computes as well.
+DRAWS = frozenset(
+    """rand randn rand_like randn_like randint randint_like randperm random random_ normal normal_
+    uniform uniform_ bernoulli bernoulli_ exponential exponential_ geometric geometric_ log_normal
+    log_normal_ cauchy cauchy_ multinomial poisson binomial _standard_gamma _sample_dirichlet
+    native_dropout""".split()  # noqa: SIM905
+)
+# Operators that write running statistics though their schema does not say so.
+WRITES: Mapping[str, tuple[str, ...]] = {
+    name: ("running_mean", "running_var")
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+NUMPY = "it leaves PyTorch for NumPy, and what is computed there cannot be followed"
+POINTER = (
+    "it reads memory by its address, past PyTorch, and what is computed there cannot be followed"
+)
+
+
+class Wide(Tensor):
+    """`exact`, a float64 tensor, under the dtype of another format; complex128 under a complex one.
+
+    Shape, strides and device are those of `exact`, and a view's `exact` is a view. Autograd takes
+    it as any tensor: gradients are `Wide` too. `is_weight`: a stored parameter, whose values may
+    not be rounded yet. Raises Unsupported where its values would leave PyTorch."""
+
+    exact: Tensor
+    is_weight: bool
+
+    @staticmethod
+    def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Wide:
+        """Float64 (complex128) values, of any shape, under a dtype; they share storage."""
+        wide: Wide = Tensor._make_wrapper_subclass(
+            Wide, values.shape, strides=values.stride(), storage_offset=values.storage_offset(),
+            dtype=dtype, device=values.device,
+        )  # fmt: skip
+        wide.exact, wide.is_weight = values, is_weight
+        return wide
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Outside of a run, as when a cache is put together: nothing is rounded."""
+        return compute(func, args, kwargs or {}, UNROUNDED)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"Wide({self.dtype}, {self.exact})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.exact, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wide:
+        copy = Wide.of(self.exact.clone(), self.dtype, is_weight=self.is_weight)
+        copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def tolist(self) -> Any:
+        return self.exact.tolist()
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise unsupported("Tensor.numpy", NUMPY)
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise unsupported("numpy.asarray", NUMPY)
+
+    def __dlpack__(self, *_: object, **__: object) -> NoReturn:
+        raise unsupported("Tensor.__dlpack__", POINTER)
+
+    def data_ptr(self) -> NoReturn:
+        raise unsupported("Tensor.data_ptr", POINTER)
+
+
+def widened(x: Any) -> Any:
+    """A floating-point tensor's values in float64 (complex128); anything else as it is."""
+    if isinstance(x, Wide):
+        return x.exact
+    return x.to(computed_in(x.dtype)) if is_floating(x) else x
+
+
+def narrowed(x: Any) -> Any:
+    """A `Wide` tensor as an ordinary one of the dtype that it says, rounded once to nearest;
+    anything else as it is. It keeps strides, and no gradient."""
+    if not isinstance(x, Wide):
+        return x
+    return rounded(x.exact, values_format(x.dtype)).to(x.dtype)
+
+
+def compute(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding,
+    *, draws: bool = True,
+) -> Any:  # fmt: skip
+    """What an operation gives: computed in fp64 and rounded as `rounding` says, floating-point
+    tensors as `Wide` of the dtype that PyTorch would give. What it writes into is written into.
+
+    Raises Unsupported for what has no exact result; for a draw without a generator of its own,
+    where `draws` says that nobody set a seed; and where PyTorch has no fp64 kernel."""
+    check_supported(func, args, kwargs)
+    if func is aten.detach.default and isinstance(x := args[0], Wide):
+        return Wide.of(x.exact.detach(), x.dtype, is_weight=x.is_weight)
+    name = func.overloadpacket.__name__
+    if func.is_view and name != "lift_fresh" and not _any_wide(args):
+        return func(*args, **kwargs)  # so that what is written into the view is written into it
+    if torch.Tag.inplace_view in func.tags and isinstance(args[0], Wide):
+        return _reshaped_in_place(func, args, kwargs)
+    if name in DRAWS:
+        if not draws and argument(func, args, kwargs, "generator") is None:
+            raise unsupported(func, "it draws random numbers, and no seed was set")
+        return _drawn(func, args, kwargs, rounding)
+    return _Call(func, args, kwargs, rounding).run()
+
+
+class _Call:
+    """One operation: its arguments as fp64 reads them, and what becomes of its results."""
+
+    def __init__(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding
+    ) -> None:
+        self.func, self.args, self.kwargs, self.rounding = func, args, kwargs, rounding
+        floats = [x for x in tree_leaves((args, kwargs)) if is_floating(x)]
+        self.has_floats = bool(floats)
+        self.common = promoted(floats)
+        self.targets = list(written(func, args, kwargs))
+        # By the identity of what the operation is given to write into: the tensor it stands for.
+        self.stands_for: dict[int, Tensor] = {}
+        self.given: dict[int, Tensor] = {}
+
+    def run(self) -> Any:
+        for target in self.targets:
+            values = widened(target)
+            self.given[id(target)], self.stands_for[id(values)] = values, target
+        args, kwargs = tree_map(self._read, self._with_numbers_read())
+        args, kwargs = _without_half_to_float(self.func, args, kwargs)
+        try:
+            with _float64_by_default(not self.has_floats):
+                result = self.func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if "not implemented for" not in str(error):
+                raise
+            raise unsupported(self.func, "PyTorch has no fp64 kernel of it here") from error
+        for target in self.targets:
+            self._write(target)
+        leaves, spec = tree_flatten(result)
+        dtypes = result_dtypes(self.func, self.args, self.kwargs, leaves)
+        outs = [self._result(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        return tree_unflatten(outs, spec)
+
+    def _read(self, x: Any) -> Any:
+        if id(x) in self.given:
+            return self.given[id(x)]
+        if isinstance(x, Wide):
+            return self.rounding.read(x.exact, x.dtype, is_weight=x.is_weight)
+        if is_floating_dtype(x):
+            return computed_in(x)
+        return widened(x)
+
+    def _with_numbers_read(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with Python numbers that meet floating-point tensors as the run has
+        them."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if not self.has_floats:
+            return tuple(args), kwargs
+        for i, parameter in enumerate(self.func._schema.arguments):
+            where: Any = args if i < len(args) else kwargs
+            key: Any = i if i < len(args) else parameter.name
+            if key in kwargs or i < len(args):
+                where[key] = self._number(where[key], str(parameter.type))
+        return tuple(args), kwargs
+
+    def _number(self, x: Any, kind: str) -> Any:
+        takes_integers = kind.removeprefix("Optional[").removesuffix("]") in ("Tensor", "number")
+        if type(x) is float or (type(x) is int and takes_integers):
+            value = self.rounding.number(self.func, float(x), self.common)
+            return value if value != x else x  # an integer that stays one
+        return x
+
+    def _write(self, target: Tensor) -> None:
+        """Round what was written into a tensor, and put it where it belongs."""
+        values = self.given[id(target)]
+        if not is_floating(target):
+            return
+        new = self.rounding.result(self.func, self.args, values, target.dtype)
+        if not isinstance(target, Wide):
+            target.copy_(rounded(values, values_format(target.dtype)))
+            return
+        if new is not values:
+            values.copy_(new)
+        if target.shape != values.shape:  # `out=` grew
+            _resize(target, values)
+
+    def _result(self, x: Any, dtype: torch.dtype) -> Any:
+        if id(x) in self.stands_for:
+            return self.stands_for[id(x)]
+        if not is_floating(x):
+            return x
+        if x.layout != torch.strided:
+            raise unsupported(self.func, f"it makes a tensor of the layout {x.layout}")
+        if self.func.is_view:
+            return Wide.of(x, dtype)
+        return Wide.of(self.rounding.result(self.func, self.args, x, dtype), dtype)
+
+
+def written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation writes into."""
+    unsaid = WRITES.get(func.overloadpacket.__name__, ())
+    for parameter in func._schema.arguments:
+        writes = parameter.alias_info is not None and parameter.alias_info.is_write
+        if writes or parameter.name in unsaid:
+            value = argument(func, args, kwargs, parameter.name)
+            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _any_wide(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Wide) for x in tree_leaves(args))
+
+
+def _without_half_to_float(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of a softmax that gives float32 of float16: fp64 stays fp64."""
+    names = [parameter.name for parameter in func._schema.arguments]
+    if "half_to_float" not in names:
+        return args, kwargs
+    i = names.index("half_to_float")
+    if i < len(args):
+        return (*args[:i], False, *args[i + 1 :]), kwargs
+    return args, {**kwargs, "half_to_float": False}
+
+
+@contextmanager
+def _float64_by_default(wanted: bool) -> Iterator[None]:
+    """Numbers out of nothing, and quotients of integers, are made in the default dtype."""
+    default = torch.get_default_dtype()
+    if not wanted or default == torch.float64:
+        yield
+        return
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _drawn(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding
+) -> Any:
+    """Random numbers, drawn in the dtype that tensors say."""
+    if func is aten.native_dropout.default:
+        return _dropped_out(func, args, kwargs, rounding)
+    targets = [x for x in written(func, args, kwargs) if isinstance(x, Wide)]
+    ordinary, named = tree_map(narrowed, (args, dict(kwargs)))
+    result = func(*ordinary, **named)
+    for target in targets:
+        drawn = result if len(targets) == 1 else None
+        assert isinstance(drawn, Tensor)
+        target.exact.copy_(drawn)
+        return target
+    return tree_map(lambda x: Wide.of(widened(x), x.dtype) if is_floating(x) else x, result)
+
+
+def _dropped_out(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding
+) -> tuple[Wide, Tensor]:
+    """`native_dropout`, its mask drawn in the dtype that the input says."""
+    x, p = args[0], float(args[1])
+    ones = torch.ones_like(narrowed(x))
+    _, mask = func(ones, *args[1:], **kwargs)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    values = widened(x) * mask * (scale if argument(func, args, kwargs, "train") else 1.0)
+    return Wide.of(rounding.result(func, args, values, x.dtype), x.dtype), mask
+
+
+def _reshaped_in_place(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Wide:
+    """A view put in the place of its tensor, as `x.t_()` does."""
+    wide: Wide = args[0]
+    values = wide.exact.detach()  # another tensor may hold this very one
+    func(values, *args[1:], **kwargs)
+    wide.exact = values
+    with _metadata_alone():
+        func(*args, **kwargs)
+    return wide
+
+
+def _resize(wide: Wide, values: Tensor) -> None:
+    """Give a tensor the shape of the values that were written into it."""
+    wide.exact = values
+    with _metadata_alone():
+        aten.resize_.default(wide, list(values.shape))
+
+
+@contextmanager
+def _metadata_alone() -> Iterator[None]:
+    """Operations in here change shape and strides of a `Wide` itself, not its values."""
+    guard = torch._C._DisableTorchDispatch()
+    before = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(True)
+    try:
+        yield
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(before)
+        del guard
