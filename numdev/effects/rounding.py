@@ -74,7 +74,9 @@ class AtSites:
             return self._rounded(values, values_format(dtype))
         return values
 
-    def number(self, func: OpOverload, value: float, dtype: torch.dtype) -> float:
+    def number(
+        self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
+    ) -> float:
         fmt = values_format(dtype)
         if not moves(func) or fmt.precision > self.format.precision:
             return value

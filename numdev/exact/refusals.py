@@ -3,10 +3,12 @@ code calls it, and the reason."""
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -15,23 +17,35 @@ from torch._ops import OpOverload
 
 from numdev.errors import MeasurementError
 
-NO_FUNCTION = "its vectors are no function of the input: they are free in sign, order or rotation"
+VECTORS = "its vectors are no function of the input: they are free in sign, order or rotation"
 BITS = "it reads the bits of a format, and the values are held in fp64"
 INSIDE = "it draws random numbers inside, which cannot be told from what it computes"
-# By the operator; of a decomposition that gives values alone, `computes` is the flag that is off.
+STORAGE = "it changes the storage of a tensor"
+NUMPY = "it leaves PyTorch for NumPy, and what is computed there cannot be followed"
+POINTER = "it reads memory by its address, and what is computed there cannot be followed"
+NO_KERNEL = "PyTorch has no fp64 kernel of it here"
 REASONS: Mapping[str, str] = {
-    "linalg_eig": NO_FUNCTION,
-    "_linalg_eigh": NO_FUNCTION,
-    "_linalg_svd": NO_FUNCTION,
     "nextafter": BITS,
     "nextafter_": BITS,
     "rrelu_with_noise": INSIDE,
     "rrelu_with_noise_": INSIDE,
-    "resize_": "it changes the storage of a tensor",
-    "resize_as_": "it changes the storage of a tensor",
-    "set_": "it changes the storage of a tensor",
+    "resize_": STORAGE,
+    "resize_as_": STORAGE,
+    "set_": STORAGE,
 }
-VALUES_ALONE = {"_linalg_eigh": "compute_v", "_linalg_svd": "compute_uv"}
+# Of decompositions, the results that are vectors. PyTorch makes them for values alone too, of which
+# a gradient is a function, so they are refused where they are used.
+FREE: Mapping[str, tuple[int, ...]] = {
+    "linalg_eig": (1,),
+    "_linalg_eigh": (1,),
+    "_linalg_svd": (0, 2),
+}
+# What PyTorch says where an operator, or what it is made of, cannot take a `Wide` tensor.
+PHRASES = {
+    "not implemented for": NO_KERNEL,
+    "only works on Float": NO_KERNEL,
+    "data is not allocated": POINTER,
+}
 HERE, TORCH = (str(Path(path).parent) for path in (__file__, torch.__file__))
 
 
@@ -46,7 +60,7 @@ def check_supported(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
         raise unsupported(func, BITS)
     if (reason := REASONS.get(name)) is None:
         return
-    if (flag := VALUES_ALONE.get(name)) and argument(func, args, kwargs, flag) is False:
+    if name.startswith("rrelu") and argument(func, args, kwargs, "training") is False:
         return
     raise unsupported(func, reason)
 
@@ -61,31 +75,40 @@ def argument(
     return None
 
 
-def unsupported(what: object, reason: str) -> Unsupported:
-    """The error, with the line of the user's code that is running."""
-    return Unsupported(f"{what}{place()}: {reason}")
+def unsupported(
+    what: object, reason: str, frames: Iterable[tuple[str, int]] | None = None
+) -> Unsupported:
+    """The error, with the line of the user's code that is running. `frames`: file and line of those
+    to look in, from the innermost on."""
+    return Unsupported(f"{what}{place(_running() if frames is None else frames)}: {reason}")
 
 
-def place() -> str:
+def translated(what: object, error: RuntimeError) -> Exception:
+    """PyTorch's error as Unsupported, where it says that an operator cannot be computed so; else as
+    it is. The line is that of the error's own traceback, if the user's code is not running."""
+    reason = next((r for words, r in PHRASES.items() if words in str(error)), None)
+    return error if reason is None else unsupported(what, reason, _frames_of(error))
+
+
+def place(frames: Iterable[tuple[str, int]]) -> str:
     """Where the user's code stands, as ` at file:line (source)`: the innermost frame that is
     neither PyTorch's nor this package's. In a backward pass no line of it is running."""
     if torch._C._current_graph_task_id() != -1:
         return " in the backward pass"
-    for frame in _frames():
-        path = frame.f_code.co_filename
-        if not path.startswith((HERE, TORCH, "<frozen")) and path != contextlib_path():
-            source = linecache.getline(path, frame.f_lineno).strip()
-            return f" at {path}:{frame.f_lineno}" + (f" ({source})" if source else "")
+    for path, line in frames:
+        if not path.startswith((HERE, TORCH, "<frozen")) and path != contextlib.__file__:
+            source = linecache.getline(path, line).strip()
+            return f" at {path}:{line}" + (f" ({source})" if source else "")
     return ""
 
 
-def contextlib_path() -> str:
-    """The file of decorators such as `torch.no_grad`, which stand between the user and PyTorch."""
-    return str(sys.modules["contextlib"].__file__)
-
-
-def _frames() -> Iterator[FrameType]:
+def _running() -> Iterator[tuple[str, int]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
+
+
+def _frames_of(error: BaseException) -> list[tuple[str, int]]:
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    return [*reversed(frames), *_running()]

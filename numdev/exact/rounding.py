@@ -12,8 +12,10 @@ from torch._ops import OpOverload
 from numdev.formats import FORMATS, Format, format_named, format_of, round_to
 
 FLOAT32 = FORMATS["float32"]
-# Kernels compute in float32 where values have 16 bits, but compare in the format of the values.
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+# Operators whose kernels read a Python number in the format of the values: on every device, and (as
+# PyTorch casts both sides of a sum) on a CPU. Others compute with it in float32 at least.
+IN_FORMAT = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "pow", "fmod", "remainder"))
+IN_FORMAT_ON_CPU = IN_FORMAT | {"add", "sub", "rsub"}
 # The format of either part of a complex number.
 PARTS = {torch.complex32: "float16", torch.complex64: "float32", torch.complex128: "float64"}
 
@@ -24,7 +26,9 @@ class Rounding(Protocol):
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
         """The values of a tensor that says `dtype`, as an operation reads them."""
 
-    def number(self, func: OpOverload, value: float, dtype: torch.dtype) -> float:
+    def number(
+        self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
+    ) -> float:
         """A Python number as an operation on tensors of `dtype` reads it."""
 
     def result(
@@ -39,7 +43,9 @@ class Unrounded:
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
         return values
 
-    def number(self, func: OpOverload, value: float, dtype: torch.dtype) -> float:
+    def number(
+        self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
+    ) -> float:
         return value
 
     def result(
@@ -52,8 +58,8 @@ class EveryOperation:
     """Every result is rounded to the format that it says: what plain code errs.
 
     To nearest; or with a `seed` up or down at random, so that the mean is the exact result. Python
-    numbers are rounded as kernels do: to float32 at least as they compute, and to the format of the
-    values where they compare. `chosen` picks the operations that round; by default all do."""
+    numbers are rounded, to nearest, as PyTorch's kernels round them: see `IN_FORMAT`. `chosen`
+    picks the operations that round; by default all do."""
 
     def __init__(
         self, *, seed: int | None = None,
@@ -65,11 +71,16 @@ class EveryOperation:
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
         return values
 
-    def number(self, func: OpOverload, value: float, dtype: torch.dtype) -> float:
+    def number(
+        self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
+    ) -> float:
         fmt = values_format(dtype)
-        wider = FLOAT32 if FLOAT32.contains(fmt) else fmt
-        compares = func.overloadpacket.__name__.rstrip("_") in COMPARISONS
-        return rounded_number(value, fmt if compares else wider)
+        in_format = IN_FORMAT_ON_CPU if device.type == "cpu" else IN_FORMAT
+        if fmt.contains(FLOAT32) or func.overloadpacket.__name__.rstrip("_") in in_format:
+            return rounded_number(value, fmt)
+        # A kernel for 16 bits computes with it in float32 and rounds the product to float32 first,
+        # which turns decimal ties (1.25 x 0.7) back into ties. Unrounded it does the same here.
+        return value
 
     def result(
         self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype

@@ -17,8 +17,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from numdev.errors import UsageError
 from numdev.exact.copies import wide_arguments, wide_module
 from numdev.exact.dtypes import is_floating
+from numdev.exact.refusals import translated
 from numdev.exact.rounding import EveryOperation, Rounding
-from numdev.exact.wide import UNROUNDED, Wide, compute, widened
+from numdev.exact.wide import UNROUNDED, Wide, check_readable, compute, widened
 
 aten = torch.ops.aten
 # Of an output that has a gradient, by its number and itself: the gradient that comes back into it.
@@ -87,8 +88,12 @@ def evaluate(
         function = wide_module(function)
     with computing(rounding, seed=seed):
         leaves = _differentiable(function, inputs)
-        with torch.enable_grad() if cotangent is not None else torch.no_grad():
-            output = function(*inputs)
+        with torch.set_grad_enabled(cotangent is not None or torch.is_grad_enabled()):
+            try:
+                output = function(*inputs)
+            except RuntimeError as error:
+                raise translated("an operator", error) from error.__cause__
+            check_readable(output)
             gradients = _gradients(output, leaves, cotangent) if cotangent is not None else {}
     return Evaluation(output, inputs, gradients)
 

@@ -22,7 +22,18 @@ from numdev.exact.dtypes import (
     promoted,
     result_dtypes,
 )
-from numdev.exact.refusals import argument, check_supported, unsupported
+from numdev.exact.refusals import (
+    FREE,
+    NUMPY,
+    POINTER,
+    STORAGE,
+    VECTORS,
+    Unsupported,
+    argument,
+    check_supported,
+    translated,
+    unsupported,
+)
 from numdev.exact.rounding import Rounding, Unrounded, rounded, values_format
 
 aten = torch.ops.aten
@@ -39,10 +50,6 @@ WRITES: Mapping[str, tuple[str, ...]] = {
     name: ("running_mean", "running_var")
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 }
-NUMPY = "it leaves PyTorch for NumPy, and what is computed there cannot be followed"
-POINTER = (
-    "it reads memory by its address, past PyTorch, and what is computed there cannot be followed"
-)
 
 
 class Wide(Tensor):
@@ -50,10 +57,12 @@ class Wide(Tensor):
 
     Shape, strides and device are those of `exact`, and a view's `exact` is a view. Autograd takes
     it as any tensor: gradients are `Wide` too. `is_weight`: a stored parameter, whose values may
-    not be rounded yet. Raises Unsupported where its values would leave PyTorch."""
+    not be rounded yet. `refusal`: why it may not be read but in a backward pass, if so. Raises
+    Unsupported where its values would leave PyTorch."""
 
     exact: Tensor
     is_weight: bool
+    refusal: str = ""
 
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Wide:
@@ -85,6 +94,14 @@ class Wide(Tensor):
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         return copy
+
+    def _replace_values(self, other: Tensor) -> None:
+        """What `x.data = y` does: other values of the same shape and dtype in the place of its."""
+        if not isinstance(other, Wide) or (other.dtype, other.shape) != (self.dtype, self.shape):
+            raise unsupported("Tensor.data", STORAGE)
+        self.exact = other.exact
+
+    data = property(Tensor.detach, _replace_values)
 
     def tolist(self) -> Any:
         return self.exact.tolist()
@@ -128,7 +145,10 @@ def compute(
     where `draws` says that nobody set a seed; and where PyTorch has no fp64 kernel."""
     check_supported(func, args, kwargs)
     if func is aten.detach.default and isinstance(x := args[0], Wide):
-        return Wide.of(x.exact.detach(), x.dtype, is_weight=x.is_weight)
+        detached = Wide.of(x.exact.detach(), x.dtype, is_weight=x.is_weight)
+        detached.refusal = x.refusal
+        return detached
+    check_readable((args, kwargs))
     name = func.overloadpacket.__name__
     if func.is_view and name != "lift_fresh" and not _any_wide(args):
         return func(*args, **kwargs)  # so that what is written into the view is written into it
@@ -150,6 +170,7 @@ class _Call:
         self.func, self.args, self.kwargs, self.rounding = func, args, kwargs, rounding
         floats = [x for x in tree_leaves((args, kwargs)) if is_floating(x)]
         self.has_floats = bool(floats)
+        self.device = floats[0].device if floats else torch.device("cpu")
         self.common = promoted(floats)
         self.targets = list(written(func, args, kwargs))
         # By the identity of what the operation is given to write into: the tensor it stands for.
@@ -165,15 +186,16 @@ class _Call:
         try:
             with _float64_by_default(not self.has_floats):
                 result = self.func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            if "not implemented for" not in str(error):
-                raise
-            raise unsupported(self.func, "PyTorch has no fp64 kernel of it here") from error
+        except RuntimeError as error:
+            raise translated(self.func, error) from error.__cause__
         for target in self.targets:
             self._write(target)
         leaves, spec = tree_flatten(result)
         dtypes = result_dtypes(self.func, self.args, self.kwargs, leaves)
         outs = [self._result(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        for i in FREE.get(self.func.overloadpacket.__name__, ()):
+            if isinstance(outs[i], Wide):
+                outs[i].refusal = unsupported(self.func, VECTORS).message
         return tree_unflatten(outs, spec)
 
     def _read(self, x: Any) -> Any:
@@ -201,7 +223,7 @@ class _Call:
     def _number(self, x: Any, kind: str) -> Any:
         takes_integers = kind.removeprefix("Optional[").removesuffix("]") in ("Tensor", "number")
         if type(x) is float or (type(x) is int and takes_integers):
-            value = self.rounding.number(self.func, float(x), self.common)
+            value = self.rounding.number(self.func, float(x), self.common, self.device)
             return value if value != x else x  # an integer that stays one
         return x
 
@@ -224,11 +246,19 @@ class _Call:
             return self.stands_for[id(x)]
         if not is_floating(x):
             return x
-        if x.layout != torch.strided:
-            raise unsupported(self.func, f"it makes a tensor of the layout {x.layout}")
+        if x.layout != torch.strided or x.is_nested:
+            layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            raise unsupported(self.func, f"it makes a tensor of the layout {layout}")
         if self.func.is_view:
             return Wide.of(x, dtype)
         return Wide.of(self.rounding.result(self.func, self.args, x, dtype), dtype)
+
+
+def check_readable(tree: Any) -> None:
+    """Raise Unsupported for a tensor that may not be read, unless in a backward pass."""
+    for x in tree_leaves(tree):
+        if isinstance(x, Wide) and x.refusal and torch._C._current_graph_task_id() == -1:
+            raise Unsupported(x.refusal)
 
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
