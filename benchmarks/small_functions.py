@@ -296,7 +296,7 @@ def index_put(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
 def in_place(x: Tensor) -> Tensor:
     out = x.clone()
     out[:, :32].mul_(1.1).add_(x[:, 32:], alpha=0.3)
-    out[::2] = out[1::2].exp()
+    out[::2] = out[1::2].sigmoid()
     return out.relu_() / 3
 
 

@@ -34,6 +34,12 @@ class Computing(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.rounding, self.draws = rounding, draws
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would load its compiler to keep it out of here, for three seconds; `computing`
+        switches it off where it is loaded already."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -1,0 +1,499 @@
+"""Tensors that say a format and hold fp64: the exact run, the rounded run, and what is refused.
+
+The oracle is PyTorch itself: the same function on fp64 tensors, and on tensors of the format."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from loaded import load
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from numdev.errors import UsageError
+from numdev.exact.refusals import Unsupported
+from numdev.exact.rounding import EveryOperation
+from numdev.exact.running import Computing, computing, evaluate
+from numdev.exact.wide import Wide, narrowed, widened
+from numdev.formats import FORMATS, round_to
+
+FUNCTIONS = load("benchmarks/small_functions.py").FUNCTIONS
+predictions = load("benchmarks/exact_predictions.py")
+BF16 = torch.bfloat16
+TENTH = 0.10009765625  # 0.1 in bfloat16
+# Functions whose exact run is no other computation than fp64's, and yet not bit by bit.
+NOT_BITWISE = {
+    "rms_norm": 1e-8,  # PyTorch turns eps into float32 before any operator
+    "product": 1e-14,  # autograd takes a formula that is safe for zeros with tensors of a subclass
+}
+# Where PyTorch's own kernel for a CPU errs more than one rounding of its result, and so than what
+# is predicted; and where it adds up in bfloat16, one term after another.
+ROUNDS_INSIDE = {
+    "product": "multiplies in bfloat16",
+    "rms_norm_by_hand": "rsqrt rounds its root where elements fill no vector",
+    "layer_norm": "adds up the gradients of weight and bias in bfloat16",
+    "batch_norm": "keeps its statistics in bfloat16",
+    "log_softmax": "keeps its logarithm in bfloat16",
+    "cross_entropy": "log_softmax",
+    "divergence": "log_softmax",
+    "embedding": "adds up gradients of a repeated token in bfloat16",
+    "gather": "adds up gradients of a repeated index in bfloat16",
+    "index_put": "adds up repeated indices in bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).to(BF16)
+
+
+def rounded(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+    """The output of a run with every operation rounded, as ordinary tensors."""
+    output = evaluate(function, *arguments, rounding=EveryOperation(), **how).output
+    return narrowed(output)
+
+
+# --- both runs, forward and backward -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_exact_run_is_fp64s(name: str) -> None:
+    """Output and gradients equal those of the same function on fp64 tensors, bit by bit."""
+    arguments = predictions.inputs_of(name, 0, BF16)
+    truth = predictions.plain(name, predictions.cast(arguments, torch.float64), BF16)
+    exact = predictions.computed(name, arguments, BF16)
+    for own, expected in zip(predictions.flat(exact), predictions.flat(truth), strict=True):
+        assert own.dtype == torch.float64
+        if name in NOT_BITWISE:
+            torch.testing.assert_close(own, expected, rtol=NOT_BITWISE[name], atol=0)
+        else:
+            assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_rounded_run_errs_as_pytorchs_own(name: str) -> None:
+    """The rms error of PyTorch's bfloat16 output and gradients, over that of the rounded run."""
+    _, ratios = predictions.ratios_of(name, 1, BF16)
+    for ratio in (ratio for ratio in ratios if not math.isnan(ratio)):  # neither errs
+        if name in ROUNDS_INSIDE:
+            assert 0.9 < ratio < 10
+        else:
+            assert ratio == pytest.approx(1, abs=0.03)
+
+
+class Noting(TorchDispatchMode):
+    """What PyTorch calls, and the dtypes of the results; without views, of which tensors of a
+    subclass get more after a write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be loaded, for three seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.noted(func, func(*args, **(kwargs or {})))
+
+    def noted(self, func: Any, result: Any) -> Any:
+        if not func.is_view:
+            dtypes = [x.dtype for x in tree_leaves(result) if isinstance(x, Tensor)]
+            self.calls.append((str(func), dtypes))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operators_are_pytorchs_and_say_its_dtypes(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward call the same operators in the same order as in the format."""
+    function, arguments = FUNCTIONS[name][0], predictions.inputs_of(name, 0, dtype)
+    leaves = [x for x in arguments if x.is_floating_point()]
+    back = torch.ones_like(function(*arguments))
+    plain, wide = Noting(), Noting()
+    with plain, sdpa_kernel(SDPBackend.MATH):
+        torch.autograd.grad(function(*arguments), leaves, back)
+    original = Computing.__torch_dispatch__
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return wide.noted(func, original(self, func, types, args, kwargs))
+
+    monkeypatch.setattr(Computing, "__torch_dispatch__", dispatch)
+    evaluate(function, *arguments, cotangent=lambda *_: back)
+    assert wide.calls == plain.calls
+
+
+def test_gradients_of_a_module_are_named_and_exact() -> None:
+    """Those of parameters and arguments, also where weights are of another dtype than inputs."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    model.to(BF16)[1].float()
+    x = torch.randn(5, 8).to(BF16).requires_grad_()
+    back = torch.randn(5, 4).to(BF16)
+    exact = evaluate(model, x, cotangent=lambda *_: back).gradients
+    twin, x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
+    expected = torch.autograd.grad(twin(x64), [x64, *twin.parameters()], back.double())
+    assert list(exact) == ["[0]", *(name for name, _ in model.named_parameters())]
+    for own, truth in zip(exact.values(), expected, strict=True):
+        assert own is not None
+        assert torch.equal(own, truth)
+
+
+def test_an_input_that_the_output_does_not_depend_on_has_no_gradient(x: Tensor) -> None:
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    gradients = evaluate(lambda a, b: a * 2, *inputs, cotangent=lambda _, y: y).gradients
+    assert gradients["[1]"] is None
+    assert torch.equal(gradients["[0]"], 4 * x.double())
+
+
+def test_a_cotangent_of_another_shape_is_refused(x: Tensor) -> None:
+    with pytest.raises(UsageError, match=r"cotangent of output 0: expected the shape \[\], got \["):
+        evaluate(lambda a: a.sum(), x.clone().requires_grad_(), cotangent=lambda *_: x)
+
+
+# --- what rounds, and how ------------------------------------------------------------------------
+
+CARRY = {
+    "clamp": lambda x: x.clamp(0.1, 0.1),
+    "where": lambda x: torch.where(x == x, 0.1, x),
+    "pad": lambda x: F.pad(x, (1, 0), value=0.1)[:, :1],
+    "masked_fill": lambda x: x.masked_fill(x == x, 0.1),
+    "full": lambda x: torch.full((2, 2), 0.1, dtype=x.dtype),
+    "fill_": lambda x: x.clone().fill_(0.1),
+    "copy_": lambda x: torch.empty_like(x).copy_(torch.full(x.shape, 0.1)),
+    "cast": lambda x: torch.full((2, 2), 0.1, dtype=torch.float64).to(x.dtype),
+    "slice": lambda x: torch.zeros_like(x).index_fill(0, torch.arange(64), 0.1),
+    "out=": lambda x: torch.mul(torch.ones_like(x), 0.1, out=torch.empty_like(x)),
+    "foreach": lambda x: torch._foreach_mul([torch.ones_like(x)], 0.1)[0],
+}
+
+
+@pytest.mark.parametrize("name", CARRY)
+def test_numbers_that_operators_carry_are_rounded(name: str, x: Tensor) -> None:
+    """Also by those that only move values otherwise; the exact run keeps them."""
+    output = evaluate(CARRY[name], x, rounding=EveryOperation()).output
+    assert set(widened(output).flatten().tolist()) == {TENTH}
+    kept = widened(evaluate(CARRY[name], x).output)
+    assert set(kept.flatten().tolist()) == {0.1}
+
+
+def test_what_adds_up_while_it_moves_is_rounded(x: Tensor) -> None:
+    twice = torch.zeros(2, dtype=torch.int64)
+
+    def put(x: Tensor) -> Tensor:
+        return x.index_put((twice,), x[1:3] * 0.01, accumulate=True)
+
+    output = evaluate(put, x, rounding=EveryOperation()).output
+    assert torch.equal(output.exact, round_to(output.exact, FORMATS["bfloat16"]))
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "product": lambda x: 0.7 * x,
+    "quotient": lambda x: x / 0.7,
+    "reciprocal": lambda x: 0.7 / x,
+    "sum": lambda x: x + 0.7,
+    "in place": lambda x: x.clone().add_(0.7),
+    "difference": lambda x: 0.7 - x,
+    "alpha": lambda x: torch.add(x, x.flip(0), alpha=0.7),
+    "power": lambda x: x.abs() ** -0.7,
+    "base": lambda x: 0.7**x,
+    "remainder": lambda x: torch.remainder(x, 0.7),
+    "comparison": lambda x: (x.round(decimals=1) == 0.7) * x,
+    "slope": lambda x: F.leaky_relu(x, 0.7),
+    "integer": lambda x: x + 1001,
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_python_numbers_are_read_as_kernels_read_them(
+    name: str, dtype: torch.dtype, x: Tensor
+) -> None:
+    """The rounded run is PyTorch's own, element by element, but for its powers of float32."""
+    x = x.to(dtype)
+    same = rounded(NUMBERS[name], x) == NUMBERS[name](x)
+    least = 0.95 if name in ("power", "base") and dtype == torch.float32 else 1
+    assert same.float().mean() >= least
+
+
+def test_rounding_at_random_is_unbiased_and_repeats(x: Tensor) -> None:
+    """To one of the two neighbours; over 400 seeds the mean is within 5 standard errors."""
+
+    x = x[:8]
+
+    def runs(seed: int) -> Tensor:
+        return widened(evaluate(lambda x: x / 3, x, rounding=EveryOperation(seed=seed)).output)
+
+    exact, drawn = x.double() / 3, torch.stack([runs(seed) for seed in range(400)])
+    assert torch.equal(runs(7), drawn[7])
+    assert int(torch.tensor([len(column.unique()) for column in drawn[:, 0].T]).max()) == 2
+    error = (drawn - exact).mean() / (drawn - exact).std() * math.sqrt(drawn.numel())
+    assert abs(float(error)) < 5
+
+
+def test_only_chosen_operations_round(x: Tensor) -> None:
+    def is_product(func: Any, args: Any) -> bool:
+        return func.overloadpacket.__name__ == "mul"
+
+    output = evaluate(lambda x: (x * 0.3).exp(), x, rounding=EveryOperation(chosen=is_product))
+    once = round_to(x.double() * 0.3, FORMATS["bfloat16"])
+    assert torch.equal(output.output.exact, once.exp())
+
+
+def test_attention_and_logsumexp_are_their_own_formulas(x: Tensor) -> None:
+    """Rounded where PyTorch's formula rounds: attention in float32, `logsumexp` at each step."""
+    q = x.reshape(1, 4, 16, 48)
+
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    own, truth = rounded(attend, q).double(), widened(evaluate(attend, q).output)
+    floor = round_to(truth, FORMATS["bfloat16"])
+    assert (own != floor).double().mean() < 1e-3
+    assert torch.equal(rounded(lambda x: x.logsumexp(-1), x), x.logsumexp(-1))
+    kept = evaluate(lambda x: x.logsumexp((0, 1), keepdim=True), x).output
+    assert torch.equal(kept.exact, x.double().logsumexp((0, 1), keepdim=True))
+
+
+def test_switches_of_pytorch_are_as_before(x: Tensor) -> None:
+    """After a run, also one that fails: fast paths, default dtype and generators."""
+
+    def state() -> tuple[Any, ...]:
+        fast = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+        return (*fast, torch._C._get_cudnn_enabled(), torch.get_default_dtype())
+
+    def looked(x: Tensor) -> Tensor:
+        assert state()[:3] == (False, False, False)
+        raise ArithmeticError
+
+    before, drawn = state(), torch.random.get_rng_state()
+    with pytest.raises(ArithmeticError):
+        evaluate(looked, x, seed=3)
+    assert state() == before
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+# --- writes, views, copies -----------------------------------------------------------------------
+
+
+def test_views_share_storage_and_writes_reach_them(x: Tensor) -> None:
+    def write(x: Tensor) -> tuple[Tensor, ...]:
+        base = x * 0.3
+        column, turned = base[:, 0], base.t()
+        column.zero_()
+        turned[1].copy_(x[:, 0])
+        base.view(-1)[2::48].add_(1)
+        turned.t_().unsqueeze_(0)
+        return base, column, turned
+
+    base, column, turned = (widened(y) for y in evaluate(write, x).output)
+    expected = write(x.double())
+    for own, truth in zip((base, column, turned), expected, strict=True):
+        assert torch.equal(own, truth)
+        assert own.stride() == truth.stride()
+    assert base.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr()
+
+
+def test_an_output_argument_is_written_and_grows(x: Tensor) -> None:
+    """`out=` of the right shape, and empty; results are the very tensors."""
+
+    def write(x: Tensor, out: Tensor) -> Tensor:
+        assert torch.add(x, 0.7, out=out) is out
+        return torch.matmul(x, x.mT, out=torch.empty(0, dtype=x.dtype))
+
+    result = evaluate(write, x, torch.empty_like(x))
+    assert result.output.shape == (64, 64)
+    assert torch.equal(result.output.exact, x.double() @ x.double().mT)
+    assert torch.equal(result.arguments[1].exact, x.double() + 0.7)
+
+
+def test_arguments_are_copied_and_share_storage_as_they_did(x: Tensor) -> None:
+    """In any tree, with their strides; what the caller has stays as it was."""
+    before = x.clone()
+    tree = {"rows": x[::2], "all": x, "turned": x.t(), "many": x[:1].expand(4, 48), "n": 3}
+
+    def write(tree: dict[str, Any]) -> tuple[Any, ...]:
+        tree["rows"][0, 0] = 7.0
+        strides = {name: y.stride() for name, y in tree.items() if isinstance(y, Tensor)}
+        return tree["all"], tree["turned"], tree["many"], strides
+
+    whole, turned, many, strides = evaluate(write, tree).output
+    assert whole[0, 0].item() == turned[0, 0].item() == many[3, 0].item() == 7.0
+    assert strides == {name: y.stride() for name, y in tree.items() if isinstance(y, Tensor)}
+    assert torch.equal(x, before)
+
+
+class Attributes(nn.Module):
+    """A module with tensors everywhere, some of which it writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.scales = [torch.tensor([0.1, 0.2, 0.3, 0.4]).to(BF16)]
+        self.state = {"seen": torch.zeros(4)}
+        self.tied = nn.Linear(4, 4)
+        self.other = self.tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["seen"] += x.float().mean(0) / 3
+        return self.other(self.tied(self.norm(x * self.scales[0]))) + self.state["seen"]
+
+
+def test_a_modules_own_tensors_are_copied_too() -> None:
+    """Parameters, buffers, attributes in lists and dicts; the module itself stays as it was."""
+    model = Attributes()
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(8, 4)
+    output = evaluate(model, x).output.exact
+    twin = copy.deepcopy(model).double()
+    twin.scales, twin.state = [model.scales[0].double()], {"seen": torch.zeros(4).double()}
+    twin.float = twin.double  # type: ignore[method-assign]
+    x64 = x.double()
+    seen = x64.mean(0) / 3
+    expected = twin.other(twin.tied(twin.norm(x64 * twin.scales[0]))) + seen
+    assert torch.equal(output, expected)
+    assert not model.state["seen"].any()
+    assert all(torch.equal(y, before[name]) for name, y in model.state_dict().items())
+
+
+def test_complex_numbers_are_rounded_part_by_part() -> None:
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
+
+    def turn(x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x) * torch.polar(x[:, 0].abs(), x[:, 1]))
+
+    assert torch.equal(widened(evaluate(turn, x).output), turn(x.double()))
+    own = evaluate(turn, x, rounding=EveryOperation()).output
+    assert own.dtype == torch.float32
+    assert torch.equal(own.exact, own.exact.float().double())
+
+
+# --- random draws --------------------------------------------------------------------------------
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "randn_like": lambda x: torch.randn_like(x),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "float32": lambda x: torch.rand(3, 5).to(x.dtype),
+    "permutation": lambda x: x[torch.randperm(64)],
+    "samples": lambda x: x.float().softmax(-1).multinomial(3),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_seed_draws_what_it_draws_in_the_format(name: str, x: Tensor) -> None:
+    own = rounded(DRAWS[name], x, seed=5)
+    torch.manual_seed(5)
+    assert torch.equal(own, DRAWS[name](x))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_without_a_seed_is_refused(name: str, x: Tensor) -> None:
+    with pytest.raises(Unsupported, match="it draws random numbers, and no seed was set"):
+        evaluate(DRAWS[name], x)
+
+
+def test_a_generator_of_ones_own_is_a_seed() -> None:
+    def draw() -> Tensor:
+        return torch.randn(4, generator=torch.Generator().manual_seed(1))
+
+    assert torch.equal(narrowed(evaluate(draw).output), draw())
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def square(x: Tensor) -> Tensor:
+    return x.float()[:8, :8] @ x.float()[:8, :8].mT
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "aten._linalg_eigh.default": (
+        lambda x: torch.linalg.eigh(square(x))[1] * 2,
+        "its vectors are no function of the input: they are free in sign, order or rotation",
+    ),
+    "aten._linalg_svd.default": (
+        lambda x: torch.linalg.svd(square(x))[0],
+        "its vectors are no function of the input: they are free in sign, order or rotation",
+    ),
+    "aten.view.dtype": (
+        lambda x: x.view(torch.int16),
+        "it reads the bits of a format, and the values are held in fp64",
+    ),
+    "aten.nextafter.default": (
+        lambda x: torch.nextafter(x, x + 1),
+        "it reads the bits of a format, and the values are held in fp64",
+    ),
+    "aten.rrelu_with_noise.default": (
+        lambda x: F.rrelu(x, training=True),
+        "it draws random numbers inside, which cannot be told from what it computes",
+    ),
+    "aten._to_sparse.default": (
+        lambda x: x.to_sparse(),
+        "it makes a tensor of the layout sparse_coo",
+    ),
+    "Tensor.numpy": (
+        lambda x: x.numpy(),
+        "it leaves PyTorch for NumPy, and what is computed there cannot be followed",
+    ),
+    "numpy.asarray": (
+        lambda x: np.exp(x),
+        "it leaves PyTorch for NumPy, and what is computed there cannot be followed",
+    ),
+    "Tensor.data_ptr": (
+        lambda x: x.data_ptr(),
+        "it reads memory by its address, and what is computed there cannot be followed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_exact_result_is_refused_by_name_and_line(name: str, x: Tensor) -> None:
+    function, reason = REFUSED[name]
+    line = inspect.getsourcelines(function)[1]
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()[line - 1].strip()
+    with pytest.raises(Unsupported) as refusal:
+        evaluate(function, x)
+    assert str(refusal.value) == f"{name} at {__file__}:{line} ({source}): {reason}"
+
+
+def test_values_without_vectors_are_a_function(x: Tensor) -> None:
+    """Eigenvalues and singular values, also backward, where vectors may be used."""
+    x = x.float().requires_grad_()
+    for function in (torch.linalg.eigvalsh, torch.linalg.svdvals):
+        own = evaluate(lambda a, f=function: f(square(a)), x, cotangent=lambda _, y: torch.ones(8))
+        twin = x.detach().double().requires_grad_()
+        small = twin[:8, :8]
+        values = function(small @ small.mT)
+        expected = torch.autograd.grad(values.sum(), twin)[0]
+        torch.testing.assert_close(own.output.exact, values.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own.gradients["[0]"], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_users_own_error_stays_as_it_is(x: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        evaluate(lambda x: x @ x, x)
+
+
+def test_in_a_context_of_ones_own(x: Tensor) -> None:
+    """`computing` is the run without copies; a tensor prints, and goes on to Python."""
+    wide = Wide.of(x.double(), BF16)
+    with computing(EveryOperation()) as mode:
+        third = wide / 3
+    assert isinstance(mode, Computing)
+    assert third.tolist() == (x / 3).tolist()
+    assert str(third[0, :1]).startswith("Wide(torch.bfloat16, tensor([")
+    assert f"{third[0, 0]:.3f}" == f"{third[0, 0].item():.3f}"
