@@ -17,6 +17,7 @@ import numpy as np
 import pipelines
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from commands import ran
 from safetensors.torch import load_file, save_file
@@ -31,12 +32,14 @@ from numdev.effects import verdict
 from numdev.effects.checks import Checks, checks_of
 from numdev.effects.outputs import Scored, compared, output_of, outputs_of
 from numdev.effects.report import Check, EffectsReport, OutputRow, RunSummary, check_names
-from numdev.effects.rounding import CHOOSES, Places
+from numdev.effects.rounding import CHOOSES, AtSites, Places, Running
 from numdev.effects.study import Study
 from numdev.effects.summary import summarise
 from numdev.effects.view import blocks
 from numdev.effects.wholeness import check
 from numdev.errors import MeasurementError
+from numdev.exact.wide import Wide
+from numdev.formats import FORMATS
 from numdev.gate.compare import compare
 from numdev.gate.judging import judge_report, judged
 from numdev.gate.rules import Rules
@@ -838,6 +841,36 @@ def test_a_sum_inside_an_activation_is_no_residual(
     met = sites_of(subject, study.chunks[0], monkeypatch)
     assert met.count(("add", "residual")) == 2 * 2
     assert met.count(("add", "activation")) == 2 * 2  # with the cube, and with 1
+
+
+TENTH, TWO_THIRDS, ONE_THIRTIETH = 0.10009765625, 0.66796875, 0.033447265625  # in bfloat16
+MOVING = {  # of two numbers, 1/3 and 1/30, that nothing has rounded yet
+    "clamp": (lambda x: x.clamp(max=0.1), [TENTH, 1 / 30]),
+    "where": (lambda x: torch.where(x > 0.1, 0.1, x), [TENTH, 1 / 30]),
+    "masked_fill": (lambda x: x.masked_fill(x > 0.1, 0.1), [TENTH, 1 / 30]),
+    "pad": (lambda x: F.pad(x, (0, 1), value=0.1), [1 / 3, 1 / 30, TENTH]),
+    "full": (lambda x: torch.full((1,), 0.1, dtype=x.dtype), [TENTH]),
+    "flip": (lambda x: x.flip(0), [1 / 30, 1 / 3]),
+    "cat": (lambda x: torch.cat((x, x.clone())), [1 / 3, 1 / 30] * 2),
+    "cast": (lambda x: x.clone().copy_(torch.full((2,), 0.1)), [TENTH] * 2),
+    "with integers": (lambda x: torch.cat((x[:0], torch.tensor([1001]))), [1000.0]),
+    "added up": (
+        lambda x: x.index_put((torch.tensor([0]),), x[:1], accumulate=True),
+        [TWO_THIRDS, ONE_THIRTIETH],
+    ),
+    "dropout": (lambda x: F.dropout(x[1:], 1e-9), [ONE_THIRTIETH]),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_numbers_that_a_move_brings_in_are_rounded_at_its_site(name: str) -> None:
+    """What it moves is as rounded as before; where it adds up or casts down, all is rounded."""
+    function, expected = MOVING[name]
+    fmt, places = FORMATS["bfloat16"], Places(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    x = Wide.of(torch.tensor([1 / 3, 1 / 30], dtype=torch.float64), torch.bfloat16)
+    with places.following(), Running(AtSites(places, fmt, ("embedding",))):
+        output = function(x).exact
+    assert output.tolist() == expected
 
 
 def test_attention_by_hand_has_its_own_sites(

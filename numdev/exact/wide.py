@@ -170,7 +170,8 @@ class _Call:
         self.func, self.args, self.kwargs, self.rounding = func, args, kwargs, rounding
         floats = [x for x in tree_leaves((args, kwargs)) if is_floating(x)]
         self.has_floats = bool(floats)
-        self.device = floats[0].device if floats else torch.device("cpu")
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.device = tensors[0].device if tensors else None
         self.common = promoted(floats)
         self.targets = list(written(func, args, kwargs))
         # By the identity of what the operation is given to write into: the tensor it stands for.
@@ -208,22 +209,21 @@ class _Call:
         return widened(x)
 
     def _with_numbers_read(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with Python numbers that meet floating-point tensors as the run has
-        them."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if not self.has_floats:
-            return tuple(args), kwargs
-        for i, parameter in enumerate(self.func._schema.arguments):
-            where: Any = args if i < len(args) else kwargs
-            key: Any = i if i < len(args) else parameter.name
-            if key in kwargs or i < len(args):
-                where[key] = self._number(where[key], str(parameter.type))
-        return tuple(args), kwargs
+        """The arguments, with Python numbers that meet tensors as the run has them."""
+        if self.device is None:
+            return self.args, dict(self.kwargs)
+        kinds = {parameter.name: str(parameter.type) for parameter in self.func._schema.arguments}
+        positional = zip(self.args, kinds.values(), strict=False)  # of which there may be fewer
+        args = tuple(self._number(x, kind, self.device) for x, kind in positional)
+        named = {n: self._number(x, kinds[n], self.device) for n, x in self.kwargs.items()}
+        return args, named
 
-    def _number(self, x: Any, kind: str) -> Any:
-        takes_integers = kind.removeprefix("Optional[").removesuffix("]") in ("Tensor", "number")
-        if type(x) is float or (type(x) is int and takes_integers):
-            value = self.rounding.number(self.func, float(x), self.common, self.device)
+    def _number(self, x: Any, kind: str, device: torch.device) -> Any:
+        """A Python number as the operation reads it: an integer where it meets floating-point
+        values, and is no size or dimension."""
+        meets_values = kind in ("Tensor", "number", "Optional[number]") and self.has_floats
+        if type(x) is float or (type(x) is int and meets_values):
+            value = self.rounding.number(self.func, float(x), self.common, device)
             return value if value != x else x  # an integer that stays one
         return x
 
