@@ -28,6 +28,7 @@ QUICK = {
         "planted --small --seeds 1 --steps 1 --device cpu",
         "| planted 30 |",
     ),
+    "benchmarks/exact_predictions.py": ("--seeds 1 --only matmul", "| matmul | yes | 1.0"),
     "benchmarks/gate_speed.py": ("--rows 100 --repeats 1", "| 100 |"),
     "benchmarks/heavy_tails.py": ("--length 100 --samples 2", "every 32nd"),
     "benchmarks/instability.py": ("tests/data/reports/train.json", "|"),
@@ -79,6 +80,7 @@ NEEDS = {
 ELSEWHERE = {  # what runs it
     "benchmarks/planted.py": "tests/test_power.py",
     "benchmarks/power_tables.py": "benchmarks/power.py",
+    "benchmarks/small_functions.py": "tests/test_exact.py",
     "scripts/altered_comparisons.py": "tests/test_compare.py",
     "scripts/altered_reports.py": "tests/test_fuzz.py",
     "scripts/bare_wheel.py": "Makefile",

@@ -213,6 +213,7 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "comparison": lambda x: (x.round(decimals=1) == 0.7) * x,
     "slope": lambda x: F.leaky_relu(x, 0.7),
     "integer": lambda x: x + 1001,
+    "of integers": lambda x: torch.arange(1, 49) * 0.7,
 }
 
 
