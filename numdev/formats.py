@@ -220,7 +220,7 @@ def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
     # Always float64: a spacing can be far below the range of the dtype of x.
     magnitude = _widened(x).double().abs()
     spacing = _binade(magnitude, format).mul_(math.ldexp(1.0, 1 - format.precision))
-    return spacing.masked_fill_(~magnitude.isfinite(), math.nan)
+    return spacing.masked_fill_(~(magnitude < math.inf), math.nan)
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

@@ -165,6 +165,12 @@ class Selection:
             return output
         return dataclasses.replace(output, dk=None, dv=None)
 
+    @cached_property
+    def baseline_fp32(self) -> Tensor | None:
+        """The output of plain attention in float32, of what is measured of the case as it came."""
+        wide = self.baseline(self.case.rounded_to(FORMATS["float32"]))
+        return self.select(wide.out) if isinstance(wide, Output) else None
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bench:
@@ -198,8 +204,7 @@ class Bench:
         with watch("baseline"):
             baseline, fp32 = selection.baseline(case, gradients=selection.gradients), None
             if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
-                wide = selection.baseline(given.rounded_to(FORMATS["float32"]))
-                fp32 = selection.select(wide.out) if isinstance(wide, Output) else None
+                fp32 = selection.baseline_fp32
         by_query, by_key = _arithmetic(selection.with_heads(case))
         yardsticks = {}
         for tensor in TERMS if isinstance(reference, Gradients) else ("out",):

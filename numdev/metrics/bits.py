@@ -11,10 +11,13 @@ cryptographic hash. Zeros of different sign differ, and NaN of different bits.""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SMALL = 1 << 16  # elements of heads whose weights are kept for the next tensor of the same size
 # 2^64 over the golden ratio, and a multiplier of SplitMix64, as signed numbers.
 _ODD = (-7046029254386353131, -4658895280553007687)
 
@@ -22,13 +25,21 @@ _ODD = (-7046029254386353131, -4658895280553007687)
 def checksums(x: Tensor) -> list[str]:
     """The checksum of every head of a tensor [B, H, rows, ...], as 16 hexadecimal digits."""
     heads = bits(x).transpose(0, 1).flatten(1)  # [H, elements]
-    # Odd, and no progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0.
-    w = torch.arange(1, heads.shape[1] + 1, device=x.device) * _ODD[0]
+    size = heads.shape[1]
+    weights, total = (_weights if size <= SMALL else _weights.__wrapped__)(size, x.device)
+    parts = [(head * weights).sum() for head in heads]  # multiplied as 64-bit integers
+    sums = (torch.stack(parts) + total).tolist()
+    return [f"{value % (1 << 64):016x}" for value in sums]
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The odd numbers w_i of so many elements, and their sum."""
+    # No progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0.
+    w = torch.arange(1, size + 1, device=device) * _ODD[0]
     w = (w ^ (w >> 29)) * _ODD[1]
     weights = (w ^ (w >> 32)) | 1
-    parts = [(head * weights).sum() for head in heads]  # multiplied as 64-bit integers
-    sums = (torch.stack(parts) + weights.sum()).tolist()
-    return [f"{value % (1 << 64):016x}" for value in sums]
+    return weights, weights.sum()
 
 
 def same(x: Tensor, y: Tensor) -> bool:

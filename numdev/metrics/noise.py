@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
-from numdev.metrics.yardstick import finite
+from numdev.metrics.bits import same
+from numdev.metrics.yardstick import finite, widened
 
 # Elements of one run compared at a time: 128 MiB in fp64, some six times that in all.
 ELEMENTS = 1 << 24
@@ -51,10 +52,13 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
     counts, moves = torch.zeros_like(squares), torch.zeros_like(squares)
     flickers = torch.zeros_like(runs[0], dtype=torch.bool)
     for one, other in itertools.combinations(runs, 2):
+        if same(one, other):
+            counts += _per_head(finite(widened(one)))
+            continue
         a, b = one.double(), other.double()
-        same, both = (a == b) | (a.isnan() & b.isnan()), finite(a) & finite(b)
-        flickers |= ~same & ~both
-        moved = ~same & both
+        equal, both = (a == b) | (a.isnan() & b.isnan()), finite(a) & finite(b)
+        flickers |= ~equal & ~both
+        moved = ~equal & both
         moves += _per_head(moved)
         squares += _per_head(torch.where(moved, a - b, 0.0) ** 2)
         counts += _per_head(both)

@@ -81,13 +81,19 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
     fine = yardstick.finite(o)
     whole = bool((fine | ~y.seen).all())
     rows = y.rows if whole else y.rows_where(y.usable & fine)
-    beside = None if y.baseline is None else rows.usable & yardstick.finite(y.baseline)
+    every = whole and y.regular  # elements of everything but perhaps the expected output
+    beside = None if y.baseline is None else rows.usable
+    if beside is not None and y.baseline_finite is not None and not every:
+        beside = beside & y.baseline_finite
     compared = rows.usable if e is None else rows.usable & yardstick.finite(e)
+    alike = e is None or bool((compared == rows.usable).all())
     compiled = o.is_cuda and HAS_TRITON and o.numel() > SMALL
-    if compiled and whole and y.regular and (e is None or bool(compared.all())):
+    if compiled and every and alike:
         from numdev.metrics import row_sums_triton
 
         elements = row_sums_triton.element_sums(o, e, y)
+    elif every and alike:
+        elements = element_sums(o, e, y)
     else:
         elements = element_sums(o, e, y, rows.usable, beside, compared)
     sums = y.sums | rows.sums
@@ -95,16 +101,21 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
         "absolute": elements.absolute,
         "square": elements.size.square(),
         "relative": rows.relative(elements.size).square(),
-        "nonfinite": ((fine != y.floor_finite) & y.seen).sum(dim=-1).double(),
+        "nonfinite": (
+            torch.zeros_like(rows.size)
+            if every
+            else ((fine != y.floor_finite) & y.seen).sum(dim=-1).double()
+        ),
     }
     largest = {"max_abs": elements.max_abs, "max_ulp": elements.max_ulp}
     if beside is not None and elements.apart is not None and elements.from_floor is not None:
         sums |= {"apart": elements.apart, "apart_count": beside.sum(dim=-1, dtype=torch.float64)}
         if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8 bits
-            largest |= {"from_floor": elements.from_floor, **y.fa_allowance(beside)}
+            largest |= {"from_floor": elements.from_floor}
+            largest |= y.allowance if every else y.fa_allowance(beside)
     if elements.predicted is not None:
         same, size = rows, elements.size
-        if not bool((compared == rows.usable).all()):
+        if not alike:
             same, size = (
                 y.rows_where(compared),
                 yardstick.row_norm(yardstick.kept(o - y.reference, compared)),
@@ -118,13 +129,8 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
             "expected_count": same.judged.double(),
         } | _in_own_unit(size, predicted, same)
         largest["worst_row"] = _ratios(size, predicted, same)
-    # Rows that repeat others are no observation of a bias.
-    distinct = rows.usable & y.floor_finite & ~y.repeated[..., None]
-    return RowSums(
-        sums=sums,
-        largest=largest,
-        signed=(elements.features, elements.along, distinct.sum(dim=2, dtype=torch.float64)),
-    )
+    observed = y.observed if whole else y.observed_where(rows.usable)
+    return RowSums(sums=sums, largest=largest, signed=(elements.features, elements.along, observed))
 
 
 def _in_own_unit(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> yardstick.Sums:
@@ -146,32 +152,37 @@ def element_sums(
     o: Tensor,
     e: Tensor | None,
     y: yardstick.Yardstick,
-    usable: Tensor,
-    beside: Tensor | None,
-    compared: Tensor,
+    usable: Tensor | None = None,
+    beside: Tensor | None = None,
+    compared: Tensor | None = None,
 ) -> ElementSums:
     """By steps of PyTorch. `usable` elements count, `beside` those where the baseline does too, and
-    `compared` those where the expected output does."""
-    error = yardstick.kept(o - y.reference, usable)
-    off = o - y.floor
-    ulps = yardstick.kept(off / y.spacing, usable & y.floor_finite & ~y.repeated[..., None])
-    apart = from_floor = predicted = None
-    if beside is not None and y.baseline is not None:
-        # The baseline may be of the output's own narrow dtype.
-        apart = yardstick.row_norm(yardstick.kept(o.double() - y.baseline, beside)).square()
-        from_floor = yardstick.row_max(yardstick.kept(off, beside & y.floor_finite))
-    if e is not None:
-        predicted = yardstick.row_norm(yardstick.kept(e - y.reference, compared))
+    `compared` those where the expected output does; without them all count, in every respect."""
+    # In one layout, whatever the output's: the order of sums goes with the strides.
+    error, off = (o - y.reference).contiguous(), (o - y.floor).contiguous()
+    ulps = off / y.spacing
+    # The baseline may be of the output's own narrow dtype.
+    plain = None if y.baseline is None else o.double() - y.baseline
+    expected = None if e is None else e - y.reference
+    in_ulps = error / y.spacing
+    if usable is not None:
+        error, in_ulps = yardstick.kept(error, usable), yardstick.kept(in_ulps, usable)
+        ulps = yardstick.kept(ulps, usable & y.floor_finite & ~y.repeated[..., None])
+    if plain is not None and beside is not None:
+        plain = yardstick.kept(plain, beside)
+        off = yardstick.kept(off, beside & y.floor_finite)
+    if expected is not None and compared is not None:
+        expected = yardstick.kept(expected, compared)
     return ElementSums(
         absolute=torch.linalg.vector_norm(error, 1, dim=-1),
         size=yardstick.row_norm(error),
         max_abs=yardstick.row_max(error),
-        max_ulp=yardstick.row_max(yardstick.kept(error / y.spacing, usable)),
+        max_ulp=yardstick.row_max(in_ulps),
         features=ulps.sum(dim=2),
         along=ulps.mul_(y.reference.sign()).sum(dim=(2, 3)),
-        predicted=predicted,
-        apart=apart,
-        from_floor=from_floor,
+        predicted=None if expected is None else yardstick.row_norm(expected),
+        apart=None if plain is None else yardstick.row_norm(plain).square(),
+        from_floor=None if plain is None else yardstick.row_max(off),
     )
 
 
