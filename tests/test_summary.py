@@ -296,3 +296,26 @@ def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
         "NOT JUDGED b bfloat16 why",
         "PASS c bfloat16 closest to its limit: rule `error`, 1.05 (limit 1.1)",
     ]
+
+
+def test_a_finding_in_two_formats_is_one_line() -> None:
+    """With both formats before it, and how far off the output is in each; a finding of one format
+    alone keeps its line."""
+    of: Any = {"rule": "function", "severity": "exceeded", "kernel": "a", "count": 1, "judged": 2}
+    both = Finding(sentence="a (bfloat16, float16) errs.", formats=("bfloat16", "float16"), **of)
+    alone = Finding(sentence="a (float32) errs.", formats=("float32",), **of)
+    made = [
+        KernelVerdict(kernel="a", format=fmt, outcome="exceeded", finding=at, rule="function")
+        for fmt, at in (("bfloat16", 0), ("float16", 0), ("float32", 1))
+    ]
+    sizes = (("bfloat16", 1.5), ("float16", 3.0), ("float32", 2.0))
+    summary = summarise([row(kernel="a", format=fmt, floor_ratio=size) for fmt, size in sizes])
+    found = SimpleNamespace(summary=summary, verdicts=made, findings=(both, alone), rows=())
+    where = "in the worst (layer 0 head 0)"
+    assert [" ".join(f"{item.lead}{item.text}".split()) for item in verdicts(found)] == [
+        "FAIL a bfloat16, float16 errs. The output's rms error: 1.50× the least possible in the "
+        f"median head, 1.50× {where} in bfloat16; 3.00× the least possible in the median head, "
+        f"3.00× {where} in float16.",
+        "FAIL a float32 errs. The output's rms error: 2.00× the least possible in the median head, "
+        f"2.00× {where}.",
+    ]

@@ -4,12 +4,13 @@ what all have: the title, the answer, the findings, and where the numbers come f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
 
 from numdev.audit.timing import words as seconds
+from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import Finding, KernelSummary, KernelVerdict, Outcome, Places, Report
 from numdev.report import document as doc
@@ -61,23 +62,22 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
 
 def verdicts(report: Any) -> Iterator[doc.Item]:
     """A line for each kernel in each format: its verdict, and the number or finding that matters
-    most."""
+    most. A finding that leads in several formats is one line."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
     sizes = {(k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"}
     ordered = sorted(report.verdicts, key=_order)
-    names = [labelled(v.kernel, v.options) for v in ordered]
+    lines = list(grouped(ordered, lambda v: _line(ordered, v)).values())
+    names = [labelled(of[0].kernel, of[0].options) for of in lines]
     width = max(map(len, names), default=0)
-    wide = max((len(_word(v)[0]) for v in ordered), default=0)
-    for name, v in zip(names, ordered, strict=True):
-        k = sizes.get((v.kernel, str(v.options), v.format))
+    wide = max((len(_word(of[0])[0]) for of in lines), default=0)
+    for name, of in zip(names, lines, strict=True):
+        v, formats = of[0], [each.format for each in of]
+        own = [sizes.get((v.kernel, str(v.options), fmt)) for fmt in formats]
         if v.finding is not None:
-            finding = report.findings[v.finding]
-            text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
-            if k and v.outcome == "exceeded" and not k.nonfinite and (k.floor_ratio or MOST) < MOST:
-                text += f" The output's rms error: {_over_floor(k)}."
+            text = _led(name, v, report.findings[v.finding], own)
         elif v.reason is not None:
             text = v.reason
-        elif k is not None and k.max_abs is not None:
+        elif (k := own[0]) is not None and k.max_abs is not None:
             text = _size(k)
         else:
             number = three(v.observed, v.limit)
@@ -85,8 +85,29 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
             text = nearest if v.rule else "no limit on the size of its errors applies here"
         link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
         word, style = _word(v)
-        lead = f"{word:{wide}}  {name:{width}}  {v.format} "
+        lead = f"{word:{wide}}  {name:{width}}  {', '.join(formats)} "
         yield doc.Item(text, link=link, lead=lead, style=style)
+
+
+def _line(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
+    """What verdicts on one line have in common."""
+    if v.finding is None:
+        return next(at for at, each in enumerate(every) if each is v)
+    return labelled(v.kernel, v.options), _word(v), f"finding {v.finding}"
+
+
+def _led(name: str, v: KernelVerdict, finding: Finding, own: Sequence[KernelSummary | None]) -> str:
+    """What a finding says of a kernel, and how far off its output is in each of these formats."""
+    text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
+    far = [
+        k
+        for k in own
+        if k and v.outcome == "exceeded" and not k.nonfinite and (k.floor_ratio or MOST) < MOST
+    ]
+    if not far:
+        return text
+    sizes = [_over_floor(k) + f" in {k.format}" * (len(own) > 1) for k in far]
+    return f"{text} The output's rms error: {'; '.join(sizes)}."
 
 
 def _order(verdict: KernelVerdict) -> int:
