@@ -665,7 +665,9 @@ fault(
     wrong_rows(63, 64, lambda x: math.nan),
     place="row 63|64th row from 63",
 )
-fault("nan_tail", None, "long", wrong_rows(128, None, lambda x: math.nan), place="rows? 128")
+fault(
+    "nan_tail", None, "long", wrong_rows(128, None, lambda x: math.nan), place="rows? (from )?128"
+)
 fault(
     "rows_64th_off",
     None,
@@ -679,7 +681,7 @@ fault(
     None,
     "long",
     wrong_rows(128, None, lambda x: x + 0.1 * x.roll(1, -1)),
-    place="rows? 128",
+    place="rows? (from )?128",
 )
 
 # --- losses of precision -------------------------------------------------------------------------
