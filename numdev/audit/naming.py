@@ -21,10 +21,11 @@ from torch import Tensor
 
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.bench import part as part_of
-from numdev.audit.explanations import beyond, excess, held_to, likenesses, locate
+from numdev.audit.explanations import Likeness, beyond, excess, held_to, likenesses, locate
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.rows import Measured, Runs, formats_of
 from numdev.cases import AttentionCase
+from numdev.explain.attribution import ENOUGH
 from numdev.explain.imprecise import Loss, imprecision
 from numdev.explain.probe import Alternative
 from numdev.explain.wrong_function import Suspicion, far_off, suspect
@@ -97,7 +98,8 @@ class Failing:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What may go wrong by itself in a call like this."""
+        """What may go wrong by itself in a call like this; and whether the output is wrong, for
+        gradients alone tell of another fault."""
         case = self.bench.case
         masked = "" if case.mask is None else f"{case.mask.dtype} mask"
         present = {
@@ -110,7 +112,9 @@ class Failing:
             "lengths that differ": case.q_len != case.kv_len,
             "causal": case.is_causal,
         }
-        return tuple(name for name, has in present.items() if has) or ("plain",)
+        features = [name for name, has in present.items() if has] or ["plain"]
+        wrong = "the output" if self.wrong[:1] == ("out",) else "gradients"
+        return (*features, f"{wrong} wrong")
 
     def again(self, case: AttentionCase, **how: Any) -> Output | Failure:
         return self.run(self.kernel, case, self.options, **how)
@@ -197,6 +201,11 @@ class Failing:
                 self.rows[at] = row.model_copy(update=changes)
         return tuple(dict.fromkeys(loss for loss, _ in found.values()))
 
+    @property
+    def ways(self) -> set[str]:
+        """The ways of rounding that it is held to, in words."""
+        return {r.claim for r in self.rows if r.claim and r.claim.startswith(FOUND)}
+
     def say(self, named: Named) -> None:
         """Put causes into the rows."""
         for at, row in enumerate(self.rows):
@@ -229,15 +238,30 @@ class Failing:
 
     # --- how it rounds ---
 
-    def held_to_its_way(self) -> bool:
-        """Hold the call to the known way of rounding that explains it, if one does."""
+    @cached_property
+    def likes(self) -> Mapping[str, Likeness]:
+        """By tensor, the known way of rounding that explains the call as it came."""
         formats = formats_of(self.output, self.bench)
         if set(self.wrong).isdisjoint(self.bench.by_row):
-            return False
-        likes = likenesses(self.output, beyond(self.rows), formats, self.bench, self.system)
-        if likes:
+            return {}
+        return likenesses(self.output, beyond(self.rows), formats, self.bench, self.system)
+
+    def held_to_its_way(self) -> bool:
+        """Hold the call to the known way of rounding that explains it, if one does."""
+        if likes := self.likes:
             self.hold(dataclasses.replace(self.runs, likes=likes).measured())
         return bool(likes)
+
+    def is_only_a_way(self) -> bool:
+        """Whether a known way of rounding explains all that is wrong, and nearly all of its errors:
+        there is no mistake to look for. If so, the call is held to it."""
+        likes = self.likes
+        if not {*self.wrong} <= {*likes} or any(x.residual > ENOUGH for x in likes.values()):
+            return False
+        measured = dataclasses.replace(self.runs, likes=likes).measured()
+        if right := not beyond(measured.rows):
+            self.hold(measured)
+        return right
 
     def held_as_elsewhere(self, words: str) -> bool:
         """Hold the call to the way that explains the kernel in others, if it is within its limits
@@ -316,12 +340,21 @@ def conclude(calls: Sequence[Failing]) -> None:
 
 def _conclude(calls: Sequence[Failing]) -> None:
     """Of one kernel's calls, the worst first."""
-    hints, vain, ways, coarse = Hints(), Counts(), Counts(), Counts()
+    hints, vain, ways, coarse, early = Hints(), Counts(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
     claims: Counter[str] = Counter()
     for call in _in_turn(calls):
         if hints and _try(call, hints):
             continue
+        # A search costs ten times what asking for a way does, and finds nothing in sound code.
+        if not early.misses and not call.kernel.declares and _may_round_so(call):
+            likely = [words for words, _ in claims.most_common(1)]
+            only = any(map(call.held_as_elsewhere, likely)) or call.is_only_a_way()
+            early.count(only)
+            if only:
+                ways.count(True)
+                claims.update(call.ways)
+                continue
         if call.searches and vain.misses < IN_VAIN and vain.tries < MOST:
             named = call.causes()
             call.searched = True
@@ -333,7 +366,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
             # A kernel rounds alike in all calls: what explains another is tried first, and alone.
             alike = any(call.held_as_elsewhere(words) for words, _ in claims.most_common(1))
             ways.count(alike or call.held_to_its_way())
-            claims.update({r.claim for r in call.rows if r.claim and r.claim.startswith(FOUND)})
+            claims.update(call.ways)
         if call.unnamed and losses:
             call.imprecise(losses)
         if call.unnamed and call.searches and coarse.misses < MOST:
