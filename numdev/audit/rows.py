@@ -31,7 +31,7 @@ from numdev.metrics.finiteness import (
     nonfinite_inputs,
     overflowing_inputs,
 )
-from numdev.metrics.noise import noise
+from numdev.metrics.noise import Noise, noise
 from numdev.metrics.sampling import Strata
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
 from numdev.sources.tensorfile import kind_of
@@ -65,6 +65,8 @@ class Runs:
     bench: Bench
     claim: Mapping[str, Any] | None
     likes: Mapping[str, Likeness] = field(default_factory=dict)
+    repeats: dict[str, tuple[list[str], list[Noise]]] = field(default_factory=dict, repr=False)
+    """By tensor, the first run's checksums and how far runs differ: whatever they are held to."""
 
     def measured(self) -> Measured:
         """Rows of every tensor of the first run. MeasurementError where one is lacking."""
@@ -204,10 +206,14 @@ class Runs:
         tensors = [getattr(run, tensor) for run in self.runs]
         if any(x is None for x in tensors):
             raise MeasurementError(f"runs on the same inputs differ in the kind of {tensor}")
-        whole = [self.bench.selection.select_heads(x, tensor) for x in tensors]
-        for head, bits in zip(heads, checksums(whole[0]), strict=True):
+        if tensor not in self.repeats:
+            whole = [self.bench.selection.select_heads(x, tensor) for x in tensors]
+            noises = noise(whole) if len(whole) > 1 else []
+            self.repeats[tensor] = checksums(whole[0]), noises
+        sums, noises = self.repeats[tensor]
+        for head, bits in zip(heads, sums, strict=True):
             head["bits"] = bits
-        for head, its in zip(heads, noise(whole) if len(whole) > 1 else (), strict=False):
+        for head, its in zip(heads, noises, strict=False):
             head["noise"] = None if its.flickering else its.noise
             if its.flickering:
                 why = f"{its.flickering} elements are finite in some runs and not in others"
