@@ -594,6 +594,51 @@ def test_a_small_fault_everywhere_hides_no_large_one() -> None:
     assert causes == [("the mask is ignored", 2), ("the output is 1.003 times the exact one", 6)]
 
 
+def test_a_wrong_log_sum_exp_is_one_finding_and_accuses_no_gradient() -> None:
+    """Of calls of more keys than gradients are searched on, of rows that see no key, and of one
+    whose dq is that of another way of rounding. The worst head is one of few keys, whose log-sum-exp is
+    least."""
+
+    def constant(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+        if is_causal:
+            S = S.masked_fill(torch.ones(S.shape[2:], dtype=torch.bool).triu(1), -math.inf)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            S = S.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            S = S + attn_mask.float()
+        top = S.amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)
+        total = (S - top).exp().sum(-1, keepdim=True)
+        total = torch.where(total == 0, 1.0, total)
+        out = ((S - top).exp().to(q.dtype).float() @ v.float() / total).to(q.dtype)
+        return out, (top + total.log())[..., 0] + 0.2
+
+    error = failing(constant, cases=["full", "empty-rows", "bias-by-head"], formats="float16")
+    report = error.result.report
+    (finding,) = [f for f in report.findings if f.severity == "exceeded"]
+    assert (finding.cause, finding.count) == ("in the log-sum-exp, +0.2 is added", 10)
+    assert finding.place is not None
+    assert finding.place.case == "empty-rows"
+    other = {r.case for r in report.rows if r.tensor == "dq" and "autograd" in (r.claim or "")}
+    assert other == {"bias-by-head"}
+
+
+def test_a_key_that_is_lost_in_one_call_is_sought_in_all() -> None:
+    """Its number is estimated, and then tried in calls that alone could not tell it: one finding,
+    in every head of every call that has such a key."""
+
+    def lossy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = [j for j in range(k.shape[2]) if j != 140]
+        return plain(q, k[:, :, keep], v[:, :, keep])
+
+    cases: Any = [{"name": "150", "seq_len": 150}, {"name": "200", "seq_len": 200}, "full"]
+    error = failing(lossy, cases=cases, formats="bfloat16", backward=False)
+    (finding,) = [f for f in error.result.report.findings if f.severity == "exceeded"]
+    assert (finding.cause, finding.count, finding.judged) == ("key 140 is dropped", 8, 12)
+
+
 def test_keys_beyond_a_tile_are_one_finding() -> None:
     """In calls of 129, 161 and 99 keys, which lose 1, 33 and 35."""
 

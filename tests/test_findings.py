@@ -135,7 +135,8 @@ def mistaken(head: int, *alternatives: tuple[str, ...], **changes: Any) -> Devia
 
 
 def test_a_mistake_says_what_correcting_it_removes() -> None:
-    """Of three heads the median share of the judged error, and the least of a finer run's."""
+    """Of three heads the median share of the judged error; of a finer run, of which some rows were
+    searched, whole nines that hold where all rows leave up to twice as much."""
     cause = ("the scale is 1",)
     wrong = [mistaken(h, cause, suspicion_share=x) for h, x in enumerate((0.05, 0.14, 0.9))]
     (finding,) = found(*wrong)
@@ -145,9 +146,22 @@ def test_a_mistake_says_what_correcting_it_removes() -> None:
     )
     finer = mistaken(0, cause, suspicion_format="float32", suspicion_cut=5000.0)
     (finding,) = found(finer)
-    assert "removes 98 % of the rms error, and at least 99.98 % where the inputs are in" in (
+    assert "removes 98 % of the rms error, and at least 99.9 % where the inputs are in" in (
         finding.sentence
     )
+
+
+@pytest.mark.parametrize(("cut", "words"), [
+    (10.0, "80 %"), (20.0, "90 %"), (199.0, "90 %"), (201.0, "99 %"), (9e5, "99.999 %"),
+    (2.1e6, "99.9999 %"),
+])  # fmt: skip
+def test_what_a_search_promises_of_all_rows(cut: float, words: str) -> None:
+    """Nines, of half the cut that was measured; nothing where that is no more than is said."""
+    finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": cut}
+    (finding,) = found(mistaken(0, ("x",), suspicion_share=0.05, **finer))
+    assert f"at least {words} where the inputs are in float32" in finding.sentence
+    (finding,) = found(mistaken(0, ("x",), suspicion_share=0.9999999, **finer))
+    assert "at least" not in finding.sentence
 
 
 @pytest.mark.parametrize(("share", "words"), [

@@ -278,7 +278,9 @@ class Failing:
 
     def hold(self, measured: Measured) -> None:
         bare = [row for row in self.rows if row.status != "ok"]
-        self.rows[:] = [*measured.rows, *bare]
+        of_lse = {row.head: row for row in self.rows if row.tensor == "lse" and row.suspicion}
+        again = [of_lse.get(r.head, r) if r.tensor == "lse" else r for r in measured.rows]
+        self.rows[:] = [*again, *bare]
         self.measured = dataclasses.replace(measured, rows=self.rows)
         for name in ("wrong", "severity"):
             self.__dict__.pop(name, None)
@@ -424,7 +426,8 @@ FAR = 10.0  # no sound way of rounding errs so many times what plain attention d
 
 
 def _may_round_so(call: Failing) -> bool:
-    if not call.unnamed or any(row.suspicion for row in call.rows):
+    # A wrong log-sum-exp says nothing about how the others are rounded.
+    if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor != "lse"):
         return False
     wrong = beyond(call.rows)
     ratios = (r.baseline_ratio or 0.0 for r in call.rows if r.tensor in wrong)

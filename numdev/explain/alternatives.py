@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.mistakes import SINK_TILES, instances, variants, without
+from numdev.explain.mistakes import PADDED, SINK_TILES, filled, instances, variants, without
 from numdev.explain.probe import Alternative, Probe, rescored
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
+from numdev.report.numbers import power
 
 WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed
 SOMEWHERE = "in some rows"  # which: `numdev.explain.wrong_function` sees all
@@ -181,8 +182,10 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     own = 0.0 if sinks is None else (sinks[probe.heads].double()[:, None, None] - lse).exp()
     sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - own))
     whose = "which was not requested" if sinks is None else "not its own"
+    also: tuple[str, ...] = ()
     if sinks is None and sink > 1.5 and abs(sink - round(sink)) < 0.01 * sink:
         whose += f", or {round(sink)} keys padded with zeros are counted"
+        also = tuple(filled(t) for t in PADDED if -probe.case.kv_len % t == round(sink))
     for factor, none, words, apply in (
         (_scale_factor(probe, fit), 1, "the scale is {0} times the requested one", Probe.scaled),
         (_factor(probe, fit, r, o), 1, "the output is {0} times the exact one", Probe.multiplied),
@@ -195,15 +198,21 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
         (math.log(max(sink, 1e-99)), math.inf, f"it has a sink of {{1:z.2f}}, {whose}", _sink),
     ):
         if factor is not None and abs(factor - none) > 2 * probe.case.format.unit_roundoff:
-            places = 4 if factor > 10 or abs(factor - 1) < 2e-3 else 3
-            shown = f"{factor:.{places}f}" if factor >= 0.1 else f"{factor:.3g}"
+            places = 4 if abs(factor - 1) < 2e-3 else 3
+            shown = f"{factor:.{places}f}" if 0.1 <= factor <= 10 else in_digits(factor)
             again = partial(apply, factor=factor)
-            found = Alternative(words.format(shown, factor), again, general=True)
+            cause = words.format(shown, factor)
+            found = Alternative(cause, again, also if apply is _sink else (), general=True)
             yield found, probe.cut(again(probe), judge)
     key = _lost_key(probe)
-    one = dataclasses.replace(probe.case, **without(probe.case, key))
-    found = Alternative(f"key {key} is dropped", lambda p: p.answer(one))
-    yield found, probe.cut(probe.answer(one))
+    found = Alternative(f"key {key} is dropped", partial(_without, key=key), general=True)
+    yield found, probe.cut(found.answer(probe))
+
+
+def in_digits(factor: float) -> str:
+    """A factor that was estimated in the digits that are sure: 11.31, 0.0312, 10000."""
+    shown = f"{factor:.4g}" if abs(factor) >= 0.1 else f"{factor:.3g}"
+    return f"{float(shown):.0f}" if 1e4 <= abs(factor) < 1e9 else power(shown)
 
 
 def _factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
@@ -221,6 +230,13 @@ def _row_sum(p: Probe) -> Tensor:
 def _sink(p: Probe, factor: float) -> Reference:
     sinks = p.out.new_full((p.case.heads,), factor)
     return p.answer(dataclasses.replace(p.case, sinks=sinks))
+
+
+def _without(p: Probe, key: int) -> Reference:
+    """With a key hidden; as it is in a call that has no such key."""
+    if key >= p.case.kv_len:
+        return p.exact
+    return p.answer(dataclasses.replace(p.case, **without(p.case, key)))
 
 
 def _lost_key(p: Probe) -> int:

@@ -52,8 +52,8 @@ def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
             words = f"keys beyond the last full tile of {tile} are dropped"
             of[dropped(lost)] = (*of.get(dropped(lost), ()), words)
         if tile in PADDED and lost:
-            words = f"the keys are padded with zeros to a multiple of {tile}, which take part"
-            of[padded(n - lost + tile)] = (*of.get(padded(n - lost + tile), ()), words)
+            to = padded(n - lost + tile)
+            of[to] = (*of.get(to, ()), filled(tile))
     return of
 
 
@@ -63,6 +63,10 @@ def dropped(lost: int) -> str:
 
 def padded(to: int) -> str:
     return f"the keys are padded with zeros to {to}, and the padding takes part"
+
+
+def filled(tile: int) -> str:
+    return f"the keys are padded with zeros to a multiple of {tile}, which take part"
 
 
 def scales(case: AttentionCase) -> Changes:

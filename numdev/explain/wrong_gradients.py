@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase
-from numdev.explain.alternatives import refined
+from numdev.cases import AttentionCase, empty_rows
+from numdev.explain.alternatives import in_digits, refined
 from numdev.explain.mistakes import instances, variants
 from numdev.explain.probe import all_scores, rescored
 from numdev.explain.wrong_function import ALIKE, CUT, Suspicion
@@ -57,8 +57,11 @@ class _Errors:
     unit_roundoff: float
 
     @classmethod
-    def of(cls, step: Output, exact: Step) -> _Errors:
+    def of(cls, step: Output, exact: Step, empty: Tensor | None = None) -> _Errors:
+        """`empty`: the rows whose log-sum-exp does not count, since they see no key."""
         given = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
+        if empty is not None:
+            given = {n: x.masked_fill(empty, 0.0) for n, x in given.items()}
         return cls(exact, given, format_of(step.out.dtype).unit_roundoff)
 
     def size(self, name: str) -> float:
@@ -89,9 +92,10 @@ def _suspects(
     hints: Collection[str] | None,
 ) -> dict[str, Suspicion]:
     exact = _step(case, tensors)
-    found = _Errors.of(step, exact)
+    empty = empty_rows(case) if "lse" in tensors else None
+    found = _Errors.of(step, exact, empty)
     lacking = judged is None or any(getattr(judged, n) is None for n in tensors)
-    coarse = found if lacking or judged is None else _Errors.of(judged, exact)
+    coarse = found if lacking or judged is None else _Errors.of(judged, exact, empty)
     u = found.unit_roundoff
     least = 8 * u if "lse" in tensors else max(FAR, 8 * u)
     far = [n for n, x in exact.items() if found.size(n) > least * float(x.norm())]
@@ -107,7 +111,10 @@ def _suspects(
         share = coarse.share(tried, name)
         if coarse is not found and share < LEAST_SHARE:
             return None
-        of = (tuple(map(words.format, (x, *kinds.get(x, ())))) for x in causes)
+        forms = dict.fromkeys((words, words.removesuffix(part)))  # others tried it on all keys
+        of = (
+            tuple(form.format(y) for y in (x, *kinds.get(x, ())) for form in forms) for x in causes
+        )
         return Suspicion(
             cause=words.format(", or ".join(causes)),
             cut=cut,
@@ -154,7 +161,7 @@ def _in_words(factor: float, scale: float) -> str:
         "has the scale twice": scale,
     }
     same = (words for words, f in known.items() if abs(factor - f) <= SAME * (abs(f) or 1.0))
-    return next(same, f"is {factor:.4g} times what it should be")
+    return next(same, f"is {in_digits(factor)} times what it should be")
 
 
 def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
@@ -267,4 +274,4 @@ def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:
         return torch.cat([((given[n] - tried[n]) / unit[n]).flatten() for n in GRADIENTS])
 
     at = refined(error)
-    return f"the scale is {math.exp(at):.4g} times the requested one", step(at)
+    return f"the scale is {in_digits(math.exp(at))} times the requested one", step(at)

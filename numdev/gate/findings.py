@@ -16,7 +16,7 @@ from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgemen
 from numdev.gate.rows import FOUND, GRADIENTS, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import value_of
+from numdev.metrics.of_rows import lse_error, value_of
 from numdev.report import (
     DeviationRow,
     Finding,
@@ -336,7 +336,9 @@ def _ordered(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _error(row: DeviationRow) -> float:
-    """How far a head is off, over what is expected of it."""
+    """How far a head is off, over what is expected of it; of a log-sum-exp, over its size."""
+    if row.tensor == "lse":
+        return lse_error(row) or 0.0
     ratio = row.expected_ratio if row.expected_ratio is not None else row.baseline_ratio
     return ratio or 0.0
 
@@ -428,9 +430,17 @@ def _removed(rows: Rows) -> str:
     said = f"correcting it removes {first[1]} of the rms error{median}"
     said += f" in {first[0]}" if others else ""
     said += "".join(f", {share} in {fmt}" for fmt, share in others)
-    if finer and finer != rows[0].format:
-        said += f", and at least {removed(1 - 1 / cut)} where the inputs are in {finer}"
+    shown = max(statistics.median(r.suspicion_share or 0.0 for r in x) for x in by_format.values())
+    if finer and finer != rows[0].format and _nines(cut) > shown:
+        said += f", and at least {removed(_nines(cut))} where the inputs are in {finer}"
     return said
+
+
+def _nines(cut: float) -> float:
+    """The share that goes at least in all rows of a head, where what is left is `cut` times smaller
+    in those that were searched: they may leave twice as much. Nines (0.999) from 0.9 on."""
+    left = 2 / max(cut, 2.0)
+    return 1 - (left if left > 0.1 else 10.0 ** math.ceil(math.log10(left) - 1e-9))
 
 
 def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
