@@ -596,8 +596,7 @@ def test_a_small_fault_everywhere_hides_no_large_one() -> None:
 
 def test_a_wrong_log_sum_exp_is_one_finding_and_accuses_no_gradient() -> None:
     """Of calls of more keys than gradients are searched on, of rows that see no key, and of one
-    whose dq is that of another way of rounding. The worst head is one of few keys, whose log-sum-exp is
-    least."""
+    whose dq is that of another way of rounding. The worst head is one that sees few keys."""
 
     def constant(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False

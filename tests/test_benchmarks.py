@@ -60,6 +60,7 @@ SLOW = {
     "benchmarks/threads.py": ("--times 1 --threads 2 --small", "|"),
 }
 THOROUGH = {  # several runs of numdev
+    "benchmarks/true_words.py": ("--only dk_unscaled", "sentences of 1 kernels: "),
     "benchmarks/scaling.py": (
         "--workers 2 --device cpu --length 128 --heads 2 --head-dim 16 --seeds 1",
         "The reports are the same.",

@@ -1,0 +1,1948 @@
+"""Is every sentence of a check true? Faulty kernels, and each sentence recomputed.
+
+    python benchmarks/true_words.py [--only NAME,...] [--keep DIR]
+
+Faulty kernels are checked as `numdev check` checks them. Every sentence that its user reads (the
+lines of the verdict, the findings, the notes) is taken apart, and each number and claim in it is
+computed again from the call's inputs and the kernel, by plain PyTorch in fp64 that shares nothing
+with numdev: `computed` is attention and its gradients, `rounded_step` what FlashAttention-2's
+roundings make of them, `CAUSES` what each named cause would return, `coarse` what a coarser step
+would. The report tells one thing: to which way of rounding a call was held. Printed are sentences
+that do not hold or cannot be computed here, then how many claims of each kind hold. With `--keep`
+what checks said is kept in a folder, and read from there the next time."""
+
+# ruff: noqa: E741
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import io
+import itertools
+import json
+import math
+import re
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Hooks = Mapping[str, Any]  # what is changed: a step of `attend` to what stands in its place
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, how: Hooks, asked: Mapping[str, Any]) -> Any:
+    """Attention with fp32 sums and one cast of P, as a kernel has it, and the steps of `how`."""
+    dtype, n, m = q.dtype, q.shape[2], k.shape[2]
+    group = q.shape[1] // k.shape[1]
+    heads = how.get("kv_heads", lambda h, group, kv: h // group)
+    index = [heads(h, group, k.shape[1]) for h in range(q.shape[1])]
+    scale = q.shape[-1] ** -0.5 if asked["scale"] is None else asked["scale"]
+    Q, K, V = q.float(), k.float()[:, index], v.float()[:, index]
+    Q, K, V = how.get("inputs", lambda *x: x)(Q, K, V)
+    m = K.shape[2]
+    S = how.get("scores", lambda S: S)(Q @ K.mT * how.get("scale", lambda s: s)(scale))
+    if asked["softcap"]:
+        cap = how.get("cap", lambda S, c, s: c * (S / c).tanh())
+        S = cap(S, asked["softcap"], scale)
+    i, j = torch.arange(n)[:, None], torch.arange(m)[None]
+    shown = torch.ones(n, m, dtype=torch.bool)
+    if how.get("causal", lambda x: x)(asked["is_causal"]):
+        shown = shown & (j <= i + how.get("offset", 0))
+    left, right = how.get("window", lambda w: w)(asked["window_size"])
+    if left >= 0:
+        shown = shown & (j >= i - left)
+    if right >= 0:
+        shown = shown & (j <= i + right)
+    shown = shown & how.get("shown", lambda i, j, n, m: j >= 0)(i, j, n, m)
+    mask = asked["attn_mask"]
+    if mask is not None:
+        mask = how.get("mask", lambda x: x)(mask)
+        S = S.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else S + mask.float()
+    S = S.masked_fill(~shown, -math.inf)
+    sinks = asked["sinks"]
+    top = S.amax(-1, keepdim=True).detach()
+    if sinks is not None:
+        sinks = how.get("sinks", lambda s: s)(sinks.float()[None, :, None, None])
+        top = torch.maximum(top, sinks.detach())
+    top = top.nan_to_num(neginf=0.0)
+    P = how.get("weights", lambda P, S: P)((S - top).exp(), S)
+    total = P.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks - top).exp()
+    total = how.get("total", lambda l: l)(total)
+    total = torch.where(total == 0, 1.0, total)
+    P = how.get("p", lambda P: P.to(dtype).float())(P)
+    O = how.get("product", lambda P, V: P @ V)(P, V) / total
+    O = how.get("out", lambda O, dtype: O.to(dtype))(O, dtype)
+    return (O, how["lse"](top, total)[..., 0]) if "lse" in how else O
+
+
+class _Gradients(torch.autograd.Function):
+    """The identity, with changed gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, change: Any) -> tuple[Tensor, ...]:
+        ctx.change = change
+        return q.clone(), k.clone(), v.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (*ctx.change(*grads), None)
+
+
+class _Backward(torch.autograd.Function):
+    """One function forward, the gradients of another."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Any, backward: Any) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.other = backward
+        with torch.no_grad():
+            out: Tensor = forward(q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.other(*inputs)
+        return (*torch.autograd.grad(out, inputs, grad), None, None)
+
+
+class _Flash(torch.autograd.Function):
+    """A backward pass as flash attention writes it, with steps of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, asked: Any, how: Hooks) -> Tensor:
+        out, lse = attend(q, k, v, {"lse": lambda top, l: top + l.log()}, asked)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.asked, ctx.how = asked, how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (q, k, v, out, lse), asked, how = ctx.saved_tensors, ctx.asked, ctx.how
+        scale = q.shape[-1] ** -0.5 if asked["scale"] is None else asked["scale"]
+        group, kept = q.shape[1] // k.shape[1], {}
+
+        def keep(P: Tensor, S: Tensor) -> Tensor:
+            kept["S"] = S
+            return P
+
+        attend(q, k, v, {"weights": keep}, asked)
+        P = torch.where(kept["S"].isfinite(), (kept["S"] - lse[..., None]).exp(), 0.0)
+        K, V = (x.float().repeat_interleave(group, 1) for x in (k, v))
+        dO, dtype = grad.float(), q.dtype
+        delta = how.get("delta", lambda x: x)((dO * out.float()).sum(-1, keepdim=True))
+        dS = how.get("ds", lambda x, dtype: x.to(dtype).float())(P * (dO @ V.mT - delta), dtype)
+        dq = how.get("dq", lambda dS, K, s: s * (dS @ K))(dS, K, scale)
+        dk, dv = scale * (dS.mT @ q.float()), P.to(dtype).float().mT @ dO
+        dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (dk, dv))
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty:
+    """One faulty kernel."""
+
+    name: str
+    what: str  # is wrong with it, in words
+    formats: tuple[str, ...]
+    function: Callable[..., Any]
+
+
+FAULTY: dict[str, Faulty] = {}
+BOTH = ("bfloat16", "float16")
+SHORT = {"b": ("bfloat16",), "h": ("float16",), "both": BOTH, "f": ("float32",)}
+
+
+def faulty(
+    name: str,
+    what: str,
+    formats: str,
+    how: Hooks | None = None,
+    *,
+    more: bool = False,
+    grads: Callable[..., Any] | None = None,
+    backward: Hooks | None = None,
+    flash: Hooks | None = None,
+) -> None:
+    """A fault of forward (`how`), which its gradients share; of the gradients alone (`grads`), of
+    backward (`backward`), or of one step of a backward pass as flash attention has it (`flash`).
+    `more`: it takes windows, soft caps and sinks."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> Any:
+        if flash is not None:
+            return _Flash.apply(q, k, v, asked, flash)
+        if grads is not None:
+            q, k, v = _Gradients.apply(q, k, v, lambda *x: grads(*x, q.shape[-1] ** -0.5))
+        if backward is not None:
+            ways = (functools.partial(attend, how=x, asked=asked) for x in (how or {}, backward))
+            return _Backward.apply(q, k, v, *ways)
+        return attend(q, k, v, how or {}, asked)
+
+    def plain(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        asked = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale,
+                 "window_size": (-1, -1), "softcap": 0.0, "sinks": None}  # fmt: skip
+        return run(q, k, v, asked)
+
+    def whole(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+        window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        asked = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale,
+                 "window_size": window_size, "softcap": softcap, "sinks": sinks}  # fmt: skip
+        return run(q, k, v, asked)
+
+    function = whole if more else plain
+    function.__name__ = function.__qualname__ = name
+    FAULTY[name] = Faulty(name=name, what=what, formats=SHORT[formats], function=function)
+
+
+def at(O: Tensor, where: Any, change: Callable[[Tensor], Any]) -> Tensor:
+    O = O.clone()
+    O[where] = change(O[where])
+    return O
+
+
+def out_at(where: Any, change: Callable[[Tensor], Any], least: int = 1) -> Hooks:
+    """The output changed in some places; `where` indexes [B, H, rows, d]."""
+    return {"out": lambda O, dtype: at(O.to(dtype), where, change)}
+
+
+def in_bits(bits: int) -> Callable[[Tensor], Tensor]:
+    """Rounding to so many significant bits."""
+
+    def rounded(x: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(x.double())
+        return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent).to(x.dtype)
+
+    return rounded
+
+
+def by_tiles(P: Tensor, V: Tensor, size: int = 64) -> Tensor:
+    """P V summed in bfloat16 from tile to tile."""
+    O = P.new_zeros(*P.shape[:3], V.shape[-1])
+    for weights, values in zip(P.split(size, -1), V.split(size, 2), strict=True):
+        O = (O + weights @ values).bfloat16().float()
+    return O
+
+
+def dq_by_tiles(dS: Tensor, K: Tensor, s: float) -> Tensor:
+    dq = torch.zeros(*dS.shape[:3], K.shape[-1])
+    for weights, keys in zip(dS.split(64, -1), K.split(64, 2), strict=True):
+        dq = (dq + s * (weights @ keys)).bfloat16().float()
+    return dq
+
+
+def truncated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Toward zero, in bfloat16 or float16."""
+    near = x.to(dtype)
+    beyond = near.float().abs() > x.abs()
+    step = near.view(torch.int16) - beyond.to(torch.int16)
+    return step.view(dtype).float()
+
+
+def merged_in_base_2(P: Tensor, S: Tensor) -> Tensor:
+    """Parts of 64 keys whose weights are 2 to the power of their log-sum-exp."""
+    parts = [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(64, -1)]
+    L = torch.cat(parts, -1)
+    w = torch.where(S.isfinite(), S - L + math.log(2) * L, -math.inf)
+    top = w.amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)
+    return (w - top).exp()
+
+
+def last_of_64(O: Tensor, dtype: torch.dtype) -> Tensor:
+    O = O.to(dtype).clone()
+    O[:, :, 63::64] = 0.0
+    return O
+
+
+def tail(size: int) -> Hooks:
+    return {"shown": lambda i, j, n, m: (j < m - m % size) | (m < size)}
+
+
+def q_times(factor: float, index: Any) -> Hooks:
+    def inputs(Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.ones_like(Q)
+        wide[index] = factor
+        return Q * wide, K, V
+
+    return {"inputs": inputs}
+
+
+def zeros_counted(Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, ...]:
+    more = (0, 0, 0, -K.shape[2] % 64)
+    return Q, torch.nn.functional.pad(K, more), torch.nn.functional.pad(V, more)
+
+
+def mask_padded(mask: Tensor) -> Tensor:
+    shown = True if mask.dtype == torch.bool else 0.0
+    return torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 64), value=shown)
+
+
+def swapped_heads(O: Tensor, dtype: torch.dtype) -> Tensor:
+    heads = [min(h ^ 1, O.shape[1] - 1) for h in range(O.shape[1])]
+    return O[:, heads].to(dtype)
+
+
+def noisy(size: float, where: Any) -> Hooks:
+    """Noise that is the same in every run, relative to the output."""
+
+    def out(O: Tensor, dtype: torch.dtype) -> Tensor:
+        draw = torch.randn(O.shape, generator=torch.Generator().manual_seed(7))
+        wide = O.clone()
+        wide[where] += size * draw[where] * O[where].detach().abs().mean()
+        return wide.to(dtype)
+
+    return {"out": out}
+
+
+def uneven(O: Tensor, dtype: torch.dtype) -> Tensor:
+    """Another result at every run."""
+    return (O * (1 + 1e-2 * torch.randn(O.shape))).to(dtype)
+
+
+ROWS = (slice(None), slice(None))
+faulty(
+    "scale_1003", "the scale is 1.003 times what it should be", "b", {"scale": lambda s: s * 1.003}
+)
+faulty(
+    "scale_105", "the scale is 1.05 times what it should be", "both", {"scale": lambda s: s * 1.05}
+)
+faulty("scale_twice", "the scale is applied twice", "h", {"scale": lambda s: s * s})
+faulty(
+    "scale_of_head_1",
+    "head 1 has 1.04 times the scale",
+    "b",
+    q_times(1.04, (slice(None), slice(1, 2))),
+)
+faulty("scale_of_entry_1", "entry 1 has 1.08 times the scale", "h", q_times(1.08, slice(1, 2)))
+faulty("causal_plus_1", "each query sees one key too many", "b", {"offset": 1})
+faulty("causal_minus_1", "each query sees one key too few", "h", {"offset": -1})
+faulty("causal_ignored", "causality is ignored", "both", {"causal": lambda x: False})
+faulty("tail_64", "keys beyond the last full tile of 64 are dropped", "both", tail(64))
+faulty("tail_96", "keys beyond the last full tile of 96 are dropped", "b", tail(96))
+faulty("key_40", "key 40 is dropped", "h", {"shown": lambda i, j, n, m: (j != 40) | (i == 40)})
+faulty(
+    "sinks_of_next",
+    "heads get the sink of the next one",
+    "b",
+    {"sinks": lambda s: s.roll(-1, 1)},
+    more=True,
+)
+faulty("sinks_zero", "every sink is 0", "h", {"sinks": lambda s: s * 0}, more=True)
+faulty("sinks_twice", "a sink counts twice", "b", {"sinks": lambda s: s + math.log(2)}, more=True)
+faulty(
+    "heads_exchanged", "outputs of heads 2i and 2i + 1 are exchanged", "b", {"out": swapped_heads}
+)
+faulty(
+    "kv_modulo",
+    "query head h reads kv head h % kv_heads",
+    "both",
+    {"kv_heads": lambda h, group, kv: h % kv},
+)
+faulty(
+    "cap_own_tanh",
+    "the soft cap is S tanh S",
+    "h",
+    {"cap": lambda S, c, s: S * S.tanh()},
+    more=True,
+)
+faulty(
+    "cap_before_scale",
+    "the soft cap comes before the scale",
+    "b",
+    {"cap": lambda S, c, s: c * s * (S / s / c).tanh()},
+    more=True,
+)
+faulty(
+    "window_plus_1",
+    "the window is one key too wide on the left",
+    "both",
+    {"window": lambda w: (w[0] + (w[0] >= 0), w[1])},
+    more=True,
+)
+faulty(
+    "mask_of_next",
+    "batch entries get the mask of the next one",
+    "b",
+    {"mask": lambda x: x.roll(-1, 0) if x.ndim == 4 else x},
+)
+faulty(
+    "mask_of_head_0",
+    "every head gets head 0's mask",
+    "h",
+    {"mask": lambda x: x[:, :1] if x.ndim == 4 else x},
+)
+faulty(
+    "output_1004",
+    "the output is 1.004 times what it should be",
+    "b",
+    {"out": lambda O, dtype: (1.004 * O).to(dtype)},
+)
+faulty(
+    "output_10000",
+    "the output is 10,000 times what it should be",
+    "b",
+    {"out": lambda O, dtype: (1e4 * O).to(dtype)},
+)
+faulty("epsilon", "0.02 is added to the row sum", "h", {"total": lambda l: l + 0.02})
+faulty(
+    "parts_base_2",
+    "parts of 64 keys are merged with powers of 2",
+    "h",
+    {"weights": merged_in_base_2},
+)
+faulty(
+    "lse_constant",
+    "0.2 is added to the log-sum-exp",
+    "b",
+    {"lse": lambda top, l: top + l.log() + 0.2},
+)
+faulty(
+    "lse_base_2",
+    "the log-sum-exp is to base 2",
+    "h",
+    {"lse": lambda top, l: (top + l.log()) / math.log(2)},
+)
+faulty(
+    "zeros_counted",
+    "padding to tiles of 64 counts as keys",
+    "b",
+    {"inputs": zeros_counted, "mask": mask_padded},
+)
+faulty("rows_64th", "every 64th row from 63 is 0", "both", {"out": last_of_64})
+faulty("nan_row_0", "row 0 is NaN", "h", out_at((*ROWS, slice(0, 1)), lambda x: x * math.nan))
+faulty("rows_from_100", "rows from 100 on are noisy", "b", noisy(0.3, (*ROWS, slice(100, None))))
+faulty("head_1_noisy", "head 1 errs 3 times as much", "b", noisy(0.008, (slice(None), slice(1, 2))))
+faulty(
+    "row_5_of_entry_1",
+    "row 5 of batch entry 1 is off",
+    "h",
+    noisy(1.0, (slice(1, 2), slice(None), slice(5, 6))),
+)
+faulty("p_e4m3", "P is rounded to e4m3", "b", {"p": lambda P: P.to(torch.float8_e4m3fn).float()})
+faulty("p_e5m2", "P is rounded to e5m2", "h", {"p": lambda P: P.to(torch.float8_e5m2).float()})
+faulty("p_6_bits", "P has 6 significant bits", "b", {"p": in_bits(6)})
+faulty("sum_in_bfloat16", "O is summed in bfloat16 over tiles of 64", "both", {"product": by_tiles})
+faulty(
+    "scores_in_bfloat16",
+    "S is rounded to bfloat16",
+    "b",
+    {"scores": lambda S: S.bfloat16().float()},
+)
+faulty(
+    "truncated_out",
+    "the output is truncated",
+    "b",
+    {"out": lambda O, dtype: truncated(O, dtype).to(dtype)},
+)
+faulty(
+    "tf32",
+    "the products are in TF32",
+    "f",
+    {"inputs": lambda Q, K, V: (in_bits(11)(Q), in_bits(11)(K), in_bits(11)(V)), "p": in_bits(11)},
+)
+faulty("not_reproducible", "the output changes from run to run", "b", {"out": uneven})
+faulty(
+    "dq_103",
+    "dq is 1.03 times what it should be",
+    "b",
+    grads=lambda dq, dk, dv, s: (dq * 1.03, dk, dv),
+)
+faulty("dk_unscaled", "dk lacks the scale", "h", grads=lambda dq, dk, dv, s: (dq, dk / s, dv))
+faulty(
+    "dv_double",
+    "dv is twice what it should be",
+    "both",
+    grads=lambda dq, dk, dv, s: (dq, dk, dv * 2),
+)
+faulty("dq_zero", "dq is 0", "b", grads=lambda dq, dk, dv, s: (dq * 0, dk, dv))
+faulty(
+    "dk_from_64",
+    "dk of keys from 64 on is off by half",
+    "b",
+    grads=lambda dq, dk, dv, s: (dq, at(dk, (*ROWS, slice(64, None)), lambda x: x * 1.5), dv),
+)
+faulty(
+    "dv_7_bits",
+    "dv has 6 significant bits",
+    "b",
+    grads=lambda dq, dk, dv, s: (dq, dk, in_bits(6)(dv)),
+)
+faulty(
+    "dk_10000",
+    "dk is 10,000 times what it should be",
+    "b",
+    grads=lambda dq, dk, dv, s: (dq, dk * 1e4, dv),
+)
+faulty(
+    "backward_scale",
+    "backward has 1.05 times the scale",
+    "h",
+    backward={"scale": lambda s: s * 1.05},
+)
+faulty("backward_causal", "backward sees one key too many", "b", backward={"offset": 1})
+faulty("no_delta", "delta is left out", "h", flash={"delta": lambda x: x * 0})
+faulty(
+    "delta_in_bfloat16",
+    "delta is rounded to bfloat16",
+    "h",
+    flash={"delta": lambda x: x.bfloat16().float()},
+)
+faulty("ds_truncated", "dS is truncated", "b", flash={"ds": lambda x, dtype: truncated(x, dtype)})
+faulty(
+    "dq_in_bfloat16", "dQ is summed in bfloat16 over tiles of 64", "b", flash={"dq": dq_by_tiles}
+)
+faulty(
+    "two_faults",
+    "the scale is 1.01 times what it should be, and tails of 64 are lost",
+    "b",
+    {"scale": lambda s: s * 1.01, **tail(64)},
+)
+faulty(
+    "tail_backward",
+    "backward drops the keys beyond the last full tile of 64",
+    "h",
+    backward=tail(64),
+)
+
+
+# --- a call, in fp64 and by itself ---------------------------------------------------------------
+
+TENSORS = ("out", "dq", "dk", "dv")
+NAMES = {"the output": "out", "the log-sum-exp": "lse", **{n: n for n in ("dq", "dk", "dv")}}
+Step = dict[str, Tensor]
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+SMALLEST_SCALE = 2.0**-100
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The inputs of one call, as tensors in the format; nothing here is numdev's."""
+
+    name: str
+    format: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dO: Tensor
+    scale: float
+    mask: Tensor | None
+    causal: bool
+    offset: int
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.format)
+        return dtype
+
+    @functools.cached_property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    @functools.cached_property
+    def shown(self) -> Tensor:
+        """bool [B or 1, H or 1, rows, keys]: who sees whom."""
+        return seen(self, self.q.shape[2], self.k.shape[2], self.mask)
+
+    @functools.cached_property
+    def upstream(self) -> Tensor:
+        """dO, 0 in rows that see no key."""
+        return self.dO.masked_fill(~self.shown.any(-1, keepdim=True), 0.0)
+
+    @functools.cached_property
+    def right(self) -> Step:
+        return computed(self)
+
+    @functools.cached_property
+    def terms(self) -> Step:
+        """What is summed up before anything cancels."""
+        q, k, v, dO = (x.double() for x in (self.q, self.k, self.v, self.upstream))
+        K, V = (x.repeat_interleave(self.group, 1) for x in (k, v))
+        P, out = probabilities(self, q, K), self.right["out"]
+        D = P * ((dO @ V.mT).abs() + (dO * out).sum(-1, keepdim=True).abs())
+        if self.softcap:
+            raw = q @ K.mT * self.scale
+            D = D * (1 - (raw / self.softcap).tanh() ** 2)
+        by_head = (abs(self.scale) * D.mT @ q.abs(), P.mT @ dO.abs())
+        dk, dv = (x.unflatten(1, (k.shape[1], self.group)).sum(2) for x in by_head)
+        return {"out": P @ V.abs(), "dq": abs(self.scale) * D @ K.abs(), "dk": dk, "dv": dv}
+
+    @functools.cached_property
+    def arithmetic(self) -> Step:
+        """What fp32 arithmetic may err, relative to the terms of a row."""
+        u = 2.0**-24 * math.sqrt(self.q.shape[-1]) / 3 * abs(self.scale)
+        q, k = (x.double().norm(dim=-1) for x in (self.q, self.k))
+        queries = u * q * k.amax(-1, keepdim=True).repeat_interleave(self.group, 1)
+        most = q.unflatten(1, (k.shape[1], self.group)).amax((2, 3))
+        keys = u * k * most[..., None]
+        return {"out": queries, "dq": queries, "dk": keys, "dv": keys}
+
+
+def seen(call: Call, n: int, m: int, mask: Tensor | None) -> Tensor:
+    i, j = torch.arange(n)[:, None], torch.arange(m)[None]
+    shown = torch.ones(1, 1, n, m, dtype=torch.bool)
+    if call.causal:
+        shown = shown & (j <= i + call.offset)
+    if call.window is not None:
+        left, right = call.window
+        shown = shown & (True if left is None else j >= i + call.offset - left)
+        shown = shown & (True if right is None else j <= i + call.offset + right)
+    if mask is not None:
+        shown = shown & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min)
+    return shown
+
+
+def probabilities(call: Call, q: Tensor, K: Tensor) -> Tensor:
+    S = all_scores(call, q, K)
+    if call.sinks is not None:
+        sink = call.sinks.to(S.dtype)[None, :, None, None].expand(*S.shape[:3], 1)
+        S = torch.cat([S, sink], -1)
+    P = S.softmax(-1)[..., : K.shape[2]]
+    return torch.where(call.shown.expand(P.shape), P, 0.0)
+
+
+def all_scores(call: Call, q: Tensor, K: Tensor) -> Tensor:
+    S = q @ K.mT * call.scale
+    if call.softcap:
+        S = call.softcap * (S / call.softcap).tanh()
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        S = S + torch.where(call.shown, call.mask.to(S.dtype), 0.0)
+    return S.masked_fill(~call.shown, -math.inf)
+
+
+def computed(
+    call: Call,
+    *,
+    scale: float = 1.0,
+    q_factor: Tensor | None = None,
+    hidden: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    kv: Callable[[int, int, int], int] | None = None,
+    zeros: int = 0,
+    cap: Callable[[Tensor, float, float], Tensor] | None = None,
+    rescored: Callable[[Tensor], Tensor] | None = None,
+    more: float = 0.0,
+    out: Callable[[Tensor], Tensor] | None = None,
+    no_sum: bool = False,
+) -> Step:
+    """What comes out in fp64: `scale` times the call's, queries times a factor, keys hidden, kv
+    heads chosen, so many zeros after the keys, another soft cap, other scores, `more` in the row
+    sum, the output changed."""
+    leaves = [x.double().requires_grad_() for x in (call.q, call.k, call.v)]
+    q, k, v = leaves
+    H, group = q.shape[1], call.group
+    index = [h // group if kv is None else kv(h, group, k.shape[1]) for h in range(H)]
+    K, V = k[:, index], v[:, index]
+    q = q if q_factor is None else q * q_factor
+    shown = call.shown
+    if zeros:
+        K, V = (torch.nn.functional.pad(x, (0, 0, 0, zeros)) for x in (K, V))
+        wide = torch.ones(*shown.shape[:3], zeros, dtype=torch.bool)
+        if call.causal and not call.offset and call.window is None:  # else the mask says it
+            wide = seen(replace(call, mask=None), q.shape[2], K.shape[2], None)[..., -zeros:]
+            wide = wide.expand(*shown.shape[:3], zeros)
+        shown = torch.cat([shown, wide], -1)
+    S = q @ K.mT * (call.scale * scale)
+    if call.softcap:
+        S = (cap or (lambda S, c, s: c * (S / c).tanh()))(S, call.softcap, call.scale)
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        bias = torch.where(call.shown, call.mask.double(), 0.0)
+        S = S + torch.nn.functional.pad(bias, (0, zeros))
+    if hidden is not None:
+        i, j = torch.arange(S.shape[2])[:, None], torch.arange(S.shape[3])[None]
+        shown = shown & ~hidden(i, j, S.shape[3])
+    S = S.masked_fill(~shown, -math.inf)
+    if rescored is not None:
+        S = rescored(S)
+    empty = ~shown.any(-1, keepdim=True)
+    top = S.amax(-1, keepdim=True).detach().masked_fill(empty, 0.0)
+    e = (S - top).exp()
+    own = e.sum(-1, keepdim=True)
+    total = own + more
+    if call.sinks is not None:
+        total = total + (call.sinks.double()[None, :, None, None] - top).exp()
+    O = e @ V if no_sum else e @ V / torch.where(total == 0, 1.0, total)
+    O = O if out is None else out(O)
+    step: Step = {"out": O.detach(), "lse": (top + total.log())[..., 0].detach()}
+    dO = call.upstream.double()
+    grads = torch.autograd.grad((O * dO).sum(), leaves, allow_unused=True, materialize_grads=True)
+    return step | dict(zip(TENSORS[1:], grads, strict=True))
+
+
+def cast(x: Tensor, fmt: str) -> Tensor:
+    """From fp64, rounded once: by way of fp32 rounded to odd."""
+    if fmt == "float32":
+        return x.float().double()
+    near = x.float()
+    error = x - near.double()
+    toward = torch.where(
+        error * near.sign() < 0, near.view(torch.int32) - 1, near.view(torch.int32)
+    )
+    odd = torch.where((error != 0) & near.isfinite(), toward | 1, near.view(torch.int32))
+    return odd.view(torch.float32).to(getattr(torch, fmt)).double()
+
+
+def rounded_step(call: Call, *, together: bool = True) -> Step:
+    """What FlashAttention-2's roundings give: P rounded beside the running maximum of its tile, the
+    output once; backward P and dS rounded, delta of the rounded output; a group's dk and dv summed
+    before they are rounded."""
+    dtype, group = call.dtype, call.group
+    r = lambda x: x.to(dtype).float()  # noqa: E731
+    q, dO = call.q.float(), call.upstream.float()
+    K, V = (x.float().repeat_interleave(group, 1) for x in (call.k, call.v))
+    S = all_scores(call, call.q.double(), K.double())
+    tile = 128 if call.q.shape[-1] <= 64 else 64
+    m = S.new_full((*S.shape[:3], 1), -math.inf)
+    l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], V.shape[-1])
+    for part, values in zip(S.split(tile, -1), V.split(tile, 2), strict=True):
+        before, m = m, torch.maximum(m, part.amax(-1, keepdim=True))
+        base = m.clamp(min=-1e300)
+        a, P = (before - base).exp(), (part - base).exp()
+        l, O = a * l + P.sum(-1, keepdim=True), a * O + cast(P, call.format) @ values.double()
+    if call.sinks is not None:
+        l = l + (call.sinks.double()[None, :, None, None] - m.clamp(min=-1e300)).exp()
+    O = cast(O / torch.where(l == 0, 1.0, l), call.format)
+    lse = call.right["lse"].float()[..., None]
+    S = S.float()
+    P = torch.where(S.isfinite(), (S - lse).exp(), 0.0)
+    delta = (dO * O.float()).sum(-1, keepdim=True)
+    dS = P * (dO @ V.mT - delta)
+    if call.softcap:
+        dS = dS * (1 - (q @ K.mT * call.scale / call.softcap).tanh() ** 2)
+    dS = r(dS)
+    dq, dk, dv = call.scale * (dS @ K), call.scale * (dS.mT @ q), r(P).mT @ dO
+    dk, dv = (x if together else r(x) for x in (dk, dv))
+    dk, dv = (x.unflatten(1, (call.k.shape[1], group)).sum(2) for x in (dk, dv))
+    return {"out": O} | {n: r(x).double() for n, x in {"dq": dq, "dk": dk, "dv": dv}.items()}
+
+
+def plain_step(call: Call, words: str) -> Step | None:
+    """What code as people write it gives, with autograd's gradients; None for words that are of no
+    such code."""
+    dtype = call.dtype
+    leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    q, k, v = leaves
+    K, V = (x.repeat_interleave(call.group, 1) for x in (k, v))
+    online = re.fullmatch(
+        r"as autograd rounds exp\(S - m\), cast before P V(?: in tiles of (\d+) keys)?, "
+        r"(the maximum detached|the maximum's gradient included|the gradient of the first .*)",
+        words,
+    )
+    if online:
+        S = all_scores(call, q.float(), K.float()).clamp(min=-1e30)
+        tile = int(online[1] or S.shape[-1])
+        m = S.new_full((*S.shape[:3], 1), -1e30)
+        l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], V.shape[-1])
+        for part, values in zip(S.split(tile, -1), V.split(tile, 2), strict=True):
+            if "first" in online[2]:
+                top = part.max(-1, keepdim=True).values
+            else:
+                top = (part.detach() if "detached" in online[2] else part).amax(-1, keepdim=True)
+            before, m = m, torch.maximum(m, top)
+            a, P = (before - m).exp(), (part - m).exp()
+            l = a * l + P.sum(-1, keepdim=True)
+            O = a * O + P.to(dtype).float() @ values.float()
+        if call.sinks is not None:
+            l = l + (call.sinks.float()[:, None, None] - m).exp()
+        out = (O / l).to(dtype)
+    else:
+        wide = {
+            "as autograd rounds all in fp32": (True, True, True),
+            "as autograd rounds a softmax in fp32, cast before P V": (True, True, False),
+            "as autograd rounds a softmax in the working format": (False, False, False),
+            "as autograd rounds S in the working format and the rest in fp32": (False, True, True),
+        }.get(words)
+        if wide is None:
+            return None
+        S = all_scores(call, *((q.float(), K.float()) if wide[0] else (q, K)))
+        S = S.clamp(min=torch.finfo(S.dtype).min)
+        if call.sinks is not None:
+            sink = call.sinks.to(S.dtype)[None, :, None, None].expand(*S.shape[:3], 1)
+            S = torch.cat([S, sink], -1)
+        P = (S.float() if wide[1] else S).softmax(-1)[..., : K.shape[2]]
+        out = ((P @ V.float()) if wide[2] else (P.to(dtype) @ V)).to(dtype)
+    out = out.masked_fill(~call.shown.any(-1, keepdim=True), 0.0)
+    grads = torch.autograd.grad((out * call.upstream).sum(), leaves)
+    step = {"out": out.detach(), **dict(zip(TENSORS[1:], grads, strict=True))}
+    return {n: x.double() for n, x in step.items()}
+
+
+# --- what a kernel returned, and how far it is off ------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """A kernel's step of a call, and its errors."""
+
+    call: Call
+    kernel: Callable[..., Any]
+
+    @functools.cached_property
+    def step(self) -> Step:
+        return run(self.call, self.kernel)
+
+    @functools.cached_property
+    def wide(self) -> Step:
+        """Of the same inputs in float32."""
+        c = self.call
+        named = ("q", "k", "v", "dO", "mask", "sinks")
+        floats = {n: x.float() for n in named
+                  if (x := getattr(c, n)) is not None and x.dtype != torch.bool}  # fmt: skip
+        return run(replace(c, format="float32", **floats), self.kernel)
+
+    @functools.cached_property
+    def predicted(self) -> Step:
+        return rounded_step(self.call)
+
+    def usable(self, tensor: str) -> Tensor:
+        x, right = self.step[tensor], self.call.right[tensor]
+        fine = x.isfinite() & right.isfinite()
+        if tensor in ("out", "dq"):
+            fine = fine & self.call.shown.any(-1, keepdim=True)
+        return fine
+
+    def error(self, tensor: str, than: Tensor | None = None) -> Tensor:
+        """Of each element, against the right result or another; 0 where none counts."""
+        other = self.call.right[tensor] if than is None else than
+        fine = self.usable(tensor)
+        return torch.where(fine & other.isfinite(), self.step[tensor] - other, 0.0)
+
+    def sums(self, tensor: str, expected: Step | None = None) -> dict[str, Tensor]:
+        """By row [B, H, rows]: the error, its prediction, the least it may be, terms, the floor."""
+        call, fine = self.call, self.usable(tensor)
+        right, u = call.right[tensor], UNIT[call.format]
+        keep = lambda x: torch.where(fine, x, 0.0)  # noqa: E731
+        terms = keep(call.terms[tensor]).norm(dim=-1)
+        step = self.predicted if expected is None else expected
+        predicted = keep(step[tensor] - right).nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
+        floor = keep(cast(right, call.format) - right).nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
+        return {
+            "error": self.error(tensor).norm(dim=-1),
+            "predicted": torch.hypot(predicted, terms * call.arithmetic[tensor]),
+            "least": keep(right).norm(dim=-1) * u / math.sqrt(12),
+            "terms": torch.where(terms >= SMALLEST_SCALE, terms, math.inf),
+            "floor": floor,
+        }
+
+    def ratios(self, tensor: str, metric: str, expected: Step | None = None) -> Tensor:
+        """[H] of a metric; of worst_row [B, H, rows]."""
+        x = self.sums(tensor, expected)
+        over = lambda name: (x[name] / x["terms"]).square()  # noqa: E731
+        if metric == "expected_ratio":
+            least = torch.maximum(over("predicted").sum((0, 2)), over("least").sum((0, 2)))
+            return (over("error").sum((0, 2)) / least).sqrt()
+        total = {n: y.square().sum((0, 2)) for n, y in x.items()}
+        allowed = UNIT[self.call.format] * SMALLEST_SCALE
+        if metric == "floor_ratio":
+            return (total["error"] / torch.maximum(total["floor"], total["least"])).sqrt()
+        if metric == "rms_ratio":
+            least = x["least"].clamp_min(allowed).square().sum((0, 2))
+            return (total["error"] / torch.maximum(total["predicted"], least)).sqrt()
+        judged = x["terms"].isfinite().sum((0, 2))
+        typical = [(over(n).sum((0, 2)) / judged).sqrt() for n in ("predicted", "least")]
+        unit = torch.maximum(*typical)[None, :, None] * x["terms"].masked_fill(
+            x["terms"].isinf(), 0.0
+        )
+        rows = torch.stack([x["predicted"], unit, x["least"]]).amax(0).clamp_min(allowed)
+        return torch.where(x["error"] > 0, x["error"] / rows, 0.0)
+
+
+def takes(kernel: Callable[..., Any], *names: str) -> bool:
+    return {*names} <= {*inspect.signature(kernel).parameters}
+
+
+def run(call: Call, kernel: Callable[..., Any]) -> Step:
+    """The kernel's output and its gradients, both as fp64."""
+    leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    asked: dict[str, Any] = {"scale": call.scale, "is_causal": call.causal, "enable_gqa": True}
+    if call.offset or (call.window is not None and not takes(kernel, "window_size")):
+        asked["is_causal"] = False  # which cannot say it: all is in the mask
+        asked["attn_mask"] = call.shown
+        if call.mask is not None and call.mask.dtype != torch.bool:
+            asked["attn_mask"] = call.mask.masked_fill(~call.shown, -math.inf)
+    else:
+        asked["attn_mask"] = call.mask
+        if call.window is not None:
+            asked["window_size"] = tuple(-1 if x is None else x for x in call.window)
+    asked |= {"softcap": call.softcap} if call.softcap else {}
+    asked |= {"sinks": call.sinks} if call.sinks is not None else {}
+    out = kernel(*leaves, **asked)
+    out, lse = out if isinstance(out, tuple) else (out, None)
+    grads = torch.autograd.grad((out * call.upstream).sum(), leaves)
+    step = {"out": out, **dict(zip(TENSORS[1:], grads, strict=True))}
+    step |= {} if lse is None else {"lse": lse}
+    return {n: x.detach().double() for n, x in step.items()}
+
+
+@functools.cache
+def calls(fmt: str) -> dict[str, Call]:
+    """The default cases of `numdev check`: their tensors are all that comes from numdev."""
+    from numdev.audit.check import CheckSource
+    from numdev.formats import FORMATS
+
+    by_name = {}
+    for located in CheckSource(None, (0,), "cpu", gradients=True):
+        case = located.load().rounded_to(FORMATS[fmt])
+        by_name[located.ref.case] = Call(
+            name=located.ref.case,
+            format=fmt,
+            q=case.q,
+            k=case.k,
+            v=case.v,
+            dO=case.grad_out,
+            scale=case.scale,
+            mask=case.mask,
+            causal=case.is_causal,
+            offset=case.causal_offset,
+            window=case.window,
+            softcap=case.softcap,
+            sinks=case.sinks,
+        )
+    return by_name
+
+
+# --- causes, and what each would return ----------------------------------------------------------
+
+LN2 = math.log(2)
+
+
+def _hide(what: Callable[[Tensor, Tensor, int], Tensor]) -> dict[str, Any]:
+    return {"hidden": what}
+
+
+def _by_entry(call: Call, change: Callable[[Call], Step], entry: int) -> Step:
+    """The change in one batch entry alone."""
+    changed, step = change(call), {n: x.clone() for n, x in call.right.items()}
+    for n in step:
+        if entry < len(step[n]):
+            step[n][entry] = changed[n][entry]
+    return step
+
+
+def _masked(call: Call, mask: Tensor | None) -> Step:
+    return computed(replace(call, mask=mask))
+
+
+def _heads(call: Call, order: Sequence[int]) -> Step:
+    return computed(call, out=lambda O: O[:, list(order)])
+
+
+def _parts(width: int, less: float) -> Callable[[Tensor], Tensor]:
+    def rescored(S: Tensor) -> Tensor:
+        parts = [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)]
+        return torch.where(S.isfinite(), S - less * torch.cat(parts, -1), -math.inf)
+
+    return rescored
+
+
+def _shift_causal(call: Call, by: int) -> Step:
+    window = call.window and (None if call.window[0] is None else call.window[0] + by, None)
+    return computed(replace(call, offset=call.offset + by, window=window))
+
+
+def _no_delta(call: Call) -> Step:
+    q, k, v, dO = (x.double() for x in (call.q, call.k, call.v, call.upstream))
+    K, V = (x.repeat_interleave(call.group, 1) for x in (k, v))
+    dS = probabilities(call, q, K) * (dO @ V.mT)
+    dk = call.scale * dS.mT @ q
+    dk = dk.unflatten(1, (k.shape[1], call.group)).sum(2)
+    return {**call.right, "dq": call.scale * dS @ K, "dk": dk}
+
+
+def _times(call: Call, tensor: str, factor: float) -> Step:
+    return {**call.right, tensor: factor * call.right[tensor]}
+
+
+def _zero_rows(call: Call, words: str) -> Step:
+    return computed(call, out=lambda O: O.masked_fill(places(words, O.shape[2])[:, None], 0.0))
+
+
+def _lse(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Step]:
+    def step(call: Call, *_: str) -> Step:
+        K = call.k.double().repeat_interleave(call.group, 1)
+        top = all_scores(call, call.q.double(), K).amax(-1)
+        lse = call.right["lse"]
+        return {**call.right, "lse": torch.where(lse.isfinite(), change(lse, top), lse)}
+
+    return step
+
+
+def _window(call: Call, left: int, right: int) -> Step:
+    if call.window is None:
+        return call.right
+    sides = [None if x is None else x + y for x, y in zip(call.window, (left, right), strict=True)]
+    return computed(replace(call, window=(sides[0], sides[1])))
+
+
+NEXT = {"next": -1, "previous": 1}
+TAIL = _hide
+CAUSES: dict[str, Callable[..., Step]] = {
+    r"the scale is ([\d.e+-]+) times the requested one": lambda c, x: computed(c, scale=float(x)),
+    r"the scale is applied twice": lambda c: computed(c, scale=c.scale),
+    r"the scale is 1/head_dim": lambda c: computed(c, scale=1 / c.q.shape[-1] / c.scale),
+    r"the scores are not scaled": lambda c: computed(c, scale=1 / c.scale),
+    r"the output is ([\d.e+-]+) times the exact one": lambda c, x: computed(
+        c, out=lambda O: O * float(x)
+    ),
+    r"the row sum is ([\d.e+-]+) too large": lambda c, x: computed(c, more=float(x)),
+    r"the causal mask is ignored": lambda c: computed(replace(c, causal=False)),
+    r"the causal mask is off by one: each query sees one key too (many|few)": lambda c, x: (
+        _shift_causal(c, {"many": 1, "few": -1}[x])
+    ),
+    r"the mask and the causal mask are both ignored": lambda c: computed(
+        replace(c, causal=False, mask=None)
+    ),
+    r"the mask is ignored": lambda c: _masked(c, None),
+    r"keys beyond the last full tile of (\d+) are dropped": lambda c, x: computed(
+        c, hidden=lambda i, j, m: (j >= m - m % int(x)) & (m > int(x))
+    ),
+    r"the last (?:(\d+) keys are|key is) dropped": lambda c, x: computed(
+        c, hidden=lambda i, j, m: j >= m - int(x or 1)
+    ),
+    r"key (\d+) is dropped": lambda c, x: computed(c, hidden=lambda i, j, m: j == int(x)),
+    r"the keys are padded with zeros to (\d+), and the padding takes part": lambda c, x: computed(
+        c, zeros=max(0, int(x) - c.k.shape[2])
+    ),
+    r"the keys are padded with zeros to a multiple of (\d+), which take part": lambda c, x: (
+        computed(c, zeros=-c.k.shape[2] % int(x))
+    ),
+    r"(\d+) keys padded with zeros are counted": lambda c, x: computed(
+        replace(c, sinks=torch.full((c.q.shape[1],), math.log(int(x)), dtype=torch.float64))
+    ),
+    r"query head h reads kv head h % kv_heads instead of h // group": lambda c: computed(
+        c, kv=lambda h, group, kv: h % kv
+    ),
+    r"kv heads are read in reverse order": lambda c: computed(
+        c, kv=lambda h, group, kv: kv - 1 - h // group
+    ),
+    r"query heads read the (next|previous) kv head": lambda c, x: computed(
+        c, kv=lambda h, group, kv: (h // group - NEXT[x]) % kv
+    ),
+    r"the outputs of heads 2i and 2i \+ 1 are exchanged": lambda c: _heads(
+        c, [min(h ^ 1, c.q.shape[1] - 1) for h in range(c.q.shape[1])]
+    ),
+    r"query heads return the output of the (next|previous) one": lambda c, x: _heads(
+        c, [(h - NEXT[x]) % c.q.shape[1] for h in range(c.q.shape[1])]
+    ),
+    r"the outputs of the heads come in reverse order": lambda c: _heads(
+        c, range(c.q.shape[1])[::-1]
+    ),
+    r"batch entries get the mask of the (next|previous) one": lambda c, x: _masked(
+        c, None if c.mask is None else c.mask.roll(NEXT[x], 0)
+    ),
+    r"every batch entry gets entry 0's mask": lambda c: _masked(
+        c, None if c.mask is None else c.mask[:1]
+    ),
+    r"every head gets head 0's mask": lambda c: _masked(
+        c, None if c.mask is None else c.mask[:, :1]
+    ),
+    r"query heads get the sink of the (next|previous) one": lambda c, x: computed(
+        replace(c, sinks=None if c.sinks is None else c.sinks.roll(NEXT[x]))
+    ),
+    r"the attention sinks are counted twice": lambda c: computed(
+        replace(c, sinks=None if c.sinks is None else c.sinks.double() + LN2)
+    ),
+    r"the attention sinks are ignored": lambda c: computed(replace(c, sinks=None)),
+    r"it has a sink of (-?[\d.]+), (?:not its own|which was not .*)": lambda c, x: computed(
+        replace(c, sinks=torch.full((c.q.shape[1],), float(x), dtype=torch.float64))
+    ),
+    r"the window is one key too (wide|narrow) on the left": lambda c, x: _window(
+        c, {"wide": 1, "narrow": -1}[x], 0
+    ),
+    r"the soft cap is applied before the scale": lambda c: computed(
+        c, cap=lambda S, cap, s: s * cap * (S / s / cap).tanh()
+    ),
+    r"the soft cap multiplies a score by its tanh": lambda c: computed(
+        c, cap=lambda S, cap, s: S * S.tanh()
+    ),
+    r"parts of (\d+) keys are merged with powers of 2 in place of e": lambda c, x: computed(
+        c, rescored=_parts(int(x), 1 - LN2)
+    ),
+    r"(\d+) parts of the keys are merged with powers of 2 in place of e": lambda c, x: computed(
+        c, rescored=_parts(-(-c.k.shape[2] // int(x)), 1 - LN2)
+    ),
+    r"the output is 0 (?:in )?(.*)": _zero_rows,
+    r"(d[qkv]) lacks the scale": lambda c, t: _times(c, t, 1 / c.scale),
+    r"(d[qkv]) has the scale twice": lambda c, t: _times(c, t, c.scale),
+    r"(d[qkv]) is 0": lambda c, t: _times(c, t, 0.0),
+    r"(d[qkv]) is ([\d.e+-]+) times what it should be": lambda c, t, x: _times(c, t, float(x)),
+    r"delta, the row sum of dO·O, is left out": _no_delta,
+    r"([+-][\d.e+-]+) is added": lambda c, x: _lse(lambda L, top: L + float(x))(c),
+    r"the logarithm is to base 2": _lse(lambda L, top: L / LN2),
+}
+
+
+def places(words: str, length: int) -> Tensor:
+    """bool [length]: the rows or keys that these words name."""
+    at, noun = torch.zeros(length, dtype=torch.bool), "(?:row|key)"
+    if words.startswith("everywhere"):
+        at[:] = True
+    elif every := re.match(rf"(?:in )?every (\d+)\w\w {noun} from (\d+)", words):
+        at[int(every[2]) :: int(every[1])] = True
+    elif from_ := re.match(rf"(?:in )?all {noun}s from (\d+) on", words):
+        at[int(from_[1]) :] = True
+    elif run_ := re.match(rf"(?:in )?{noun}s (\d+) to (\d+)", words):
+        at[int(run_[1]) : int(run_[2]) + 1] = True
+    elif one := re.match(rf"(?:in )?{noun} (\d+)", words):
+        at[int(one[1]) : int(one[1]) + 1] = True
+    elif few := re.match(rf"(?:in )?2 {noun}s, the first (\d+), the last (\d+)", words):
+        for row in few.groups():
+            at[int(row) : int(row) + 1] = True
+    else:
+        raise LookupError(words)
+    return at
+
+
+def under(cause: str, call: Call) -> Step:
+    """What would come out if the cause were so; LookupError for one that is not known here."""
+    cause = cause.removeprefix("in the backward pass, ").removeprefix("in the log-sum-exp, ")
+    cause = re.sub(r" \(tried on its first \d+ keys\)$", "", cause)
+    alone = re.search(r" \(in batch entry (\d+) alone\)$", cause)
+    cause = cause[: alone.start()] if alone else cause
+    for pattern, step in CAUSES.items():
+        if match := re.fullmatch(pattern, cause):
+            made = functools.partial(
+                lambda c, step, parts: step(c, *parts), step=step, parts=match.groups()
+            )
+            return _by_entry(call, made, int(alone[1])) if alone else made(call)
+    raise LookupError(cause)
+
+
+# --- steps that are too coarse -------------------------------------------------------------------
+
+
+def rounder(fmt: str) -> Callable[[Tensor], Tensor]:
+    dtype = getattr(torch, fmt)
+    return lambda x: x.float().to(dtype).to(x.dtype)
+
+
+def coarse(words: str, call: Call) -> Step:
+    """FlashAttention-2's roundings with one step coarser, in fp32. LookupError for other words."""
+    own, dtype = rounder(call.format), call.dtype
+    q, dO = call.q.float(), call.upstream.float()
+    K, V = (x.float().repeat_interleave(call.group, 1) for x in (call.k, call.v))
+    p, scores, out, product = own, lambda x: x, own, None
+    ds = pv = own
+    delta, dq_tile = lambda x: x, None
+    if by := re.fullmatch(r"P is rounded to (float\w+|bfloat16) before P V", words):
+        p = rounder(by[1])
+    elif by := re.fullmatch(r"P is rounded to (\d+) significant bits before P V", words):
+        p = in_bits(int(by[1]))
+    elif by := re.fullmatch(r"P is truncated to \w+, not rounded", words):
+        p = lambda x: truncated(x, dtype)  # noqa: E731
+    elif by := re.fullmatch(r"O is summed in (\w+) over tiles of (\d+) keys", words):
+        product = (rounder(by[1]), int(by[2]))
+    elif by := re.fullmatch(r"S is rounded to (\w+)", words):
+        scores = rounder(by[1])
+    elif words == "the output is truncated, not rounded":
+        out = lambda x: truncated(x, dtype)  # noqa: E731
+    elif words == "the products are computed in TF32":
+        q, K, V, p, out = in_bits(11)(q), in_bits(11)(K), in_bits(11)(V), in_bits(11), lambda x: x
+    elif by := re.fullmatch(r"dS is truncated to \w+, not rounded", words):
+        ds = lambda x: truncated(x, dtype)  # noqa: E731
+    elif by := re.fullmatch(r"delta, the row sum of dO·O, is rounded to (\w+)", words):
+        delta = rounder(by[1])
+    elif by := re.fullmatch(r"dQ is summed in (\w+) over tiles of (\d+) keys", words):
+        dq_tile = (rounder(by[1]), int(by[2]))
+    else:
+        raise LookupError(words)
+    S = scores(all_scores(call, q.double(), K.double()).float())
+    m = S.amax(-1, keepdim=True).clamp(min=-1e30)
+    e = (S - m).exp()
+    l, P = e.sum(-1, keepdim=True), p(e)
+    if call.sinks is not None:
+        l = l + (call.sinks.float()[None, :, None, None] - m).exp()
+    if product is None:
+        O = P @ V
+    else:
+        O = torch.zeros(*S.shape[:3], V.shape[-1])
+        top = S.new_full(m.shape, -math.inf)
+        for part, values in zip(S.split(product[1], -1), V.split(product[1], 2), strict=True):
+            before, top = top, torch.maximum(top, part.amax(-1, keepdim=True))
+            base = top.clamp(min=-1e30)
+            O = product[0]((before - base).exp() * O + p((part - base).exp()) @ values)
+    O = out(O / torch.where(l == 0, 1.0, l))
+    P = torch.where(S.isfinite(), (S - call.right["lse"].float()[..., None]).exp(), 0.0)
+    dS = ds(P * (dO @ V.mT - delta((dO * own(O)).sum(-1, keepdim=True))))
+    if dq_tile is None:
+        dq = call.scale * (dS @ K)
+    else:
+        dq = torch.zeros_like(q)
+        for weights, keys in zip(dS.split(dq_tile[1], -1), K.split(dq_tile[1], 2), strict=True):
+            dq = dq_tile[0](dq + call.scale * (weights @ keys))
+    dk, dv = call.scale * (dS.mT @ q), pv(P).mT @ dO
+    dk, dv = (x.unflatten(1, (call.k.shape[1], call.group)).sum(2) for x in (dk, dv))
+    step = {"out": O, "dq": own(dq), "dk": own(dk), "dv": own(dv)}
+    return {n: x.double() for n, x in step.items()}
+
+
+# --- claims --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that a sentence says: what of, what was said, what comes out here."""
+
+    kind: str
+    said: str
+    computed: str
+    holds: bool | None  # None: it cannot be computed here
+
+
+Head = tuple[str, str, str, int]  # format, case, tensor, head
+
+
+def near(a: float, b: float, by: float = 0.03) -> bool:
+    return abs(a - b) <= by * max(abs(a), abs(b)) or (not math.isfinite(a) and a == b)
+
+
+PLACE = r"([^:(]+?)(?: of the worst head)?(?: \((\d+) of (\d+) heads\))?"
+
+
+class Checked:
+    """A kernel, all its calls, and the rows of its report, of which only which call was held to
+    which way of rounding is taken."""
+
+    def __init__(self, one: Faulty, report: Mapping[str, Any]) -> None:
+        self.one, self.rows = one, report["rows"]
+        self.causes = sum(f["metric"] == "suspicion" for f in report["findings"])
+        self.ran: dict[tuple[str, str], Ran] = {}
+        for fmt in one.formats:
+            for name, call in calls(fmt).items():
+                if not self.lacking(call):
+                    self.ran[fmt, name] = Ran(call, one.function)
+        self.ways = {
+            (r["format"], r["case"], r["tensor"]): r["claim"]
+            for r in self.rows
+            if r["role"] == "kernel" and r["claim"]
+        }
+        self._steps: dict[tuple[str, str, str], Step] = {}
+
+    def lacking(self, call: Call) -> str | None:
+        """Why the kernel is not given the call."""
+        if call.softcap and not takes(self.one.function, "softcap"):
+            return "the function takes no softcap"
+        if call.sinks is not None and not takes(self.one.function, "sinks"):
+            return "the function takes no sinks"
+        if bool(call.v.isinf().any()):
+            return f"V is beyond the largest number of {call.format}"
+        return None
+
+    def heads(self, tensor: str, *formats: str) -> list[Head]:
+        return [
+            (fmt, name, tensor, head)
+            for (fmt, name), ran in self.ran.items()
+            if fmt in formats and tensor in ran.step
+            for head in range(ran.step[tensor].shape[1])
+        ]
+
+    def expected(self, fmt: str, case: str, tensor: str) -> Step | None:
+        """What the way of rounding returns that the call was held to; None: `fa2`'s."""
+        words = self.ways.get((fmt, case, tensor), "fa2")
+        if words in ("fa2", None):
+            return None
+        if (fmt, case, words) not in self._steps:
+            step = plain_step(self.ran[fmt, case].call, words)
+            if step is None:
+                raise LookupError(words)
+            self._steps[fmt, case, words] = step
+        return self._steps[fmt, case, words]
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def of_call(self, fmt: str, case: str, tensor: str, metric: str) -> Tensor:
+        ran = self.ran[fmt, case]
+        return ran.ratios(tensor, metric, self.expected(fmt, case, tensor))
+
+    def ratio(self, head: Head, metric: str) -> float:
+        fmt, case, tensor, h = head
+        if tensor == "lse":  # beside its size
+            ran = self.ran[fmt, case]
+            right = ran.call.right["lse"][:, h]
+            seen = ran.call.shown.any(-1).expand(ran.call.right["lse"].shape)[:, h]
+            off = (ran.step["lse"][:, h] - right)[seen].square().mean().sqrt()
+            return float(off / (1 + right[seen].square().mean().sqrt()))
+        x = self.of_call(fmt, case, tensor, metric)
+        return float(x[:, h].max() if metric == "worst_row" else x[h])
+
+    # --- causes ---
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019
+    def shares(
+        self, cause: str, fmt: str, case: str, tensor: str
+    ) -> list[tuple[float, float, float]]:
+        """By head: the cut in the run in float32, the shares of the error removed there, and in
+        the format."""
+        ran = self.ran[fmt, case]
+        tried, right = under(cause, ran.call)[tensor], ran.call.right[tensor]
+
+        def sizes(x: Tensor, y: Tensor) -> Tensor:
+            fine = (
+                ran.usable(tensor) & y.isfinite() & x.isfinite()
+                if tensor != "lse"
+                else y.isfinite()
+            )
+            return torch.where(fine, x - y, 0.0).transpose(0, 1).flatten(1).norm(dim=1)
+
+        wide = [sizes(ran.wide[tensor], y) for y in (right, tried)]
+        own = [sizes(ran.step[tensor], y) for y in (right, tried)]
+        floor = sizes(cast(tried, "float32"), tried).clamp_min(1e-300)
+        cut = wide[0] / torch.maximum(wide[1], floor)
+        shares = [1 - b / a.clamp_min(1e-300) for a, b in (wide, own)]
+        return list(zip(cut.tolist(), shares[0].tolist(), shares[1].tolist(), strict=True))
+
+    def explained(
+        self, cause: str, tensors: Sequence[str], formats: Sequence[str]
+    ) -> dict[Head, Any]:
+        """Heads in which the cause explains the error tenfold in float32, and a part of it in the
+        format: with the shares."""
+        heads = {}
+        for tensor in tensors:
+            for fmt, case in self.ran:
+                if fmt in formats and tensor in self.ran[fmt, case].step:
+                    for h, (cut, wide, own) in enumerate(self.shares(cause, fmt, case, tensor)):
+                        if cut >= 10 and own > 0.005:
+                            heads[fmt, case, tensor, h] = (wide, own)
+        return heads
+
+    # --- sentences ---
+
+    def claims(self, report: Mapping[str, Any]) -> Iterator[tuple[str, list[Claim]]]:
+        """Every sentence, with its claims."""
+        for finding, full in zip(report["json"]["findings"], report["findings"], strict=True):
+            yield from self.of_finding(finding["sentence"], full)
+        for fmt in self.one.formats:
+            verdict = rf"^\w+ +{self.one.name} +{fmt} .*(The output's rms error: .*)$"
+            line = re.search(verdict, report["terminal"], re.MULTILINE)
+            if line:
+                yield line[1], self.of_floor(line[1], fmt)
+        for note in (*report["json"]["notes"], *report["json"]["not_tested"]):
+            if not note.startswith("No reproducer"):
+                yield note, self.of_note(note)
+
+    def of_finding(self, text: str, full: Mapping[str, Any]) -> Iterator[tuple[str, list[Claim]]]:
+        first, *rest = re.split(
+            r"(?<=[.)]) (?=The same heads also|For that cause|Its gradients|Cause)", text
+        )
+        try:
+            yield first, list(self.of_first(first, full))
+        except LookupError as error:
+            yield first, [Claim("unknown", first, f"{error}", None)]
+        for sentence in rest:
+            try:
+                yield sentence, list(self.of_rest(sentence, full))
+            except LookupError as error:
+                yield sentence, [Claim("unknown", sentence, f"{error}", None)]
+
+    def of_first(self, text: str, full: Mapping[str, Any]) -> Iterator[Claim]:
+        formats = full["formats"]
+        if " refuses " in text:
+            said = re.search(r"refuses (\d+) of (\d+) calls: (.*)\.$", text)
+            assert said is not None
+            every = calls(formats[0]).values()
+            reasons = [why for call in every if (why := self.lacking(call))]
+            yield Claim(
+                "calls refused",
+                f"{said[1]} of {said[2]}",
+                f"{len(reasons)} of {len(every)}",
+                [int(said[1]), int(said[2])] == [len(reasons), len(every)],
+            )
+            told = {part.split(":")[0] for part in said[3].split("; ")}
+            yield Claim("reason", said[3], f"{sorted(set(reasons))}", told == set(reasons))
+            return
+        place = re.search(r"worst at (\S+) head (\d+)\)", text)
+        count = re.search(r"(\d+) of (\d+) heads(?:, beside (\d+) of other findings)?, worst", text)
+        if place is None or count is None:
+            raise LookupError(text)
+        said = (int(count[1]), int(count[2]), int(count[3] or 0))
+        if full["metric"] == "suspicion":
+            yield from self.of_cause(text, full, said, (place[1], int(place[2])))
+        elif full["metric"] in ("expected_ratio", "rms_ratio", "worst_row"):
+            yield from self.of_ratio(text, full, said, (place[1], int(place[2])))
+        elif full["metric"] == "nonfinite":
+            yield from self.of_nonfinite(text, full, said, (place[1], int(place[2])))
+        elif full["metric"] == "bias_size":
+            yield from self.of_bias(text, full, said, (place[1], int(place[2])))
+        elif full["metric"] == "lse_error":
+            number = re.search(r"its error is ([\d.e-]+) ×", text)
+            mine = self.ratio((formats[0], place[1], "lse", int(place[2])), "lse_error")
+            yield Claim(
+                "log-sum-exp",
+                number[1] if number else "",
+                f"{mine:.4g}",
+                bool(number) and near(float(number[1]), mine),
+            )
+        elif full["metric"] == "noise_ratio":
+            yield from self.of_noise(text, full, said)
+        else:
+            raise LookupError(text)
+
+    def of_cause(
+        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+    ) -> Iterator[Claim]:
+        formats, cause = full["formats"], full["cause"]
+        which = re.search(r"attention: (.*) \(correcting it removes", text)
+        yield Claim(
+            "cause in sentence", which[1] if which else "", cause, bool(which) and which[1] == cause
+        )
+        one = cause.split(", or ")
+        if full["tensor"] == "out":
+            tensors = ["out"]
+        elif "log-sum-exp" in cause:
+            tensors = ["lse"]
+        elif match := re.match(r"(d[qkv]) ", cause):
+            tensors = [match[1]]
+        else:
+            tensors = ["dq", "dk", "dv"]
+        heads = self.explained(one[0], tensors, formats)
+        for other in one[1:]:
+            alike = self.explained(other, tensors, formats)
+            yield Claim("alternative cause", other, f"{len(alike)} heads", len(alike) > 0)
+        small = [h for h in heads if h[2] == "lse" or self.far(h)]
+        kind = "heads of a cause"
+        least = 0 if self.causes > 1 else len(small)  # others may have a part of these
+        yield Claim(
+            kind,
+            f"{said[0]} of {said[1]}",
+            f"{len(small)} far off, {len(heads)} explained",
+            least <= said[0] + said[2] and said[0] <= len(heads),
+        )
+        total = sum(len(self.heads(t, *formats)) for t in tensors)
+        every = [len(self.heads(t, *formats)) for t in ("dq", "dk", "dv")]
+        yield Claim("heads judged", f"{said[1]}", f"{total}", said[1] in (total, sum(every)))
+        by_format: dict[str, list[float]] = {}
+        for (fmt, *_), (_, own) in heads.items():
+            by_format.setdefault(fmt, []).append(own)
+        shares = re.findall(
+            r"(?:removes|,) ([\d.]+ %|all)(?: of the rms error)?(?: of the median "
+            r"head)?(?: in (bfloat16|float16|float32))?",
+            text.split("attention: ", 1)[-1],
+        )
+        for share, fmt in shares:
+            own = by_format.get(fmt or formats[0], [])
+            if not own:
+                yield Claim("share removed", share, "in no head", False)
+                continue
+            mine = statistics.median(own)
+            value = 1.0 if share == "all" else float(share[:-2]) / 100
+            right = near(1 - value, 1 - mine, 0.3) or abs(value - mine) < 0.011
+            yield Claim(
+                "share removed", f"{share} in {fmt or formats[0]}", f"{100 * mine:.6g} %", right
+            )
+        finer = re.search(r"at least ([\d.]+) % where the inputs are in float32", text)
+        if finer and heads:
+            mine = statistics.median(wide for wide, _ in heads.values())
+            yield Claim(
+                "share removed in float32",
+                f"at least {finer[1]} %",
+                f"{100 * mine:.8g} %",
+                mine >= float(finer[1]) / 100,
+            )
+        yield self.worst_of("place of a cause", heads, "expected_ratio", place)
+
+    def far(self, head: Head) -> bool:
+        try:
+            return self.ratio(head, "expected_ratio") > 3.5
+        except LookupError:
+            return False
+
+    def worst_of(
+        self, kind: str, heads: Any, metric: str, place: tuple[str, int], limits: Any = None
+    ) -> Claim:
+        sizes = {h: self.ratio(h, metric) / (limits[h] if limits else 1.0) for h in heads}
+        if not sizes:
+            return Claim(kind, f"{place}", "no head", False)
+        worst = max(sizes, key=lambda h: sizes[h])
+        at = max((x for h, x in sizes.items() if (h[1], h[3]) == place), default=0.0)
+        return Claim(
+            kind,
+            f"{place[0]} head {place[1]}",
+            f"{worst[1]} head {worst[3]} ({worst[0]}, "
+            f"{worst[2]}): {sizes[worst]:.4g}; there {at:.4g}",
+            at >= 0.95 * sizes[worst],
+        )
+
+    def of_ratio(
+        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+    ) -> Iterator[Claim]:
+        metric, tensor, (fmt,) = full["metric"], full["tensor"], full["formats"]
+        number = re.search(r"(?:is|with) ([\d.e+]+)×", text)
+        limit = re.search(r"\(limit ([\d.e+]+)×", text)
+        assert number is not None
+        assert limit is not None
+        named = re.search(
+            r"error of ([\w ]+?)(?:'s error)?(?: \(|,| is)|row of ([\w ]+?) with|rms of ([\w ]+)'s",
+            text,
+        )
+        words = next(x for x in named.groups() if x) if named else ""
+        yield Claim("tensor", words, tensor, NAMES.get(words) == tensor)
+        every = self.heads(tensor, fmt)
+        sizes = {h: self.ratio(h, metric) for h in every}
+        at = (fmt, place[0], tensor, place[1])
+        bound = float(limit[1])
+        if "median over heads" in text:
+            of = [x for h, x in sizes.items() if "case" not in full["rule"] or h[1] == place[0]]
+            mine, kind = statistics.median(of), "median ratio"
+        else:
+            mine, kind = sizes[at], f"ratio ({metric})"
+        yield Claim(
+            kind, f"{number[1]} at {place}", f"{mine:.4g}", near(float(number[1]), mine, 0.05)
+        )
+        over = [h for h, x in sizes.items() if x > bound * 0.98]
+        sure = [h for h, x in sizes.items() if x > max(bound * 1.02, 1 + 5 / self.root(h))]
+        if metric != "rms_ratio" and "median" not in text:
+            yield Claim(
+                "heads beyond a limit",
+                f"{said[0]} + {said[2]}",
+                f"{len(sure)} to {len(over)}",
+                len(sure) <= said[0] + said[2] <= len(over),
+            )
+        yield Claim("heads judged", f"{said[1]}", f"{len(every)}", said[1] == len(every))
+        if not said[2]:
+            # Beside its own limit, which is wider where few numbers stand behind a ratio.
+            luck = 0.0 if metric == "worst_row" else 4.0
+            limits = {h: max(bound, 1 + luck / self.root(h)) for h in over or every}
+            yield self.worst_of("place of a ratio", over or every, metric, place, limits)
+        whose = re.search(r"than|predicts|what (.*?) predicts", text)
+        model = re.search(
+            r"what (?:the rounding model `(\w+)`|its inferred rounding model \((.*?)\)) predicts",
+            text,
+        )
+        if whose and model:
+            words = model[1] or model[2]
+            way = self.ways.get((fmt, place[0], tensor))
+            yield Claim("rounding model there", words, f"{way}", words == way)
+        if where := re.search(
+            rf"(?:inaccurate|predicted for it) in {PLACE}(?::| \(limit)",
+            text,
+        ):
+            yield from self.of_place(where[1], tensor, fmt, place, where[2])
+
+    def root(self, head: Head) -> float:
+        """Of how many numbers stand behind a ratio."""
+        x = self.ran[head[0], head[1]].step[head[2]]
+        width = x.shape[3] if head[2] in ("out", "dv") else min(8, x.shape[3])
+        return math.sqrt(x.shape[0] * x.shape[2] * width)
+
+    def of_place(
+        self, words: str, tensor: str, fmt: str, place: tuple[str, int], count: str | None
+    ) -> Iterator[Claim]:
+        limit = 5.0 if tensor in ("out", "dv") else 20.0
+        limit = 50.0 if fmt == "float32" and tensor in ("dq", "dk") else limit
+        entry = re.search(r"(?:of )?batch entry (\d+)(?: alone)?", words)
+        rest = words.replace(entry[0], "").strip() if entry else words
+        holding = 0
+        shown = ""
+        for head in self.heads(tensor, fmt):
+            ran = self.ran[fmt, head[1]]
+            bad = self.of_call(fmt, head[1], tensor, "worst_row")[:, head[3]] > limit
+            bad = bad | (~ran.step[tensor][:, head[3]].isfinite()).any(-1)
+            if not bool(bad.any()):
+                continue
+            rows = bad.any(0)
+            same = not rest or bool((places(rest, len(rows)) == rows).all())
+            if entry:
+                same = same and bad.any(1).nonzero().flatten().tolist() == [int(entry[1])]
+            holding += same
+            if (head[1], head[3]) == place:
+                at, entries = (x.nonzero().flatten().tolist() for x in (rows, bad.any(1)))
+                shown = f"rows {at[:8]} of entries {entries}"
+                if count is None:
+                    yield Claim("rows", words, shown, same)
+        if count is not None:
+            yield Claim(
+                "rows, in heads", f"{words} ({count})", f"{holding}; {shown}", int(count) <= holding
+            )
+
+    def of_nonfinite(
+        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+    ) -> Iterator[Claim]:
+        tensor, (fmt,) = full["tensor"], full["formats"]
+        count = re.search(r"returns (\d+) elements of ([\w ]+?) that", text)
+        assert count is not None
+        bad = {}
+        for head in self.heads(tensor, fmt):
+            ran = self.ran[fmt, head[1]]
+            x, right = (y[tensor][:, head[3]] for y in (ran.step, ran.call.right))
+            wrong = x.isfinite() != cast(right, fmt).isfinite()
+            if tensor == "out":
+                wrong = (
+                    wrong
+                    & ran.call.shown.any(-1).expand(ran.step["out"].shape[:3])[:, head[3], :, None]
+                )
+            if n := int(wrong.sum()):
+                bad[head] = n
+        yield Claim(
+            "elements not finite",
+            count[1],
+            f"{sum(bad.values())}",
+            int(count[1]) == sum(bad.values()),
+        )
+        yield Claim(
+            "heads not finite",
+            f"{said[0]} of {said[1]}",
+            f"{len(bad)} of {len(self.heads(tensor, fmt))}",
+            said[:2] == (len(bad), len(self.heads(tensor, fmt))),
+        )
+        if where := re.search(
+            rf"NaN or infinite in {PLACE} where",
+            text,
+        ):
+            yield from self.of_place(where[1], tensor, fmt, place, where[2])
+
+    def bias_there(self, fmt: str, place: tuple[str, int]) -> tuple[float, float, float]:
+        """Largest means in ulps, per feature, over all, and along the sign."""
+        ran = self.ran[fmt, place[0]]
+        right, terms = (x["out"][:, place[1]] for x in (ran.call.right, ran.call.terms))
+        bits = {"bfloat16": 7, "float16": 10}[fmt]
+        ulp = 2.0 ** (torch.frexp(terms)[1].double() - 1 - bits)
+        d = (ran.step["out"][:, place[1]] - cast(right, fmt)) / ulp
+        d = d.masked_fill(
+            ~ran.call.shown.any(-1).expand(ran.step["out"].shape[:3])[:, place[1], :, None], 0.0
+        )
+        features = d.mean((0, 1))
+        largest = float(features[features.abs().argmax()])
+        return largest, float(d.mean()), float((d * right.sign()).mean())
+
+    def of_bias(
+        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+    ) -> Iterator[Claim]:
+        number = re.search(r"reaches ([+-][\d.]+) ulp (\S+ ?\w*) \(([^,]+), (\d+) sequences", text)
+        assert number is not None
+        feature, overall, sign = self.bias_there(full["formats"][0], place)
+        mine = {"sign": sign, "all": overall}.get(number[3].split()[0], feature)
+        if "overall" in number[3] or "mean" in number[3]:
+            mine = overall
+        yield Claim(
+            "bias",
+            f"{number[1]} {number[2]} ({number[3]})",
+            f"{mine:+.3f}",
+            near(float(number[1]), mine, 0.1),
+        )
+        batch = self.ran[full["formats"][0], place[0]].call.q.shape[0]
+        yield Claim("sequences", number[4], f"{batch}", int(number[4]) == batch)
+
+    def of_noise(
+        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int]
+    ) -> Iterator[Claim]:
+        number = re.search(r"by up to ([\d.e+]+)×", text)
+        assert number is not None
+        tensor, (fmt,) = full["tensor"], full["formats"]
+        sizes = {}
+        for head in self.heads(tensor, fmt):
+            ran = self.ran[fmt, head[1]]
+            x, y = (run(ran.call, ran.kernel)[tensor][:, head[3]] for _ in range(2))
+            floor = cast(ran.call.right[tensor], fmt) - ran.call.right[tensor]
+            sizes[head] = float(
+                (x - y).nan_to_num().norm() / floor[:, head[3]].nan_to_num().norm().clamp_min(1e-30)
+            )
+        mine = max(sizes.values())
+        yield Claim("noise", number[1], f"{mine:.4g}", near(float(number[1]), mine, 0.3))
+        yield Claim(
+            "heads that change",
+            f"{said[0]} of {said[1]}",
+            f"{sum(x > 0 for x in sizes.values())}",
+            said[0] <= len(sizes),
+        )
+
+    def of_rest(self, text: str, full: Mapping[str, Any]) -> Iterator[Claim]:
+        formats = full["formats"]
+        if text.startswith("The same heads also fail"):
+            for rule in re.findall(r"`([^`]+)`", text):
+                yield self.of_rule(rule, full)
+        elif text.startswith("Its gradients are wrong"):
+            over = [h for t in TENSORS[1:] for h in self.heads(t, *formats)
+                    if self.ratio(h, "expected_ratio") > 1.1]  # fmt: skip
+            yield Claim(
+                "gradients wrong", "for the same reason", f"{len(over)} heads", len(over) > 0
+            )
+        elif text.startswith("Cause not identified"):
+            yield Claim("no cause", text, "", True)
+        elif more := re.match(r"For that cause (\d+) more heads? fails? `[^`]+`", text):
+            said = re.search(r"Cause: (.*)\. That explains .* in (\d+) of these", full["sentence"])
+            assert said is not None
+            shares, total = self.by_step(said[1], full), int(more[1]) + int(said[2])
+            good = sum(x > 0.88 for x in shares.values())
+            yield Claim("more heads of a step", f"{total}", f"{good}", total <= 1.03 * good)
+        elif text.startswith("Cause: "):
+            said = re.fullmatch(
+                r"Cause: (.*)\. That explains ([\d.]+ %|all) of the error in (\d+) of these heads"
+                r"(, not in the worst)?\.",
+                text,
+            )
+            assert said is not None, text
+            yield from self.of_step(said, full)
+        else:
+            raise LookupError(text)
+
+    def by_step(self, words: str, full: Mapping[str, Any]) -> dict[Head, float]:
+        """Of each head the share of the error that a coarser step makes."""
+        shares = {}
+        (fmt,), tensor = full["formats"], full["tensor"]
+        for head in self.heads(tensor, fmt):
+            ran = self.ran[fmt, head[1]]
+            key = (fmt, head[1], words)
+            if key not in self._steps:
+                self._steps[key] = coarse(words, ran.call)
+            ways = (None, self._steps[key][tensor])
+            a, b = (ran.error(tensor, x)[:, head[3]].norm() for x in ways)
+            shares[head] = float(1 - b / a) if a else 0.0
+        return shares
+
+    def of_step(self, said: re.Match[str], full: Mapping[str, Any]) -> Iterator[Claim]:
+        shares = self.by_step(said[1], full)
+        explained = [x for x in shares.values() if x > 0.88]
+        mine = statistics.median(explained) if explained else 0.0
+        value = 1.0 if said[2] == "all" else float(said[2][:-2]) / 100
+        yield Claim(
+            "share of a coarse step", said[2], f"{100 * mine:.3g} %", abs(value - mine) < 0.04
+        )
+        yield Claim(
+            "heads of a coarse step",
+            said[3],
+            f"{len(explained)}",
+            int(said[3]) <= 1.03 * len(explained),
+        )
+
+    def of_rule(self, rule: str, full: Mapping[str, Any]) -> Claim:
+        formats, tensor = full["formats"], full["tensor"]
+        tensors = (tensor,) if tensor in ("out",) else ("dq", "dk", "dv")
+        metric = {"error": "expected_ratio", "rms": "rms_ratio", "worst row": "worst_row"}.get(rule)
+        bounds = {"out": 1.1, "dv": 1.1, "dq": 3, "dk": 3}
+        if metric:
+            rows = {"out": 5, "dv": 5, "dq": 20, "dk": 20}
+            limit = rows if rule == "worst row" else bounds
+            over = [
+                h
+                for t in tensors
+                for h in self.heads(t, *formats)
+                if self.ratio(h, metric) > limit[t]
+            ]
+            return Claim("also fails", rule, f"{len(over)} heads", len(over) > 0)
+        if rule.startswith("typical"):
+            metric = "expected_ratio" if "head" in rule else "rms_ratio"
+            medians = []
+            for fmt, t in itertools.product(formats, tensors):
+                heads = self.heads(t, fmt)
+                by_case = (
+                    {c: [h for h in heads if h[1] == c] for _, c, *_ in heads}
+                    if "case" in rule
+                    else {"": heads}
+                )
+                medians += [
+                    statistics.median(self.ratio(h, metric) for h in own)
+                    for own in by_case.values()
+                ]
+            return Claim("also fails", rule, f"{max(medians):.4g}", max(medians) > 1.015)
+        if rule == "bias":
+            most = max(
+                abs(x)
+                for fmt in formats
+                for h in (0, 1)
+                for x in self.bias_there(fmt, ("tied-maxima", h))
+            )
+            return Claim("also fails", rule, f"{most:.3g} ulp", most >= 0.05)
+        if rule == "log-sum-exp":
+            return Claim("also fails", rule, "", True)
+        raise LookupError(rule)
+
+    def of_floor(self, text: str, fmt: str) -> list[Claim]:
+        said = re.search(
+            r"error: ([\d.e+]+)× the least possible in the median head"
+            r"(?:, ([\d.e+]+)× in the worst \((\S+) head (\d+)\))?",
+            text,
+        )
+        if said is None:
+            return [Claim("unknown", text, "", None)]
+        sizes = {h: self.ratio(h, "floor_ratio") for h in self.heads("out", fmt)}
+        middle = statistics.median(sizes.values())
+        claims = [
+            Claim("median over the floor", said[1], f"{middle:.4g}", near(float(said[1]), middle))
+        ]
+        if said[2]:
+            claims.append(
+                Claim(
+                    "worst over the floor",
+                    said[2],
+                    f"{max(sizes.values()):.4g}",
+                    near(float(said[2]), max(sizes.values())),
+                )
+            )
+            claims.append(
+                self.worst_of("place over the floor", sizes, "floor_ratio", (said[3], int(said[4])))
+            )
+        return claims
+
+    def of_note(self, text: str) -> list[Claim]:
+        function = self.one.function
+        if text.startswith("Not tested, since the function has no parameter for it: "):
+            named = text.split(": ", 1)[1].rstrip(".").split(", ")
+            lacking = [n for n in ("window_size", "softcap", "sinks") if not takes(function, n)]
+            right = set(named) == {n for n in lacking if n != "window_size"}
+            return [Claim("no parameter", ", ".join(named), ", ".join(lacking), right)]
+        if said := re.fullmatch(r"Skipped: (\d+) of (\d+) calls \((.*)\): (.*)\.", text):
+            every = [(f, c) for f in self.one.formats for c in calls(f).values()]
+            skipped = [c.name for f, c in every if bool(c.v.isinf().any())]
+            right = [int(said[1]), int(said[2]), said[3]] == [
+                len(skipped),
+                len(every),
+                ", ".join(skipped),
+            ]
+            return [
+                Claim(
+                    "calls skipped",
+                    f"{said[1]} of {said[2]} ({said[3]})",
+                    f"{len(skipped)} of {len(every)} {skipped}",
+                    right,
+                )
+            ]
+        if said := re.fullmatch(r"Not tested: the gradients of (.*) \((.*)\)\.", text):
+            some = {
+                c.call.name
+                for c in self.ran.values()
+                if (c.call.mask is not None and c.call.mask.dtype != torch.bool)
+                or c.call.sinks is not None
+            }
+            return [
+                Claim(
+                    "gradients not tested",
+                    said[2],
+                    f"{sorted(some)}",
+                    set(said[2].split(", ")) == some,
+                )
+            ]
+        if said := re.fullmatch(
+            r"\S+ declares no rounding model\. Of its (\d+) calls these are judged (.*?)"
+            r"(; the rest as `fa2`)?\.",
+            text,
+        ):
+            return self.of_models(said)
+        return [Claim("unknown", text, "", None)]
+
+    def of_models(self, said: re.Match[str]) -> list[Claim]:
+        """A way explains the tensors that it judges better than `fa2` does, or is what explains
+        twice as many others."""
+        claims = [Claim("calls", said[1], f"{len(self.ran)}", int(said[1]) == len(self.ran))]
+        for words, _, count in re.findall(
+            r"(as .+?) \(((?:out|d[qkv]|,| and| )+) in (\d+)\)", said[2]
+        ):
+            words = words.removeprefix("and ").strip()
+            held = [key for key, way in self.ways.items() if way == words]
+            of_calls = {key[:2] for key in held}
+            claims.append(
+                Claim(
+                    "calls of a model",
+                    f"{count}: {words}",
+                    f"{len(of_calls)}",
+                    int(count) == len(of_calls),
+                )
+            )
+            try:
+                nearer = 0
+                for key in held:
+                    ran, way = self.ran[key[:2]], self.expected(*key)
+                    if way is not None:
+                        left = [
+                            float(ran.error(key[2], x[key[2]]).norm()) for x in (way, ran.predicted)
+                        ]
+                        nearer += left[0] <= left[1]
+                claims.append(
+                    Claim(
+                        "model nearer than fa2",
+                        words,
+                        f"{nearer} of {len(held)}",
+                        nearer >= 0.7 * len(held),
+                    )
+                )
+            except LookupError:
+                claims.append(Claim("model nearer than fa2", words, "", None))
+        return claims
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def said(one: Faulty) -> dict[str, Any]:
+    """What a user of the command reads of a kernel, on the terminal and as JSON."""
+    from rich.console import Console
+
+    from numdev.cli.check import as_data, shown
+    from numdev.report.renderers import terminal
+    from numdev.testing import check
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = check(one.function, formats=one.formats, reproducers=folder)
+    data, text = as_data(result), io.StringIO()
+    terminal.show(shown(result), Console(file=text, width=100_000))
+    report = data.pop("report")
+    rows = [r for r in report["rows"] if r["role"] == "kernel" and r["status"] == "ok"]
+    names = ("role", "format", "case", "tensor", "head", "claim")
+    few = [{n: row[n] for n in names} for row in rows]
+    return {"terminal": text.getvalue(), "json": data, "findings": report["findings"], "rows": few}
+
+
+def checked(one: Faulty, keep: Path | None) -> dict[str, Any]:
+    """What was said of a kernel, now or when it was kept."""
+    path = None if keep is None else keep / f"{one.name}.json"
+    if path is not None and path.exists():
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+    report = said(one)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report), encoding="utf-8")
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", help="names of kernels, with commas")
+    parser.add_argument("--keep", type=Path, help="folder for what checks said")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = options.only.split(",") if options.only else list(FAULTY)
+    kinds: dict[str, Counter[str]] = {}
+    sentences: Counter[str] = Counter()
+    for name in names:
+        report = checked(FAULTY[name], options.keep)
+        for sentence, claims in Checked(FAULTY[name], report).claims(report):
+            words = {True: "holds", False: "FALSE", None: "not computed"}
+            verdicts = [words[claim.holds] for claim in claims]
+            worst = next((x for x in ("FALSE", "not computed") if x in verdicts), "holds")
+            sentences[worst] += 1
+            for claim, verdict in zip(claims, verdicts, strict=True):
+                kinds.setdefault(claim.kind, Counter())[verdict] += 1
+            if worst != "holds":
+                print(f"\n{name}, {worst}: {sentence}")
+                for claim, verdict in zip(claims, verdicts, strict=True):
+                    if verdict != "holds":
+                        print(f"  {claim.kind}: said {claim.said}; computed {claim.computed}")
+    print("\n| what is said | claims | hold | false | not computed |")
+    print("|---|---|---|---|---|")
+    for kind, counts in sorted(kinds.items()):
+        of = (counts[x] for x in ("holds", "FALSE", "not computed"))
+        print(f"| {kind} | {sum(counts.values())} | {' | '.join(map(str, of))} |")
+    shown = ", ".join(f"{sentences[x]} {x}" for x in ("holds", "FALSE", "not computed"))
+    print(f"\n{sum(sentences.values())} sentences of {len(names)} kernels: {shown}")
+
+
+if __name__ == "__main__":
+    main()
