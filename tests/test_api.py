@@ -594,6 +594,25 @@ def test_a_small_fault_everywhere_hides_no_large_one() -> None:
     assert causes == [("the mask is ignored", 2), ("the output is 1.003 times the exact one", 6)]
 
 
+def online(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by exp(S - m), whose P is cast before P V. In float16 the dq of
+    `bias-by-head` is beyond the limits of `fa2`, and as autograd rounds this."""
+    S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    if is_causal:
+        S = S.masked_fill(torch.ones(S.shape[2:], dtype=torch.bool).triu(1), -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        S = S.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        S = S + attn_mask.float()
+    top = S.amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)
+    total = (S - top).exp().sum(-1, keepdim=True)
+    total = torch.where(total == 0, 1.0, total)
+    out = ((S - top).exp().to(q.dtype).float() @ v.float() / total).to(q.dtype)
+    return out, (top + total.log())[..., 0]
+
+
 def test_a_wrong_log_sum_exp_is_one_finding_and_accuses_no_gradient() -> None:
     """Of calls of more keys than gradients are searched on, of rows that see no key, and of one
     whose dq is that of another way of rounding. The worst head is one that sees few keys."""
@@ -601,18 +620,8 @@ def test_a_wrong_log_sum_exp_is_one_finding_and_accuses_no_gradient() -> None:
     def constant(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
-        S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-        if is_causal:
-            S = S.masked_fill(torch.ones(S.shape[2:], dtype=torch.bool).triu(1), -math.inf)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            S = S.masked_fill(~attn_mask, -math.inf)
-        elif attn_mask is not None:
-            S = S + attn_mask.float()
-        top = S.amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)
-        total = (S - top).exp().sum(-1, keepdim=True)
-        total = torch.where(total == 0, 1.0, total)
-        out = ((S - top).exp().to(q.dtype).float() @ v.float() / total).to(q.dtype)
-        return out, (top + total.log())[..., 0] + 0.2
+        out, lse = online(q, k, v, attn_mask, is_causal)
+        return out, lse + 0.2
 
     error = failing(constant, cases=["full", "empty-rows", "bias-by-head"], formats="float16")
     report = error.result.report
@@ -622,6 +631,25 @@ def test_a_wrong_log_sum_exp_is_one_finding_and_accuses_no_gradient() -> None:
     assert finding.place.case == "empty-rows"
     other = {r.case for r in report.rows if r.tensor == "dq" and "autograd" in (r.claim or "")}
     assert other == {"bias-by-head"}
+
+
+def test_a_wrong_gradient_accuses_no_other() -> None:
+    """A dk without its scale is named; the dq beside it is held to the way that explains it."""
+
+    def unscaled(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        k = k.clone()
+        if k.requires_grad:
+            k.register_hook(lambda grad: grad * 8)
+        return online(q, k, v, attn_mask, is_causal)[0]
+
+    error = failing(unscaled, cases=["bias-by-head", "full"], formats="float16")
+    report = error.result.report
+    (finding,) = [f for f in report.findings if f.severity == "exceeded"]
+    assert (finding.cause, finding.count) == ("dk lacks the scale", 8)
+    other = {r.tensor for r in report.rows if "autograd" in (r.claim or "")}
+    assert other == {"out", "dq", "dv"}
 
 
 def test_a_key_that_is_lost_in_one_call_is_sought_in_all() -> None:

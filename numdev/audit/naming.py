@@ -30,7 +30,7 @@ from numdev.explain.imprecise import Loss, imprecision
 from numdev.explain.probe import Alternative
 from numdev.explain.wrong_function import Suspicion, far_off, suspect
 from numdev.explain.wrong_gradients import suspect_gradients
-from numdev.formats import FORMATS
+from numdev.formats import FORMATS, Format
 from numdev.gate.findings import label
 from numdev.gate.rows import FOUND
 from numdev.grouping import grouped
@@ -58,6 +58,9 @@ class Failing:
     measured: Measured
     searched: bool = False
     searches: int = field(default=0, repr=False)
+    likes_of: dict[tuple[str, ...], Mapping[str, Likeness]] = field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def bench(self) -> Bench:
@@ -238,13 +241,25 @@ class Failing:
 
     # --- how it rounds ---
 
-    @cached_property
-    def likes(self) -> Mapping[str, Likeness]:
-        """By tensor, the known way of rounding that explains the call as it came."""
+    @property
+    def unnamed_formats(self) -> dict[str, Format]:
+        """By tensor that computes nothing else, the format it came in."""
+        named = {row.tensor for row in self.rows if row.suspicion}
         formats = formats_of(self.output, self.bench)
+        return {tensor: fmt for tensor, fmt in formats.items() if tensor not in named}
+
+    @property
+    def likes(self) -> Mapping[str, Likeness]:
+        """By tensor that computes nothing else, the known way of rounding that explains the call
+        as it came: searched for once for the same tensors."""
+        formats = self.unnamed_formats
         if set(self.wrong).isdisjoint(self.bench.by_row):
             return {}
-        return likenesses(self.output, beyond(self.rows), formats, self.bench, self.system)
+        if (*formats,) not in self.likes_of:
+            wrong = beyond(self.rows)
+            likes = likenesses(self.output, wrong, formats, self.bench, self.system)
+            self.likes_of[(*formats,)] = likes
+        return self.likes_of[(*formats,)]
 
     def held_to_its_way(self) -> bool:
         """Hold the call to the known way of rounding that explains it, if one does."""
@@ -266,7 +281,7 @@ class Failing:
     def held_as_elsewhere(self, words: str) -> bool:
         """Hold the call to the way that explains the kernel in others, if it is within its limits
         by that."""
-        formats = formats_of(self.output, self.bench)
+        formats = self.unnamed_formats
         likes = held_to(words, [*formats], formats, self.bench, self.system)
         if not likes:
             return False
@@ -278,9 +293,9 @@ class Failing:
 
     def hold(self, measured: Measured) -> None:
         bare = [row for row in self.rows if row.status != "ok"]
-        of_lse = {row.head: row for row in self.rows if row.tensor == "lse" and row.suspicion}
-        again = [of_lse.get(r.head, r) if r.tensor == "lse" else r for r in measured.rows]
-        self.rows[:] = [*again, *bare]
+        named = {(row.tensor, row.head): row for row in self.rows if row.suspicion}
+        merged = [named.get((row.tensor, row.head), row) for row in measured.rows]
+        self.rows[:] = [*merged, *bare]
         self.measured = dataclasses.replace(measured, rows=self.rows)
         for name in ("wrong", "severity"):
             self.__dict__.pop(name, None)
@@ -426,8 +441,8 @@ FAR = 10.0  # no sound way of rounding errs so many times what plain attention d
 
 
 def _may_round_so(call: Failing) -> bool:
-    # A wrong log-sum-exp says nothing about how the others are rounded.
-    if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor != "lse"):
+    # A wrong log-sum-exp or gradient says nothing about how the others are rounded.
+    if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor == "out"):
         return False
     wrong = beyond(call.rows)
     ratios = (r.baseline_ratio or 0.0 for r in call.rows if r.tensor in wrong)
