@@ -430,10 +430,13 @@ def _removed(rows: Rows) -> str:
     said = f"correcting it removes {first[1]} of the rms error{median}"
     said += f" in {first[0]}" if others else ""
     said += "".join(f", {share} in {fmt}" for fmt, share in others)
-    shown = max(statistics.median(r.suspicion_share or 0.0 for r in x) for x in by_format.values())
-    if finer and finer != rows[0].format and _nines(cut) > shown:
+    least = min(statistics.median(r.suspicion_share or 0.0 for r in x) for x in by_format.values())
+    if finer and finer != rows[0].format and least < CLEAR:
         said += f", and at least {removed(_nines(cut))} where the inputs are in {finer}"
     return said
+
+
+CLEAR = 0.9  # of the error: a cause that explains as much needs no finer format to be believed
 
 
 def _nines(cut: float) -> float:
