@@ -1449,6 +1449,8 @@ class Checked:
             mine = statistics.median(own)
             value = 1.0 if share == "all" else float(share[:-2]) / 100
             right = near(1 - value, 1 - mine, 0.3) or abs(value - mine) < 0.011
+            if self.causes > 1:  # the median is of some of these
+                right = right or min(own) - 0.011 <= value <= max(own) + 0.011
             yield Claim(
                 "share removed", f"{share} in {fmt or formats[0]}", f"{100 * mine:.6g} %", right
             )
@@ -1461,7 +1463,12 @@ class Checked:
                 f"{100 * mine:.8g} %",
                 mine >= float(finer[1]) / 100,
             )
-        yield self.worst_of("place of a cause", heads, "expected_ratio", place)
+        if self.causes > 1:  # which heads are this finding's is not said
+            within = {(case, h) for _, case, _, h in heads}
+            shown = f"{len(within)} heads"
+            yield Claim("place of a cause", f"{place[0]} head {place[1]}", shown, place in within)
+        else:
+            yield self.worst_of("place of a cause", heads, "expected_ratio", place)
 
     def far(self, head: Head) -> bool:
         try:
@@ -1851,8 +1858,8 @@ class Checked:
         return [Claim("unknown", text, "", None)]
 
     def of_models(self, said: re.Match[str]) -> list[Claim]:
-        """A way explains the tensors that it judges better than `fa2` does, or is what explains
-        twice as many others."""
+        """A way is nearer than `fa2` to a tensor of some call at least: others are held to it
+        because it explains that one."""
         claims = [Claim("calls", said[1], f"{len(self.ran)}", int(said[1]) == len(self.ran))]
         for words, _, count in re.findall(
             r"(as .+?) \(((?:out|d[qkv]|,| and| )+) in (\d+)\)", said[2]
@@ -1877,16 +1884,10 @@ class Checked:
                             float(ran.error(key[2], x[key[2]]).norm()) for x in (way, ran.predicted)
                         ]
                         nearer += left[0] <= left[1]
-                claims.append(
-                    Claim(
-                        "model nearer than fa2",
-                        words,
-                        f"{nearer} of {len(held)}",
-                        nearer >= 0.7 * len(held),
-                    )
-                )
+                near_to = f"nearer than fa2 in {nearer} of {len(held)} tensors"
+                claims.append(Claim("model of a kernel", words, near_to, nearer > 0))
             except LookupError:
-                claims.append(Claim("model nearer than fa2", words, "", None))
+                claims.append(Claim("model of a kernel", words, "", None))
         return claims
 
 
