@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -461,6 +462,32 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+def test_a_format_without_rounding_is_refused_where_it_would_be_rounded(x: Tensor) -> None:
+    def cast(x: Tensor) -> Tensor:
+        return x.to(torch.float8_e4m3fnuz)
+
+    assert evaluate(cast, x).output.dtype == torch.float8_e4m3fnuz
+    reason = r"aten._to_copy.default at .*numdev has no format for torch.float8_e4m3fnuz$"
+    with pytest.raises(Unsupported, match=reason):
+        evaluate(cast, x, rounding=EveryOperation())
+
+
+def test_operators_without_an_own_formula_are_refused(x: Tensor) -> None:
+    """Those that PyTorch fills by address, those of functions, and those without fp64."""
+    losses = x.float()[:8, None].log_softmax(-1), torch.tensor([[1, 2, 3]]), [8], [3]
+    with pytest.raises(Unsupported, match="it reads memory by its address"):
+        evaluate(F.ctc_loss, *losses)
+    with pytest.raises(Unsupported, match="PyTorch has no fp64 kernel of it here"):
+        evaluate(lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), x)
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.lock = threading.Lock()
+    with pytest.raises(Unsupported, match=r"Linear at .*: it cannot be copied: cannot pickle"):
+        evaluate(model, torch.randn(2, 3))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_exact_result_is_refused_by_name_and_line(name: str, x: Tensor) -> None:
     function, reason = REFUSED[name]
@@ -497,4 +524,5 @@ def test_in_a_context_of_ones_own(x: Tensor) -> None:
     assert isinstance(mode, Computing)
     assert third.tolist() == (x / 3).tolist()
     assert str(third[0, :1]).startswith("Wide(torch.bfloat16, tensor([")
+    assert torch.equal(copy.copy(third).exact, copy.deepcopy(third).exact)
     assert f"{third[0, 0]:.3f}" == f"{third[0, 0].item():.3f}"

@@ -24,6 +24,7 @@ STORAGE = "it changes the storage of a tensor"
 NUMPY = "it leaves PyTorch for NumPy, and what is computed there cannot be followed"
 POINTER = "it reads memory by its address, and what is computed there cannot be followed"
 NO_KERNEL = "PyTorch has no fp64 kernel of it here"
+OF_FUNCTIONS = "it takes functions, which do not run operator by operator"
 REASONS: Mapping[str, str] = {
     "nextafter": BITS,
     "nextafter_": BITS,
@@ -45,6 +46,7 @@ PHRASES = {
     "not implemented for": NO_KERNEL,
     "only works on Float": NO_KERNEL,
     "data is not allocated": POINTER,
+    "no rule registered for HigherOrderOperator": OF_FUNCTIONS,
 }
 HERE, TORCH = (str(Path(path).parent) for path in (__file__, torch.__file__))
 

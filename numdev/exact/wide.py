@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from numdev.errors import UsageError
 from numdev.exact.dtypes import (
     computed_in,
     is_floating,
@@ -88,6 +89,9 @@ class Wide(Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.exact, spec)
+
+    def __copy__(self) -> Tensor:
+        return self.detach().requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wide:
         copy = Wide.of(self.exact.clone(), self.dtype, is_weight=self.is_weight)
@@ -232,7 +236,7 @@ class _Call:
         values = self.given[id(target)]
         if not is_floating(target):
             return
-        new = self.rounding.result(self.func, self.args, values, target.dtype)
+        new = self._rounded(values, target.dtype)
         if not isinstance(target, Wide):
             target.copy_(rounded(values, values_format(target.dtype)))
             return
@@ -251,7 +255,13 @@ class _Call:
             raise unsupported(self.func, f"it makes a tensor of the layout {layout}")
         if self.func.is_view:
             return Wide.of(x, dtype)
-        return Wide.of(self.rounding.result(self.func, self.args, x, dtype), dtype)
+        return Wide.of(self._rounded(x, dtype), dtype)
+
+    def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        try:
+            return self.rounding.result(self.func, self.args, values, dtype)
+        except UsageError as error:
+            raise unsupported(self.func, f"numdev has no format for {dtype}") from error
 
 
 def check_readable(tree: Any) -> None:
