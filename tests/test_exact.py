@@ -370,6 +370,18 @@ def test_a_modules_own_tensors_are_copied_too() -> None:
     assert all(torch.equal(y, before[name]) for name, y in model.state_dict().items())
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_running_statistics_are_written_in_training_alone(training: bool, x: Tensor) -> None:
+    """Otherwise they stay, unrounded too."""
+    third = torch.full((48,), 1 / 3, dtype=torch.float64)
+    mean, variance = Wide.of(third.clone(), BF16), Wide.of(third.clone(), BF16)
+    wide = Wide.of(x.double(), BF16)
+    with computing(EveryOperation()):
+        F.batch_norm(wide, mean, variance, training=training)
+    expected = round_to(0.9 * third + 0.1 * x.double().mean(0), FORMATS["bfloat16"])
+    assert torch.equal(mean.exact, expected if training else third)
+
+
 def test_complex_numbers_are_rounded_part_by_part() -> None:
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
 

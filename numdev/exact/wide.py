@@ -46,7 +46,7 @@ DRAWS = frozenset(
     log_normal_ cauchy cauchy_ multinomial poisson binomial _standard_gamma _sample_dirichlet
     native_dropout""".split()  # noqa: SIM905
 )
-# Operators that write running statistics though their schema does not say so.
+# Operators that write running statistics in training, though their schema does not say so.
 WRITES: Mapping[str, tuple[str, ...]] = {
     name: ("running_mean", "running_var")
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -273,7 +273,8 @@ def check_readable(tree: Any) -> None:
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operation writes into."""
-    unsaid = WRITES.get(func.overloadpacket.__name__, ())
+    trains = argument(func, args, kwargs, "training") is True
+    unsaid = WRITES.get(func.overloadpacket.__name__, ()) if trains else ()
     for parameter in func._schema.arguments:
         writes = parameter.alias_info is not None and parameter.alias_info.is_write
         if writes or parameter.name in unsaid:
@@ -318,13 +319,12 @@ def _drawn(
     """Random numbers, drawn in the dtype that tensors say."""
     if func is aten.native_dropout.default:
         return _dropped_out(func, args, kwargs, rounding)
-    targets = [x for x in written(func, args, kwargs) if isinstance(x, Wide)]
+    target = next(written(func, args, kwargs), None)  # one at most
     ordinary, named = tree_map(narrowed, (args, dict(kwargs)))
     result = func(*ordinary, **named)
-    for target in targets:
-        drawn = result if len(targets) == 1 else None
-        assert isinstance(drawn, Tensor)
-        target.exact.copy_(drawn)
+    if isinstance(target, Wide):
+        target.exact.copy_(result)
+    if target is not None:
         return target
     return tree_map(lambda x: Wide.of(widened(x), x.dtype) if is_floating(x) else x, result)
 
