@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -33,6 +34,7 @@ from numdev.effects.checks import Checks, checks_of
 from numdev.effects.outputs import Scored, compared, output_of, outputs_of
 from numdev.effects.report import Check, EffectsReport, OutputRow, RunSummary, check_names
 from numdev.effects.rounding import CHOOSES, AtSites, Places, Running
+from numdev.effects.running import _widen
 from numdev.effects.study import Study
 from numdev.effects.summary import summarise
 from numdev.effects.view import blocks
@@ -871,6 +873,30 @@ def test_numbers_that_a_move_brings_in_are_rounded_at_its_site(name: str) -> Non
     with places.following(), Running(AtSites(places, fmt, ("embedding",))):
         output = function(x).exact
     assert output.tolist() == expected
+
+
+class Turning(nn.Module):
+    """A projection whose result a complex buffer turns, as Llama's first code did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+        self.register_buffer("turn", torch.polar(torch.ones(2), torch.tensor([0.1, 0.2])))
+
+    def forward(self, x: Any) -> Any:
+        turned = torch.view_as_complex(self.project(x).view(-1, 2, 2)) * self.turn
+        return torch.view_as_real(turned)
+
+
+def test_complex_buffers_are_exact_too() -> None:
+    model, x = Turning(), torch.randn(3, 4)
+    wide, twin = copy.deepcopy(model), copy.deepcopy(model).double()
+    twin.turn = model.turn.to(torch.complex128)
+    _widen(wide, model, "cpu")
+    places = Places(wide)
+    with torch.no_grad(), places.following(), Running(AtSites(places, FORMATS["float32"], ())):
+        output = wide(Wide.of(x.double(), torch.float32)).exact
+    assert torch.equal(output, twin(x.double()))
 
 
 def test_attention_by_hand_has_its_own_sites(

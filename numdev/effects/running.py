@@ -153,8 +153,10 @@ class Subject:
         home = {n: x.to(self.device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
         for name, x in home.items():
             if is_floating(x):
-                values = round_to(x.double(), self.format) if rounded else x.double()
-                home[name] = Wide.of(values, dtype_of(self.format))
+                dtype = x.dtype if x.is_complex() else dtype_of(self.format)
+                is_rounded = rounded and not x.is_complex()
+                values = round_to(x.double(), self.format) if is_rounded else widened(x)
+                home[name] = Wide.of(values, dtype)
         return home
 
     def kernel(self, planned: Planned, layer: Any, case: AttentionCase, fmt: Format) -> Tensor:
@@ -249,7 +251,7 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
 def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> Any:
     with _disable_current_modes():  # it may be read from disk while the model runs
         values = values.made(device) if isinstance(values, Deferred) else values.detach()
-        wide = Wide.of(values.to(device).double(), dtype, is_weight=True)
+        wide = Wide.of(widened(values.to(device)), dtype, is_weight=True)
         return nn.Parameter(wide, requires_grad=False) if is_parameter else wide
 
 
