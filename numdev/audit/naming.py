@@ -2,9 +2,9 @@
 together.
 
 An audit measures call after call, and names each by itself (`name`). A check has few calls and
-keeps those that fail (`Failing`): it searches the one that errs most, then one of each feature of a
-call, holds what it finds against all others (`conclude`), and asks for known ways of rounding where
-nothing was found. So a fault that shows everywhere is found where it shows best, hides no other,
+keeps those that fail (`Failing`): where no known way of rounding explains them, it searches the one
+that errs most, then one of each feature of a call, and holds what it finds against all others
+(`conclude`). So a fault that shows everywhere is found where it shows best, hides no other,
 and is counted in every head that has it."""
 
 from __future__ import annotations
