@@ -892,8 +892,10 @@ def run(call: Call, kernel: Callable[..., Any]) -> Step:
     asked |= {"sinks": call.sinks} if call.sinks is not None else {}
     out = kernel(*leaves, **asked)
     out, lse = out if isinstance(out, tuple) else (out, None)
-    grads = torch.autograd.grad((out * call.upstream).sum(), leaves)
-    step = {"out": out, **dict(zip(TENSORS[1:], grads, strict=True))}
+    step = {"out": out}
+    if out.requires_grad:
+        grads = torch.autograd.grad((out * call.upstream).sum(), leaves)
+        step |= dict(zip(TENSORS[1:], grads, strict=True))
     step |= {} if lse is None else {"lse": lse}
     return {n: x.detach().double() for n, x in step.items()}
 
