@@ -1423,7 +1423,9 @@ class Checked:
         for other in one[1:]:
             alike = self.explained(other, tensors, formats)
             yield Claim("alternative cause", other, f"{len(alike)} heads", len(alike) > 0)
-        small = [h for h in heads if h[2] == "lse" or self.far(h)]
+        # A name takes ten times beside the terms of each row too, which is not computed here.
+        clear = [h for h, (wide, _) in heads.items() if wide > 0.95]
+        small = [h for h in clear if h[2] == "lse" or self.far(h)]
         kind = "heads of a cause"
         least = 0 if self.causes > 1 else len(small)  # others may have a part of these
         yield Claim(
