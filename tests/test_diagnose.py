@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -122,8 +123,111 @@ def test_a_configuration_draws_its_cases(tmp_path: Path) -> None:
         study.diagnose(asked(path), tmp_path / "other")
 
 
-@pytest.mark.parametrize("what", ["captured", "cases", "config.json", "inputs", "text", "model"])
-def test_a_changed_file_at_the_same_path_is_another_source(tmp_path: Path, what: str) -> None:
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[DiagnoseRequest], Any]:
+    """What a request's journal is opened with: what a run that it continues must have been."""
+
+    def opened(directory: Path, header: Any, *, overwrite: bool) -> None:
+        raise _Opened(json.loads(json.dumps(header)))
+
+    def read(request: DiagnoseRequest) -> Any:
+        with pytest.raises(_Opened) as raised:
+            study.diagnose(request, tmp_path / "never")
+        return raised.value.args[0]
+
+    monkeypatch.setattr(study, "Journal", SimpleNamespace(open=opened))
+    return read
+
+
+class _Opened(Exception):
+    pass
+
+
+CHANGED: dict[str, Any] = {
+    "target": "other", "targets": "another", "attention": {"preset": "eager"},
+    "format": "float16", "kernels": ({"name": "baseline"},), "cures": False,
+    "every_checkpoint": True, "model": "factory:build", "model_dtype": "float64",
+    "text": "text", "tokenizer": "tokenizer", "inputs": "inputs", "length": 7, "sequences": 3,
+    "layers": (0,), "seed": 1, "device": "auto",
+}  # fmt: skip
+"""Of every field of a request another value; a word where it is a file's."""
+
+
+def test_every_field_of_a_request_is_in_the_key(key: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Whatever is asked for otherwise is another run; the same request is the same."""
+    assert CHANGED.keys() == DiagnoseRequest.model_fields.keys()
+    path = checkpoint(tmp_path / "target")
+    (tmp_path / "factory.py").write_text("def build(): return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = {name: tmp_path / f"{name}.txt" for name in ("text", "inputs")}
+    for file in files.values():
+        file.write_text("words")
+    given = {
+        **CHANGED,
+        "targets": (str(checkpoint(tmp_path / "another")),),
+        "text": (str(files["text"]),),
+        "inputs": str(files["inputs"]),
+        "tokenizer": str(path),
+    }
+    first = key(asked(path))
+    assert key(asked(path)) == first
+    for name, value in given.items():
+        other = key(asked(path, **{name: value}))
+        assert other["request"] != first["request"], name
+
+
+def byte_model(directory: Path, text: Path) -> Path:
+    """The one checkpoint of a small model that learned bytes of a text."""
+    variants = [{"name": "golden", "role": "golden", "kernel": "baseline", "format": "float32"}]
+    config = TrainConfig.model_validate({
+        "model": {"kind": "gpt2", "layers": 1, "width": 16, "heads": 2, "context": 16},
+        "data": {"source": "text", "files": [str(text)]}, "batch": 2, "steps": 1,
+        "variants": variants, "checkpoints": {"steps": [1]},
+    })  # fmt: skip
+    train(resolve(config, "t", device="cpu"), directory)
+    [path] = (directory / "checkpoints").iterdir()
+    return path
+
+
+def test_another_text_of_the_training_is_another_source(key: Any, tmp_path: Path) -> None:
+    """What a byte model reads is no file of the request: the bytes themselves are in the key, and
+    so is their absence."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 40)
+    path = byte_model(tmp_path / "run", text)
+    keys = [key(asked(path)), key(asked(path))]
+    text.write_text("ABCDEFGH" * 40)
+    keys.append(key(asked(path)))
+    text.unlink()
+    keys.append(key(asked(path)))
+    texts = [k["source"].pop("training_text")["golden-seed0-step1"] for k in keys]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[3] is None
+    assert keys[0] == keys[1] == keys[2] == keys[3]
+
+
+def test_the_prompt_of_the_demo_is_in_the_key() -> None:
+    [stage], _ = series(["demo"])
+    assert [file.name for file in stage.files] == ["config.json", "prompt.txt"]
+
+
+FILES = (
+    "captured",
+    "cases",
+    "config.json",
+    "weights",
+    "step",
+    "inputs",
+    "text",
+    "tokenizer",
+    "model",
+)
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_a_changed_file_at_the_same_path_is_another_source(
+    tmp_path: Path, what: str, key: Any
+) -> None:
     """Captured tensors, a configuration, a checkpoint's own or what its model is built by or reads:
     a finished run of the old one is not taken for one of the new."""
 
@@ -142,18 +246,23 @@ def test_a_changed_file_at_the_same_path_is_another_source(tmp_path: Path, what:
         if what == "config.json":
             (path / what).write_text(f'{{"number": {number}}}')
             return {"targets": (str(path),)}
+        if what == "weights":
+            save_file({"a.weight": torch.full((4, 2), 1.0 + number)}, path / "model.safetensors")
+            return {"targets": (str(path),)}
+        if what == "step":
+            (path / "training.json").write_text(f'{{"step": {number}}}')
+            return {"targets": (str(path),)}
         text.write_text(f"def build(): return {number}\n")
         named = {"inputs": str(text), "text": (str(text),), "model": f"{text}:build"}
         if what == "model":
             text.rename(module := tmp_path / f"factory_{tmp_path.name}.py")
             named["model"] = f"{module}:build"
+        if what == "tokenizer":
+            (path / "tokenizer.json").write_text(f'{{"number": {number}}}')
+            return {"targets": (str(path),), "text": (str(text.with_name("config.json")),)}
         return {"targets": (str(path),), what: named[what]}
 
-    origins = []
-    for number in (0, 0, 1):
-        request = asked(**written(number))
-        stages, _ = series(request.targets)
-        origins.append(study.origin_of(request, stages))
+    origins = [key(asked(**written(number)))["source"] for number in (0, 0, 1)]
     assert origins[0] == origins[1] != origins[2]
 
 
@@ -248,16 +357,10 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
     what the request names."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 40)
-    variants = [{"name": "golden", "role": "golden", "kernel": "baseline", "format": "float32"}]
-    config = TrainConfig.model_validate({
-        "model": {"kind": "gpt2", "layers": 1, "width": 16, "heads": 2, "context": 16},
-        "data": {"source": "text", "files": [str(text)]}, "batch": 2, "steps": 1,
-        "variants": variants, "checkpoints": {"steps": [1]},
-    })  # fmt: skip
-    train(resolve(config, "t", device="cpu"), tmp_path / "run")
-    [path] = (tmp_path / "run" / "checkpoints").iterdir()
+    path = byte_model(tmp_path / "run", text)
     stage = Stage(target=str(path), name="golden-seed0-step1")
-    file, said = training_text(asked(path), stage, tmp_path)
+    ids_file = tmp_path / "ids.safetensors"
+    file, said = training_text(asked(path), stage, ids_file)
     assert (
         said
         == "golden-seed0-step1 reads 2 × 12 bytes of what it was trained on, 320 bytes of text.txt."
@@ -266,11 +369,11 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
     assert all(bytes(row).decode() in text.read_text() for row in ids.tolist())
     found = study.diagnose(asked(path, cures=False, kernels=()), tmp_path / "out")
     assert said in found.summary.notes
-    assert training_text(asked(path, text=(str(text),)), stage, tmp_path) == (None, None)
+    assert training_text(asked(path, text=(str(text),)), stage, ids_file) == (None, None)
     text.write_text("ABCDEFGH" * 40)
-    assert "which are not those of its training" in training_text(asked(path), stage, tmp_path)[1]
+    assert "which are not those of its training" in training_text(asked(path), stage, ids_file)[1]
     text.unlink()
-    file, said = training_text(asked(path), stage, tmp_path)
+    file, said = training_text(asked(path), stage, ids_file)
     assert file is None
     assert said.startswith("golden-seed0-step1 reads random bytes: ")
 

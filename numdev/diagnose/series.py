@@ -13,15 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.files import identity
 from numdev.sources.pipeline import is_pipeline
+from numdev.sources.prompts import PROMPT
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.training.weights.files import open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")
+BESIDE = ("config.json", PROMPT)  # weights: what a model is built by, and what the demo reads
 GIVE = (
     "give a checkpoint, a directory of checkpoints (a training keeps them with `checkpoints:`), "
     "a file of captured tensors, or `demo`"
@@ -38,9 +41,9 @@ class Stage:
     sha256: str | None = None  # of weights
     files: tuple[Path, ...] = ()  # what else decides which calls it has
 
-    def identity(self) -> list[str | None]:
-        """What tells it from another target at the same path."""
-        return [self.sha256, identity(self.files)]
+    def identity(self) -> list[str | int | None]:
+        """What tells it from another target at the same path. Rows say of which step they are."""
+        return [self.sha256, identity(self.files), self.step]
 
 
 def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
@@ -74,8 +77,9 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
             weights = open_weights(str(path))
             if weights.damage:
                 raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
-            config = (path / "config.json",) if (path / "config.json").is_file() else ()
-            stage = replace(stage, sha256=identity(weights.files), files=config)
+            place = demo_checkpoint() if str(path) == "demo" else path
+            files = tuple(file for name in BESIDE if (file := place / name).is_file())
+            stage = replace(stage, sha256=identity(weights.files), files=files)
             lost = {n: int((~x.read().isfinite()).sum()) for n, x in weights.tensors.items()}
             if broken := [f"{n} holds {c} NaN or infinite elements" for n, c in lost.items() if c]:
                 left_out.append(f"{stage.name}: {broken[0]}; left out.")

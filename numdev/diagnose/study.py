@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from numdev.kernels import find, fingerprint, imported
 from numdev.kernels.emulation.recipe import recipe
 from numdev.report import Axis, Curve, Figure, Point, Tick
 from numdev.sources.capture import Captured
-from numdev.sources.files import identity, some
+from numdev.sources.files import identity, sha256, some
 from numdev.sources.opening import Located, Source, open_source
 from numdev.sources.projection import Projection
 from numdev.sources.tensorfile import StoredCase
@@ -81,7 +82,6 @@ def diagnose(
     kernels, notes = _kernels(request, system)
     stages, left_out = series(request.targets)
     notes += left_out
-    head = header(request.model_dump(mode="json"), system, kernels, origin_of(request, stages))
     watch = Stopwatch(system.device, ("capture", "chain", "cures", "kernels", "other"))
 
     def rows_of(stage: Stage, located: Located) -> dict[str, Sequence[Row]]:
@@ -103,14 +103,19 @@ def diagnose(
                 rows["kernel"] = [row for of_kernel in outside for row in of_kernel]
         return rows
 
-    with (
-        Journal.open(directory, head, overwrite=overwrite) as journal,
-        temporary.folder() as folder,
-        watch("capture"),
-    ):
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary.folder())
+        texts: dict[str, Path | None] = {}
         for number, stage in enumerate(stages):
-            text, said = training_text(request, stage, folder)
+            path = folder / f"training-text-{number}.safetensors"
+            texts[stage.name], said = training_text(request, stage, path)
             notes += [said] if said else []
+        origin = origin_of(request, stages, texts)
+        head = header(request.model_dump(mode="json"), system, kernels, origin)
+        journal = stack.enter_context(Journal.open(directory, head, overwrite=overwrite))
+        stack.enter_context(watch("capture"))
+        for number, stage in enumerate(stages):
+            text = texts[stage.name]
             source = open_source(_reading(request, stage, text), system, projections=True)
             _check_gradients(source, stage)
             for note in source.notes:
@@ -180,9 +185,11 @@ def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> Audit
     )
 
 
-def origin_of(request: DiagnoseRequest, stages: Iterable[Stage]) -> dict[str, Any]:
+def origin_of(
+    request: DiagnoseRequest, stages: Iterable[Stage], texts: Mapping[str, Path | None]
+) -> dict[str, Any]:
     """What tells the targets, and what their models are built by and read, from others at the same
-    paths."""
+    paths. `texts`: by a stage's name the file of ids from its training's text, if it has one."""
     files = {"text": request.text, "inputs": () if request.inputs is None else (request.inputs,)}
     places = [request.tokenizer] if request.tokenizer else request.targets
     if request.text:
@@ -194,6 +201,9 @@ def origin_of(request: DiagnoseRequest, stages: Iterable[Stage]) -> dict[str, An
         )
     present = {name: [Path(x) for x in some if Path(x).is_file()] for name, some in files.items()}
     hashes: dict[str, Any] = {name: identity(some) for name, some in present.items() if some}
+    hashes["training_text"] = {
+        name: None if path is None else sha256(path) for name, path in texts.items()
+    }
     hashes["stages"] = {stage.name: stage.identity() for stage in stages}
     if request.model:
         hashes["model_made_from"] = fingerprint(imported(request.model, "model"))

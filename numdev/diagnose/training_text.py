@@ -20,18 +20,18 @@ from numdev.errors import UsageError
 from numdev.training.config import DataConfig, ModelConfig
 from numdev.training.data import load
 
-FILE = "training-text.safetensors"
 NEVER_SEEN = 0  # a step of which training had no batch: they are counted from 1
 READS = "{name} reads {count} × {length} bytes of what it was trained on, {what}."
 RANDOM = "{name} reads random bytes: {why}; give --text or --inputs."
 
 
 def training_text(
-    request: DiagnoseRequest, stage: Stage, folder: Path
+    request: DiagnoseRequest, stage: Stage, path: Path
 ) -> tuple[Path | None, str | None]:
-    """A file in `folder` with input ids from the text of a checkpoint's training, and a sentence on
-    it. (None, None) where the request says what to read, or training read no bytes; without a
-    file, where the text is gone or another, the sentence says so."""
+    """A safetensors file at `path` with input ids from the text of a checkpoint's training, and a
+    sentence on it. (None, None) where the request says what to read, or training read no bytes;
+    where the text is gone the file is None, and the sentence says so, as it does of another text.
+    """
     told = _told(Path(stage.target))
     if request.text or request.inputs or not told:
         return None, None
@@ -49,7 +49,6 @@ def training_text(
     except UsageError as error:
         return None, RANDOM.format(name=stage.name, why=error.message)
     ids = tokens.batch(request.seed, NEVER_SEEN)["inputs"][:, : request.length].contiguous()
-    path = folder / FILE
     save_file({"input_ids": ids}, path)
     what = tokens.about["prompt"]
     if tokens.about["data_sha256"] != told.get("data", {}).get("data_sha256"):

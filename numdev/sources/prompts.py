@@ -26,6 +26,8 @@ from numdev.sources.files import plain, some
 from numdev.sources.files import read as read_tensors
 from numdev.sources.foreign import refuse_pointer
 
+PROMPT = "prompt.txt"  # what the demo reads, beside its weights
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
@@ -109,7 +111,7 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
     """What a text model reads: the request's text files (the demo's own), else drawn ids."""
     texts = [Path(t) for t in request.text]
     if not texts and request.checkpoint == "demo":
-        texts = [demo_checkpoint() / "prompt.txt"]
+        texts = [demo_checkpoint() / PROMPT]
     vocab_size, room = checkpoint.vocab_size, checkpoint.max_length
     if isinstance(checkpoint, StateDict):  # the model says what is not stored
         tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
