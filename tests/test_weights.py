@@ -99,6 +99,17 @@ def test_tensors_of_zeros_are_not_equal(compare: Compare) -> None:
     assert (found.totals[0].identical, found.totals[0].zeros) == (1, 1)
     assert "1 of 5 tensors are equal, and 1 more are 0 in both." in said(found)
     assert [row.tensor for row in found.rows if row.zero] == ["a.bias"]
+    assert [row.equal for row in found.rows if row.zero] == [None]
+    assert found.totals[0].equal == 8 / 464  # the norm, of all elements but the 8 zeros
+    same = compare(state(0, **more), state(0, **more))
+    assert same.totals[0].equal == 1.0
+    assert said(same) == (
+        "b.pt equals a.pt: every finite element of the 4 tensors compared, and 2 more are 0 in "
+        "both."
+    )
+    assert said(compare(more, more)) == (
+        "b.pt and a.pt: all 2 tensors are 0 in both, so nothing is compared."
+    )
 
 
 @pytest.mark.parametrize(("elements", "least", "most"), [(4_000, 15, 40), (1_000_000, 0.7, 2.0)])
@@ -256,10 +267,11 @@ def expected(of: Tensor, against: Tensor) -> dict[str, float]:
     """The same by numpy and scipy, from the values."""
     a, b = (x.double().flatten().numpy() for x in (of, against))
     cast = b.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    told = (a != 0) | (b != 0)  # here the only zeros are of a tensor that is 0 in both
     return {
         "max_abs": np.abs(a - b).max(), "mean_abs": np.abs(a - b).mean(),
         "rel": np.linalg.norm(a - b) / np.linalg.norm(b),
-        "equal": (a == b).mean(), "w1": wasserstein_distance(a, b),
+        "equal": (a == b)[told].mean(), "w1": wasserstein_distance(a, b),
         # W1 of a cast is its mean change, since rounding keeps the order.
         "bfloat16_times": np.abs(a - b).mean() / wasserstein_distance(cast, b),
     }  # fmt: skip
@@ -274,6 +286,7 @@ def test_a_group_is_its_tensors_laid_end_to_end() -> None:
     of a cast among them; W1 is the mean of theirs, which is never below W1 of the concatenation.
     The comparison rejects a number that is off by 1e-9."""
     pairs = [(normal(40, n, seed=n), normal(40, n, seed=n + 1, size=0.1)) for n in (3, 50, 77)]
+    pairs[0][0][:9] = pairs[0][1][:9]
     pairs.append((torch.zeros(7), torch.zeros(7)))
     found = numbers(pooled([compared(a, b, cast_costs(b)) for a, b in pairs]), "mean_w1")
     a, b = (torch.cat([p[i].flatten() for p in pairs]) for i in (0, 1))

@@ -12,6 +12,10 @@ from numdev.cli.session import FILE, Results, command, command_line
 from numdev.errors import MeasurementError, UsageError
 
 STEPS = "Steps to take instead of the file's."
+NULL = (
+    "Over steps: a run that differs from A by rounding alone, which says what chance makes. "
+    "Repeatable; two or more."
+)
 STOP = "Stop after this time with everything saved; the same command resumes."
 
 
@@ -45,20 +49,40 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
 
 @command("weights run-1/checkpoint run-2/checkpoint")
 @click.argument("targets", nargs=-1, required=True, metavar="A B [C]...")
+@click.option("--null", "nulls", multiple=True, metavar="RUN", help=NULL)
 @device_option
-def weights(targets: tuple[str, ...], device: str | None, results: Results) -> None:
+def weights(
+    targets: tuple[str, ...], nulls: tuple[str, ...], device: str | None, results: Results
+) -> None:
     """Compare sets of weights tensor by tensor: B, and any further ones, with A.
 
     Each is a safetensors file, the index of a sharded one, a .pt, .pth or .bin file, a directory of
     either (of a Hugging Face checkpoint, say), a torch.distributed.checkpoint directory, or `demo`.
     No model is built. Exit code 0 however far apart they are; 3 where something is damaged, after
-    the rest was compared and reported."""
-    from numdev.training.weights.study import weights as run
+    the rest was compared and reported.
 
-    if len(targets) < 2:
+    Over the steps of a training, by layer and by kind of tensor beside chance: give the directory
+    of a `numdev train` or `numdev bounds` alone, whose checkpoints are compared with its golden
+    run's; or a run each, as a directory of checkpoints by step, a list `a-step1,a-step2` or a
+    pattern 'a-step*'."""
+    from numdev.training.weights.runs import is_over_steps
+    from numdev.training.weights.steps import over_steps
+    from numdev.training.weights.study import weights as compare
+
+    by_step = is_over_steps(targets)
+    if nulls and not by_step:
+        what = "--null: expected runs of several steps, got sets of weights"
+        raise UsageError(what, hint="give runs as directories of checkpoints by step")
+    if len(targets) < 2 and not by_step:
         raise UsageError("weights: expected two sets or more to compare, got one")
-    directory = results.directory(Path(targets[0]).stem or "weights", [list(targets), device])
-    found = results.study(run, targets, directory, device=device or "auto")
+    name = Path(targets[0]).stem or "weights"
+    asked: dict[str, Any] = {"device": device or "auto"}
+    if by_step:
+        directory = results.directory(f"weights-{name}", [list(targets), list(nulls), device])
+        found = results.study(over_steps, targets, directory, nulls=nulls, **asked)
+    else:
+        directory = results.directory(name, [list(targets), device])
+        found = results.study(compare, targets, directory, **asked)
     results.hand_over(found, directory)
     if found.damage:
         first = found.damage[0]

@@ -21,8 +21,10 @@ from numdev.sources.files import is_plain
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
 BEYOND = "is beyond what float64 holds"
+ZERO = "0 in both"
 Sums = Mapping[str, Any]
-"""What adds up over elements: counts, sums, squares, `largest` (a maximum), `w1` times elements."""
+"""What adds up over elements: counts, sums, squares, `largest` (a maximum), `w1` times elements.
+`told` counts those by which sets can be told apart: none of a tensor that is 0 in both."""
 
 
 def unfit(x: Tensor) -> str | None:
@@ -65,6 +67,7 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
         a, b = a[both], b[both]
     apart, n = paired(a, b), a.numel()
     size_b = _norm(b)
+    told = n if bool(a.any()) or bool(b.any()) else 0
 
     def total(mean: float | None, times: int) -> float:
         """A mean is None only where it is beyond float64, or there is no element."""
@@ -81,7 +84,8 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
         "gap": total(apart.mean_abs, n),
         "gap_squares": gap**2,
         "against_squares": size_b**2,
-        "equal": n * (apart.equal or 0.0),
+        "told": told,
+        "equal": told * (apart.equal or 0.0),
         "w1": total(apart.w1, n),
         **casts,
     }
@@ -102,7 +106,7 @@ def numbers(sums: Sums, w1: str = "w1") -> dict[str, Any]:
         "max_abs": (sums["largest"], 1, ""),
         "mean_abs": (sums["gap"], n, ""),
         "rel": (math.sqrt(sums["gap_squares"]), against, "against is 0 everywhere"),
-        "equal": (sums["equal"], n, ""),
+        "equal": (sums["equal"], sums["told"], ZERO),
         w1: (sums["w1"], n, ""),
     }
     for name in CASTS:

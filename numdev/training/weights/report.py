@@ -11,9 +11,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from numdev.report import Record, Report
+from numdev.report import Axis, Figure, Record, Report
+from numdev.training.report import VariantRole
 
-ALL = "all"
+ALL: Literal["all"] = "all"
+Layer = int | Literal["all", "none"]
+"""By the first number in a tensor's name; `none` where it has none."""
 Cast = Literal["bfloat16", "float16", "float8_e4m3fn"]
 Matter = Literal["damaged", "not finite", "reshaped", "missing", "extra", "not compared"]
 
@@ -31,7 +34,7 @@ class WeightNumbers(Record):
     max_abs: float | None
     mean_abs: float | None
     rel: float | None  # ||of - against|| / ||against||
-    equal: float | None  # the share of elements
+    equal: float | None  # the share of elements; a tensor that is 0 in both has none
     bfloat16_times: float | None
     float16_times: float | None
     float8_e4m3fn_times: float | None
@@ -53,10 +56,9 @@ class TensorRow(WeightNumbers):
     stored_against: str
 
 
-class GroupRow(WeightNumbers):
-    """Tensors together, every element counting alike: all, or those of one kind of parameter."""
+class Together(WeightNumbers):
+    """Several tensors, every element counting alike."""
 
-    name: str
     tensors: int
     mean_w1: float | None
     """The mean of the tensors' W1, by elements: another number than W1 of all values pooled, which
@@ -70,6 +72,68 @@ class GroupRow(WeightNumbers):
     times_median: float | None  # the median tensor's; then the largest, and whose that is
     times_largest: float | None
     times_tensor: str | None
+
+
+class GroupRow(Together):
+    """All tensors, or those of one kind of parameter."""
+
+    name: str
+
+
+class RunRecord(Record):
+    """A run of which weights were kept at several steps."""
+
+    name: str
+    role: VariantRole
+    times: float | None = None  # the dose of a null that re-rounds, in floors
+    null: bool = False  # whether a user says that it differs from the first by rounding alone
+
+
+class CellRow(Together):
+    """What a run and the first, of one seed, have at a step: all tensors together, those of a
+    layer, of a kind, or of both."""
+
+    seed: int
+    step: int
+    layer: Layer
+    kind: str  # or ALL
+
+
+class Standing(Record):
+    """A run's distance in a layer and a kind at a step, beside what chance makes of the same
+    tensors in the same seed at the same step: runs re-rounded at one floor, or where there are none
+    all null runs of at most that."""
+
+    variant: str
+    role: VariantRole
+    layer: Layer
+    kind: str
+    step: int
+    metric: Literal["mean_abs", "mean_w1", "max_abs"]
+    value: float | None  # the geometric mean over seeds
+    null: float | None  # that of the nulls, in each seed the geometric mean over its runs
+    ratio: float | None  # value over null, by seed: the geometric mean, then the ends
+    least: float | None
+    most: float | None
+    margin: float | None
+    """Over the farthest null run of at most one floor, in the seed where that is least."""
+    stands_out: bool | None
+    why: str | None = None  # why it is not judged
+
+
+class QuantileRow(Record):
+    """A quantile of a tensor's values in a run, over that of the first run; and the ends of what
+    the nulls of the seed have there. Of a layer and kind that stand out."""
+
+    variant: str
+    seed: int
+    step: int
+    tensor: str
+    quantile: float
+    against: float  # of the first run's values
+    shift: float
+    null_least: float | None
+    null_most: float | None
 
 
 class Remark(Record):
@@ -90,6 +154,7 @@ class SourceRecord(Record):
 
 class WeightsSummary(Record):
     answer: tuple[str, ...]
+    axis: Axis | None = None  # of the figures, over steps
 
 
 class WeightsReport(Report):
@@ -98,9 +163,16 @@ class WeightsReport(Report):
     kind: Literal["weights"] = "weights"
     summary: WeightsSummary
     sources: tuple[SourceRecord, ...]  # the first is the one that all others are compared with
-    rows: tuple[TensorRow, ...]
-    groups: tuple[GroupRow, ...]
+    rows: tuple[TensorRow, ...] = ()
+    groups: tuple[GroupRow, ...] = ()
     remarks: tuple[Remark, ...] = ()
+    # Over the steps of a training, in place of `rows` and `groups`:
+    runs: tuple[RunRecord, ...] = ()  # the first is the one that all others are compared with
+    cells: tuple[CellRow, ...] = ()
+    standings: tuple[Standing, ...] = ()
+    quantiles: tuple[QuantileRow, ...] = ()
+    early: tuple[int, ...] = ()  # steps before curves bend (docs/bounds.md)
+    figures: tuple[Figure, ...] = ()
 
     @property
     def damage(self) -> tuple[Remark, ...]:
@@ -113,4 +185,11 @@ class WeightsReport(Report):
         return tuple(g for g in self.groups if g.name == ALL)
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        if self.runs:
+            return {
+                "cells": self.cells,
+                "standings": self.standings,
+                "quantiles": self.quantiles,
+                "remarks": self.remarks,
+            }
         return {"rows": self.rows, "groups": self.groups, "remarks": self.remarks}

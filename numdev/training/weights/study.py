@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,9 +47,10 @@ BLIND = 0.25
 """Below this share of the mean difference, W1 needs the word that it is blind to pairing."""
 UNKNOWN = "{p.of} and {p.against}: the mean difference is not known ({null})."
 EQUAL = (
-    "{p.of} equals {p.against}: every finite element of the {p.tensors} tensors compared "
-    "({p.elements:,})."
+    "{p.of} equals {p.against}: every finite element of the {tensors} tensors compared"
+    "{elements}{zeros}."
 )
+NOTHING = "{p.of} and {p.against}: all {p.tensors} tensors are 0 in both, so nothing is compared."
 DIFFERS = (
     "{p.of} differs from {p.against} by {mean} on average: {beside} At most "
     "{most}, in {p.max_tensor}; {p.identical} of {tensors} tensors are equal{zeros}."
@@ -88,43 +89,13 @@ def weights(
     opened = [open_weights(target) for target in targets]
     claim(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
-    rows: list[records.TensorRow] = []
-    sums: list[pairs.Sums] = []
     with watch("weights"):
         both = Comparison(opened, system.device)
-        costs, costed = {}, None
-        for name, other, of, against in both.tensors(progress):
-            if against is not costed:  # once for all others
-                costs, costed = pairs.cast_costs(against), against
-            sums.append(pairs.compare(of, against, costs))
-            row = records.TensorRow(
-                of=other.name,
-                against=opened[0].name,
-                tensor=name,
-                kind=kind_of(name),
-                shape=tuple(against.shape),
-                stored_of=pairs.name_of(of),
-                stored_against=pairs.name_of(against),
-                zero=not bool(of.any()) and not bool(against.any()),
-                **pairs.numbers(sums[-1]),
-            )
-            rows.append(row)
-            for source, lost in ((other, row.nonfinite_of), (opened[0], row.nonfinite_against)):
-                if lost:
-                    words = f"has {lost} NaN or infinite elements of {row.elements}"
-                    both.remark(source, name, "not finite", words)
+        rows, sums = _split(both.measured(progress))
         if not rows:
             said = [f"{r.source}: {r.tensor or ''} {r.words}" for r in both.remarks]
             raise MeasurementError(f"no tensor could be compared: {some(said)}")
-        sources = tuple(
-            records.SourceRecord(
-                name=source.name,
-                tensors=len(source.tensors),
-                elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
-                sha256=identity(source.files),
-            )
-            for source in opened
-        )
+        sources = tuple(map(record_of, opened))
     groups = tuple(_groups(rows, sums))
     remarks = tuple(both.remarks)
     return records.WeightsReport(
@@ -139,6 +110,22 @@ def weights(
     )
 
 
+def record_of(source: Weights) -> records.SourceRecord:
+    return records.SourceRecord(
+        name=source.name,
+        tensors=len(source.tensors),
+        elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
+        sha256=identity(source.files),
+    )
+
+
+def _split(
+    measured: Iterable[tuple[records.TensorRow, pairs.Sums]],
+) -> tuple[list[records.TensorRow], list[pairs.Sums]]:
+    both = list(measured)
+    return [row for row, _ in both], [sums for _, sums in both]
+
+
 class Comparison:
     """The tensors of sets of weights beside the first's, and remarks on what has no place there."""
 
@@ -146,6 +133,32 @@ class Comparison:
         self.first, *self.others = opened
         self.device = device
         self.remarks: dict[records.Remark, None] = {}  # each once: the first set is met by all
+
+    def measured(
+        self, progress: Progress = lambda what, done, total: None
+    ) -> Iterator[tuple[records.TensorRow, pairs.Sums]]:
+        """The row of each of `tensors`, and what adds up of it. NaN and infinity are a remark."""
+        costs, costed = {}, None
+        for name, other, of, against in self.tensors(progress):
+            if against is not costed:  # once for all others
+                costs, costed = pairs.cast_costs(against), against
+            sums = pairs.compare(of, against, costs)
+            row = records.TensorRow(
+                of=other.name,
+                against=self.first.name,
+                tensor=name,
+                kind=kind_of(name),
+                shape=tuple(against.shape),
+                stored_of=pairs.name_of(of),
+                stored_against=pairs.name_of(against),
+                zero=not bool(of.any()) and not bool(against.any()),
+                **pairs.numbers(sums),
+            )
+            for source, lost in ((other, row.nonfinite_of), (self.first, row.nonfinite_against)):
+                if lost:
+                    words = f"has {lost} NaN or infinite elements of {row.elements}"
+                    self.remark(source, name, "not finite", words)
+            yield row, sums
 
     def tensors(
         self, progress: Progress = lambda what, done, total: None
@@ -226,42 +239,48 @@ def _groups(
                 if row.of == of and name in (records.ALL, row.kind)
             ]
             if these:
-                place: dict[str, Any] = {"of": of, "against": rows[0].against, "name": name}
-                yield _group(place, *zip(*these, strict=True))
+                own, parts = _split(these)
+                yield records.GroupRow(name=name, **together(own, parts))
 
 
-def _group(
-    place: Mapping[str, Any], rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]
-) -> records.GroupRow:
+def together(rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]) -> dict[str, Any]:
+    """The fields of several tensors of one set, as one."""
     stored = [FORMATS[row.stored_against].precision for row in rows]
     coarser = {name: sum(FORMATS[name].precision < p for p in stored) for name in pairs.CASTS}
-    cast: Any = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
+    cast = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
     ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
     apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
     largest = max(ratios, key=lambda name: ratios[name], default=None)
-    return records.GroupRow(
-        **place,
+    return {
+        "of": rows[0].of,
+        "against": rows[0].against,
         **pairs.numbers(pairs.pooled(sums), "mean_w1"),
-        tensors=len(rows),
-        identical=sum(
-            r.equal == 1 and not (r.zero or r.nonfinite_of or r.nonfinite_against) for r in rows
+        "tensors": len(rows),
+        "identical": sum(
+            r.equal == 1 and not (r.nonfinite_of or r.nonfinite_against) for r in rows
         ),
-        zeros=sum(r.zero for r in rows),
-        max_tensor=max(apart, key=lambda name: apart[name], default=None),
-        yardstick=cast,
-        times_median=statistics.median(ratios.values()) if ratios else None,
-        times_largest=None if largest is None else ratios[largest],
-        times_tensor=largest,
-    )
+        "zeros": sum(r.zero for r in rows),
+        "max_tensor": max(apart, key=lambda name: apart[name], default=None),
+        "yardstick": cast,
+        "times_median": statistics.median(ratios.values()) if ratios else None,
+        "times_largest": None if largest is None else ratios[largest],
+        "times_tensor": largest,
+    }
 
 
 def _answer(groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]) -> Iterator[str]:
     """The mean difference beside what one cast of the same tensors would have changed, W1 beside
     the mean difference, and what could not be compared, damage first."""
     for g in (g for g in groups if g.name == records.ALL):
+        zeros = ZEROS.format(p=g) if g.zeros else ""
         if g.mean_abs is None or g.max_abs == 0:
-            yield (UNKNOWN if g.mean_abs is None else EQUAL).format(
-                p=g, null=g.nulls.get("mean_abs")
+            same = NOTHING if g.zeros == g.tensors else EQUAL
+            yield (UNKNOWN if g.mean_abs is None else same).format(
+                p=g,
+                null=g.nulls.get("mean_abs"),
+                tensors=g.tensors - g.zeros,
+                elements="" if g.zeros else f" ({g.elements:,})",
+                zeros=zeros,
             )
             continue
         beside = NO_CAST if g.times_median is None else BESIDE
@@ -273,13 +292,18 @@ def _answer(groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark
             most=si(g.max_abs),
             beside=beside,
             tensors=g.tensors - g.zeros,
-            zeros=ZEROS.format(p=g) if g.zeros else "",
+            zeros=zeros,
         )
         share = (g.mean_w1 or 0.0) / g.mean_abs
         casts = None if g.yardstick is None else g.times(g.yardstick)
         cast = "" if casts is None else CAST.format(p=g, times=times(share * casts))
         blind = IS_BLIND if share < BLIND else ""
         yield BAGS.format(p=g, w1=si(g.mean_w1), share=si(share), cast=cast, blind=blind)
+    yield from matters(remarks)
+
+
+def matters(remarks: Sequence[records.Remark]) -> Iterator[str]:
+    """What could not be compared, or needs a word, damage first."""
     for what in get_args(records.Matter):
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if (r.what, r.source) == (what, source)]

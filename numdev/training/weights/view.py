@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from numdev.report import document as doc
 from numdev.report.document import TEXT, Cell, Column
 from numdev.report.numbers import NONE, si, times
+from numdev.training.weights import steps_view
 from numdev.training.weights.report import GroupRow, TensorRow, WeightsReport
 
 SHOWN = 8  # tensors of a pair; rows.csv has all
@@ -22,13 +23,15 @@ LEGEND = (
 
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
+    if report.runs:
+        yield from steps_view.blocks(report)
     for pair in report.totals:
         groups = [
             (Cell(g.name, after=f"({g.tensors})"), g) for g in report.groups if g.of == pair.of
         ]
         yield _table("kind", groups, f"{pair.of} against {pair.against}")
         first = f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
-        moved = [(_name(row), row) for row in leading(report, pair) if row.equal != 1]
+        moved = [(_name(row), row) for row in leading(report, pair) if row.max_abs != 0]
         yield _table(first, moved[:SHOWN], "")
     yield doc.words(
         ("weights", "tensor", "", ""),
@@ -36,7 +39,8 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         title="What could not be compared, or needs a word",
         only=TEXT,
     )
-    yield from doc.notes((LEGEND,))
+    if report.groups:
+        yield from doc.notes((LEGEND,))
 
 
 def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
