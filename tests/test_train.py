@@ -7,9 +7,12 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,7 @@ from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.training.measure import distance, spectral_norms
 from numdev.training.models import build
+from numdev.training.optimiser import Updates
 from numdev.training.outputs import floors_of, row_of, sharpened
 from numdev.training.report import (
     DistanceRow,
@@ -673,3 +677,103 @@ def test_weights_that_are_no_longer_finite_are_not_said_to_be_the_same() -> None
     )
     gone = told({"flash": {1: [0.0], 2: [None]}})
     assert not any("bit for bit" in sentence for sentence in gone)
+
+
+@pytest.mark.parametrize(("settings", "theirs"), [
+    ({"name": "adamw", "weight_decay": 0.1}, "AdamW"), ({"name": "sgd"}, "SGD"),
+    ({"name": "sgd", "momentum": 0.5, "weight_decay": 0.1}, "SGD"),
+])  # fmt: skip
+@pytest.mark.parametrize("scaled", [False, True])
+def test_updates_are_torchs_bit_for_bit(settings: Any, theirs: str, scaled: bool) -> None:
+    """As torch.optim's fused classes make them, over five steps of another rate each, with a
+    parameter that has no gradient at first, and with a scaler, which skips a step of infinities."""
+    made = Optimiser(**settings)
+    shapes = [(4, 3), (3,), (2, 5)]
+    ours, others = (
+        [torch.nn.Parameter(normal(*shape, seed=i)) for i, shape in enumerate(shapes)]
+        for _ in range(2)
+    )
+    more = {"momentum": made.momentum} if theirs == "SGD" else {"betas": made.betas}
+    groups = [
+        {"params": [others[0], others[2]], "weight_decay": made.weight_decay},
+        {"params": [others[1]], "weight_decay": 0.0},
+    ]
+    updates: Any = Updates(made, ours)
+    reference = getattr(torch.optim, theirs)(groups, lr=made.lr, fused=True, **more)
+    scalers = [torch.amp.GradScaler("cpu", enabled=scaled, init_scale=4.0) for _ in range(2)]
+    for step in range(5):
+        updates.set_rate(0.01 * (step + 1))
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        for i, (a, b) in enumerate(zip(ours, others, strict=True)):
+            if step or i or theirs == "SGD":  # which refuses that, with momentum, itself
+                a.grad = normal(*a.shape, seed=10 * step + i) * (math.inf if step == 2 else 1.0)
+                b.grad = a.grad.clone()
+        for optimiser, scaler in ((updates, scalers[0]), (reference, scalers[1])):
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimiser)
+            scaler.step(optimiser)
+            scaler.update()
+            optimiser.zero_grad()
+        same = [
+            torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+            for a, b in zip(ours, others, strict=True)
+        ]
+        assert same == [True] * 3, step
+    assert scaled == all(bool(p.isfinite().all()) for p in ours)
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_state_of_updates_goes_on_where_it_was() -> None:
+    """What was saved and loaded by another makes the same next step; an empty state is a start."""
+    first, second = ([torch.nn.Parameter(normal(3, 2, seed=1))] for _ in range(2))
+    made = Optimiser()
+    one, other = Updates(made, first), Updates(made, second)
+    other.load(one.state())
+    for updates, parameters in ((one, first), (other, second)):
+        parameters[0].grad = normal(3, 2, seed=2)
+        updates.step()
+    assert torch.equal(first[0], second[0])
+    third = [torch.nn.Parameter(first[0].detach().clone())]
+    resumed = Updates(made, third)
+    resumed.load([{name: x.clone() for name, x in slots.items()} for slots in one.state()])
+    for updates, parameters in ((one, first), (resumed, third)):
+        parameters[0].grad = normal(3, 2, seed=3)
+        updates.step()
+    assert torch.equal(first[0], third[0])
+    assert resumed.state()[0]["step"] == 2
+
+
+def test_training_imports_no_compiler(tmp_path: Path) -> None:
+    """Dynamo and Inductor cost three seconds of CPU, and compile nothing here."""
+    small = config(tmp_path)
+    code = (
+        "import sys\n"
+        "from numdev.cli.main import cli\n"
+        f"sys.argv = ['numdev', 'train', {str(small)!r}, '-o', {str(tmp_path / 'o')!r}, '-q']\n"
+        "try:\n    cli()\nfinally:\n"
+        "    names = ('torch._dynamo', 'torch._inductor', 'torch')\n"
+        "    print([name for name in names if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['torch']"
+
+
+def test_what_compiles_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor by its variable where nothing has imported it, and by its setting where something
+    has; all as before afterwards."""
+    settings = SimpleNamespace(deterministic=False)
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "0")
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", settings)
+    with deterministic(wanted=True):
+        assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+        assert settings.deterministic
+        assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "0"
+    assert not settings.deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
+    with deterministic(wanted=False):
+        assert not settings.deterministic

@@ -56,6 +56,11 @@ class OperatorLog(TorchDispatchMode):
         self.ran: list[str] = []
         self.returned: Any = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing here is compiled, and skipping Dynamo imports it, three seconds of CPU."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,13 +94,18 @@ def load(config: DataConfig, model: ModelConfig, count: int, device: torch.devic
 
 def stdlib() -> list[str]:
     """The library's own .py files in UTF-8, sorted by path."""
-    root = Path(sysconfig.get_path("stdlib"))
-    texts = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
+    paths = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        # Not entered: site-packages may hold ten thousands of files.
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         # _sysconfigdata_*.py records the machine that built this Python.
-        if EXCLUDED_FOLDERS.intersection(name.parts) or name.name.startswith("_sysconfigdata"):
-            continue
+        paths += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    texts = []
+    for path in sorted(paths):
         with suppress(UnicodeDecodeError):
             texts.append(path.read_text(encoding="utf-8"))
     return [text for text in texts if text.strip()]

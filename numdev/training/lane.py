@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from numdev.kernels.training import attended, crossed
 from numdev.training.config import ModelConfig, Optimiser, Variant
 from numdev.training.data import seed_of
 from numdev.training.models import Batch, build
+from numdev.training.optimiser import Updates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = CaseRef(case="training")
@@ -98,23 +99,6 @@ def rate(config: Optimiser, step: int, steps: int) -> float:
     return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def make_optimiser(config: Optimiser, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Fused: one launch for all weights. Decay on matrices, none on gains and biases."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    device = parameters[0].device
-    cuda = device.type == "cuda"
-    # On the device, where a recorded step finds it.
-    lr = torch.tensor(config.lr, device=device) if cuda else config.lr
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=True)
-    return torch.optim.AdamW(
-        groups, lr=lr, betas=config.betas, eps=config.eps, fused=True, capturable=cuda
-    )
-
-
 class Lane:
     """A variant at step 0, or wherever `load` puts it. `loss`, and `norm`, that of the gradient
     before clipping, are of the last batch, on the device."""
@@ -154,7 +138,7 @@ class Lane:
                 move_weights(network, torch.Generator().manual_seed(made))
             self.network = network.to(device).train()
             self.parameters = list(network.parameters())
-            self.optimiser = make_optimiser(variant.optimiser, self.parameters)
+            self.optimiser = Updates(variant.optimiser, self.parameters)
         self.scaler = torch.amp.GradScaler(device.type, enabled=variant.format == "float16")
         # Of two kernels neither may draw: only the first draws from what a recording knows.
         self.recordable = (
@@ -168,11 +152,7 @@ class Lane:
     def step(self, batch: Batch, step: int, steps: int) -> None:
         """Update `step` of `steps`, from this batch. Nothing waits for the device."""
         self.lr = rate(self.variant.optimiser, step, steps)
-        for group in self.optimiser.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(self.lr)
-            else:
-                group["lr"] = self.lr
+        self.optimiser.set_rate(self.lr)
         with _named(self.variant):
             if self.replay is None:
                 self.loss, self.norm = self._update(batch)
@@ -183,10 +163,11 @@ class Lane:
     def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One update; the loss and the norm of its gradient."""
         loss = self._backward(batch)
-        self.scaler.unscale_(self.optimiser)
+        optimiser = cast(torch.optim.Optimizer, self.optimiser)  # as far as a scaler knows one
+        self.scaler.unscale_(optimiser)
         clip = self.variant.optimiser.clip
         norm = nn.utils.clip_grad_norm_(self.parameters, math.inf if clip is None else clip)
-        self.scaler.step(self.optimiser)
+        self.scaler.step(optimiser)
         self.scaler.update()
         self.optimiser.zero_grad()
         return loss, norm
@@ -244,7 +225,7 @@ class Lane:
         """Everything that decides the steps to come, as tensors and plain data."""
         return {
             "network": self.network.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimiser": self.optimiser.state(),
             "scaler": self.scaler.state_dict(),
             "noise": None if self.noise is None else self.noise.get_state(),
         }
@@ -253,10 +234,7 @@ class Lane:
         """Go on from what `state` returned; a recorded step is forgotten."""
         self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        for group in self.optimiser.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"] = group["lr"].to(self.device)
+        self.optimiser.load(state["optimiser"])
         self.scaler.load_state_dict(state["scaler"])
         if self.noise is not None:
             self.noise.set_state(state["noise"].cpu())

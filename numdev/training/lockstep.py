@@ -6,6 +6,7 @@ name only when they are complete."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from numdev.training.outputs import outputs
 
 STATE, PARTLY = "state.pt", ".state.pt.partly"  # what it is called until it is complete
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+COMPILED = "TORCHINDUCTOR_DETERMINISTIC"
 
 
 class Ran(BaseModel):
@@ -124,21 +126,46 @@ def _digest(state: dict[str, Any]) -> str:
 @contextmanager
 def deterministic(*, wanted: bool) -> Iterator[None]:
     """Deterministic algorithms alone, an error from operators that have none; everything as before
-    afterwards. cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not
-    filled before its use, as PyTorch would: nothing here reads what it did not write. Unless it is
-    `wanted` nothing is changed."""
+    afterwards. Unless it is `wanted` nothing is changed.
+
+    cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not filled before its
+    use, as PyTorch would: nothing here reads what it did not write. Inductor is told by a variable,
+    which it reads when a kernel that is compiled imports it: torch.use_deterministic_algorithms
+    would import it, three seconds of CPU."""
     memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, workspace = memory.fill_uninitialized_memory, os.environ.get(WORKSPACE)
+    before, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    environment = {name: os.environ.get(name) for name in (WORKSPACE, COMPILED)}
+    compiled = _inductor_is_deterministic()
     try:
         if wanted:
             os.environ.setdefault(WORKSPACE, ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            os.environ[COMPILED] = "1"
+            _tell_inductor(True)
+            torch.set_deterministic_debug_mode("error")
             memory.fill_uninitialized_memory = False
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
+        torch.set_deterministic_debug_mode(before)
         memory.fill_uninitialized_memory = filled
-        if workspace is None:
-            os.environ.pop(WORKSPACE, None)
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _tell_inductor(compiled)
+
+
+def _inductor() -> Any:
+    """Its settings, where something has imported them."""
+    return sys.modules.get("torch._inductor.config")
+
+
+def _inductor_is_deterministic() -> bool:
+    settings = _inductor()
+    return os.environ.get(COMPILED) == "1" if settings is None else bool(settings.deterministic)
+
+
+def _tell_inductor(wanted: bool) -> None:
+    settings = _inductor()
+    if settings is not None and hasattr(settings, "deterministic"):
+        settings.deterministic = wanted

@@ -78,8 +78,8 @@ def train(
             outputs = journal.records("output", OutputRow)
             ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
         variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
-        with torch.device("meta"):
-            network = build(request.model, data.vocabulary, None)
+        # On the meta device its weights would be drawn by references, which import Dynamo.
+        network = build(request.model, data.vocabulary, None)
         report = TrainReport(
             provenance=provenance(system, described, command),
             request=request.model_dump(mode="json"),
