@@ -431,7 +431,8 @@ def test_an_option_by_position_is_refused() -> None:
     def mine(case: AttentionCase, uncovered: bool = False) -> Output:
         return Output(out=case.v)
 
-    with pytest.raises(UsageError, match="takes 'uncovered' by position") as caught:
+    words = "expected a function of a case, got one of case, uncovered"
+    with pytest.raises(UsageError, match=words) as caught:
         options_of(mine)
     assert caught.value.hint == "write options behind a `*`"
     assert find("varlen-attn").options == {"uncovered": False}

@@ -297,9 +297,10 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     Raises UsageError for one without a default, since what is not asked for must still be recorded,
     and for one that can be given by position, which no request could ask for."""
     parameters = inspect.signature(function).parameters.values()
-    for p in [p for p in parameters if p.kind in POSITIONAL][1:]:
-        what = f"the kernel {_identity(function)} takes {p.name!r} by position"
-        raise UsageError(what, hint="write options behind a `*`")
+    by_position = [p.name for p in parameters if p.kind in POSITIONAL]
+    if len(by_position) > 1:
+        what = f"the kernel {_identity(function)}: expected a function of a case, got one of "
+        raise UsageError(what + ", ".join(by_position), hint="write options behind a `*`")
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     for name, default in options.items():
         if default is inspect.Parameter.empty:
