@@ -111,7 +111,7 @@ def table() -> list[object]:
 
 
 @pytest.mark.parametrize("name", table())
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_a_hostile_kernel_costs_its_own_row(
     shared: Isolated, note: Path, case: AttentionCase, name: str
 ) -> None:

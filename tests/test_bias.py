@@ -93,7 +93,7 @@ HEADS = QUICK["reports"] * QUICK["heads"]
     ("regime", "fmt"),
     [("normal", "bfloat16"), ("ties, strength 16", "bfloat16"), ("ties, strength 16", "float16")],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.thorough
 def test_the_sound_go_free_and_the_guilty_do_not(regime: str, fmt: str) -> None:
     """Of 104 heads sound kernels are accused in none, truncation and a drift of 0.1 ulp in all; the
     un-normalised product where few terms are added and the format keeps the tail of P."""

@@ -114,7 +114,7 @@ class Live(list[Captured]):
         return len(self)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_reports_what_one_process_does(tmp_path: Path) -> None:
     """The same rows in the same order, each once; one that raises costs its own."""
     plan = plan_of("sdpa-math", "broken_kernels:raises", formats=("bfloat16",))

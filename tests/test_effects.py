@@ -336,7 +336,7 @@ def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["stable_diffusion", "sd3"])
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_a_pipeline_is_compared_at_its_latents_and_its_image(
     name: str, capsys: Any, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ CALLS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.thorough
 def test_scripts_print_the_figures_of_the_audit(tmp_path: Path) -> None:
     """With torch alone, for real kernels, over masks, positions, grouped heads, figures, gradients
     and the output of a training step; and they say whether it shows by their exit codes."""

@@ -449,7 +449,7 @@ def test_an_edited_state_is_no_state(tmp_path: Path, edit: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_a_process_that_is_stopped_continues(tmp_path: Path, number: signal.Signals) -> None:
     """A process of its own, stopped by a real signal in whatever it is doing: the report is that of
     an undisturbed run. Ctrl-C saves the state and exits with 130."""

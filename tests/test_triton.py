@@ -37,9 +37,13 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["triton_flash_cases.py", "fused_cases.py"])
 @pytest.mark.parametrize(
-    "marked", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)]
+    ("cases", "marked"),
+    [
+        ("fused_cases.py", "not thorough"),
+        pytest.param("fused_cases.py", "thorough", marks=pytest.mark.thorough),
+        pytest.param("triton_flash_cases.py", "not nothing", marks=pytest.mark.thorough),
+    ],
 )
 def test_in_the_interpreter(cases: str, marked: str) -> None:
     """A file's tests pass, in a process of its own."""
