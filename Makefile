@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logic
 
 $(SETUP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 audit: $(SETUP)
@@ -61,7 +61,7 @@ wheel: $(SETUP)
 OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
 .oldest/.installed: $(SETUP) Makefile
 	rm -rf .oldest
-	$(BIN)/python -m pip install --quiet --target .oldest --no-deps $(OLDEST)
+	$(BIN)/python -m pip install --quiet --no-compile --target .oldest --no-deps $(OLDEST)
 	touch $@
 
 MODEL_TESTS := $(addprefix tests/test_,capture.py audit_models.py checkpoint.py)

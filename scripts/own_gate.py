@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULT, SOUND = "planted:p_truncated", "planted:sound"
 AUDITS: dict[str, tuple[str, ...]] = {
     "sound": (),
-    "planted": ("--kernel", SOUND, "--kernel", FAULT, "--reproducers", "0"),
+    "planted": ("--layers", "0", "--kernel", SOUND, "--kernel", FAULT, "--reproducers", "0"),
 }
 
 

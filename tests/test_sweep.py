@@ -20,9 +20,10 @@ from oracles import make_case
 
 from numdev import kernels, report
 from numdev.audit.sweep import plan, sweep
+from numdev.audit.sweep_summary import summarised
 from numdev.cases import AttentionCase
 from numdev.config import SweepConfig, SweepRequest
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
@@ -299,3 +300,22 @@ def test_an_axis_that_spans_a_factor_of_eight_is_logarithmic(
 ) -> None:
     grid = planned(tmp_path, cases=[{**SIZES, "seq_len": lengths}], x="seq_len").grid
     assert grid.axis.scale == scale
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernels": []},
+        {"baseline": "nobody"},
+        {"y": ["nothing"]},
+        {"x": "nothing"},
+        {"cases": []},
+    ],
+)
+def test_a_stored_request_that_is_none_of_a_sweep_is_one_line(changes: dict[str, Any]) -> None:
+    """A report from elsewhere may hold anything."""
+    stored = report.read(ROOT / "tests" / "data" / "reports" / "sweep.json")
+    assert isinstance(stored, SweepReport)
+    altered = stored.model_copy(update={"request": {**stored.request, **changes}})
+    with pytest.raises(MeasurementError, match="inconsistent report: "):
+        summarised(altered)

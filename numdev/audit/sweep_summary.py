@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from numdev.config import SweepRequest
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, UsageError
 from numdev.gate.rows import CUT
 from numdev.report import PlannedKernel, PlanRecord, SweepReport, SweepSummary
 from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentences
@@ -11,8 +13,8 @@ from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentence
 
 def summarised(report: SweepReport) -> SweepReport:
     """The report with its cells, figures and summary as its rows have them."""
-    request = SweepRequest.model_validate(report.request)
-    grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
+    request = _request_of(report)
+    grid = _grid_of(report, request)
     baseline = baseline_of(request, report.plan)
     metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
     of = (baseline.kernel, baseline.options)
@@ -27,6 +29,28 @@ def summarised(report: SweepReport) -> SweepReport:
     )
     drawn = tuple(figures(lines, grid, called))
     return report.model_copy(update={"summary": summary, "cells": every, "figures": drawn})
+
+
+def _request_of(report: SweepReport) -> SweepRequest:
+    try:
+        return SweepRequest.model_validate(report.request)
+    except ValidationError as error:
+        what = "inconsistent report: its request is none of a sweep"
+        raise MeasurementError(what, hint=CUT) from error
+
+
+def _grid_of(report: SweepReport, request: SweepRequest) -> Grid:
+    """The grid, which every row must stand in."""
+    grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
+    known = {case.name for case in request.cases}
+    if strays := {row.case for row in report.rows} - known:
+        what = f"inconsistent report: the request has no case {min(strays)!r}"
+        raise MeasurementError(what, hint=CUT)
+    try:
+        grid.x  # noqa: B018  # raises where there is no such axis or metric
+    except UsageError as error:
+        raise MeasurementError(f"inconsistent report: {error.message}", hint=CUT) from error
+    return grid
 
 
 def baseline_of(request: SweepRequest, plan: PlanRecord) -> PlannedKernel:
