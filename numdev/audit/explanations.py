@@ -149,8 +149,10 @@ def likenesses(
     system: System,
 ) -> dict[str, Likeness]:
     """By tensor, the way that best explains an output of which `tensors` are beyond their limits
-    under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Nothing
-    where no way does that takes the call, or where no element can be predicted (in float32)."""
+    under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Where
+    it explains all of dk or of dv alone, both are summed over their query heads as it sums them.
+    Nothing where no way does that takes the call, or where no element can be predicted (in
+    float32)."""
     select = bench.selection.select
     came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in came.items() if n == "out" or all_finite([x])]
@@ -158,6 +160,7 @@ def likenesses(
         return {}
     residuals = {n: _residual(came[n], bench.yardsticks[n]) for n in names}
     apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
+    alone = [(n,) for n in names if n in KV_TENSORS and n in tensors and bench.case.group > 1]
     best: dict[tuple[str, ...], Likeness] = {}
 
     def hold(words: str, way: Tried, *parts: Sequence[str]) -> None:
@@ -183,15 +186,20 @@ def likenesses(
         if step is not None and residuals["out"](step["out"]) > most:
             rest.append((words, way))
             continue
-        hold(words, way, names, *apart)
+        hold(words, way, names, *apart, *alone)
         if (whole := best.get(tuple(names))) is not None and whole.residual <= fits.ENOUGH:
             break
     if whole is not None:
         return dict.fromkeys(names, whole)
     if names[1:] in apart and ("out" not in tensors or tuple(names[:1]) in best):
         for words, way in rest:  # gradients of a wrong output inherit its mistake
-            hold(words, way, names[1:])
+            hold(words, way, names[1:], *alone)
+    summed = [best.pop(part) for part in alone if part in best]
     found = {n: like for part, like in best.items() for n in part}
+    # Their rounding shows in dv wherever the tiles begin; dk has that of the output too.
+    nearest = min(summed, key=lambda like: like.residual, default=None)
+    if nearest is not None and nearest.residual <= fits.ENOUGH:
+        found = {n: nearest for n in KV_TENSORS if n in names} | found
     if "out" in tensors and "out" not in found:
         like = _partly_cubic(came["out"], formats, bench)
         found |= {} if like is None else {"out": like}
