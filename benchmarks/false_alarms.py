@@ -70,19 +70,19 @@ def kernels() -> Iterator[Kernel]:
 def emulating(
     name: str, claim: Mapping[str, Any], ran: Mapping[str, Any], *, declared: bool
 ) -> Kernel:
-    """An emulation as a kernel, in fp32 arithmetic. Where scores or row sums are rounded, so would be
-    a log-sum-exp made of them, and a backward pass would miss the digits: it returns none."""
+    """An emulation as a kernel, in fp32 arithmetic. One that rounds its scores or row sums returns
+    no log-sum-exp: made of them it would lack the digits that a backward pass needs."""
     emulated = find("emulated")
     options = {**claim, **ran, "compute": "float32"}
 
-    def told(output: Output) -> Output:
+    def returned(output: Output) -> Output:
         return replace(output, lse=None) if claim["preset"] in ROUNDS_SUMS else output
 
     claims: dict[str, Any] = {"claims": lambda case, output, system: claim} if declared else {}
     return Kernel(
         name=name,
-        function=lambda case: told(emulated.attend(case, **options)),
-        backward=lambda case: told(emulated.gradients(case, **options)),
+        function=lambda case: returned(emulated.attend(case, **options)),
+        backward=lambda case: returned(emulated.gradients(case, **options)),
         **claims,
     )
 
