@@ -168,7 +168,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("fault", QUICK)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
     """What it says names the case, the tensor, and what is wrong with it."""
     case, tensor, words = QUICK[fault]
@@ -369,7 +369,7 @@ def transposed_where_square(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tens
     (as_many_queries_as_keys, {"more-queries", "causal-more-queries"}),
     (transposed_where_square, {"length-of-head-dim"}),
 ])  # fmt: skip
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_the_default_cases_have_the_sizes_that_code_takes_for_one_another(
     faulty: Callable[..., Tensor], where: set[str]
 ) -> None:
@@ -516,7 +516,7 @@ def test_threads_and_autograd_are_left_as_they_were(monkeypatch: pytest.MonkeyPa
         torch.set_num_threads(before)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sound_kernel_passes_every_feature() -> None:
     """`numdev check` passes what it does not refuse, and says what it refuses."""
     done = invoked("check", "sdpa-flash", "--json", "--case", FEATURES)

@@ -252,7 +252,8 @@ def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
         "    return torch.softmax((q @ k.mT * scale).float(), -1).to(v.dtype) @ v\n\n"
         "def wrong(q, k, v):\n    return right(q, k, v, 0.1)\n"
     )
-    small = ("--case", "full", "--case", "padding", "--claim", "preset=eager", "-o", "out")
+    small = ("--case", "full", "--case", "padding", "--claim", "preset=eager", "-o", "out",
+             "--format", "bfloat16")  # fmt: skip
     judged = {"PASS": (0, "right"), "NOT JUDGED": (3, "right", "--backward"), "FAIL": (1, "wrong")}
     for verdict, (code, name, *more) in judged.items():
         found = run("check", f"pkg/mine.py:{name}", *small, *more, "--json")

@@ -163,7 +163,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "planted_kernel:attention"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
     """It is imported and called with the arguments numdev gave it, options among them; a bool mask
     arrives as the bias it was given as. What is repaired does not show."""

@@ -143,7 +143,7 @@ def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) 
     *("window_tiles", "sinks_of_head_0", "sinks_zero", "epsilon_1e1", "stale_sum"),
     *("lse_without_sinks", "lse_without_maximum", "backward_without_slope", "backward_kv_modulo"),
 ])  # fmt: skip
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 def test_a_fault_is_named_by_its_class(name: str) -> None:
     """Of benchmarks/names.py, one of a class that is no case, or of another tensor."""
     fault = functions.FAULTS[name]

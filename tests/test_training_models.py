@@ -120,7 +120,7 @@ def test_every_bundled_configuration_is_valid() -> None:
     """configs/train/*.yaml validate, and the main experiment has ten million parameters."""
     folder = Path(__file__).parent.parent / "configs" / "train"
     found = {path.name: read_yaml(path, TrainConfig) for path in sorted(folder.glob("*.yaml"))}
-    assert len(found) == 9
+    assert len(found) == 10
     with torch.device("meta"):
         network = build(found["bounds-gpt.yaml"].model, 256, None)
     assert sum(p.numel() for p in network.parameters()) >= 10_000_000
