@@ -342,7 +342,11 @@ def test_the_papers_question_has_an_answer(
     )
     begins = f"{verdict.capitalize()} in this run{why.get(verdict, '')}: the paper's 0.2 to 0.5"
     assert first.startswith(begins)
-    for metric, words in (("w1", "in W1"), ("mean_abs", "in the mean"), ("max_abs", "in the larg")):
+    for metric, words in (
+        ("w1", "in pooled W1"),
+        ("mean_abs", "in the mean"),
+        ("max_abs", "in the larg"),
+    ):
         c = compared(found, "low-precision", "early", metric)
         assert f"{ratio(c)} {words}" in first
     c = compared(found, "low-precision", "early", "w1")
@@ -454,8 +458,8 @@ def test_the_answer_comes_first(bounds: Found) -> None:
         ratio(compared(found, "low-precision", "early", m)) for m in ("w1", "mean_abs", "max_abs")
     )
     assert paper == (
-        "Reproduced in this run: the paper's 0.2 to 0.5 (W1). flash over low-precision is "
-        f"{w1} in W1, {mean} in the mean, {largest} in the largest, at steps 1 to 100."
+        "Reproduced in this run: the paper's 0.2 to 0.5 (pooled W1). flash over low-precision is "
+        f"{w1} in pooled W1, {mean} in the mean, {largest} in the largest, at steps 1 to 100."
     )
     assert controls.startswith(
         "Controls, of the distance of low-precision in the mean: attention alone in bfloat16 0.5"
@@ -489,7 +493,7 @@ PARTING = changed(
          "all steps, with no sign that curves merge.", 40,
          "no curve has merged with the null by step 40"),
         (curves(SAME), NAMES,
-         "Undecided: the paper's 0.2 to 0.5 (W1): nothing can be said of flash", None, None),
+         "Undecided: the paper's 0.2 to 0.5 (pooled W1): nothing can be said of flash", None, None),
     ],
     ids=["chance", "no null", "not merged", "merged at once"],
 )  # fmt: skip
@@ -512,7 +516,7 @@ def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
     rows = changed(several(), lambda r: r.variant == "flash", w1=lambda x: 2 * x)
     found = bounds(rows + start)
     metrics, windows, *_ = [n for n in views.blocks(found) if isinstance(n, Table)]
-    assert [c.title for c in metrics.columns[2:]] == ["mean, ×", "W1, ×", "largest, ×"]
+    assert [c.title for c in metrics.columns[2:]] == ["mean, ×", "pooled W1, ×", "largest, ×"]
     early = [compared(found, "low-precision", "early", m) for m in ("mean_abs", "w1", "max_abs")]
     expected = ["flash", "low-precision", *map(ratio, early)]
     assert [cell.text for cell in metrics.rows[0].cells] == expected

@@ -27,7 +27,7 @@ from numdev.training.bounds.words import amount, ratio, said
 WINDOWS: Mapping[Window, str] = {
     **{"first": "step", "early": "early, step", "saturated": "merged, step", "start": "gradient"}
 }
-SHORT = {PAIRED: "mean", "w1": "W1", "max_abs": "largest"}
+SHORT = {PAIRED: "mean", "w1": "pooled W1", "max_abs": "largest"}
 STYLES: dict[str, doc.Style] = {
     "NOT": "bad", "Reproduced": "good", "Not reproduced": "warn", "Within": "good",
     "Far less": "good", "More": "warn",
@@ -37,7 +37,7 @@ LEGEND = (
     "three or more seeds]. A distance is of all weights from those of the golden run: plain "
     "attention, the same seed, the same step. mean and largest: of |difference|; W1: of all "
     "weights pooled, blind to which stands where.",
-    f"The paper: reproduced, where the interval in W1, early, lies within {PAPER[0]:g} to "
+    f"The paper: reproduced, where the interval in pooled W1, early, lies within {PAPER[0]:g} to "
     f"{PAPER[1]:g}; not reproduced, where it lies outside; else, and with fewer than "
     f"{FEWEST_SEEDS} seeds, undecided. Controls: what an ulp on every weight and attention alone "
     "in that format make of the same distance; where they are as far as flash, the ratio says "

@@ -29,7 +29,7 @@ SCALED = 1 / 512  # the slope of an error on the truth: sound kernels have 3.4e-
 BIASED = 0.1  # ulp, beyond the golden run's own
 LARGE = 4.0  # times the golden run's error
 SHARPER = 2.0  # times it where scores are large: eager attention errs 2 to 4 floors, fused 1.1
-IN = {"w1": "in W1", PAIRED: "in the mean", "max_abs": "in the largest"}
+IN = {"w1": "in pooled W1", PAIRED: "in the mean", "max_abs": "in the largest"}
 CONTROLS: Mapping[VariantRole, str] = {
     "null_ulp": "an ulp on every weight",
     "attention_precision": "attention alone in {format}",
@@ -139,15 +139,15 @@ def of_the_paper(
             verdict = "Not reproducible, so undecided"
         if first.ratio is None:
             yield (
-                f"{verdict}: the paper's {low:g} to {high:g} (W1): nothing can be said of "
+                f"{verdict}: the paper's {low:g} to {high:g} (pooled W1): nothing can be said of "
                 f"{answer.variant} over {answer.against}, since {answer.why}."
             )
             continue
         why = f" ({answer.why})" if answer.why else ""
         listed = ", ".join(f"{ratio(c)} {IN[c.metric]}" for c in ratios)
         yield (
-            f"{verdict} in this run{why}: the paper's {low:g} to {high:g} (W1). {answer.variant} "
-            f"over {answer.against} is {listed}, {at_steps(first.steps)}."
+            f"{verdict} in this run{why}: the paper's {low:g} to {high:g} (pooled W1). "
+            f"{answer.variant} over {answer.against} is {listed}, {at_steps(first.steps)}."
         )
         controls = [
             f"{control.format(format=attention[c.variant])} {times(c.ratio)}"
