@@ -4,6 +4,8 @@ reference of the Python API made from its signatures and docstrings."""
 from __future__ import annotations
 
 import inspect
+import posixpath
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
+LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """The pages of docs/, README.md, and everything in benchmarks/results."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=readme.replace("(docs/", "(")))
+    files.append(File.generated(config, "index.md", content=readme))
     for path in sorted((ROOT / RESULTS).iterdir()):
         files.append(
             File.generated(config, f"{RESULTS}/{path.name}", content=path.read_text("utf-8"))
@@ -42,7 +45,19 @@ def reference() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with its links between docs/ and results as the site has them."""
-    if page.file.src_uri.startswith(RESULTS):
-        return markdown.replace("(../../docs/", "(../../")
-    return markdown.replace("(../benchmarks/", "(benchmarks/")
+    """The page with its relative links as the site has them: to docs/ and results as links, to
+    other files of the repository by their path, since the site does not show them."""
+    uri = page.file.src_uri
+    source = "README.md" if uri == "index.md" else uri if uri.startswith(RESULTS) else f"docs/{uri}"
+
+    def on_site(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if not (ROOT / path).is_file():
+            return link[0]
+        if path.startswith(("docs/", RESULTS)):
+            place = posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(uri) or ".")
+            return f"[{text}]({place}{anchor})"
+        return f"{text}, `{path}`"
+
+    return LINK.sub(on_site, markdown)

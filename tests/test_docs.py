@@ -19,6 +19,10 @@ DOCS = ROOT / "docs"
 SKILL = DOCS / "skills" / "numdev" / "SKILL.md"
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OFF_SITE = [  # for contributors
+    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "tests/facts.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("script", ["scripts/cli_reference.py", "scripts/sites_page.py"])
@@ -28,7 +32,7 @@ def test_generated_pages_are_what_their_scripts_write(script):
     assert module.PAGE.read_text() == module.render(), f"run python {script}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, *OFF_SITE], ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_relative_links_exist(page):
     """Every relative link of a page names a file of the repository."""
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):

@@ -1,4 +1,4 @@
-"""Facts of docs/facts.md that no other test holds: of PyTorch and its kernels, and limits."""
+"""Facts of tests/facts.md that no other test holds: of PyTorch and its kernels, and limits."""
 
 from __future__ import annotations
 

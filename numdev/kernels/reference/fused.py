@@ -55,7 +55,7 @@ Results = dict[str, Tensor]
 
 
 class Tile(NamedTuple):
-    """The shape of a program, chosen by measurement on an H200 (docs/log.md)."""
+    """The shape of a program, chosen by measurement on an H200 (benchmarks/log)."""
 
     block_q: int
     block_kv: int

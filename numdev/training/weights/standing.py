@@ -24,7 +24,7 @@ Metric = Literal["mean_abs", "mean_w1", "max_abs"]
 LIMITS: Mapping[Metric, float] = {"mean_abs": 1.5, "mean_w1": 1.5, "max_abs": 3.0}
 """Over the farthest null, in every seed, beyond which a distance stands out. Of nulls re-rounded at
 one floor, each set beside the others, 0 of 168 sets of three seeds stood out anywhere; of single
-seeds 20 of 24 did (docs/log.md, 2026-11-27)."""
+seeds 20 of 24 did (benchmarks/log, 2026-11-27)."""
 NAMES: Mapping[Metric, str] = {
     "mean_abs": "mean |difference|",
     "mean_w1": "mean W1 (of tensors)",
