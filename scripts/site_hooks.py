@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
+SEARCHED = {"Guides": {"boost": 2}, "Contributors": {"boost": 0.5}}  # by section of the site
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -46,8 +47,13 @@ def reference() -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with its relative links as the site has them: to docs/ and results as links, to
-    other files of the repository by their path, since the site does not show them."""
+    other files of the repository by their path, since the site does not show them. A search
+    finds guides first, and no results of benchmarks."""
     uri = page.file.src_uri
+    if uri.startswith(RESULTS):
+        page.meta["search"] = {"exclude": True}
+    elif page.parent is not None and page.parent.title in SEARCHED:
+        page.meta["search"] = SEARCHED[page.parent.title]
     source = "README.md" if uri == "index.md" else uri if uri.startswith(RESULTS) else f"docs/{uri}"
 
     def on_site(link: re.Match[str]) -> str:
