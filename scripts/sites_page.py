@@ -128,7 +128,8 @@ TAIL = """\
   so that none is 1 where maxima are equal; O / l and L take it back. It meets all ties, depends on
   no score, and is refused with `algorithm: plain`, where P is normalised before it meets V, and
   with formats for `exp` and `p` of fewer than 8 bits.
-  [Method](method.md#tied-maxima-the-stabilised-and-the-guarded-softmax) has both measured.
+  [Derivations](derivations.md#tied-maxima-the-stabilised-and-the-guarded-softmax) have
+  both measured.
 - `p_from: lse` has P = exp(S − L) in backward. `m_and_l` has exp(S − m) / l, which is what autograd
   kept, and what FlashAttention-1 recomputes (Algorithm 4, line 13).
 - `delta_from`: δ = rowsum(dO ∘ O), or rowsum(dP ∘ P), which is what autograd's softmax has, and one

@@ -1,6 +1,6 @@
 """How far the fused fp64 reference may be from the blocked one, and holding it to that.
 
-The bounds and their derivation are those of docs/method.md, "The reference, and its two paths";
+The bounds and their derivation are in docs/derivations.md, "The reference, and its two paths";
 what they leave out: sums of a term scale in fp32 are taken to lose 2^-22 a term and a tile, and
 what underflows is counted. |V| is scaled to at most 1, so a product below 2^-126 may be lost, n
 2^-125 of the largest |V| where a maximum is subtracted, and 2^-45 of it where P goes down to 2^-80

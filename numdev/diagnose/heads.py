@@ -1,5 +1,5 @@
 """Which heads meet which conditions of the chain from a tied maximum to a wrong dW_Q (Qiu & Yao,
-arXiv 2510.04212; docs/method.md), in which order they are named, and what the answer says.
+arXiv 2510.04212; docs/derivations.md), in which order they are named, and what the answer says.
 
 A number that is null meets no condition and lacks none. Heads are ordered by dW_Q's error, not by
 how many conditions they meet: a condition is a lead, and that error is what does harm. No sentence

@@ -5,7 +5,7 @@ observation is a sequence (a batch entry), since the rows of one sequence share 
 values; rows that repeat an earlier sequence's are no observation. Within a head the family is: the
 plain mean, the mean along sign(r) (shrinkage), and the mean of every feature.
 
-The sums come from `numdev.metrics.row_sums`; docs/method.md has how they were calibrated."""
+The sums come from `numdev.metrics.row_sums`; docs/derivations.md has how they were calibrated."""
 
 from __future__ import annotations
 

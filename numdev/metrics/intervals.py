@@ -11,7 +11,7 @@ without one of them; and with t_g its logarithm
 q being the 97.5 % quantile of Student's t with G - 1 degrees of freedom, n of N rows sampled. On
 the logarithmic scale, since a ratio and its inverse then say the same and no interval holds a
 negative error. Rows that stood out are in each of the G sums, and N and n are of the others; they
-keep a few rows from ruling what is estimated. How often intervals hold: docs/method.md.
+keep a few rows from ruling what is estimated. How often intervals hold: docs/derivations.md.
 
 `rel` gets none: under a causal mask the first rows, which see few keys, rule |r|. Nor does a
 maximum, which a sample bounds from below alone; nor what has fewer than two rows, or is 0 without

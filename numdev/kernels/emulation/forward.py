@@ -254,10 +254,10 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 
     with m the true maximum and w one of the 64 odd numbers 129, 131 ... 255 over 256: 8 significant
     bits, so that P at the maximum is not rounded, and odd, so that a product with V fills low bits
-    that were zero (docs/method.md). Which w: number frac(place / phi) of 64 (Fibonacci hashing),
-    place = position + kv_len: all 64 evenly in any stretch of rows, in every second or 64th, and in
-    decoding, where kv_len grows. Rows of one position share w over batches and heads. Backward has
-    P normalised, as in plain softmax. `triton_flash.forward.weight` is the same."""
+    that were zero (docs/derivations.md). Which w: number frac(place / phi) of 64 (Fibonacci
+    hashing), place = position + kv_len: all 64 evenly in any stretch of rows, in every second or
+    64th, and in decoding, where kv_len grows. Rows of one position share w over batches and heads.
+    Backward has P normalised, as in plain softmax. `triton_flash.forward.weight` is the same."""
     at = case.positions
     at = torch.arange(case.q_len, device=case.q.device) if at is None else at
     number = ((at + case.kv_len) * GOLDEN & 0xFFFFFFFF) >> 26

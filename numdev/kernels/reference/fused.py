@@ -1,8 +1,8 @@
 """The fused fp64 reference on CUDA: how a case is laid out for its Triton kernels, and run.
 
 The blocked path of `numdev.kernels.reference` is the check on this one, and computes what this one
-refuses (`accept`). Results agree to fp64 rounding (docs/method.md has the bound), and are the same
-from run to run.
+refuses (`accept`). Results agree to fp64 rounding (docs/derivations.md has the bound), and are
+the same from run to run.
 
 Forward is one kernel. Backward is the five matrix products that every backward pass makes, in fp64,
 and three for the term scales of dq, dk and dv: S and dP stay in registers until they have become P,
@@ -11,8 +11,8 @@ the other six are the library's products of large matrices. Memory is bounded (`
 `SCRATCH_BYTES`).
 
 Term scales are sums in bfloat16: a unit for errors. Rounding terms of one sign to 8 bits moves a
-sum by less than 1 % (docs/method.md). Operands are scaled by powers of two that bring them to at
-most 1 (the terms of dX to at most 2), so that they keep clear of the ends of bfloat16's range.
+sum by less than 1 % (docs/derivations.md). Operands are scaled by powers of two that bring them to
+at most 1 (the terms of dX to at most 2), so that they keep clear of the ends of bfloat16's range.
 
 Legend as in the reference; dX is the gradient of the scaled products."""
 
