@@ -499,17 +499,18 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
         check_attention(plain, claims={"presett": "eager"}, **given)
 
 
+@pytest.mark.thorough
 def test_threads_and_autograd_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls run on one thread, a large one on all, as the report says; PyTorch's threads are
     restored, also by a check that fails."""
-    monkeypatch.setattr(isolation, "SMALL", 4 * 128**2)
+    monkeypatch.setattr(isolation, "SMALL", 4 * 40**2)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         larger = lambda q, k, v: 1.25 * plain(q, k, v)  # noqa: E731
         result = numdev.check(larger, cases="decode", formats="float16", backward=False)
         assert (torch.get_num_threads(), result.passed) == (2, False)
-        large = {"name": "large", "heads": 4, "seq_len": 128, "head_dim": 8}
+        large = {"name": "large", "heads": 4, "seq_len": 40, "head_dim": 8}
         how: Any = {"cases": ["decode", large], "formats": "float16", "backward": False}
         assert [x.threads for x in numdev.check(plain, **how).report.cases] == [1, 2]
     finally:

@@ -226,7 +226,7 @@ def no_pass(report: Report, rng: random.Random, folder: Path) -> str:
     place = rng.choice([each for each in every if each[0] == pattern])
     how = rng.choice(("gone", "twice", "renamed"))
     name = f"{pattern}: {how}"
-    if place[2] == "noise" and place[1]["tensor"] == "lse":
+    if place[2] == "noise" and place[1].get("tensor") == "lse":
         return ""  # shown: no rule asks that a log-sum-exp repeats
     if not alter(place, how) or any(re.fullmatch(known, name) for known in CHANGES_NOTHING):
         return ""
