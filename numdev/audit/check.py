@@ -43,7 +43,7 @@ def measured(
 ) -> tuple[AuditReport, Judgement]:
     """What a plan's kernels come to on the source's cases, held to the rules."""
     watch = Stopwatch(plan.system.device)
-    watch.most_searches = 0  # calls that fail are named together, when all are measured
+    watch.searching = False  # calls that fail are named together, when all are measured
     later: list[Failing] = []
     done: dict[str, Rows] = {}
     kernel = next(planned.kernel for planned in plan.kernels if planned.role == "kernel")

@@ -57,7 +57,7 @@ class Failing:
     runs: Runs
     measured: Measured
     searched: bool = False
-    searches: int = field(default=0, repr=False)
+    is_searched_first: bool = field(default=False, repr=False)
     likes_of: dict[tuple[str, ...], Mapping[str, Likeness]] = field(
         default_factory=dict, repr=False
     )
@@ -372,7 +372,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
                 ways.count(True)
                 claims.update(call.ways)
                 continue
-        if call.searches and vain.misses < IN_VAIN and vain.tries < MOST:
+        if call.is_searched_first and vain.misses < IN_VAIN and vain.tries < MOST:
             named = call.causes()
             call.searched = True
             vain.count(bool(named))
@@ -386,7 +386,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
             claims.update(call.ways)
         if call.unnamed and losses:
             call.imprecise(losses)
-        if call.unnamed and call.searches and coarse.misses < MOST:
+        if call.unnamed and call.is_searched_first and coarse.misses < MOST:
             new = call.imprecise()
             coarse.count(bool(new))
             losses = tuple(dict.fromkeys((*losses, *new)))
@@ -432,7 +432,7 @@ def _in_turn(calls: Sequence[Failing]) -> Iterator[Failing]:
         seen |= new
         (first if new else rest).append(call)
     for call in first:
-        call.searches = 1
+        call.is_searched_first = True
     yield from first
     yield from rest
 

@@ -17,7 +17,6 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import Format, format_of
-from numdev.gate.findings import label
 from numdev.kernels import Kernel, Output
 from numdev.kernels.emulation.kernel import returning, unexpected
 from numdev.kernels.output import GRADIENTS
@@ -172,13 +171,11 @@ class Runs:
             for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
                 head["empty_nonfinite"] = count
         far = [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]
-        which = (label(self.task), bench.format.name, "out")
-        if not far or bench.watch.searches[which] >= bench.watch.most_searches:
+        if not far or not bench.watch.searching:
             return
         out, exact = self.runs[0].out, bench.reference
         with bench.watch("names"):
             causes = suspect(bench.case, out, exact, select.heads, far, select.queries)
-        bench.watch.searches[which] += not causes
         for h, head in zip(select.heads, heads, strict=True):
             if h in causes:
                 head.update(causes[h].fields)

@@ -7,9 +7,7 @@ Times belong to a report, never to its rows."""
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 # In the order in which they are reported. `other` is what no section was opened for.
@@ -26,10 +24,7 @@ class Stopwatch:
     def __init__(self, device: str = "cpu", sections: Sequence[str] = SECTIONS) -> None:
         self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
-        self.searches: Counter[tuple[str, ...]] = Counter()
-        """How many were made for a name, by kernel, format and tensor; those that named an output
-        as it came do not count. Limited where one process measures all, and always in one order."""
-        self.most_searches = math.inf
+        self.searching = True  # for a name of what is far off, as soon as it is measured
         self._waits = device == "cuda"
         self._last = time.perf_counter()
 
