@@ -223,7 +223,7 @@ def test_one_metric_over_another_is_said_of_early_steps(
     [sentence] = [s for s in found.summary.answer if s.startswith("flash over fp32")]
     assert sentence.startswith("flash over fp32, at steps 1 to 4: ")
     assert ends in sentence
-    assert sentence.endswith("over places (3 seeds).")
+    assert sentence.endswith("over places, where both moved (3 seeds).")
 
 
 class CellLike:

@@ -22,7 +22,7 @@ from numdev.metrics import yardstick
 from numdev.metrics.sampling import Strata
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-SMALL = 1 << 24  # elements of an output up to which PyTorch's passes are shorter than a compilation
+SMALL = 1 << 24  # elements of an output up to which nothing is compiled: an estimate, not measured
 GROUPS = 16  # row i is in group i mod GROUPS, so that each group is spread over positions
 ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")  # also summed by bin
 Numbers = np.ndarray[Any, np.dtype[np.float64]]

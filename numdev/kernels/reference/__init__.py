@@ -36,8 +36,8 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 
 R = TypeVar("R", bound=Reference)
 SMALL = 1 << 28
-"""Scores of a call up to which it goes the plain way: there PyTorch takes tens of milliseconds, and
-Triton's compiler seconds for each kind of call."""
+"""Scores of a call up to which it goes the plain way, as Triton's compiler takes seconds for each
+kind of call. An estimate: above which size the fused path is faster even so is not measured."""
 
 
 def attend(case: AttentionCase) -> Reference:

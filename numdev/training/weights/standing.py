@@ -139,10 +139,10 @@ UNMOVED = (
     "{name} moves {where} by at most {most}, where fewer than {least} nulls do: not judged there."
 )
 BY_CHANCE = (
-    "{name} beside chance, {when}: {ranges} times as far, over places (geometric means over seeds "
-    "and steps)."
+    "{name} beside chance, {when}: {ranges} times as far, over places (geometric means over the "
+    "seeds and steps at which both moved)."
 )
-OVER = "{name} over {other}, {when}: {ranges}, over places ({seeds})."
+OVER = "{name} over {other}, {when}: {ranges}, over places, where both moved ({seeds})."
 SAME = (
     "{name} has {first}'s weights at every step: every element of the tensors that are not 0 in "
     "both{zeros}."
