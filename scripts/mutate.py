@@ -98,16 +98,34 @@ def unplantable(fault: Fault) -> str | None:
     path, name = ROOT / fault["file"], f"{fault['id']}: {fault['file']}"
     if not path.is_file():
         return f"{name}: no such file"
-    count = (text := path.read_text(encoding="utf-8")).count(fault["old"])
+    text = path.read_text(encoding="utf-8")
+    count = len(spelling(fault["old"], text).findall(text))
     if count != 1 or fault["old"] == fault["new"]:
         return f"{name}: expected 1 place to plant it, found {count}: {fault['old']}"
     if path.suffix == ".py":
         try:
-            ast.parse(text.replace(fault["old"], fault["new"]))
+            ast.parse(planted(text, fault))
         except SyntaxError as error:
             return f"{name}: does not compile ({error})"
     lacking = [file for file in fault["tests"] if not (ROOT / file).is_file()]
     return f"{fault['id']}: no such tests: {lacking}" if lacking else None
+
+
+def spelling(code: str, text: str) -> re.Pattern[str]:
+    """A piece of code as it is in a file: to the letter, or laid out in other lines. Line ends,
+    indentation, and the comma after the last of several are the formatter's."""
+    if code in text:
+        return re.compile(re.escape(code))
+    pieces = [piece for piece in re.split(r"\s+|(?<=[(\[{])|(?=[)\]}])", code) if piece]
+    spelt = re.escape(pieces[0])
+    for piece in pieces[1:]:
+        spelt += (r",?\s*" if piece[0] in ")]}" else r"\s*") + re.escape(piece)
+    return re.compile(spelt)
+
+
+def planted(text: str, fault: Fault) -> str:
+    """The file with the fault in it."""
+    return spelling(fault["old"], text).sub(lambda _: fault["new"], text)
 
 
 def hinted(fault: Fault, options: argparse.Namespace) -> list[str]:
@@ -129,7 +147,7 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
         if "file" in fault:
             path = tree / fault["file"]
             text = path.read_text(encoding="utf-8")
-            path.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
+            path.write_text(planted(text, fault), encoding="utf-8")
         for files in rounds:
             code, said = tested(tree, files, options)
             if code != 0:

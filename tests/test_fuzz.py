@@ -28,6 +28,18 @@ def test_random_inputs(target: str, seed: int) -> None:
         fuzz.one(target, random.Random(seed), Path(folder))
 
 
+@pytest.mark.parametrize("field", ["formats", "kernels", "heads", "axes", "target", "checkpoint"])
+@pytest.mark.parametrize("value", [True, 3, {"a": 1}, ["x", 4], [None]])
+def test_a_request_of_another_shape_is_one_line(field: str, value: Any, tmp_path: Path) -> None:
+    """Seed 62915 of `gate` found `formats: true`, which was a traceback."""
+    report = fuzz.sound()
+    report["request"][field] = value
+    (tmp_path / "report.json").write_bytes(fuzz.sealed(fuzz.json.dumps(report).encode()))
+    done = fuzz.call("gate", str(tmp_path))
+    assert done.code == 3
+    assert f"request.{field}" in done.err or "inconsistent report" in done.err
+
+
 @pytest.mark.parametrize("number", range(30))
 def test_an_altered_report_does_not_pass(number: int, tmp_path: Path) -> None:
     """Some of scripts/altered_reports.py."""

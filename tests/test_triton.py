@@ -1,7 +1,8 @@
 """Every Triton kernel where there is no GPU: it runs in Triton's interpreter, and is built for GPUs
 that are not here and fits into what their blocks have.
 
-    python tests/test_triton.py 80 90     compiles for these, and prints as JSON what became of each
+    python tests/test_triton.py 80 90               compiles for these; what became of each as JSON
+    python tests/test_triton.py 90 --only mask      what has this in its name
 
 A change that no longer compiles on a GPU is seen where there is none; and of generations on which
 nobody measured it is known which paths are there. Nothing runs that was compiled: what kernels
@@ -9,6 +10,7 @@ would have written is whatever was in memory. CUDA's own assembler comes with Tr
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -52,16 +54,32 @@ def test_in_the_interpreter(cases: str, marked: str) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[str, Any]:
-    done = python(__file__, *map(str, SHARED), TRITON_INTERPRET="0")
+def build(*arguments: str) -> dict[str, Any]:
+    """What became of each launch, in a process of its own: what it compiles runs nowhere."""
+    done = python(__file__, *arguments, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    launched: dict[str, Any] = json.loads(done.stdout)
+    return launched
 
 
 @needs_triton
 @pytest.mark.slow
+def test_the_usual_kernels_are_built() -> None:
+    """For a GPU that many have. Each of these takes Triton's compiler some seconds."""
+    launched = build("90", "--only", "row sums", "--only", "64 bfloat16")
+    assert {name: x["refused"] for name, x in launched.items() if x["refused"]} == {}
+    kernels = [kernel for x in launched.values() for kernel in x["built"]]
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS
+    assert max(kernel["shared"] for kernel in kernels) <= SHARED[90]
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Any]:
+    return build(*map(str, SHARED))
+
+
+@needs_triton
+@pytest.mark.thorough
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_is_built(capability: int, built: dict[str, Any]) -> None:
     """And takes no more shared memory than a block has there, with one exception."""
@@ -132,6 +150,10 @@ def main() -> None:
         def __init__(self, capability: int) -> None:
             self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
 
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels.")
+    parser.add_argument("capabilities", nargs="+", type=int)
+    parser.add_argument("--only", action="append", default=[])
+    asked = parser.parse_args()
     built: list[dict[str, Any]] = []
     run = JITFunction.run
 
@@ -144,11 +166,13 @@ def main() -> None:
     measured = fused.FORWARD
     fused.accept = fused.accept_scores = lambda *given: None
     found = {}
-    for capability in map(int, sys.argv[1:]):
+    for capability in asked.capabilities:
         driver.set_active(Driver(capability))
         elsewhere = not fused.suits(SHARED[capability], capability // 10)
         fused.FORWARD = fused.ELSEWHERE if elsewhere else measured
         for name, launch in launches():
+            if asked.only and not any(part in name for part in asked.only):
+                continue
             built.clear()
             why = None
             try:

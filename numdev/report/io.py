@@ -59,8 +59,10 @@ def read(path: Path) -> Report:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        wrote = f"numdev {head.provenance.get('numdev', '?')} wrote it, and this is "
-        hint = f"{wrote}{numdev.__version__}: update numdev, or measure again"
+        hint = "measure again"
+        if (wrote := head.provenance.get("numdev", "?")) != numdev.__version__:
+            versions = f"numdev {wrote} wrote it, and this is {numdev.__version__}"
+            hint = f"{versions}: update numdev, or {hint}"
         hint = "measure again" if problem.startswith("digest:") else hint
         what = f"{path}: not a report this numdev can read: {problem}"
         raise MeasurementError(what, hint=hint) from error

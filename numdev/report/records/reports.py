@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field, field_validator
 
 import numdev
 from numdev.errors import UsageError, closest
@@ -158,6 +158,23 @@ class Provenance(Record):
         return cls(numdev=numdev.__version__, command=command, created=created, **about)
 
 
+class RequestedKernel(BaseModel):
+    """A kernel of a request: its name, and whatever else the command records of it."""
+
+    name: str
+
+
+class RequestShape(BaseModel):
+    """The fields of a request that judging reads. Each command records more of its own."""
+
+    target: str | None = None
+    checkpoint: str | None = None
+    kernels: list[RequestedKernel] | None = None
+    formats: list[str] = []
+    heads: list[int] | None = None
+    axes: list[str] | None = None
+
+
 class Report(Record):
     """What every report has, whatever its kind."""
 
@@ -173,6 +190,12 @@ class Report(Record):
     findings: tuple[Finding, ...] = ()
     tested: tuple[str, ...] = ()  # by which rules, and which could not be applied
     doubts: tuple[str, ...] = ()  # about what was read, which no row tells
+
+    @field_validator("request")
+    @classmethod
+    def _has_the_shape_of_a_request(cls, request: dict[str, Any]) -> dict[str, Any]:
+        RequestShape.model_validate(request)
+        return request
 
     @property
     def passed(self) -> bool:
