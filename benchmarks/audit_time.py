@@ -3,12 +3,12 @@
     python benchmarks/audit_time.py [--length 1024 --heads 8 --kv-heads 8 --head-dim 64 --layers 2]
         [--rows 256] [--backward] [--kernel sdpa-flash] [--format bfloat16] [--device cuda]
 
-An audit of so many drawn causal calls of one shape, as `numdev audit` runs it: each kernel twice,
-worst rows and findings included, nothing written but the journal. One of a single call goes before,
-for what the first use of a shape alone costs: to build kernels takes seconds. Printed are the
-report's own `timings` in seconds; the part of the total that is metrics and other (what is spent
-beside computing anything's truth); and all that measuring costs, reference, predictions and
-metrics, over the kernels it is about.
+An audit of so many drawn causal calls of one shape, as `numdev audit` runs it: each
+kernel twice, worst rows and findings included, nothing written but the journal. One of a
+single call goes before, for what the first use of a shape alone costs: to build kernels
+takes seconds. Printed are the report's own `timings` in seconds; the part of the total
+that is metrics and other (what is spent beside computing anything's truth); and all that
+measuring costs, reference, predictions and metrics, over the kernels it is about.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def request(given: Mapping[str, Any], **changes: Any) -> AuditRequest:
 
 
 def timed(asked: AuditRequest) -> dict[str, float]:
-    """An audit's times. Raises SystemExit where no kernel ran: there is nothing to compare with."""
+    """An audit's times. Raises SystemExit where no kernel ran: there is nothing to
+    compare with."""
     with tempfile.TemporaryDirectory() as directory:
         found = audit(asked, Path(directory))
     if not found.measured:
@@ -66,7 +67,9 @@ def timed(asked: AuditRequest) -> dict[str, float]:
 
 def line(name: str, times: Mapping[str, float]) -> str:
     beside = (times["metrics"] + times["other"]) / times[TOTAL]
-    cost = (times["reference"] + times["metrics"] + times["predictions"]) / times["kernels"]
+    cost = (times["reference"] + times["metrics"] + times["predictions"]) / times[
+        "kernels"
+    ]
     cells = "".join(f"{times[section]:12.3f}" for section in (*SECTIONS, TOTAL))
     return f"{name:14}{cells}{100 * beside:17.1f} %{cost:17.1f} x"
 
@@ -77,7 +80,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kv-heads", type=int, help="as many as --heads, if not given")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--rows", type=int, help="also an audit of so many sampled rows a head")
+    parser.add_argument(
+        "--rows", type=int, help="also an audit of so many sampled rows a head"
+    )
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--kernel", action="append", help="repeatable; sdpa-flash")
     parser.add_argument("--format", default="bfloat16")
@@ -88,8 +93,10 @@ def main() -> None:
     shape = (given["batch"], given["heads"], given["length"], given["head_dim"])
     print(
         f"{system.gpu or f'{system.cpu} ({system.cpu_capability}, {system.threads} threads)'}, "
-        f"torch {system.packages.get('torch')}; {given['layers']} causal calls, q {list(shape)}, "
-        f"{given['kv_heads']} kv heads, {given['format']}{', backward' * given['backward']}"
+        f"torch {system.packages.get('torch')}; {given['layers']} causal calls, q "
+        f"{list(shape)}, "
+        f"{given['kv_heads']} kv heads, "
+        f"{given['format']}{', backward' * given['backward']}"
     )
     titles = "".join(f"{section:>12}" for section in (*SECTIONS, TOTAL))
     print(f"{'seconds':14}{titles}{'metrics + other':>19}{'cost of kernels':>19}")

@@ -3,13 +3,14 @@
     python benchmarks/bias_calibration.py [--format bfloat16] [--reports 8] [--device cuda]
     python benchmarks/bias_calibration.py --power [--sequences 8] [--length 128]
 
-`--power` measures nothing and draws errors instead: of correct rounding plus one ulp in a share of
-the elements of one of 64 features, or of all, alone and beside errors of flash attention's size to
-either side. How many heads are missed, of 16 and of 1024 judged together.
+`--power` measures nothing and draws errors instead: of correct rounding plus one ulp in a
+share of the elements of one of 64 features, or of all, alone and beside errors of flash
+attention's size to either side. How many heads are missed, of 16 and of 1024 judged
+together.
 
-Every report is an audit of fresh inputs with `--heads` heads and `--sequences` sequences, and its
-verdict is the report's own: `numdev.summary` with its error rate, its least size and its least
-number of sequences. The table counts the heads accused over all reports.
+Every report is an audit of fresh inputs with `--heads` heads and `--sequences` sequences,
+and its verdict is the report's own: `numdev.summary` with its error rate, its least size
+and its least number of sequences. The table counts the heads accused over all reports.
 
 Kernels, by what is known of them beforehand:
 
@@ -62,7 +63,7 @@ REGIMES: Mapping[str, Choice] = {
 }
 
 
-# --- kernels -------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------
 
 
 def fp32(case: AttentionCase) -> Output:
@@ -87,21 +88,28 @@ def unnormalised(case: AttentionCase) -> Output:
 
 def truncated(case: AttentionCase) -> Output:
     """The exact result, cut to the format instead of rounded."""
-    return Output(out=round_to(attend(case).out, case.format, "toward_zero").to(case.q.dtype))
+    return Output(
+        out=round_to(attend(case).out, case.format, "toward_zero").to(case.q.dtype)
+    )
 
 
 def drift(case: AttentionCase) -> Output:
-    """The exact result rounded, and one element in ten an ulp (at the term scale) too high."""
+    """The exact result rounded, and one element in ten an ulp (at the term scale) too
+    high."""
     exact = attend(case)
     generator = _generator(case)
-    chosen = torch.rand(exact.out.shape, generator=generator, device=generator.device) < 0.1
+    chosen = (
+        torch.rand(exact.out.shape, generator=generator, device=generator.device) < 0.1
+    )
     off = chosen * ulp(exact.term_scale, case.format)
     return _in_format(round_to(exact.out, case.format) + off, case)
 
 
 def stochastic(case: AttentionCase) -> Output:
     """The exact result, rounded stochastically."""
-    out = round_to(attend(case).out, case.format, "stochastic", generator=_generator(case))
+    out = round_to(
+        attend(case).out, case.format, "stochastic", generator=_generator(case)
+    )
     return Output(out=out.to(case.q.dtype))
 
 
@@ -123,7 +131,7 @@ GUILTY = (_own(unnormalised), _own(truncated), _own(drift))
 JUDGED = (find("sdpa-flash"), find("baseline"), _own(stochastic))
 
 
-# --- counting ------------------------------------------------------------------------------------
+# --- counting -------------------------------------------------------------------------
 
 
 @dataclass
@@ -171,19 +179,28 @@ def calibrate(
         case = Drawn(config=config, seed=seed, source="calibration", device=device)
         bench = bench_of(case.load(), format_name)
         for kernel in kernels:
-            task = Task(case=case.ref, role="kernel", kernel=kernel.name, format=format_name)
+            task = Task(
+                case=case.ref, role="kernel", kernel=kernel.name, format=format_name
+            )
             tallies[kernel.name].add(measure_task(task, kernel, bench, system).rows)
     return tallies
 
 
-FLASH = (1.25**2 - 1) / 12  # of elements: an rms error of 1.25 floors, all else an ulp up or down
+# Of elements: an rms error of 1.25 floors, all else an ulp up or down
+FLASH = (1.25**2 - 1) / 12
 
 
 def missed(
-    bias_ulp: float, heads: int, sequences: int, length: int, features: int, unbiased: float = 0.0
+    bias_ulp: float,
+    heads: int,
+    sequences: int,
+    length: int,
+    features: int,
+    unbiased: float = 0.0,
 ) -> float:
-    """The share of heads whose errors of `bias_ulp` in the first `features` of 64 are missed, where
-    a share of all elements (`unbiased`) is an ulp off to either side besides."""
+    """The share of heads whose errors of `bias_ulp` in the first `features` of 64 are
+    missed, where a share of all elements (`unbiased`) is an ulp off to either side
+    besides."""
     rng = np.random.default_rng(0)
     sums, shape = np.zeros((sequences, heads, 64)), (sequences, heads, 64)
     sums[..., :features] = rng.binomial(length, bias_ulp, (sequences, heads, features))
@@ -202,7 +219,8 @@ def missed(
 def power(sequences: int, length: int) -> None:
     print(f"{sequences} sequences of {length} rows; heads missed, in %\n")
     print(
-        "| bias, ulp; beside it | one feature, 16 heads | 1024 heads | all, 16 heads | 1024 heads |"
+        "| bias, ulp; beside it | one feature, 16 heads | 1024 heads | all, 16 "
+        "heads | 1024 heads |"
     )
     print("|---|---|---|---|---|")
     for size, (words, unbiased) in itertools.product(
@@ -210,13 +228,24 @@ def power(sequences: int, length: int) -> None:
     ):
         where = itertools.product((1, 64), (16, 1024))
         shares = (missed(size, n, sequences, length, k, unbiased) for k, n in where)
-        print(f"| {size}; {words} |", " | ".join(f"{100 * share:.0f}" for share in shares), "|")
+        print(
+            f"| {size}; {words} |",
+            " | ".join(f"{100 * share:.0f}" for share in shares),
+            "|",
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Does the bias statistic accuse only the guilty?")
+    parser = argparse.ArgumentParser(
+        description="Does the bias statistic accuse only the guilty?"
+    )
     parser.add_argument("--format", action="append", dest="formats")
-    for name, default in (("reports", 8), ("heads", 16), ("sequences", 8), ("length", 128)):
+    for name, default in (
+        ("reports", 8),
+        ("heads", 16),
+        ("sequences", 8),
+        ("length", 128),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--power", action="store_true")
@@ -230,12 +259,21 @@ def main() -> None:
     print("Heads accused of heads, and the median size of what was tested, in ulps.\n")
     start = time.perf_counter()
     for format_name in given.formats or ["bfloat16"]:
-        print(f"| {format_named(format_name).name} |", " | ".join(k.name for k in kernels), "|")
+        print(
+            f"| {format_named(format_name).name} |",
+            " | ".join(k.name for k in kernels),
+            "|",
+        )
         print("|---|", "---|" * len(kernels), sep="")
         for causal in (False, True):
             for name, regime in REGIMES.items():
                 found = calibrate(
-                    regime, format_name, kernels, causal=causal, device=given.device, **counts
+                    regime,
+                    format_name,
+                    kernels,
+                    causal=causal,
+                    device=given.device,
+                    **counts,
                 )
                 cells = (_cell(found[kernel.name]) for kernel in kernels)
                 print(f"| {name}{', causal' if causal else ''} |", *cells, flush=True)

@@ -1,18 +1,20 @@
-"""Sound kernels of every rounding design in docs/sites.md, written out in PyTorch without numdev.
+"""Sound kernels of every rounding design in docs/sites.md, written out in PyTorch without
+numdev.
 
     OMP_NUM_THREADS=1 python benchmarks/designs.py [--seeds 20] [--only NAME] [--audit]
 
-Each is a function of q, k and v with forward and backward passes of its own, in tiles of keys, as
-the public kernel that it is named after computes: where it takes its maximum, which exponential it
-has, what it rounds to the working format before a product, and in what gradients are added up. None
-declares how it rounds. As a script every design is checked as its author would, on every default
-case of `numdev.check_attention`, in bfloat16 and float16 and for every seed; printed is how many of
-these checks accuse it. With --audit all are audited on the demo checkpoint, with gradients, one
-audit a seed: a check is then a design in a format.
+Each is a function of q, k and v with forward and backward passes of its own, in tiles of
+keys, as the public kernel that it is named after computes: where it takes its maximum,
+which exponential it has, what it rounds to the working format before a product, and in
+what gradients are added up. None declares how it rounds. As a script every design is
+checked as its author would, on every default case of `numdev.check_attention`, in
+bfloat16 and float16 and for every seed; printed is how many of these checks accuse it.
+With --audit all are audited on the demo checkpoint, with gradients, one audit a seed: a
+check is then a design in a format.
 
-Legend: S scores, P probabilities, m running maximum, l running sum, O output, L log-sum-exp; d of
-any of them the gradient with respect to it, delta = rowsum(dO o O). Everything is in fp32 but what
-`_Tiled.r` rounds."""
+Legend: S scores, P probabilities, m running maximum, l running sum, O output, L
+log-sum-exp; d of any of them the gradient with respect to it, delta = rowsum(dO o O).
+Everything is in fp32 but what `_Tiled.r` rounds."""
 
 # ruff: noqa: E741
 
@@ -36,7 +38,12 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 # Minimax for 2^x on [0, 1): flash_attn/cute/utils.py, POLY_EX2[3].
-CUBIC = (0.077119089663028717041015625, 0.227564394474029541015625, 0.695146143436431884765625, 1.0)
+CUBIC = (
+    0.077119089663028717041015625,
+    0.227564394474029541015625,
+    0.695146143436431884765625,
+    1.0,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +59,8 @@ class Design:
     scaled: Literal["scores", "q in forward", "k in backward"] = "scores"
     """Whether Q, or K, is multiplied by scale log2(e) and rounded."""
     parts: int = 1  # of the keys, merged by their log-sum-exp
-    one_p: bool = False  # backward multiplies dP - delta by the P that dO is multiplied with
+    # Backward multiplies dP - delta by the P that dO is multiplied with
+    one_p: bool = False
     ds_has_scale: bool = False  # before it is rounded
     group: Literal["rounded", "fp32"] = "rounded"
     """In what each query head's dK and dV are kept until its group's are summed."""
@@ -71,7 +79,9 @@ DESIGNS = {
     "FlashInfer decode": Design(p_is_rounded=False, parts=3, tile=32, group="fp32"),
     "xFormers and CUTLASS": Design(tile=64, one_p=True, ds_has_scale=True),
     "Triton's tutorial": Design(tile=64, scaled="k in backward"),
-    "Triton's tutorial of 2023": Design(tile=64, scaled="q in forward", ds_has_scale=True),
+    "Triton's tutorial of 2023": Design(
+        tile=64, scaled="q in forward", ds_has_scale=True
+    ),
     "FlexAttention": Design(tile=64, group="fp32"),
     "Pallas": Design(ds_has_scale=True, group="fp32"),
     "MLX": Design(tile=32, p_is_rounded=False, group="fp32"),
@@ -93,7 +103,11 @@ def kernel(name: str) -> Callable[..., Tensor]:
 
 
 def through_casts(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, attn_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """The softmax by hand, P cast for its product, and gradients by autograd."""
     S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
@@ -171,7 +185,9 @@ class _Tiled(torch.autograd.Function):
             dV[:, :, tile] = P_O.mT @ dO
             dK[:, :, tile] = dS.mT @ Q
             # What the tutorial has of K is scaled already, in base 2.
-            dQ += dS @ (K_S[:, :, tile] if made.scaled == "k in backward" else K[:, :, tile])
+            dQ += dS @ (
+                K_S[:, :, tile] if made.scaled == "k in backward" else K[:, :, tile]
+            )
         if not made.ds_has_scale:
             dQ *= 1 / LOG2_E if made.scaled == "k in backward" else scale
             dK *= scale
@@ -206,12 +222,16 @@ def _scores(Q: Tensor, K: Tensor, tile: slice, by: float, mask: Tensor | None,
     S = Q @ K[:, :, tile].mT * by
     if causal:
         rows = torch.arange(S.shape[2], device=S.device)[:, None]
-        S = S.masked_fill(torch.arange(K.shape[2], device=S.device)[tile] > rows, -math.inf)
+        S = S.masked_fill(
+            torch.arange(K.shape[2], device=S.device)[tile] > rows, -math.inf
+        )
     if mask is None:
         return S
     here = mask[..., tile]
     return (
-        S.masked_fill(~here, -math.inf) if mask.dtype == torch.bool else S + here.float() * LOG2_E
+        S.masked_fill(~here, -math.inf)
+        if mask.dtype == torch.bool
+        else S + here.float() * LOG2_E
     )
 
 
@@ -226,7 +246,8 @@ def _exp2(x: Tensor, made: Design) -> Tensor:
     power = torch.where(y > -127, torch.ldexp(power, n), 0.0)
     if made.cubic == "all":
         return power
-    # Of each tile of 128 its second and third 32, and there the last 4 of 16 (softmax.py).
+    # Of each tile of 128 its second and third 32, and there the last 4 of 16
+    # (softmax.py).
     i = torch.arange(x.shape[-1], device=x.device)
     return torch.where((i // 32 % 4 % 3 > 0) & (i % 16 >= 12), power, x.exp2())
 
@@ -238,10 +259,21 @@ globals().update(NAMED)  # for `--kernel designs:MLX`
 def audited(seed: int) -> Counter[str]:
     """All designs in one audit of the demo checkpoint, before the default rules."""
     names = [f"designs:{name}" for name in NAMED]
-    command = ["audit", "demo", "--backward", "--seed", str(seed), "--length", "128", "--json"]
+    command = [
+        "audit",
+        "demo",
+        "--backward",
+        "--seed",
+        str(seed),
+        "--length",
+        "128",
+        "--json",
+    ]
     for name, values in (("--kernel", names), ("--format", ("bfloat16", "float16"))):
         command += [word for value in values for word in (name, value)]
-    path = {"PYTHONPATH": os.pathsep.join([*sys.path[:1], os.environ.get("PYTHONPATH", "")])}
+    path = {
+        "PYTHONPATH": os.pathsep.join([*sys.path[:1], os.environ.get("PYTHONPATH", "")])
+    }
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "numdev", *command, "-o", folder],
@@ -249,7 +281,11 @@ def audited(seed: int) -> Counter[str]:
         )  # fmt: skip
     report = json.loads(done.stdout)
     count = Counter(checks=2 * len(DESIGNS))
-    ran = {(r["kernel"], r["format"]) for r in report["rows"] if r["tensor"] == "dq" and r["rms"]}
+    ran = {
+        (r["kernel"], r["format"])
+        for r in report["rows"]
+        if r["tensor"] == "dq" and r["rms"]
+    }
     count["not measured"] = count["checks"] - sum(name in names for name, _ in ran)
     wrong = [f for f in report["findings"] if f["severity"] == "exceeded"]
     count["accused"] = len({(f["kernel"], fmt) for f in wrong for fmt in f["formats"]})
@@ -282,12 +318,17 @@ def main() -> None:
                 for fmt in ("bfloat16", "float16"):
                     count["checks"] += 1
                     try:
-                        check_attention(kernel(name), cases=case.name, formats=fmt, seeds=seed)
+                        check_attention(
+                            kernel(name), cases=case.name, formats=fmt, seeds=seed
+                        )
                     except CheckFailed as failed:
                         accused = failed.result.judgement.outcome == "exceeded"
                         count["accused" if accused else "not measured"] += 1
                         if accused:
-                            print(f"  {case.name} {fmt} seed {seed}: {failed.result.in_short}")
+                            print(
+                                f"  {case.name} {fmt} seed {seed}: "
+                                f"{failed.result.in_short}"
+                            )
         every += count
         print(f"{name}: {told(count)}", flush=True)
     print(f"in all: {told(every)}")
@@ -295,7 +336,10 @@ def main() -> None:
 
 def told(count: Counter[str]) -> str:
     judged = count["checks"] - count["not measured"]
-    return f"{count['accused']} of {judged} checks accuse it, {count['not measured']} not measured"
+    return (
+        f"{count['accused']} of {judged} checks accuse it, "
+        f"{count['not measured']} not measured"
+    )
 
 
 if __name__ == "__main__":

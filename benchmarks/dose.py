@@ -1,16 +1,18 @@
-"""Doses that are read off the ladder of nulls beside doses that were planted, and the first paper's
-question on the flagship configuration.
+"""Doses that are read off the ladder of nulls beside doses that were planted, and the
+first paper's question on the flagship configuration.
 
     python benchmarks/dose.py planted [--small] [--seeds 20] [--device cuda] [--to DIR]
     python benchmarks/dose.py paper [--steps 1000] [--device cuda] [--to DIR]
 
-`planted`: kernels with a known error, SDPA's output times (1 + 0.00125 n e) with e from N(0, 1),
-whose gradients are SDPA's, so that the error is at the output alone. In the first steps of a run
-each is read as a dose; beside it stands what is at its output, in the same unit. Coverage: of how
-many sets of five of the seeds the 95 % interval holds what was planted.
+`planted`: kernels with a known error, SDPA's output times (1 + 0.00125 n e) with e from
+N(0, 1), whose gradients are SDPA's, so that the error is at the output alone. In the
+first steps of a run each is read as a dose; beside it stands what is at its output, in
+the same unit. Coverage: of how many sets of five of the seeds the 95 % interval holds
+what was planted.
 
-`paper`: configs/train/bounds-gpt.yaml whole (six minutes on an H200), then `numdev bounds`: its
-first answers, and a short table. Run again with the same --to, it goes on where it was stopped."""
+`paper`: configs/train/bounds-gpt.yaml whole (six minutes on an H200), then `numdev
+bounds`: its first answers, and a short table. Run again with the same --to, it goes on
+where it was stopped."""
 
 from __future__ import annotations
 
@@ -53,13 +55,19 @@ SMALL = {
 GENERATORS: dict[str, torch.Generator] = {}
 
 
-# --- kernels with a known error ------------------------------------------------------------------
+# --- kernels with a known error -------------------------------------------------------
 
 
-def planted(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, n: int) -> Tensor:
+def planted(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, n: int
+) -> Tensor:
     """Another e at every call. Gradients are those of SDPA's output."""
-    made = GENERATORS.setdefault(f"{q.device} {n}", torch.Generator(q.device).manual_seed(n))
-    out: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+    made = GENERATORS.setdefault(
+        f"{q.device} {n}", torch.Generator(q.device).manual_seed(n)
+    )
+    out: Tensor = F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=scale
+    )
     e = torch.randn(out.shape, generator=made, device=out.device)
     exact = out.detach().float()
     wrong = (exact * (1 + UNIT * n * e)).to(out.dtype)
@@ -86,23 +94,33 @@ def planted_30(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -
     return planted(q, k, v, is_causal, scale, 30)
 
 
-# --- runs ----------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------
 
 
 def variants() -> list[dict[str, Any]]:
     """The golden run, flash, low precision, the ladder, and what was planted."""
     made: list[dict[str, Any]] = [
-        {"name": "baseline", "role": "golden", "kernel": "baseline", "format": "bfloat16"},
+        {
+            "name": "baseline",
+            "role": "golden",
+            "kernel": "baseline",
+            "format": "bfloat16",
+        },
         {"name": "flash", "role": "flash", "kernel": "sdpa-flash"},
         {"name": "float32", "role": "low_precision", "format": "float32"},
-        {"name": "float32 attention", "role": "attention_precision", "attention_format": "float32"},
+        {
+            "name": "float32 attention",
+            "role": "attention_precision",
+            "attention_format": "float32",
+        },
     ]
     made += [
         {"name": f"re-rounded at {times:g}", "role": "null_rounding", "times": times}
         for times in RUNGS
     ]
     made += [
-        {"name": f"planted {n}", "role": "flash", "kernel": f"dose:planted_{n}"} for n in PLANTED
+        {"name": f"planted {n}", "role": "flash", "kernel": f"dose:planted_{n}"}
+        for n in PLANTED
     ]
     return made
 
@@ -113,7 +131,9 @@ def run(config: Path, to: Path, *, device: str, steps: int | None = None) -> Bou
     def progress(what: str, done: int, total: int) -> None:
         print(f"\r{done} of {total}: {what}    ", end="", file=sys.stderr, flush=True)
 
-    request = resolve(read_yaml(config, TrainConfig), config.name, steps=steps, device=device)
+    request = resolve(
+        read_yaml(config, TrainConfig), config.name, steps=steps, device=device
+    )
     report = train(request, to, progress=progress)
     print(file=sys.stderr)
     assert report is not None
@@ -122,7 +142,8 @@ def run(config: Path, to: Path, *, device: str, steps: int | None = None) -> Bou
 
 
 def table_of_planted(report: BoundsReport, run_of: Path) -> list[str]:
-    """A row for each kernel: what is at its output, and its dose in each window with coverage."""
+    """A row for each kernel: what is at its output, and its dose in each window with
+    coverage."""
     rows = reports.read(run_of).outputs
     lines = [
         "| kernel | at its output, floors | gradient | step 1 | early |",
@@ -133,7 +154,9 @@ def table_of_planted(report: BoundsReport, run_of: Path) -> list[str]:
         cause = statistics.geometric_mean(own.values()) if own else None
         cells = [name, "–" if cause is None else f"{cause:.2f}"]
         for window in ("start", "first", "early"):
-            dose = next(d for d in report.doses if (d.variant, d.window) == (name, window))
+            dose = next(
+                d for d in report.doses if (d.variant, d.window) == (name, window)
+            )
             cells.append(amount(dose) + coverage(dose.by_seed, cause))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -148,7 +171,11 @@ def coverage(by_seed: dict[int, float], cause: float | None) -> str:
     inside = 0
     for _ in range(SETS):
         _, low, high = middle([by_seed[seed] for seed in draw.sample(seeds, OF_SEEDS)])
-        inside += low is not None and high is not None and low / BETWEEN <= cause <= high * BETWEEN
+        inside += (
+            low is not None
+            and high is not None
+            and low / BETWEEN <= cause <= high * BETWEEN
+        )
     return f"; {100 * inside / SETS:.0f} %"
 
 
@@ -170,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report = run(FLAGSHIP, to, device=options.device, steps=options.steps)
             print("\n".join(report.summary.answer), end="\n\n")
             print("\n".join(table_of_planted(report, to)))
-            print("\n| floors | gradient | step 1 | early | merged |\n|---|---|---|---|---|")
+            print(
+                "\n| floors | gradient | step 1 | early | merged |\n|---|---|---|---|---|"
+            )
             for times, rungs in itertools.groupby(
                 sorted(report.ladder, key=lambda r: r.times), lambda r: r.times
             ):
@@ -181,7 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(report.saturation.model_dump(exclude={"early", "late"}))
             return
         content = dict(SMALL) if options.small else yaml.safe_load(FLAGSHIP.read_text())
-        content |= {"variants": variants(), "seeds": options.seeds, "title": "Planted doses"}
+        content |= {
+            "variants": variants(),
+            "seeds": options.seeds,
+            "title": "Planted doses",
+        }
         content |= {"steps": options.steps or 2, "record": [1, 2]}
         content.pop("record_every", None)
         config = Path(folder) / "planted.yaml"

@@ -1,11 +1,12 @@
-"""What does the exact forward pass of a large model take beside fp64 arithmetic's own limit?
+"""What does the exact forward pass of a large model take beside fp64 arithmetic's own
+limit?
 
     python benchmarks/effects_large.py DIRECTORY [--layers 32 --length 2048 --width 4096]
 
-The checkpoint of large_model.py (Llama-3-8B's shape, random weights in bfloat16) is streamed, layer
-by layer, on one sequence. Printed: seconds of the exact pass, its second one, over those that its
-products would take at the rate of one large fp64 matrix product; and `numdev effects` with one
-kernel, in all."""
+The checkpoint of large_model.py (Llama-3-8B's shape, random weights in bfloat16) is
+streamed, layer by layer, on one sequence. Printed: seconds of the exact pass, its second
+one, over those that its products would take at the rate of one large fp64 matrix product;
+and `numdev effects` with one kernel, in all."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH, help="a multiple of 128")
     asked = parser.parse_args()
     path = written(asked.directory, asked.layers, asked.length, asked.width)
-    flags = {"kernels": ("sdpa-flash",), "length": asked.length, "sequences": 1, "sites": False}
+    flags = {
+        "kernels": ("sdpa-flash",),
+        "length": asked.length,
+        "sequences": 1,
+        "sites": False,
+    }
     request = effects_request(str(path), {**flags, "stream": True})
     study = Study(request, attempt)
     subject, inputs = study.subject(study.formats[0]), study.chunks[0]
@@ -50,11 +56,13 @@ def main() -> None:
     limit = 2 * weights * asked.length / rate
     what = f"{DEVICE}: {weights / 1e9:.2f} G weights, {asked.length} tokens"
     print(f"{what}, DGEMM {rate / 1e12:.2f} T/s")
-    print(f"exact pass: {first:.1f} s, again {second:.1f} s; arithmetic alone {limit:.1f} s: "
+    print(f"exact pass: {first:.1f} s, again {second:.1f} s; arithmetic " "alone " f"{limit:.1f} s: "
           f"{second / limit:.2f} times")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         report = effects(request, Path(folder))
-    print(f"numdev effects, sdpa-flash: {report.timings['total']:.0f} s; {report.outcome}")
+    print(
+        f"numdev effects, sdpa-flash: {report.timings['total']:.0f} s; {report.outcome}"
+    )
     print(*report.summary.answer, sep="\n")
     if DEVICE == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")

@@ -1,11 +1,11 @@
-"""Does a run that rounds every operation predict what PyTorch's own 16-bit code errs, and is the
-run without roundings that of plain fp64?
+"""Does a run that rounds every operation predict what PyTorch's own 16-bit code errs, and
+is the run without roundings that of plain fp64?
 
     PYTHONPATH=benchmarks python benchmarks/exact_predictions.py [--format bfloat16 --seeds 4]
 
-For each of some fifty small functions, forward and backward: whether the exact run equals the same
-function on fp64 tensors bit by bit, and the rms error of PyTorch's own run over that of the run
-with every operation rounded to nearest, of all seeds together."""
+For each of some fifty small functions, forward and backward: whether the exact run equals
+the same function on fp64 tensors bit by bit, and the rms error of PyTorch's own run over
+that of the run with every operation rounded to nearest, of all seeds together."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ class Comparison(NamedTuple):
 
 
 def inputs_of(name: str, seed: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of a function: floating-point ones in a dtype, and with a gradient."""
+    """The arguments of a function: floating-point ones in a dtype, and with a
+    gradient."""
     _, make = FUNCTIONS[name]
     return cast(make(torch.Generator().manual_seed(seed)), dtype)
 
 
 def cast(arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """Floating-point arguments as leaves of this dtype."""
-    return tuple(x.detach().to(dtype).requires_grad_() if is_floating(x) else x for x in arguments)
+    return tuple(
+        x.detach().to(dtype).requires_grad_() if is_floating(x) else x for x in arguments
+    )
 
 
 def cotangent_of(output: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,7 +62,8 @@ def cotangent_of(output: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plain(name: str, arguments: tuple[Any, ...], dtype: torch.dtype) -> Answers:
-    """A function as PyTorch runs it on these arguments; `dtype`: of the cotangent's values."""
+    """A function as PyTorch runs it on these arguments; `dtype`: of the cotangent's
+    values."""
     output = FUNCTIONS[name][0](*arguments)
     leaves = [x for x in arguments if is_floating(x)]
     back = cotangent_of(output, dtype).to(output.dtype)
@@ -67,10 +71,15 @@ def plain(name: str, arguments: tuple[Any, ...], dtype: torch.dtype) -> Answers:
     return Answers(output.detach().double(), [x.double() for x in gradients])
 
 
-def computed(name: str, arguments: tuple[Any, ...], dtype: torch.dtype, **how: Any) -> Answers:
+def computed(
+    name: str, arguments: tuple[Any, ...], dtype: torch.dtype, **how: Any
+) -> Answers:
     """A function as numdev computes it; `how`: further arguments of `evaluate`."""
     of = evaluate(
-        FUNCTIONS[name][0], *arguments, cotangent=lambda _, x: cotangent_of(x, dtype), **how
+        FUNCTIONS[name][0],
+        *arguments,
+        cotangent=lambda _, x: cotangent_of(x, dtype),
+        **how,
     )
     [output] = tree_leaves(of.output)
     return Answers(widened(output), [x for x in of.gradients.values() if x is not None])
@@ -98,14 +107,16 @@ def square_errors(answers: Answers, exact: Answers) -> list[float]:
 
 
 def ratios_of(name: str, seeds: int, dtype: torch.dtype) -> tuple[bool, list[float]]:
-    """Whether all exact runs equal fp64's, and PyTorch's rms error over the predicted one, of the
-    output and of each gradient: NaN where neither errs."""
+    """Whether all exact runs equal fp64's, and PyTorch's rms error over the predicted
+    one, of the output and of each gradient: NaN where neither errs."""
     runs = [compared(name, seed, dtype) for seed in range(seeds)]
     ratios: list[float] = []
     for i in range(len(runs[0].errors)):
         own = sum(run.errors[i] for run in runs)
         predicted = sum(run.predicted[i] for run in runs)
-        ratios.append(math.sqrt(own / predicted) if predicted else math.inf if own else math.nan)
+        ratios.append(
+            math.sqrt(own / predicted) if predicted else math.inf if own else math.nan
+        )
     return all(run.equal for run in runs), ratios
 
 

@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/false_alarms.py [--seeds 20] [--first 0] [--only NAME]
     OMP_NUM_THREADS=1 python benchmarks/false_alarms.py --cases configs/check/features.yaml
 
-A check is a kernel in a format on a seed's inputs: all default cases of `numdev check` (or those of
-`--cases`), forward and backward, with the default rules, as the kernel's author would run it. Sound
-kernels of different designs, none of which declares how it rounds unless it says so:
+A check is a kernel in a format on a seed's inputs: all default cases of `numdev check`
+(or those of `--cases`), forward and backward, with the default rules, as the kernel's
+author would run it. Sound kernels of different designs, none of which declares how it
+rounds unless it says so:
 
 - the designs of public kernels, written out without numdev (`benchmarks/designs.py`);
 - eager attention as people spell it, whose gradients autograd makes through its casts
@@ -70,15 +71,18 @@ def kernels() -> Iterator[Kernel]:
 def emulating(
     name: str, claim: Mapping[str, Any], ran: Mapping[str, Any], *, declared: bool
 ) -> Kernel:
-    """An emulation as a kernel, in fp32 arithmetic. One that rounds its scores or row sums returns
-    no log-sum-exp: made of them it would lack the digits that a backward pass needs."""
+    """An emulation as a kernel, in fp32 arithmetic. One that rounds its scores or row
+    sums returns no log-sum-exp: made of them it would lack the digits that a backward
+    pass needs."""
     emulated = find("emulated")
     options = {**claim, **ran, "compute": "float32"}
 
     def returned(output: Output) -> Output:
         return replace(output, lse=None) if claim["preset"] in ROUNDS_SUMS else output
 
-    claims: dict[str, Any] = {"claims": lambda case, output, system: claim} if declared else {}
+    claims: dict[str, Any] = (
+        {"claims": lambda case, output, system: claim} if declared else {}
+    )
     return Kernel(
         name=name,
         function=lambda case: returned(emulated.attend(case, **options)),
@@ -104,15 +108,22 @@ def counted(sound: Kernel, seed: int, cases: Path | None) -> Counter[str]:
 
 
 def told(count: Counter[str]) -> str:
-    return f"{count['accused']} of {count['checks']} accused, {count['not judged']} not judged"
+    return (
+        f"{count['accused']} of {count['checks']} accused, {count['not judged']} "
+        "not judged"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How many checks of sound kernels are accused?")
+    parser = argparse.ArgumentParser(
+        description="How many checks of sound kernels are accused?"
+    )
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", help="kernels with this in their names")
-    parser.add_argument("--cases", type=Path, help="a YAML file in place of the default cases")
+    parser.add_argument(
+        "--cases", type=Path, help="a YAML file in place of the default cases"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     every: Counter[str] = Counter()

@@ -2,19 +2,21 @@
 
     OMP_NUM_THREADS=1 python benchmarks/gate_rates.py [--seeds 21] [--to FILE.md] [--small]
 
-A trial is one report through `numdev.gate.judge` with the default rules: one kernel, a training
-step run twice on two calls of 8 sequences, 4 heads and 130 tokens in bf16, on the CPU. The first
-call is causal and normal, so that every fault can show; the second comes from a regime of inputs
-that changes with the seed, hazards and probes among them, so that 21 seeds meet every regime once.
-A report that passes (exit code 0) clears its kernel, one that exceeds (1) accuses it, and one that
-could not be judged (3) does neither: it stops a merge too, and is counted apart.
+A trial is one report through `numdev.gate.judge` with the default rules: one kernel, a
+training step run twice on two calls of 8 sequences, 4 heads and 130 tokens in bf16, on
+the CPU. The first call is causal and normal, so that every fault can show; the second
+comes from a regime of inputs that changes with the seed, hazards and probes among them,
+so that 21 seeds meet every regime once. A report that passes (exit code 0) clears its
+kernel, one that exceeds (1) accuses it, and one that could not be judged (3) does
+neither: it stops a merge too, and is counted apart.
 
-Sound kernels are those of `benchmarks/power.py`. Faults are those of `benchmarks/planted.py`, and
-`numdev.kernels.emulation.faults` in every dose. Kernels that go wrong as processes
-(`tests/broken_kernels.py`) have no rate: each is tried once, isolated, beside a sound one.
+Sound kernels are those of `benchmarks/power.py`. Faults are those of
+`benchmarks/planted.py`, and `numdev.kernels.emulation.faults` in every dose. Kernels that
+go wrong as processes (`tests/broken_kernels.py`) have no rate: each is tried once,
+isolated, beside a sound one.
 
-Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits illustrated in
-the case of the binomial" (1934), at 95 %.
+Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits
+illustrated in the case of the binomial" (1934), at 95 %.
 """
 
 from __future__ import annotations
@@ -103,9 +105,13 @@ def _itself(case: AttentionCase) -> AttentionCase:
 
 
 def rows_of(
-    kernel: Kernel, on: Sequence[Bench], dose: float | None = None, run: Runner | None = None
+    kernel: Kernel,
+    on: Sequence[Bench],
+    dose: float | None = None,
+    run: Runner | None = None,
 ) -> list[DeviationRow]:
-    """A kernel's rows, those of a planted fault too as a kernel's, as the gate takes them."""
+    """A kernel's rows, those of a planted fault too as a kernel's, as the gate takes
+    them."""
     found: list[DeviationRow] = []
     for bench in on:
         task = Task(
@@ -121,7 +127,9 @@ def rows_of(
     return found
 
 
-def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | None = None) -> Trial:
+def trial(
+    kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | None = None
+) -> Trial:
     rules = rules or default_rules()
     judged = judge(tests_of(rows, TWICE, rules, ()), rules)
     by = dict.fromkeys(t.rule for t in judged.tests if t.standing == "exceeded")
@@ -130,8 +138,8 @@ def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | Non
 
 @contextmanager
 def _no_search() -> Iterator[None]:
-    """The search for what is computed instead takes most of the time, and of a faulty kernel could
-    only add to what is caught. Sound ones have to stand it."""
+    """The search for what is computed instead takes most of the time, and of a faulty
+    kernel could only add to what is caught. Sound ones have to stand it."""
     with patch.object(audit_rows, "suspect", return_value={}):
         yield
 
@@ -162,7 +170,7 @@ def broken(few: slice) -> Iterator[tuple[str, Trial, Trial]]:
         yield name, trial("broken", name, rows), trial("broken", name, rows, required)
 
 
-# --- tables --------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------
 
 
 def interval(count: int, of: int) -> str:
@@ -174,7 +182,9 @@ def interval(count: int, of: int) -> str:
 def table(found: Sequence[Trial], kind: str, words: tuple[str, str]) -> list[str]:
     """A line for each kernel and one for all; `words` are for exceeded and passed."""
     these = [t for t in found if t.kind == kind]
-    lines = [f"| | reports | {words[0]} | {words[1]} | not judged | {words[0]}, 95 % | by |"]
+    lines = [
+        f"| | reports | {words[0]} | {words[1]} | not judged | {words[0]}, 95 % | by |"
+    ]
     lines.append("|---|--:|--:|--:|--:|---|---|")
     for name in (*dict.fromkeys(t.name for t in these), *(("all",) if these else ())):
         mine = [t for t in these if name in ("all", t.name)]
@@ -192,7 +202,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=len(REGIMES))
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--to", type=Path, help="write the tables here too")
-    parser.add_argument("--small", action="store_true", help="one kernel and one fault of a kind")
+    parser.add_argument(
+        "--small", action="store_true", help="one kernel and one fault of a kind"
+    )
     given = parser.parse_args()
     few = slice(1 if given.small else None)
     torch.set_num_threads(1)

@@ -1,12 +1,13 @@
-"""How long does `numdev gate` take on a large report, from the start of Python to its exit code?
+"""How long does `numdev gate` take on a large report, from the start of Python to its
+exit code?
 
     python benchmarks/gate_speed.py [--rows 10000 100000] [--repeats 5]
 
-Makes reports of so many rows, as an audit of a model of 32 heads writes them: for each head what
-the format costs, the floor and the baseline, the output of three kernels under audit and of two of
-them the log-sum-exp; five of eight rows are judged. Runs the command on each, and prints the least
-wall-clock and processor time of the repeats as Markdown. Modules are compiled once, into a
-directory of their own, as an installation has them.
+Makes reports of so many rows, as an audit of a model of 32 heads writes them: for each
+head what the format costs, the floor and the baseline, the output of three kernels under
+audit and of two of them the log-sum-exp; five of eight rows are judged. Runs the command
+on each, and prints the least wall-clock and processor time of the repeats as Markdown.
+Modules are compiled once, into a directory of their own, as an installation has them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ KERNELS = (
 )
 NUMBERS = (
     *("max_abs", "mean_abs", "rms", "row_rel", "rel", "max_ulp", "from_baseline_rms"),
-    *("precision_rms", "flash_vs_precision", "bias", "bias_sign", "bias_feature", "bias_t"),
+    *(
+        "precision_rms",
+        "flash_vs_precision",
+        "bias",
+        "bias_sign",
+        "bias_feature",
+        "bias_t",
+    ),
 )
 
 
@@ -112,7 +120,9 @@ def run(compiled: Path, *arguments: str) -> tuple[float, float]:
     environment["PYTHONPYCACHEPREFIX"] = str(compiled)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "numdev", "gate", *arguments]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    answer = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
     seconds = time.perf_counter() - start
     if answer.returncode:
         raise SystemExit(f"exit code {answer.returncode}: {answer.stdout}{answer.stderr}")
@@ -131,7 +141,9 @@ def main() -> None:
         for count in given.rows:
             path = write(Path(name), count)
             size = path.stat().st_size / 1e6
-            timed = [run(Path(name) / "compiled", str(path)) for _ in range(given.repeats)]
+            timed = [
+                run(Path(name) / "compiled", str(path)) for _ in range(given.repeats)
+            ]
             wall, used = (min(each) for each in zip(*timed, strict=True))
             print(f"| {count} | {size:.0f} | {wall:.2f} | {used:.2f} |", flush=True)
 

@@ -1,11 +1,13 @@
-"""Three tests of two kernels on the demo model's own inputs: PyTorch's flash attention, and the
-same with a scale half a percent too large. The README's table is what this prints.
+"""Three tests of two kernels on the demo model's own inputs: PyTorch's flash attention,
+and the same with a scale half a percent too large. The README's table is what this
+prints.
 
     PYTHONPATH=benchmarks python benchmarks/half_a_percent.py [--sequences 8 --length 256]
 
-Each attention call of the model is tested as a kernel's own test-suite would, against attention in
-fp32 on the same bfloat16 inputs: with `torch.testing.assert_close` at its defaults and at 1e-2, and
-by flash-attention's rule, at most twice plain attention's largest error. numdev judges every head.
+Each attention call of the model is tested as a kernel's own test-suite would, against
+attention in fp32 on the same bfloat16 inputs: with `torch.testing.assert_close` at its
+defaults and at 1e-2, and by flash-attention's rule, at most twice plain attention's
+largest error. numdev judges every head.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ def scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     return tested("scaled", 1.005, q, k, v, is_causal)
 
 
-def tested(name: str, factor: float, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Attention with a scale `factor` times what it should be; tests that pass are counted."""
+def tested(
+    name: str, factor: float, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+) -> Tensor:
+    """Attention with a scale `factor` times what it should be; tests that pass are
+    counted."""
     attend = partial(scaled_dot_product_attention, is_causal=is_causal)
     out = attend(q, k, v, scale=factor * q.shape[-1] ** -0.5)
     expected = attend(q.float(), k.float(), v.float()).to(out.dtype)
@@ -64,7 +69,8 @@ def main() -> None:
         print(f"{name}:")
         for tolerance in TOLERANCES:
             print(
-                f"  assert_close, {tolerance}: {passed[tolerance]} of {passed['calls']} calls pass"
+                f"  assert_close, {tolerance}: {passed[tolerance]} of "
+                f"{passed['calls']} calls pass"
             )
         print(f"  flash-attention's 2x rule: {rule[True]} of {len(rows)} heads pass")
         print("  numdev:", *(wrong or ["no finding"]), sep="\n    ")

@@ -1,12 +1,14 @@
-"""How often do 95 % intervals of sampled rows hold the value of all rows, where few rows rule it?
+"""How often do 95 % intervals of sampled rows hold the value of all rows, where few rows
+rule it?
 
     python benchmarks/heavy_tails.py [--length 2048 --samples 1000]
 
-Errors of rows are drawn, of tails from light to heavy, and measured as an audit does: a sample
-alone, and beside it the rows that look most suspicious (`numdev.audit.screening`). Suspicion is the
-error times a log-normal factor, since the second output that tells of it errs too: of 1 % (float32)
-or of 50 % (another kernel in the same format). Printed are how often the interval of the rms holds,
-how often the value lies above it, and the interval's median ratio of upper to lower end."""
+Errors of rows are drawn, of tails from light to heavy, and measured as an audit does: a
+sample alone, and beside it the rows that look most suspicious (`numdev.audit.screening`).
+Suspicion is the error times a log-normal factor, since the second output that tells of it
+errs too: of 1 % (float32) or of 50 % (another kernel in the same format). Printed are how
+often the interval of the rms holds, how often the value lies above it, and the interval's
+median ratio of upper to lower end."""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ TAILS: dict[str, Draw] = {
     "Pareto 3": lambda u: u ** (-1 / 3),
     "Pareto 1.5": lambda u: u ** (-1 / 1.5),
     "2 bad rows": few(2),
-    "every 512th": lambda u: torch.where(torch.arange(len(u)) % 512 == 3, 1000.0, 0.5 + u),
+    "every 512th": lambda u: torch.where(
+        torch.arange(len(u)) % 512 == 3, 1000.0, 0.5 + u
+    ),
     "every 32nd": lambda u: torch.where(torch.arange(len(u)) % 32 == 3, 1000.0, 0.5 + u),
 }
 
@@ -59,7 +63,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1000)
     given = parser.parse_args()
     length, samples = given.length, given.samples
-    print(f"{'errors':14}{'rows':>5}  {'suspicion':12}{'holds':>7}{'above':>7}{'ends':>7}")
+    print(
+        f"{'errors':14}{'rows':>5}  {'suspicion':12}{'holds':>7}{'above':>7}{'ends':>7}"
+    )
     for name, tail in TAILS.items():
         for count in (n for n in (64, 256) if n < length):
             for off in (None, 0.01, 0.5):
@@ -75,11 +81,17 @@ def main() -> None:
                         rows, of = Strata.joined(rows, suspects, length)
                     rms = float(errors.square().mean().sqrt())
                     low, high = measured(errors, rows, of)
-                    found.append((low * 0.999 <= rms <= high * 1.001, rms > high, high / low))
-                holds, above, ends = torch.tensor(found, dtype=torch.float64).unbind(dim=1)
+                    found.append(
+                        (low * 0.999 <= rms <= high * 1.001, rms > high, high / low)
+                    )
+                holds, above, ends = torch.tensor(found, dtype=torch.float64).unbind(
+                    dim=1
+                )
                 said = "none" if off is None else f"off by {off:.0%}"
                 shares = f"{float(holds.mean()):7.3f}{float(above.mean()):7.3f}"
-                print(f"{name:14}{count:5}  {said:12}{shares}{float(ends.nanmedian()):7.2f}")
+                print(
+                    f"{name:14}{count:5}  {said:12}{shares}{float(ends.nanmedian()):7.2f}"
+                )
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
     python benchmarks/instability.py RUN... [--golden VARIANT] [--fixed-on 0 1 2]
 
-RUN is the report of a `numdev train` of configs/train/unstable.yaml or one like it, or its
-directory; seeds may be spread over several. Prints Markdown: per variant its loss, how far above
-the golden run of the same seed it ended and when it broke; and per recorded signal whether a
-threshold, fixed on some seeds, warned on the others.
+RUN is the report of a `numdev train` of configs/train/unstable.yaml or one like it, or
+its directory; seeds may be spread over several. Prints Markdown: per variant its loss,
+how far above the golden run of the same seed it ended and when it broke; and per recorded
+signal whether a threshold, fixed on some seeds, warned on the others.
 
-A run and its golden run meet the same batch at every step, so their difference is free of what a
-batch does to a loss and is not smoothed. A variant is judged against the golden variant; at other
-optimiser settings, against the variant that differs from the golden one in the optimiser alone.
+A run and its golden run meet the same batch at every step, so their difference is free of
+what a batch does to a loss and is not smoothed. A variant is judged against the golden
+variant; at other optimiser settings, against the variant that differs from the golden one
+in the optimiser alone.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from numdev.report import read
 from numdev.training.report import TrainReport
 
 BROKEN_BY = 0.2  # nats above the golden run; runs that trained ended within 0.03 of it
-HOLD = 50  # steps for which it must stay there: shorter spikes are met by runs that train, too
+# Steps for which it must stay there: shorter spikes are met by runs that train, too
+HOLD = 50
 LATE = 100  # last steps over which losses are averaged
 SIGNALS = ("grad_norm", "max_logit", "spectral_norm")
 TRAIL = 30  # steps of a signal's running median, so that a single odd row does not alarm
 
 
 def recorded(report: TrainReport, golden: str | None = None) -> pd.DataFrame:
-    """All recorded steps but step 0, with `excess` over the golden run; not finite losses count as
-    infinite."""
+    """All recorded steps but step 0, with `excess` over the golden run; not finite losses
+    count as infinite."""
     golden = golden or next(v.name for v in report.variants if v.role == "golden")
     optimisers = {v["name"]: v["optimiser"] for v in report.request["variants"]}
     attention = {
@@ -44,8 +46,14 @@ def recorded(report: TrainReport, golden: str | None = None) -> pd.DataFrame:
     kernel = attention[golden][:4]
     judged_by = {}  # by variant: the golden attention at the variant's optimiser settings
     for name, optimiser in optimisers.items():
-        same = [n for n, o in optimisers.items() if o == optimiser and attention[n][:4] == kernel]
-        judged_by[name] = next((n for n in same if attention[n][4] <= {"optimiser"}), None)
+        same = [
+            n
+            for n, o in optimisers.items()
+            if o == optimiser and attention[n][:4] == kernel
+        ]
+        judged_by[name] = next(
+            (n for n in same if attention[n][4] <= {"optimiser"}), None
+        )
     rows = pd.DataFrame([r.model_dump() for r in report.rows if r.step > 0])
     rows["rate"] = rows["variant"].map(lambda name: optimisers[name]["lr"])
     rows["warmup"] = rows["variant"].map(lambda name: optimisers[name]["warmup"])
@@ -61,9 +69,9 @@ def recorded(report: TrainReport, golden: str | None = None) -> pd.DataFrame:
 
 
 def broke_at(excess: pd.Series) -> int | None:
-    """The first step from which on the excess stays above BROKEN_BY for HOLD steps, at every
-    recorded one; None for none. `excess` is by step. NaN, where the golden run has no loss, and the
-    end of the run end a stretch."""
+    """The first step from which on the excess stays above BROKEN_BY for HOLD steps, at
+    every recorded one; None for none. `excess` is by step. NaN, where the golden run has
+    no loss, and the end of the run end a stretch."""
     steps, above = excess.index.to_numpy(), excess.to_numpy() > BROKEN_BY
     ends = np.searchsorted(steps, steps + HOLD)
     for start, end in enumerate(ends):
@@ -73,10 +81,12 @@ def broke_at(excess: pd.Series) -> int | None:
 
 
 def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row for each rate, variant and seed: mean loss and excess of the last LATE steps, and the
-    step at which it broke (NaN: never)."""
+    """One row for each rate, variant and seed: mean loss and excess of the last LATE
+    steps, and the step at which it broke (NaN: never)."""
     found = []
-    for (rate, variant, seed), run in rows.groupby(["rate", "variant", "seed"], sort=False):
+    for (rate, variant, seed), run in rows.groupby(
+        ["rate", "variant", "seed"], sort=False
+    ):
         run = run.set_index("step").sort_index()
         late = run[run.index > run.index[-1] - LATE]
         found.append(
@@ -94,26 +104,32 @@ def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def alarm_at(run: pd.DataFrame, signal: str, threshold: float) -> int | None:
-    """The first step after the warm-up at which a signal's running median passes the threshold."""
+    """The first step after the warm-up at which a signal's running median passes the
+    threshold."""
     above = running(run, signal) > threshold
     return int(above.index[above][0]) if above.any() else None
 
 
 def running(run: pd.DataFrame, signal: str) -> pd.Series:
-    """The median of a signal over the last TRAIL steps, from the end of the warm-up on."""
+    """The median of a signal over the last TRAIL steps, from the end of the warm-up
+    on."""
     series = run.set_index("step")[signal].sort_index()
     # A lower median by rank: pandas' rolling median takes infinity for a missing value.
     values = [
-        np.quantile(series[(series.index > s - TRAIL) & (series.index <= s)], 0.5, method="lower")
+        np.quantile(
+            series[(series.index > s - TRAIL) & (series.index <= s)], 0.5, method="lower"
+        )
         for s in series.index
     ]
     medians = pd.Series(values, index=series.index)
     return medians[medians.index >= run["warmup"].iloc[0]]
 
 
-def warnings(rows: pd.DataFrame, runs: pd.DataFrame, fixed_on: Sequence[int]) -> pd.DataFrame:
-    """For each rate and signal: the threshold no unbroken run of the seeds `fixed_on` passes, and
-    how it does on the other seeds."""
+def warnings(
+    rows: pd.DataFrame, runs: pd.DataFrame, fixed_on: Sequence[int]
+) -> pd.DataFrame:
+    """For each rate and signal: the threshold no unbroken run of the seeds `fixed_on`
+    passes, and how it does on the other seeds."""
     broke = runs.set_index(["rate", "variant", "seed"])["broke"]
     found = []
     for rate, at_rate in rows.groupby("rate", sort=False):
@@ -174,7 +190,10 @@ def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
 def markdown(table: pd.DataFrame) -> str:
     """A data frame as a Markdown table."""
     lines = [list(table.columns), ["---"] * len(table.columns)]
-    lines += [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in table.values]
+    lines += [
+        [f"{x:.4g}" if isinstance(x, float) else str(x) for x in row]
+        for row in table.values
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -182,18 +201,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="reports of numdev train")
     parser.add_argument("--golden", help="judge by this variant, not by the golden one")
-    parser.add_argument("--fixed-on", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
+    parser.add_argument(
+        "--fixed-on", nargs="+", type=int, default=[0, 1, 2], metavar="SEED"
+    )
     given = parser.parse_args()
     tables = []
     for path in given.runs:
         report = read(path)
         if not isinstance(report, TrainReport):
-            raise SystemExit(f"{path}: expected a report of numdev train, got {report.kind}")
+            raise SystemExit(
+                f"{path}: expected a report of numdev train, got {report.kind}"
+            )
         tables.append(recorded(report, given.golden))
     rows = pd.concat(tables, ignore_index=True)
     rows = rows.drop_duplicates(["rate", "variant", "seed", "step"])
     runs = runs_of(rows)
-    print(f"Broke: {BROKEN_BY} nats above its golden run for {HOLD} steps. Intervals are 95 %.\n")
+    print(
+        f"Broke: {BROKEN_BY} nats above its golden run for {HOLD} steps. Intervals "
+        "are 95 %.\n"
+    )
     print(markdown(by_variant(runs)))
     print(f"\nThresholds fixed on seeds {given.fixed_on}, tested on the others.\n")
     print(markdown(warnings(rows, runs, given.fixed_on)))

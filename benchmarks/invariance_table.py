@@ -1,13 +1,15 @@
-"""Which kernels keep their bits along which axes, by how much they do not, and what it costs.
+"""Which kernels keep their bits along which axes, by how much they do not, and what it
+costs.
 
     python benchmarks/invariance_table.py                          the CPU's kernels, in minutes
     python benchmarks/invariance_table.py --device cuda --full     the lengths of the docs
     python benchmarks/invariance_table.py --kernel flex --case decode-1024
 
-Prefill of 1,024 and 4,096 tokens, decode over 1,024 and 8,192 keys, an extension by 16, in batches
-of 1 (and 2, 8 and 64 as the axis `batch` makes them). One short line for each kernel, case and axis
-that differs; one for all axes that do not; then milliseconds a call by batch. docs/invariance.md
-shows what it printed. It writes nothing but a journal in a temporary directory."""
+Prefill of 1,024 and 4,096 tokens, decode over 1,024 and 8,192 keys, an extension by 16,
+in batches of 1 (and 2, 8 and 64 as the axis `batch` makes them). One short line for each
+kernel, case and axis that differs; one for all axes that do not; then milliseconds a call
+by batch. docs/invariance.md shows what it printed. It writes nothing but a journal in a
+temporary directory."""
 
 from __future__ import annotations
 
@@ -56,14 +58,17 @@ FEW = ("repeat", "batch", "decode", "chunks")  # axes of those, unless some are 
 
 
 def lines(report: InvarianceReport) -> Iterator[str]:
-    """What differs, kernel by kernel and case by case, the largest difference of each axis."""
+    """What differs, kernel by kernel and case by case, the largest difference of each
+    axis."""
     for (kernel, case), own in grouped(report.rows, lambda r: (label(r), r.case)).items():
         ran = [r for r in own if r.status == "ok"]
         by_axis = grouped(ran, lambda r: r.axis)
         same = [axis for axis, rows in by_axis.items() if all(r.same for r in rows)]
         yield f"{kernel} {case}: same along {', '.join(same) or 'none'}"
         for axis, rows in by_axis.items():
-            for tensor, of in grouped((r for r in rows if r.differ), lambda r: r.tensor).items():
+            for tensor, of in grouped(
+                (r for r in rows if r.differ), lambda r: r.tensor
+            ).items():
                 r = max(of, key=lambda r: (r.nonfinite, r.floor_ratio or 0.0))
                 why = next((str(x.cause) for x in of if x.cause is not None), "")
                 variants = len({x.variant for x in of})
@@ -81,7 +86,9 @@ def lines(report: InvarianceReport) -> Iterator[str]:
             yield f"  {rows[0].status} along {axes}: {str(reason)[:110]}"
 
 
-def times(kernels: list[str], cases: list[str], device: str, fmt: torch.dtype) -> Iterator[str]:
+def times(
+    kernels: list[str], cases: list[str], device: str, fmt: torch.dtype
+) -> Iterator[str]:
     """Milliseconds a call, the median of 20, by batch: what a choice costs."""
     every = {**SHORT, **CASES}
     for name in cases:
@@ -91,7 +98,9 @@ def times(kernels: list[str], cases: list[str], device: str, fmt: torch.dtype) -
             shown = []
             for size in SIZES:
                 case = picked(drawn.rounded_to(_format(fmt)), range(size))
-                if case.k.numel() > 1 << 30 or isinstance(attempt(find(kernel), case, {}), Failure):
+                if case.k.numel() > 1 << 30 or isinstance(
+                    attempt(find(kernel), case, {}), Failure
+                ):
                     shown.append("-")
                     continue
                 took = []
@@ -102,7 +111,10 @@ def times(kernels: list[str], cases: list[str], device: str, fmt: torch.dtype) -
                     _wait(device)
                     took.append(time.perf_counter() - start)
                 shown.append(f"{1e3 * sorted(took)[len(took) // 2]:.3g}")
-            yield f"{kernel} {name} ms at batch {'/'.join(map(str, SIZES))}: {' / '.join(shown)}"
+            yield (
+                f"{kernel} {name} ms at batch {'/'.join(map(str, SIZES))}: "
+                f"{' / '.join(shown)}"
+            )
 
 
 def _format(dtype: torch.dtype) -> object:
@@ -126,20 +138,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--full", action="store_true", help="the long cases on a CPU too")
-    parser.add_argument("--kernel", action="append", help="repeatable; default: the device's")
+    parser.add_argument(
+        "--kernel", action="append", help="repeatable; default: the device's"
+    )
     parser.add_argument("--case", action="append", help="repeatable; default: all")
-    parser.add_argument("--axis", action="append", help="repeatable; default: all but few")
+    parser.add_argument(
+        "--axis", action="append", help="repeatable; default: all but few"
+    )
     parser.add_argument("--format", default="bfloat16")
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--isolate", action="store_true")
-    parser.add_argument("--no-times", action="store_true", help="without milliseconds a call")
+    parser.add_argument(
+        "--no-times", action="store_true", help="without milliseconds a call"
+    )
     given = parser.parse_args()
     device = System.here(given.device).device
     cases = CASES if given.full or device == "cuda" else SHORT
     cases = {n: x for n, x in cases.items() if given.case is None or n in given.case}
     kernels = list(given.kernel or KERNELS[device])
-    print(f"torch {torch.__version__} on {System.here(device).gpu or System.here(device).cpu}")
-    for group in ([k for k in kernels if k not in COMPILED], [k for k in kernels if k in COMPILED]):
+    print(
+        f"torch {torch.__version__} on "
+        f"{System.here(device).gpu or System.here(device).cpu}"
+    )
+    for group in (
+        [k for k in kernels if k not in COMPILED],
+        [k for k in kernels if k in COMPILED],
+    ):
         if not group:
             continue
         axes = given.axis or (FEW if group[0] in COMPILED else AXES)
@@ -155,7 +179,9 @@ def main() -> None:
             print(line, flush=True)
         for finding in report.findings:
             print(f"FINDING {finding.sentence}", flush=True)
-        print(f"{len(report.rows)} rows in {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"{len(report.rows)} rows in {time.perf_counter() - start:.0f} s", flush=True
+        )
     dtype, plain = getattr(torch, given.format), [k for k in kernels if k not in COMPILED]
     for line in () if given.no_times else times(plain, list(cases), device, dtype):
         print(line, flush=True)

@@ -3,12 +3,12 @@
     python benchmarks/large_model.py DIRECTORY [--layers 32 --length 4096 --rows 256]
         [--width 4096] [--kernel sdpa-flash ...]
 
-A decoder of Llama-3-8B's shape (32 query heads, 8 kv heads, head_dim 128, hidden 4096, MLP 14336; a
-smaller vocabulary) with random weights in bfloat16 is written to DIRECTORY, once, and audited there
-as any checkpoint, on token ids drawn with a seed. Printed are the report's own `timings`, the
-model's forward pass alone, and reference, predictions and metrics over the kernels under audit plus
-that pass: what an audit adds to what it audits. The audit runs twice, and the second run counts:
-the first also compiles.
+A decoder of Llama-3-8B's shape (32 query heads, 8 kv heads, head_dim 128, hidden 4096,
+MLP 14336; a smaller vocabulary) with random weights in bfloat16 is written to DIRECTORY,
+once, and audited there as any checkpoint, on token ids drawn with a seed. Printed are the
+report's own `timings`, the model's forward pass alone, and reference, predictions and
+metrics over the kernels under audit plus that pass: what an audit adds to what it audits.
+The audit runs twice, and the second run counts: the first also compiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def written(directory: Path, layers: int, length: int, width: int) -> Path:
-    """The checkpoint, made if it is not there; narrower ones have fewer heads of the same size."""
+    """The checkpoint, made if it is not there; narrower ones have fewer heads of the same
+    size."""
     if not (directory / "config.json").exists():
         config = LlamaConfig(
             hidden_size=width,
@@ -57,7 +58,11 @@ def written(directory: Path, layers: int, length: int, width: int) -> Path:
 
 def forward_pass(directory: Path, length: int) -> float:
     """Seconds of the model's own forward pass, the median of three."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(DEVICE).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        .to(DEVICE)
+        .eval()
+    )
     ids = torch.randint(VOCABULARY, (1, length), device=DEVICE)
     times = []
     with torch.no_grad():
@@ -82,7 +87,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--width", type=int, default=WIDTH, help="a multiple of 128")
-    parser.add_argument("--kernel", action="append", help="repeatable; the default kernels")
+    parser.add_argument(
+        "--kernel", action="append", help="repeatable; the default kernels"
+    )
     given = parser.parse_args()
     written(given.directory, given.layers, given.length, given.width)
     model = forward_pass(given.directory, given.length)

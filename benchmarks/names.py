@@ -2,12 +2,12 @@
 
     python benchmarks/names.py [--only NAME,...] [--doors check,audit] [--jobs N]
 
-Every fault is a plain function of q, k and v, with fp32 sums and P rounded to the inputs' format,
-as flash attention has them, and one thing changed. `says` is a pattern that every cause in the
-findings of it must have; `place` one that the first finding must have, where the fault is no
-mistake that could be named but stands in certain rows. A fault without either must not be named. It
-counts as named where one finding of it has a cause (its place), and as named wrongly where the
-cause of any finding lacks the pattern."""
+Every fault is a plain function of q, k and v, with fp32 sums and P rounded to the inputs'
+format, as flash attention has them, and one thing changed. `says` is a pattern that every
+cause in the findings of it must have; `place` one that the first finding must have, where
+the fault is no mistake that could be named but stands in certain rows. A fault without
+either must not be named. It counts as named where one finding of it has a cause (its
+place), and as named wrongly where the cause of any finding lacks the pattern."""
 
 # ruff: noqa: E741
 
@@ -36,7 +36,8 @@ from numdev.config import audit_request
 from numdev.report import AuditReport
 from numdev.testing import CheckFailed, check_attention
 
-F = Mapping[str, Any]  # what is changed: a hook of `attention` to what stands in its place
+# What is changed: a hook of `attention` to what stands in its place
+F = Mapping[str, Any]
 LN2 = math.log(2)
 SHAPE = {"heads": 4, "head_dim": 64}
 CAPPED = {"softcap": 2.0, "inputs": {"name": "normal", "logits": 4.0}}
@@ -103,7 +104,9 @@ def attention(
         hidden = hidden | (j > i + wrong.get("offset", lambda n, m: 0)(n, m))
     left, right = wrong.get("window", lambda x: x)(tuple(window))
     rows, keys = wrong.get("tiles", (1, 1))  # of which a window sees all or nothing
-    (i0, i1), (j0, j1) = ((x // n * n, x // n * n + n - 1) for x, n in ((i, rows), (j, keys)))
+    (i0, i1), (j0, j1) = (
+        (x // n * n, x // n * n + n - 1) for x, n in ((i, rows), (j, keys))
+    )
     hidden = (
         hidden
         | (j1 < i0 - left if left >= 0 else False)
@@ -130,7 +133,9 @@ def attention(
     if sink is not None:
         total = total + wrong.get("sink", lambda s, top: (s - top).exp())(sink, top)
     total = torch.where(total == 0, 1.0, total)
-    lse = wrong.get("lse", lambda total, own, top: None)(total, P.sum(-1, keepdim=True), top)
+    lse = wrong.get("lse", lambda total, own, top: None)(
+        total, P.sum(-1, keepdim=True), top
+    )
     P = wrong.get("p", lambda P, S, top: P.to(dtype).float())(P, S, top)
     O = (P @ V) / wrong.get("total", lambda x, S, top: x)(total, S, top)
     O = wrong.get("out", lambda O: O)(O).to(dtype)
@@ -141,7 +146,9 @@ class _Backward(torch.autograd.Function):
     """The gradients of another function than that of forward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, other: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, other: Any
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.other = other
         with torch.no_grad():
@@ -159,7 +166,9 @@ class _Changed(torch.autograd.Function):
     """The identity, with changed gradients."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, change: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, change: Any
+    ) -> tuple[Tensor, ...]:
         ctx.change = change
         return q.clone(), k.clone(), v.clone()
 
@@ -180,7 +189,8 @@ def fault(
     place: str | None = None,
     format: str = "bfloat16",
 ) -> None:
-    """A fault of forward, which its gradients share, of backward, or of the gradients alone."""
+    """A fault of forward, which its gradients share, of backward, or of the gradients
+    alone."""
 
     def kernel(
         q: Tensor,
@@ -212,7 +222,7 @@ def fault(
                          place=place, format=format)  # fmt: skip
 
 
-# --- faults of forward ---------------------------------------------------------------------------
+# --- faults of forward ----------------------------------------------------------------
 
 
 def reread(x: Tensor) -> Tensor:
@@ -272,7 +282,13 @@ fault(
     "full long",
     {"causal": lambda x: True},
 )
-fault("causal_bottom_right", "bottom-right", "uneven", {"offset": lambda n, m: m - n}, own=True)
+fault(
+    "causal_bottom_right",
+    "bottom-right",
+    "uneven",
+    {"offset": lambda n, m: m - n},
+    own=True,
+)
 fault("scale_forgotten", "not scaled" + LARGER, PLAIN, {"scale": lambda s: 1.0})
 fault("scale_twice", r"twice|1/head_dim", PLAIN, {"scale": lambda s: s * s})
 fault("scale_double", r"scale is (2\.00|1\.99)" + LARGER, PLAIN, scaled(2.0))
@@ -284,21 +300,39 @@ fault(
     "scale_of_one_head",
     r"scale is 1\.0[34]",
     PLAIN,
-    {"inputs": lambda q, k, v: (put(q.clone(), (slice(None), 1), q[:, 1] * 1.03125), k, v)},
+    {
+        "inputs": lambda q, k, v: (
+            put(q.clone(), (slice(None), 1), q[:, 1] * 1.03125),
+            k,
+            v,
+        )
+    },
 )
 fault("cap_ignored", "soft cap is ignored", "capped", {"cap": lambda S, c, s: S})
-fault("cap_last", r"soft cap is applied after", "capped-bias", {"cap_last": True}, own=True)
+fault(
+    "cap_last", r"soft cap is applied after", "capped-bias", {"cap_last": True}, own=True
+)
 fault(
     "cap_before_scale",
     "before the scale",
     "capped",
     {"cap": lambda S, c, s: torch.tanh(S / s / c) * c * s},
 )
-fault("window_plus1", "too wide", "window", {"window": lambda w: (w[0] + (w[0] >= 0), w[1])})
-fault("window_minus1", "too narrow", "window", {"window": lambda w: (w[0] - (w[0] >= 0), w[1])})
+fault(
+    "window_plus1", "too wide", "window", {"window": lambda w: (w[0] + (w[0] >= 0), w[1])}
+)
+fault(
+    "window_minus1",
+    "too narrow",
+    "window",
+    {"window": lambda w: (w[0] - (w[0] >= 0), w[1])},
+)
 fault("window_ignored", "window is ignored", "window", {"window": lambda w: (-1, -1)})
 fault(
-    "mask_ignored", "mask is ignored|masks? are both", "padding random", {"mask": lambda x, s: None}
+    "mask_ignored",
+    "mask is ignored|masks? are both",
+    "padding random",
+    {"mask": lambda x, s: None},
 )
 fault(
     "mask_inverted",
@@ -312,8 +346,18 @@ fault(
     "random bias",
     {"mask": lambda x, s: x.mT if x.shape[-1] == x.shape[-2] else x},
 )
-fault("mask_scaled", "scaled like", "bias", {"mask": lambda x, s: x if boolean(x) else x * s})
-fault("mask_ln2", r"mask lacks log2", "bias", {"mask": lambda x, s: x if boolean(x) else x * LN2})
+fault(
+    "mask_scaled",
+    "scaled like",
+    "bias",
+    {"mask": lambda x, s: x if boolean(x) else x * s},
+)
+fault(
+    "mask_ln2",
+    r"mask lacks log2",
+    "bias",
+    {"mask": lambda x, s: x if boolean(x) else x * LN2},
+)
 fault(
     "mask_of_batch_0",
     "entry 0's mask",
@@ -349,9 +393,19 @@ fault(
 )
 fault("out_misread", "output is stored as", PLAIN, {"out": reread})
 for size in (64, 80, 96, 128, 192):
-    fault(f"tail_{size}", rf"{TAIL}|last full tile of {size} are dropped", "long", tail(size))
+    fault(
+        f"tail_{size}",
+        rf"{TAIL}|last full tile of {size} are dropped",
+        "long",
+        tail(size),
+    )
 fault("first_key", "first key", "full", {"hide": lambda n, m, i, j: (j == 0) & (m > 1)})
-fault("key_37", "key 37 ", PLAIN, {"hide": lambda n, m, i, j: (j == 37) & (i != 37) & (m > 40)})
+fault(
+    "key_37",
+    "key 37 ",
+    PLAIN,
+    {"hide": lambda n, m, i, j: (j == 37) & (i != 37) & (m > 40)},
+)
 fault(
     "batch_1",
     r"entry 0's q, k and v|entry 0's output",
@@ -370,16 +424,40 @@ fault(
     "long",
     {"out": lambda O: put(O, (..., slice(64, None), slice(None)), 0.0)},
 )
-fault("head_1", "0 everywhere", PLAIN, {"out": lambda O: put(O, (slice(None), slice(1, 2)), 0.0)})
+fault(
+    "head_1",
+    "0 everywhere",
+    PLAIN,
+    {"out": lambda O: put(O, (slice(None), slice(1, 2)), 0.0)},
+)
 fault("output_101", r"output is 1\.01", PLAIN, {"out": lambda O: O * 1.01})
 fault("output_1002", r"output is 1\.00[123]", PLAIN, {"out": lambda O: O * 1.002})
 fault("sinks_ignored", "sinks are ignored", "sinks", {"sink": lambda s, top: 0.0})
-fault("sinks_twice", "counted twice", "sinks", {"sink": lambda s, top: 2 * (s - top).exp()})
-fault("sinks_ln2", "sink lacks log2", "sinks", {"sink": lambda s, top: (s * LN2 - top).exp()})
-fault("padding_counts", "padded with zeros", "full long", {"inputs": padded, "mask": padded_mask})
-fault("v_shifted", "V is shifted", PLAIN, {"inputs": lambda q, k, v: (q, k, v.roll(1, 2))})
+fault(
+    "sinks_twice", "counted twice", "sinks", {"sink": lambda s, top: 2 * (s - top).exp()}
+)
+fault(
+    "sinks_ln2",
+    "sink lacks log2",
+    "sinks",
+    {"sink": lambda s, top: (s * LN2 - top).exp()},
+)
+fault(
+    "padding_counts",
+    "padded with zeros",
+    "full long",
+    {"inputs": padded, "mask": padded_mask},
+)
+fault(
+    "v_shifted", "V is shifted", PLAIN, {"inputs": lambda q, k, v: (q, k, v.roll(1, 2))}
+)
 fault("no_row_sum", "row sum", PLAIN, {"total": lambda x, S, top: torch.ones_like(x)})
-fault("window_tiles", "in tiles (of 64|that cover)", "window window-both", {"tiles": (64, 64)})
+fault(
+    "window_tiles",
+    "in tiles (of 64|that cover)",
+    "window window-both",
+    {"tiles": (64, 64)},
+)
 fault("window_key_tiles", "in tiles of 32", "window window-both", {"tiles": (1, 32)})
 fault(
     "window_left_ignored",
@@ -393,14 +471,24 @@ fault(
     "sinks",
     {"sink": lambda s, top: (s.roll(-1, 1) - top).exp()},
 )
-fault("sinks_of_head_0", "head 0's sink", "sinks", {"sink": lambda s, top: (s[:, :1] - top).exp()})
+fault(
+    "sinks_of_head_0",
+    "head 0's sink",
+    "sinks",
+    {"sink": lambda s, top: (s[:, :1] - top).exp()},
+)
 fault(
     "sinks_constant",
     r"a sink of 1\.00, not its own",
     "sinks",
     {"sink": lambda s, top: (1.0 - top).exp()},
 )
-fault("sinks_zero", r"a sink of 0\.00, not its own", "sinks", {"sink": lambda s, top: (-top).exp()})
+fault(
+    "sinks_zero",
+    r"a sink of 0\.00, not its own",
+    "sinks",
+    {"sink": lambda s, top: (-top).exp()},
+)
 fault("sinks_one", "row sum is 0.9", "sinks", {"sink": lambda s, top: 1.0})
 fault(
     "sink_unasked",
@@ -425,7 +513,8 @@ fault(
 
 
 def stale(S: Tensor, top: Tensor, tile: int = 32) -> Tensor:
-    """How much too large weights are where nothing is rescaled as the running maximum moves."""
+    """How much too large weights are where nothing is rescaled as the running maximum
+    moves."""
     first = (torch.arange(S.shape[-1]) // tile + 1) * tile - 1
     seen = S.detach().cummax(-1).values[..., first.clamp(max=S.shape[-1] - 1)]
     return torch.where(S.isfinite(), (top - seen).exp(), 0.0)
@@ -443,7 +532,9 @@ fault(
     PLAIN,
     {"total": lambda x, S, top: ((S - top).exp() * stale(S, top)).sum(-1, keepdim=True)},
 )
-fault("lse_base_2", "to base 2", PLAIN, {"lse": lambda x, own, top: (top + x.log()) / LN2})
+fault(
+    "lse_base_2", "to base 2", PLAIN, {"lse": lambda x, own, top: (top + x.log()) / LN2}
+)
 fault("lse_without_maximum", "maximum", PLAIN, {"lse": lambda x, own, top: x.log()})
 fault("lse_is_maximum", "maximum", PLAIN, {"lse": lambda x, own, top: top})
 fault(
@@ -453,15 +544,30 @@ fault(
     {"lse": lambda x, own, top: top + own.log()},
 )
 
-# --- faults of the gradients ---------------------------------------------------------------------
+# --- faults of the gradients -----------------------------------------------------------
 
-fault("dq_unscaled", "dq lacks the scale", PLAIN, grads=lambda dq, dk, dv, s: (dq / s, dk, dv))
-fault("dk_unscaled", "dk lacks the scale", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk / s, dv))
 fault(
-    "dq_scaled_twice", "dq has the scale twice", PLAIN, grads=lambda dq, dk, dv, s: (dq * s, dk, dv)
+    "dq_unscaled",
+    "dq lacks the scale",
+    PLAIN,
+    grads=lambda dq, dk, dv, s: (dq / s, dk, dv),
+)
+fault(
+    "dk_unscaled",
+    "dk lacks the scale",
+    PLAIN,
+    grads=lambda dq, dk, dv, s: (dq, dk / s, dv),
+)
+fault(
+    "dq_scaled_twice",
+    "dq has the scale twice",
+    PLAIN,
+    grads=lambda dq, dk, dv, s: (dq * s, dk, dv),
 )
 fault("dk_ln2", "dk is ln 2", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk * LN2, dv))
-fault("dq_log2e", r"dq is log2\(e\)", PLAIN, grads=lambda dq, dk, dv, s: (dq / LN2, dk, dv))
+fault(
+    "dq_log2e", r"dq is log2\(e\)", PLAIN, grads=lambda dq, dk, dv, s: (dq / LN2, dk, dv)
+)
 fault("dv_double", "dv is 2 times", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk, dv * 2))
 fault("dv_102", r"dv is 1\.02", PLAIN, grads=lambda dq, dk, dv, s: (dq, dk, dv * 1.02))
 fault("dq_zero", "dq is 0", PLAIN, grads=lambda dq, dk, dv, s: (dq * 0, dk, dv))
@@ -477,7 +583,12 @@ fault(
     "padding random",
     backward={"mask": lambda x, s: None},
 )
-fault("backward_causal_plus1", "too many", "causal grouped", backward={"offset": lambda n, m: 1})
+fault(
+    "backward_causal_plus1",
+    "too many",
+    "causal grouped",
+    backward={"offset": lambda n, m: 1},
+)
 fault(
     "backward_causal_ignored",
     "causal mask is ignored|causal mask are both",
@@ -492,7 +603,10 @@ fault(
     backward=tail(64),
 )
 fault(
-    "backward_kv_modulo", "% kv_heads", "grouped", backward={"kv_head": lambda h, group, kv: h % kv}
+    "backward_kv_modulo",
+    "% kv_heads",
+    "grouped",
+    backward={"kv_head": lambda h, group, kv: h % kv},
 )
 fault(
     "backward_without_sinks",
@@ -500,7 +614,12 @@ fault(
     "sinks",
     backward={"sink": lambda s, top: 0.0},
 )
-fault("backward_without_cap", "soft cap is ignored", "capped", backward={"cap": lambda S, c, s: S})
+fault(
+    "backward_without_cap",
+    "soft cap is ignored",
+    "capped",
+    backward={"cap": lambda S, c, s: S},
+)
 fault(
     "backward_without_slope",
     "slope",
@@ -537,7 +656,7 @@ of_planted("delta_of_the_next_row", "is the next row's", PLAIN)
 of_planted("dv_unnormalised", "row sum", PLAIN)
 of_planted("stale_maximum", "maximum", PLAIN)
 
-# --- more of forward -----------------------------------------------------------------------------
+# --- more of forward -------------------------------------------------------------------
 
 fault(
     "cap_tanh_product",
@@ -552,10 +671,25 @@ fault(
     "capped",
     {"cap": lambda S, c, s: c * S.tanh()},
 )
-fault("cap_not_multiplied", "not multiplied by", "capped", {"cap": lambda S, c, s: (S / c).tanh()})
+fault(
+    "cap_not_multiplied",
+    "not multiplied by",
+    "capped",
+    {"cap": lambda S, c, s: (S / c).tanh()},
+)
 fault("cap_clamped", "clamped", "capped", {"cap": lambda S, c, s: S.clamp(-c, c)})
-fault("sinks_reversed", "reverse order", "sinks", {"sink": lambda s, top: (s.flip(1) - top).exp()})
-fault("sinks_of_head_2", "head 2's sink", "sinks", {"sink": lambda s, top: (s[:, 2:3] - top).exp()})
+fault(
+    "sinks_reversed",
+    "reverse order",
+    "sinks",
+    {"sink": lambda s, top: (s.flip(1) - top).exp()},
+)
+fault(
+    "sinks_of_head_2",
+    "head 2's sink",
+    "sinks",
+    {"sink": lambda s, top: (s[:, 2:3] - top).exp()},
+)
 fault(
     "sinks_every_tile",
     "counted in every tile of 64",
@@ -599,7 +733,12 @@ def in_entry_1(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return (put(q, 1, q[1] * 1.0625) if len(q) > 1 else q), k, v
 
 
-fault("entry_1_scaled", r"scale is 1\.06.* entry 1 alone", "full causal", {"inputs": in_entry_1})
+fault(
+    "entry_1_scaled",
+    r"scale is 1\.06.* entry 1 alone",
+    "full causal",
+    {"inputs": in_entry_1},
+)
 fault(
     "bottom_right_more_queries",
     "bottom-right",
@@ -610,8 +749,11 @@ fault(
 
 
 def merged(S: Tensor, top: Tensor, width: int, less: float) -> Tensor:
-    """What weights of parts of the keys are multiplied with where these are merged wrongly."""
-    parts = [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in (S - top).split(width, -1)]
+    """What weights of parts of the keys are multiplied with where these are merged
+    wrongly."""
+    parts = [
+        x.logsumexp(-1, keepdim=True).expand(x.shape) for x in (S - top).split(width, -1)
+    ]
     return torch.where(
         S.isfinite(), (-less * torch.cat(parts, -1)).nan_to_num(neginf=0.0).exp(), 0.0
     )
@@ -628,7 +770,12 @@ def merging(width: int, less: float) -> F:
 
 fault("parts_base_2", "powers of 2", PLAIN, merging(64, 1 - LN2))
 fault("parts_alike", "count alike", PLAIN, merging(64, 1.0))
-fault("lse_constant", r"\+0\.1 is added", PLAIN, {"lse": lambda x, own, top: top + x.log() + 0.1})
+fault(
+    "lse_constant",
+    r"\+0\.1 is added",
+    PLAIN,
+    {"lse": lambda x, own, top: top + x.log() + 0.1},
+)
 fault(
     "lse_maximum_base_2",
     "maximum is added in base 2",
@@ -648,7 +795,7 @@ fault(
     {"out": lambda O: put(O, 1, 0.0) if len(O) > 1 else O},
 )
 
-# --- faults that stand in a place ----------------------------------------------------------------
+# --- faults that stand in a place ------------------------------------------------------
 
 
 def wrong_rows(start: int, step: int | None, value: Callable[[Tensor], Any]) -> F:
@@ -666,7 +813,11 @@ fault(
     place="row 63|64th row from 63",
 )
 fault(
-    "nan_tail", None, "long", wrong_rows(128, None, lambda x: math.nan), place="rows? (from )?128"
+    "nan_tail",
+    None,
+    "long",
+    wrong_rows(128, None, lambda x: math.nan),
+    place="rows? (from )?128",
 )
 fault(
     "rows_64th_off",
@@ -675,7 +826,9 @@ fault(
     wrong_rows(63, 64, lambda x: x + x.abs().mean()),
     place="row 63|64th row from 63",
 )
-fault("row_0_off", None, PLAIN, wrong_rows(0, 10**6, lambda x: x.flip(-1)), place="in row 0")
+fault(
+    "row_0_off", None, PLAIN, wrong_rows(0, 10**6, lambda x: x.flip(-1)), place="in row 0"
+)
 fault(
     "rows_from_128_off",
     None,
@@ -684,12 +837,20 @@ fault(
     place="rows? (from )?128",
 )
 
-# --- losses of precision -------------------------------------------------------------------------
+# --- losses of precision ---------------------------------------------------------------
 
 fault(
-    "p_in_e4m3", "float8_e4m3fn", PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e4m3fn).float()}
+    "p_in_e4m3",
+    "float8_e4m3fn",
+    PLAIN,
+    {"p": lambda P, S, top: P.to(torch.float8_e4m3fn).float()},
 )
-fault("p_in_e5m2", "float8_e5m2", PLAIN, {"p": lambda P, S, top: P.to(torch.float8_e5m2).float()})
+fault(
+    "p_in_e5m2",
+    "float8_e5m2",
+    PLAIN,
+    {"p": lambda P, S, top: P.to(torch.float8_e5m2).float()},
+)
 fault(
     "p_in_bfloat16",
     "P is rounded to bfloat16",
@@ -697,12 +858,19 @@ fault(
     {"p": lambda P, S, top: P.bfloat16().float()},
     format="float16",
 )
-fault("out_in_bfloat16", None, PLAIN, {"out": lambda O: O.bfloat16().float()}, format="float16")
+fault(
+    "out_in_bfloat16",
+    None,
+    PLAIN,
+    {"out": lambda O: O.bfloat16().float()},
+    format="float16",
+)
 TF32 = -(1 << 13)  # what keeps 10 of 23 bits
 
 
 def tf32(x: Tensor) -> Tensor:
-    """To the nearest number with 11 significant bits, ties away from zero, as cvt.rna does."""
+    """To the nearest number with 11 significant bits, ties away from zero, as cvt.rna
+    does."""
     return ((x.detach().float().view(torch.int32) + (1 << 12)) & TF32).view(torch.float32)
 
 
@@ -729,7 +897,7 @@ for one, words in LOSSES.items():
 of_planted("sound", None, PLAIN)
 
 
-# --- measuring -----------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------
 
 
 def cases_of(names: str) -> list[dict[str, Any]]:
@@ -747,7 +915,9 @@ def checked(one: Fault, folder: Path) -> AuditReport:
 
 def audited(one: Fault, folder: Path) -> AuditReport:
     (folder / "cases.yaml").write_text(yaml.safe_dump({"cases": cases_of(one.cases)}))
-    module = one.function.__module__.replace("__main__", "names").replace("__mp_main__", "names")
+    module = one.function.__module__.replace("__main__", "names").replace(
+        "__mp_main__", "names"
+    )
     flags = {"kernels": (f"{module}:{one.name}",), "backward": True, "reproducers": 0,
              "formats": (one.format,)}  # fmt: skip
     return audit(audit_request(str(folder / "cases.yaml"), flags), folder / "out")
@@ -768,9 +938,15 @@ def judged(name: str, door: str) -> tuple[str, str, str, list[str], float]:
     if findings and one.place and not causes:
         verdict = "named" if re.search(one.place, findings[0].sentence) else "unnamed"
     if causes:
-        right = [one.says is not None and bool(re.search(one.says, cause)) for cause in causes]
+        right = [
+            one.says is not None and bool(re.search(one.says, cause)) for cause in causes
+        ]
         verdict = "named" if all(right) else "WRONG"
-        causes = causes if all(right) else [c for c, r in zip(causes, right, strict=True) if not r]
+        causes = (
+            causes
+            if all(right)
+            else [c for c, r in zip(causes, right, strict=True) if not r]
+        )
     return name, door, verdict, causes, time.perf_counter() - start
 
 
@@ -787,14 +963,18 @@ def main() -> None:
     print("|---|---|---|---|---|")
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
         pairs = [(name, door) for name in names for door in doors]
-        for name, door, verdict, causes, seconds in pool.map(judged, *zip(*pairs, strict=True)):
+        for name, door, verdict, causes, seconds in pool.map(
+            judged, *zip(*pairs, strict=True)
+        ):
             said = "; ".join(causes)
             print(f"| {name} | {door} | {verdict} | {seconds:.1f} | {said} |", flush=True)
             another = FAULTS[name].says is not None or FAULTS[name].place is not None
             totals.setdefault((door, another), Counter())[verdict] += 1
     for (door, another), counts in totals.items():
         what = "to be named" if another else "without a name, or sound"
-        said = ", ".join(f"{counts[v]} {v}" for v in ("named", "unnamed", "WRONG", "passed"))
+        said = ", ".join(
+            f"{counts[v]} {v}" for v in ("named", "unnamed", "WRONG", "passed")
+        )
         print(f"\n{door}, {what}, {sum(counts.values())}: {said}")
 
 

@@ -2,16 +2,18 @@
 
     PYTHONPATH=benchmarks numdev audit demo --kernel planted:row_sum_rounded
 
-Each is a plain function of q, k and v, as a kernel's author would hand it over, with a backward
-pass of its own. All are the same flash attention (FlashAttention-2, Algorithms 1 and 2, in tiles of
-64 keys: sums in fp32, P and dS rounded to the working format, one cast at the end), sound but for
-one fault. `sound` has none. `PLANTED` lists the faulty ones, with what is wrong, the tensors it
-shows in, and the cases in which it shows at all: a causal mask cannot be off where there is none.
+Each is a plain function of q, k and v, as a kernel's author would hand it over, with a
+backward pass of its own. All are the same flash attention (FlashAttention-2, Algorithms 1
+and 2, in tiles of 64 keys: sums in fp32, P and dS rounded to the working format, one cast
+at the end), sound but for one fault. `sound` has none. `PLANTED` lists the faulty ones,
+with what is wrong, the tensors it shows in, and the cases in which it shows at all: a
+causal mask cannot be off where there is none.
 
 Written for faults, not for speed: whole rows of queries at once.
 
-Legend: S scores, P probabilities, m running maximum, l running sum, O output, L log-sum-exp, a =
-exp(m_old - m); d of any of them the gradient with respect to it, delta = rowsum(dO o O).
+Legend: S scores, P probabilities, m running maximum, l running sum, O output, L
+log-sum-exp, a = exp(m_old - m); d of any of them the gradient with respect to it, delta =
+rowsum(dO o O).
 """
 
 # ruff: noqa: E741
@@ -43,7 +45,8 @@ class Planted:
     fault: str
     """What is wrong, as a sentence."""
     tensors: tuple[str, ...]
-    """Where the fault shows. (With a wrong O dq and dk may move too: delta is made of it.)"""
+    """Where the fault shows. (With a wrong O dq and dk may move too: delta is made of
+    it.)"""
     shows: Callable[[AttentionCase], bool]
     """Whether this case can show it."""
     function: Callable[..., tuple[Tensor, Tensor]]
@@ -61,13 +64,19 @@ def planted(
     """A kernel with the fault that `_flash` knows as `name`, put into the list."""
 
     def kernel(
-        q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         return _flash(q, k, v, is_causal, scale, name)
 
     kernel.__name__ = kernel.__qualname__ = name
     kernel.__doc__ = fault
-    PLANTED.append(Planted(name=name, fault=fault, tensors=tensors, shows=shows, function=kernel))
+    PLANTED.append(
+        Planted(name=name, fault=fault, tensors=tensors, shows=shows, function=kernel)
+    )
     return kernel
 
 
@@ -80,7 +89,7 @@ def _tiled(case: AttentionCase) -> bool:
     return case.kv_len > TILE
 
 
-# --- sound attention, and where its faults are planted -------------------------------------------
+# --- sound attention, and where its faults are planted --------------------------------
 
 
 def _flash(
@@ -167,7 +176,9 @@ class _Flash(torch.autograd.Function):
         return dQ.to(q.dtype), dK.to(k.dtype), dV.to(v.dtype), None, None, None
 
 
-def _scores(Q: Tensor, K: Tensor, keys: slice, causal: bool, scale: float, fault: str) -> Tensor:
+def _scores(
+    Q: Tensor, K: Tensor, keys: slice, causal: bool, scale: float, fault: str
+) -> Tensor:
     """S of one tile [B, H, q_len, keys], -inf where hidden."""
     S = (Q @ K[:, :, keys].transpose(-1, -2)) * scale
     if fault == "one_head_wrong":
@@ -198,7 +209,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the working format and back: one rounding, since x is in fp32 or in that format."""
+    """To the working format and back: one rounding, since x is in fp32 or in that
+    format."""
     return x.to(dtype).to(x.dtype)
 
 
@@ -210,7 +222,7 @@ def _finite(m: Tensor) -> Tensor:
     return torch.where(m == -math.inf, 0.0, m)
 
 
-# --- the kernels ---------------------------------------------------------------------------------
+# --- the kernels ----------------------------------------------------------------------
 
 
 def sound(
@@ -234,7 +246,10 @@ last_tile_dropped = planted(
     shows=lambda case: _tiled(case) and case.kv_len % TILE > 0,
 )
 last_keys_dropped = planted(
-    "last_keys_dropped", "The last 8 keys are dropped.", *ALL, shows=lambda case: case.kv_len > 8
+    "last_keys_dropped",
+    "The last 8 keys are dropped.",
+    *ALL,
+    shows=lambda case: case.kv_len > 8,
 )
 kv_heads_shifted = planted(
     "kv_heads_shifted",
@@ -243,9 +258,15 @@ kv_heads_shifted = planted(
     shows=lambda case: case.kv_heads > 1,
 )
 p_truncated = planted(
-    "p_truncated", "P is truncated to the working format, not rounded.", "out", "dv", shows=_narrow
+    "p_truncated",
+    "P is truncated to the working format, not rounded.",
+    "out",
+    "dv",
+    shows=_narrow,
 )
-p_in_4_bits = planted("p_in_4_bits", "P is rounded to 4 significant bits.", "out", "dq", "dk")
+p_in_4_bits = planted(
+    "p_in_4_bits", "P is rounded to 4 significant bits.", "out", "dq", "dk"
+)
 row_sum_rounded = planted(
     "row_sum_rounded", "The row sum is kept in the working format.", *ALL, shows=_narrow
 )
@@ -264,7 +285,9 @@ stale_maximum = planted(
 )
 zeros = planted("zeros", "The output is 0.", "out", "dq", "dk")
 output_larger = planted("output_larger", "The output is 1/256 too large.", "out")
-one_head_wrong = planted("one_head_wrong", "The scores of the last head are 3 % too large.", *ALL)
+one_head_wrong = planted(
+    "one_head_wrong", "The scores of the last head are 3 % too large.", *ALL
+)
 lse_in_base_2 = planted("lse_in_base_2", "The log-sum-exp is returned in base 2.", "lse")
 non_deterministic = planted(
     "non_deterministic",
@@ -289,7 +312,11 @@ dv_unnormalised = planted(
     shows=lambda case: case.kv_len > 1,
 )
 ds_truncated = planted(
-    "ds_truncated", "dS is truncated to the working format, not rounded.", "dq", "dk", shows=_narrow
+    "ds_truncated",
+    "dS is truncated to the working format, not rounded.",
+    "dq",
+    "dk",
+    shows=_narrow,
 )
 dq_accumulator_rounded = planted(
     "dq_accumulator_rounded",

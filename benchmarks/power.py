@@ -3,15 +3,16 @@
     python benchmarks/power.py [--seeds 1] [--first 0] [--only sound|faulty] [--to units.jsonl]
     python benchmarks/power.py --from units.jsonl
 
-A unit is one kernel on one case (a regime of inputs, a shape, a seed) in one format, a training
-step run twice and judged by `configs/gate/default.yaml` as a report would be: all heads of out,
-lse, dq, dk and dv. Beside each stands flash-attention's rule on the same unit: no error above twice
-plain attention's plus its floor, in the output or in a gradient.
+A unit is one kernel on one case (a regime of inputs, a shape, a seed) in one format, a
+training step run twice and judged by `configs/gate/default.yaml` as a report would be:
+all heads of out, lse, dq, dk and dv. Beside each stands flash-attention's rule on the
+same unit: no error above twice plain attention's plus its floor, in the output or in a
+gradient.
 
-Sound kernels must not be accused. Kernels of `benchmarks/planted.py` must be caught, wherever their
-fault can show in a case; each miss is sorted by what the fault did to the errors, beside the same
-kernel without it. Planted faults of growing dose (`numdev.kernels.emulation.faults`) are judged
-likewise.
+Sound kernels must not be accused. Kernels of `benchmarks/planted.py` must be caught,
+wherever their fault can show in a case; each miss is sorted by what the fault did to the
+errors, beside the same kernel without it. Planted faults of growing dose
+(`numdev.kernels.emulation.faults`) are judged likewise.
 
 Every instruction set runs in a process of its own and draws seeds of its own.
 """
@@ -84,7 +85,14 @@ FORMATS = ("bfloat16", "float16", "float32")
 DOSED = ("normal", "logits x 16", "sink 8", "ties 8", "one sign", "correlated")
 """Regimes of the dose curves."""
 CAPABILITIES = ("default", "avx2", "avx512")
-METRICS = ("expected_ratio", "baseline_ratio", "worst_row", "noise_ratio", "lse_error", "bias_size")
+METRICS = (
+    "expected_ratio",
+    "baseline_ratio",
+    "worst_row",
+    "noise_ratio",
+    "lse_error",
+    "bias_size",
+)
 TYPICAL = "typical head"
 TWICE = PlanRecord(kernels=(), formats=(), calls=(), repeats=2)  # kernels run twice
 """The rule that takes many heads."""
@@ -94,7 +102,13 @@ Unit = dict[str, Any]
 def drawn(regime: str, shape: str, seed: int) -> AttentionCase:
     """The case in fp32, before it is rounded to a format."""
     name, options = REGIMES[regime]
-    s = {"batch": 2, "heads": 2, "dim": 64, "keys": SHAPES[shape]["length"], **SHAPES[shape]}
+    s = {
+        "batch": 2,
+        "heads": 2,
+        "dim": 64,
+        "keys": SHAPES[shape]["length"],
+        **SHAPES[shape],
+    }
     sizes = Shapes(
         batch=s["batch"],
         heads=s["heads"],
@@ -104,7 +118,9 @@ def drawn(regime: str, shape: str, seed: int) -> AttentionCase:
         head_dim=s["dim"],
         v_dim=s["dim"],
     )
-    x = draw(name, sizes, seed=seed, options=options, label=f"{regime}/{shape}", gradients=True)
+    x = draw(
+        name, sizes, seed=seed, options=options, label=f"{regime}/{shape}", gradients=True
+    )
     return AttentionCase(
         ref=CaseRef(case=f"{regime}/{shape}", seed=seed),
         q=x.q,
@@ -117,7 +133,8 @@ def drawn(regime: str, shape: str, seed: int) -> AttentionCase:
 
 
 def emulating(name: str, claim: Mapping[str, Any], **ran: Any) -> Kernel:
-    """An emulation as a kernel, in fp32 arithmetic: what it runs, and what it claims to be."""
+    """An emulation as a kernel, in fp32 arithmetic: what it runs, and what it claims to
+    be."""
     emulated = find("emulated")
     options = {**claim, **ran, "compute": "float32"}
     return Kernel(
@@ -141,7 +158,7 @@ def sound_kernels() -> list[Kernel]:
     ]  # fmt: skip
 
 
-# --- one unit ------------------------------------------------------------------------------------
+# --- one unit -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +175,8 @@ class Place:
     """Which kernels and faults."""
 
     def keep(self, kind: str, name: str, rows: Sequence[DeviationRow]) -> None:
-        """For the rule that looks at all heads of a report; sound kernels have one a shape."""
+        """For the rule that looks at all heads of a report; sound kernels have one a
+        shape."""
         shape = (self.bench.case.ref.case or "").split("/")[1] if kind == "sound" else ""
         kept = [r for r in rows if r.tensor != "lse" and r.status == "ok"]
         if self.format != "float32":
@@ -182,7 +200,8 @@ def measured(
 
 
 def judged(rows: Sequence[DeviationRow]) -> Unit | None:
-    """What the rules say of a unit, and flash-attention's; None where the kernel did not run."""
+    """What the rules say of a unit, and flash-attention's; None where the kernel did not
+    run."""
     if any(r.status != "ok" for r in rows):
         return None
     why = [
@@ -200,19 +219,25 @@ def judged(rows: Sequence[DeviationRow]) -> Unit | None:
                 largest[name] = max(largest.get(name, 0.0), abs(value))
     return {
         "why": why,
-        "fa": sorted({r.tensor for r in fa if not r.fa_rule or r.nonfinite}) if fa else None,
+        "fa": sorted({r.tensor for r in fa if not r.fa_rule or r.nonfinite})
+        if fa
+        else None,
         "largest": largest,
     }
 
 
 def growth(rows: Sequence[DeviationRow], sound: Sequence[DeviationRow]) -> float | None:
-    """How many times larger a fault made the error of a head, where most; None where not a bit of
-    any number changed."""
+    """How many times larger a fault made the error of a head, where most; None where not
+    a bit of any number changed."""
     before = {(r.tensor, r.head): r for r in sound}
     grown = None
     for row in rows:
         old = before[row.tensor, row.head]
-        same = (row.rms, row.max_abs, row.nonfinite) == (old.rms, old.max_abs, old.nonfinite)
+        same = (row.rms, row.max_abs, row.nonfinite) == (
+            old.rms,
+            old.max_abs,
+            old.nonfinite,
+        )
         if same and not row.noise:
             continue
         ratio = (row.rms or 0.0) / old.rms if old.rms else float("inf")
@@ -220,11 +245,13 @@ def growth(rows: Sequence[DeviationRow], sound: Sequence[DeviationRow]) -> float
     return grown
 
 
-def units(seeds: Sequence[int], only: str | None = None, *, small: bool = False) -> Iterator[Unit]:
-    """All units on this machine's instruction set. Every regime meets sound kernels in every format
-    in three shapes, and faulty ones in one, which change from one regime to the next. At the end
-    stand the same rows by kernel and format, as if all were one report.
-    `small`: one kernel and fault in one case and format."""
+def units(
+    seeds: Sequence[int], only: str | None = None, *, small: bool = False
+) -> Iterator[Unit]:
+    """All units on this machine's instruction set. Every regime meets sound kernels in
+    every format in three shapes, and faulty ones in one, which change from one regime to
+    the next. At the end stand the same rows by kernel and format, as if all were one
+    report. `small`: one kernel and fault in one case and format."""
     system = System.here("cpu")
     pooled: dict[Any, list[DeviationRow]] = {}
     few = slice(1 if small else None)
@@ -241,12 +268,21 @@ def units(seeds: Sequence[int], only: str | None = None, *, small: bool = False)
                 }  # fmt: skip
                 rounded = case.rounded_to(format_named(fmt))
                 on = Place(
-                    bench=bench, case=rounded, format=fmt, system=system, pooled=pooled, few=few
+                    bench=bench,
+                    case=rounded,
+                    format=fmt,
+                    system=system,
+                    pooled=pooled,
+                    few=few,
                 )
                 found: list[Iterator[Unit]] = []
                 if only != "faulty":
                     found.append(sound_units(on))
-                if only != "sound" and place == 0 and (fmt != "float32" or number % 3 == 0):
+                if (
+                    only != "sound"
+                    and place == 0
+                    and (fmt != "float32" or number % 3 == 0)
+                ):
                     found.append(faulty_units(on))
                     if regime in DOSED and fmt != "float32":
                         found.append(doses(on))
@@ -256,7 +292,12 @@ def units(seeds: Sequence[int], only: str | None = None, *, small: bool = False)
         said = [v for v in said if v.rule == TYPICAL]
         why = [v.tensor for v in said if v.standing == "exceeded"]
         medians = {v.tensor: v.observed for v in said if v.judged}
-        of = {"set": system.cpu_capability, "format": fmt, "regime": "all", "shape": place}
+        of = {
+            "set": system.cpu_capability,
+            "format": fmt,
+            "regime": "all",
+            "shape": place,
+        }
         yield {"pooled": kind, "name": name, **of, "heads": len(rows), "why": why,
                "medians": medians}  # fmt: skip
 
@@ -273,8 +314,8 @@ def sound_units(on: Place) -> Iterator[Unit]:
 
 
 def faulty_units(on: Place) -> Iterator[Unit]:
-    """Without the search for what is computed instead, which takes most of the time and could only
-    add to what is caught."""
+    """Without the search for what is computed instead, which takes most of the time and
+    could only add to what is caught."""
     sound = measured(find("planted:sound"), on)
     for fault in planted.PLANTED[on.few]:
         if fault.shows(on.case):
@@ -296,7 +337,7 @@ def doses(on: Place) -> Iterator[Unit]:
                 yield {"control": control.name, "dose": dose, **unit}
 
 
-# --- every instruction set -----------------------------------------------------------------------
+# --- every instruction set ------------------------------------------------------------
 
 
 def run(given: argparse.Namespace) -> list[Unit]:
@@ -308,7 +349,9 @@ def run(given: argparse.Namespace) -> list[Unit]:
                    "--seeds", str(given.seeds), "--first", str(given.first)]  # fmt: skip
         command += ["--only", given.only] if given.only else []
         command += ["--small"] if given.small else []
-        subprocess.run(command, check=True, env={**os.environ, "ATEN_CPU_CAPABILITY": capability})
+        subprocess.run(
+            command, check=True, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}
+        )
         found += [json.loads(line) for line in file.read_text().splitlines()]
         file.unlink()
     return found
@@ -318,10 +361,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What do the default rules catch?")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--every", default=",".join(CAPABILITIES), help="instruction sets")
+    parser.add_argument(
+        "--every", default=",".join(CAPABILITIES), help="instruction sets"
+    )
     parser.add_argument("--only", choices=("sound", "faulty"))
     parser.add_argument("--to", type=Path, default=Path("power.jsonl"))
-    parser.add_argument("--from", dest="given", type=Path, help="tables of units measured before")
+    parser.add_argument(
+        "--from", dest="given", type=Path, help="tables of units measured before"
+    )
     parser.add_argument("--small", action="store_true", help="one unit of a kind")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -333,7 +380,9 @@ def main() -> None:
         with given.to.open("w") as file:
             for unit in units(seeds, given.only, small=given.small):
                 file.write(json.dumps(unit) + "\n")
-        print(f"instruction set {given.one}: {time.time() - start:.0f} s", file=sys.stderr)
+        print(
+            f"instruction set {given.one}: {time.time() - start:.0f} s", file=sys.stderr
+        )
         return
     if given.given:
         found = [json.loads(line) for line in given.given.read_text().splitlines()]

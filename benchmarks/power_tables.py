@@ -1,9 +1,10 @@
 """What `benchmarks/power.py` measured, as tables.
 
-A fault that changed no number of a unit is not counted there. One that was missed is *drowned* if
-no head's error (rms, any tensor) grew by more than DROWNED beside the same kernel without the
-fault: nothing that looks at errors can see it there, since another sound kernel may err as much.
-What is missed and was not drowned is the rules' own failing.
+A fault that changed no number of a unit is not counted there. One that was missed is
+*drowned* if no head's error (rms, any tensor) grew by more than DROWNED beside the same
+kernel without the fault: nothing that looks at errors can see it there, since another
+sound kernel may err as much. What is missed and was not drowned is the rules' own
+failing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def tables(units: Sequence[Unit]) -> str:
         "Faulty kernels", _table(FAULTY_HEAD, _faulty(faulty)),
         "Typical head, over all regimes", _table(POOLED_HEAD, _pooled(units)),
         "Missed, and not drowned", "\n".join(_missed(faulty)),
-        "Doses: share caught", _table(("fault", "format", "dose: caught / units"), _doses(dosed)),
+        "Doses: share caught", _table(("fault", "format", ("dose: caught / units")), _doses(dosed)),
         "Not run", "\n".join(_not_run(units)),
     ]  # fmt: skip
     return "\n\n".join(parts)
@@ -43,12 +44,15 @@ def bound(accused: int, of: int) -> float:
     low, high = accused / of, 1.0
     for _ in range(60):
         rate = (low + high) / 2
-        few = sum(math.comb(of, k) * rate**k * (1 - rate) ** (of - k) for k in range(accused + 1))
+        few = sum(
+            math.comb(of, k) * rate**k * (1 - rate) ** (of - k)
+            for k in range(accused + 1)
+        )
         low, high = (rate, high) if few > 1 - CONFIDENCE else (low, rate)
     return high
 
 
-# --- sound ---------------------------------------------------------------------------------------
+# --- sound ----------------------------------------------------------------------------
 
 SOUND_HEAD = (
     "kernel", "units", "accused", "of these rightly", "rate of the others at most",
@@ -58,9 +62,9 @@ FORMATS = ("bfloat16", "float16", "float32")
 
 
 def _rightly(unit: Unit) -> bool:
-    """Whether the kernel really does what it is accused of: dS beyond what float16 can hold where V
-    is near it; an output biased by an exp(0) of 1 - 5e-5 (PyTorch's, with AVX); a dv 0.1 % too
-    large where P is 1 (PyTorch's, at scores of 700)."""
+    """Whether the kernel really does what it is accused of: dS beyond what float16 can
+    hold where V is near it; an output biased by an exp(0) of 1 - 5e-5 (PyTorch's, with
+    AVX); a dv 0.1 % too large where P is 1 (PyTorch's, at scores of 700)."""
     overflows = unit["regime"] == "near overflow" and unit["format"] == "float16"
     fast_exp = unit["kernel"] == "sdpa-flash" and unit["set"] != "DEFAULT"
     at_700 = unit["kernel"] == "sdpa-flash" and unit["regime"] == "one hot"
@@ -73,12 +77,25 @@ def _rightly(unit: Unit) -> bool:
 
 
 def _sound(units: Sequence[Unit]) -> Iterable[Sequence[Any]]:
-    by_set = [(f"all, {name}", group) for name, group in _grouped(units, lambda u: u["set"])]
-    for name, group in [*_grouped(units, lambda u: u["kernel"]), *by_set, ("all", list(units))]:
+    by_set = [
+        (f"all, {name}", group) for name, group in _grouped(units, lambda u: u["set"])
+    ]
+    for name, group in [
+        *_grouped(units, lambda u: u["kernel"]),
+        *by_set,
+        ("all", list(units)),
+    ]:
         accused = [u for u in group if u["why"]]
         rightly = sum(map(_rightly, accused))
         rate = f"{100 * bound(len(accused) - rightly, len(group)):.2g} %"
-        yield name, len(group), len(accused), rightly, rate, sum(bool(u["fa"]) for u in group)
+        yield (
+            name,
+            len(group),
+            len(accused),
+            rightly,
+            rate,
+            sum(bool(u["fa"]) for u in group),
+        )
 
 
 def _accusations(units: Iterable[Unit]) -> Iterable[str]:
@@ -93,14 +110,19 @@ def _accusations(units: Iterable[Unit]) -> Iterable[str]:
             )
     for (kernel, fmt, rule, tensor, metric), found in said.items():
         yield (
-            f"- {kernel}, {fmt}: {rule} of {tensor} ({metric}), {len(found)} units, worst "
+            f"- {kernel}, {fmt}: {rule} of {tensor} ({metric}), {len(found)} units, "
+            "worst "
             f"{max(found)[1]}"
         )
 
 
 SHOWN = {
     "lse lse_error",
-    *(f"{t} {m}" for t in ("out", "dq", "dk", "dv") for m in ("expected_ratio", "worst_row")),
+    *(
+        f"{t} {m}"
+        for t in ("out", "dq", "dk", "dv")
+        for m in ("expected_ratio", "worst_row")
+    ),
 }
 
 
@@ -113,12 +135,14 @@ def _largest(units: Sequence[Unit]) -> Iterable[Sequence[Any]]:
             have = [u for u in units if u["format"] == fmt and name in u["largest"]]
             top = max(have, key=lambda u: u["largest"][name], default=None)
             cells.append(
-                f"{top['largest'][name]:.3g} ({top['kernel']}, {top['regime']})" if top else ""
+                f"{top['largest'][name]:.3g} ({top['kernel']}, {top['regime']})"
+                if top
+                else ""
             )
         yield name, *cells
 
 
-# --- faulty --------------------------------------------------------------------------------------
+# --- faulty ---------------------------------------------------------------------------
 
 FAULTY_HEAD = (
     "fault", "can show", "caught", "of these in its own tensors", "missed, drowned",
@@ -134,7 +158,9 @@ def _faulty(units: Sequence[Unit]) -> Iterable[Sequence[Any]]:
     shown = [u for u in units if u["grown"] is not None]
     for name, group in [*_grouped(shown, lambda u: u["fault"]), ("all", shown)]:
         caught = [u for u in group if u["why"]]
-        own = sum(any(tensor in u["tensors"] for _, tensor, *_ in u["why"]) for u in caught)
+        own = sum(
+            any(tensor in u["tensors"] for _, tensor, *_ in u["why"]) for u in caught
+        )
         missed = [u for u in group if not u["why"]]
         drowned = sum(map(_drowned, missed))
         fa = sum(bool(u["fa"]) for u in group)
@@ -159,9 +185,13 @@ def _pooled(units: Iterable[Unit]) -> Iterable[Sequence[Any]]:
 
 
 def _missed(units: Iterable[Unit]) -> Iterable[str]:
-    missed = [u for u in units if u["grown"] is not None and not u["why"] and not _drowned(u)]
+    missed = [
+        u for u in units if u["grown"] is not None and not u["why"] and not _drowned(u)
+    ]
     for (fault, fmt), group in _grouped(missed, lambda u: (u["fault"], u["format"])):
-        places = "; ".join(f"{u['regime']}, {u['shape']} ({u['grown']:.3g} x)" for u in group[:6])
+        places = "; ".join(
+            f"{u['regime']}, {u['shape']} ({u['grown']:.3g} x)" for u in group[:6]
+        )
         yield f"- {fault}, {fmt}, {len(group)}: {places}"
 
 
@@ -184,7 +214,9 @@ def _not_run(units: Iterable[Unit]) -> Iterable[str]:
     return (f"- {name}: {count} units, {why}" for (name, why), count in said.items())
 
 
-def _grouped(units: Iterable[Unit], key: Callable[[Unit], Any]) -> list[tuple[Any, list[Unit]]]:
+def _grouped(
+    units: Iterable[Unit], key: Callable[[Unit], Any]
+) -> list[tuple[Any, list[Unit]]]:
     groups: dict[Any, list[Unit]] = {}
     for unit in units:
         groups.setdefault(key(unit), []).append(unit)

@@ -44,7 +44,10 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("reference.py: expected a CUDA GPU, got none")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, causal, {HEADS} heads, bf16")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, causal, "
+        f"{HEADS} heads, bf16"
+    )
     tables = [rates(given.repeats), others(given.repeats), sampled(given.repeats)]
     for table in (*tables, *([long(given.repeats)] if given.long else [])):
         print()
@@ -96,8 +99,10 @@ def others(repeats: int) -> Iterator[tuple[str, ...]]:
         ways: dict[str, Callable[[], object]] = {
             "fused": lambda case=case: fused.attend(case),
             "blocked": lambda case=case: blocked.attend(case),
-            "SDPA": lambda case=case, wide=wide: torch.nn.functional.scaled_dot_product_attention(
-                *wide, is_causal=True, scale=case.scale
+            "SDPA": lambda case=case, wide=wide: (
+                torch.nn.functional.scaled_dot_product_attention(
+                    *wide, is_causal=True, scale=case.scale
+                )
             ),
         }
         first = None
@@ -153,7 +158,9 @@ def case_of(head_dim: int, length: int) -> AttentionCase:
         for _ in range(4)
     )
     ref = CaseRef(case=f"{length}x{head_dim}")
-    return AttentionCase(ref=ref, q=q, k=k, v=v, scale=head_dim**-0.5, is_causal=True, grad_out=dO)
+    return AttentionCase(
+        ref=ref, q=q, k=k, v=v, scale=head_dim**-0.5, is_causal=True, grad_out=dO
+    )
 
 
 def rows_of(case: AttentionCase, count: int) -> AttentionCase:
@@ -176,7 +183,8 @@ def seconds(way: Callable[[], object], repeats: int) -> float:
 
 
 def beyond(way: Callable[[], object]) -> float:
-    """The most memory `way` holds at once, beyond what is there and what it returns, in bytes."""
+    """The most memory `way` holds at once, beyond what is there and what it returns, in
+    bytes."""
     way()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -185,7 +193,9 @@ def beyond(way: Callable[[], object]) -> float:
     found = way()
     torch.cuda.synchronize()
     held = vars(found).values() if isinstance(found, Reference) else [found]
-    tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "out", None) for x in held]
+    tensors = [
+        x if isinstance(x, torch.Tensor) else getattr(x, "out", None) for x in held
+    ]
     returned = sum(x.numel() * x.element_size() for x in tensors if x is not None)
     return torch.cuda.max_memory_allocated() - before - returned
 

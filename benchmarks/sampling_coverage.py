@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/sampling_coverage.py [--length 2048] [--samples 100]
 
-A kernel is measured whole on one case; then many samples of its rows are drawn, and each metric's
-interval is held against the whole's value, head by head. Printed: the share that holds it to 0.1 %,
-and the median half width, both in per cent. What is predicted is the kernel in other tiles than its
-own, whose errors are other ones. In `two bad rows` the output of two rows is 3 % too large: what
-few rows make, a sample without them cannot tell.
+A kernel is measured whole on one case; then many samples of its rows are drawn, and each
+metric's interval is held against the whole's value, head by head. Printed: the share that
+holds it to 0.1 %, and the median half width, both in per cent. What is predicted is the
+kernel in other tiles than its own, whose errors are other ones. In `two bad rows` the
+output of two rows is 3 % too large: what few rows make, a sample without them cannot
+tell.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from numdev.sources.regimes import Shapes, draw
 REGIMES = ("normal", "sink", "outliers", "correlated")
 COUNTS = (32, 64, 256)
 BAD = "two bad rows"
-METRICS = ("mean_abs", "rms", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio")
+METRICS = (
+    "mean_abs",
+    "rms",
+    "row_rel",
+    "floor_ratio",
+    "baseline_ratio",
+    "expected_ratio",
+)
 
 
 def cases(length: int) -> Iterator[tuple[str, AttentionCase]]:
@@ -60,7 +68,9 @@ def coverage(case: AttentionCase, counts: tuple[int, ...], samples: int) -> Iter
     out, exact = find("sdpa-flash").attend(here).out, attend(here)
     if case.ref.case == BAD:
         out[:, :, [case.q_len // 3, case.q_len // 2]] *= 1.03
-    expected = emulation(here, {"preset": "fa2", "block_kv": 96, "kv_order": "descending"})
+    expected = emulation(
+        here, {"preset": "fa2", "block_kv": 96, "kv_order": "descending"}
+    )
     y = Yardstick(
         reference=exact.out,
         term_scale=exact.term_scale,
@@ -76,7 +86,9 @@ def coverage(case: AttentionCase, counts: tuple[int, ...], samples: int) -> Iter
         for seed in range(samples):
             rows = Sample(count=count, seed=seed).draw(case.q_len, "queries")
             assert rows is not None
-            found = measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=case.q_len)
+            found = measure(
+                out[:, :, rows], part(y, rows), expected[:, :, rows], of=case.q_len
+            )
             for head, truth in zip(found.heads, whole, strict=True):
                 for metric in METRICS:
                     low, high = head["interval"][metric]
@@ -88,7 +100,9 @@ def coverage(case: AttentionCase, counts: tuple[int, ...], samples: int) -> Iter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How often do intervals of sampled rows hold?")
+    parser = argparse.ArgumentParser(
+        description="How often do intervals of sampled rows hold?"
+    )
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=100)
     given = parser.parse_args()

@@ -1,17 +1,18 @@
-"""The same sweep with one worker and with several: is the report the same, and how much faster?
+"""The same sweep with one worker and with several: is the report the same, and how much
+faster?
 
     python benchmarks/scaling.py [--workers 2] [--device cuda] [--length 16384]
         [--seeds 6 | --seconds 300]
 
-Sweeps heavy cells of nearly one size, whose time goes to drawing, an emulation and fp64 references,
-by `numdev sweep --workers 1` and `--workers N`. A first run of a cell for each of N workers (not
-counted) fills the caches of compilers, and has a virtual machine give out the memory they take;
-with --seconds another, of four cells, tells how many seeds keep one worker busy for so long, and
-several of them equally. Of each run the whole time is taken, around the command, and the rate of
-jobs once every worker has done one. The rate leaves out what happens once however long a sweep is:
-the start of Python and of the workers, torch's import and the start of CUDA on each, and the
-report.
-Prints Markdown; exits with 1 where the reports differ in anything but times and the command.
+Sweeps heavy cells of nearly one size, whose time goes to drawing, an emulation and fp64
+references, by `numdev sweep --workers 1` and `--workers N`. A first run of a cell for
+each of N workers (not counted) fills the caches of compilers, and has a virtual machine
+give out the memory they take; with --seconds another, of four cells, tells how many seeds
+keep one worker busy for so long, and several of them equally. Of each run the whole time
+is taken, around the command, and the rate of jobs once every worker has done one. The
+rate leaves out what happens once however long a sweep is: the start of Python and of the
+workers, torch's import and the start of CUDA on each, and the report. Prints Markdown;
+exits with 1 where the reports differ in anything but times and the command.
 """
 
 from __future__ import annotations
@@ -47,9 +48,16 @@ class Timed:
     report: dict[str, Any]
 
 
-def config(device: str, length: int, heads: int, head_dim: int, seeds: int) -> dict[str, Any]:
+def config(
+    device: str, length: int, heads: int, head_dim: int, seeds: int
+) -> dict[str, Any]:
     kernel = "sdpa-flash" if device == "cuda" else "sdpa-math"
-    cell = {"heads": heads, "seq_len": [length - 64, length], "head_dim": head_dim, "causal": True}
+    cell = {
+        "heads": heads,
+        "seq_len": [length - 64, length],
+        "head_dim": head_dim,
+        "causal": True,
+    }
     return {
         "cases": [{"name": "normal", **cell}],
         "kernels": [kernel, {"name": "emulated", "preset": "fa2"}],
@@ -63,7 +71,16 @@ def config(device: str, length: int, heads: int, head_dim: int, seeds: int) -> d
 
 def run(file: Path, out: Path, workers: int) -> Timed:
     """Sweep; raises CalledProcessError where that fails."""
-    command = [*NUMDEV, "sweep", str(file), "-q", "-o", str(out), "--workers", str(workers)]
+    command = [
+        *NUMDEV,
+        "sweep",
+        str(file),
+        "-q",
+        "-o",
+        str(out),
+        "--workers",
+        str(workers),
+    ]
     began = time.perf_counter()
     process = subprocess.Popen(command)
     seen: list[tuple[float, int]] = []
@@ -90,9 +107,14 @@ def finished(out: Path) -> int:
 
 
 def comparable(out: Path) -> dict[str, Any]:
-    """A report without its times and its command, nor its digest, which is of these too."""
+    """A report without its times and its command, nor its digest, which is of these
+    too."""
     report = read(out).model_dump(mode="json")
-    del report["timings"], report["provenance"]["created"], report["provenance"]["command"]
+    del (
+        report["timings"],
+        report["provenance"]["created"],
+        report["provenance"]["command"],
+    )
     return report
 
 
@@ -107,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     device = asked.device or _device()
     given = (asked.length, asked.heads, asked.head_dim)
-    length, heads, head_dim = (x or y for x, y in zip(given, DEFAULTS[device], strict=True))
+    length, heads, head_dim = (
+        x or y for x, y in zip(given, DEFAULTS[device], strict=True)
+    )
     with tempfile.TemporaryDirectory() as folder:
         file, first = Path(folder) / "scaling.yaml", Path(folder) / "first.yaml"
         each = math.ceil(asked.workers / 2)  # of two lengths
@@ -120,7 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             each = math.ceil(asked.seconds * rate / asked.workers)
             seeds = math.ceil(each * asked.workers / 2)  # of two lengths each
         file.write_text(json.dumps(config(device, length, heads, head_dim, seeds)))
-        print(f"{2 * seeds} jobs: {heads} heads of {head_dim}, {length} tokens, on {device}.\n")
+        print(
+            f"{2 * seeds} jobs: {heads} heads of {head_dim}, {length} tokens, on "
+            f"{device}.\n"
+        )
         print("| workers | whole command, s | jobs a second |\n|---|---|---|", flush=True)
         times = []
         for n in (1, asked.workers):
@@ -136,7 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _device() -> str:
     """Asked of another process, since this one should not hold a GPU."""
     ask = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
-    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
+    )
     return found.stdout.strip()
 
 

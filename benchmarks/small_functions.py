@@ -1,4 +1,5 @@
-"""Small functions of every kind, as people write them, that tests and a benchmark run exactly.
+"""Small functions of every kind, as people write them, that tests and a benchmark run
+exactly.
 
 None casts, so that each is also defined on fp64 tensors as it stands."""
 
@@ -16,11 +17,14 @@ FUNCTIONS: dict[str, tuple[Function, Callable[[torch.Generator], tuple[Any, ...]
 
 
 def function(*shapes: Any) -> Callable[[Function], Function]:
-    """Registers a function with its arguments: normal values of these shapes, or other objects."""
+    """Registers a function with its arguments: normal values of these shapes, or other
+    objects."""
 
     def register(f: Function) -> Function:
         def inputs(generator: torch.Generator) -> tuple[Any, ...]:
-            return tuple(x(generator) if callable(x) else _drawn(x, generator) for x in shapes)
+            return tuple(
+                x(generator) if callable(x) else _drawn(x, generator) for x in shapes
+            )
 
         FUNCTIONS[f.__name__] = (f, inputs)
         return f
@@ -40,7 +44,7 @@ def positive(shape: tuple[int, ...]) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.rand(shape, generator=generator) + 0.1
 
 
-# --- elementwise ---------------------------------------------------------------------------------
+# --- elementwise ----------------------------------------------------------------------
 
 
 @function((48, 128), (48, 128))
@@ -75,7 +79,9 @@ def mish(x: Tensor) -> Tensor:
 
 @function((48, 128), (48, 128))
 def complex_product(x: Tensor, y: Tensor) -> Tensor:
-    return torch.stack((x[:, ::2] * y[:, ::2] - x[:, 1::2] * y[:, 1::2], x[:, ::2] * y[:, 1::2]))
+    return torch.stack(
+        (x[:, ::2] * y[:, ::2] - x[:, 1::2] * y[:, 1::2], x[:, ::2] * y[:, 1::2])
+    )
 
 
 @function(positive((48, 128)))
@@ -93,7 +99,7 @@ def lerp(x: Tensor, weight: Tensor) -> Tensor:
     return torch.lerp(x, 2 * x, torch.sigmoid(weight))
 
 
-# --- reductions ----------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------
 
 
 @function((256, 128))
@@ -126,7 +132,7 @@ def amax_and_range(x: Tensor) -> Tensor:
     return x.amax(dim=-1) - x.amin(dim=-1)
 
 
-# --- norms ---------------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------
 
 
 @function((48, 128), (128,))
@@ -159,7 +165,7 @@ def normalize(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
-# --- softmax and losses --------------------------------------------------------------------------
+# --- softmax and losses ---------------------------------------------------------------
 
 
 @function((48, 128))
@@ -192,7 +198,7 @@ def divergence(x: Tensor, y: Tensor) -> Tensor:
     return F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="none").sum(dim=-1)
 
 
-# --- products ------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------
 
 
 @function((32, 128), (128, 48))
@@ -237,7 +243,7 @@ def pooling(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 2) + F.avg_pool2d(x, 2)
 
 
-# --- recurrences, indices, views -----------------------------------------------------------------
+# --- recurrences, indices, views ------------------------------------------------------
 
 
 @function((96, 32), integers((64,), 96))

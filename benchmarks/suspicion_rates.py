@@ -2,13 +2,15 @@
 
     python benchmarks/suspicion_rates.py [--seeds 1] [--only sound|planted] [--small]
 
-Sound: every kernel, format, regime, shape and seed is one independent unit. For each it is counted
-whether the search was triggered (`far_off` in any head), whether it then accused, and whether it
-would accuse if it were always run (the stricter question: the trigger does not help).
+Sound: every kernel, format, regime, shape and seed is one independent unit. For each it
+is counted whether the search was triggered (`far_off` in any head), whether it then
+accused, and whether it would accuse if it were always run (the stricter question: the
+trigger does not help).
 
-Planted: attention in fp32 or wider, correct but for one mistake and one rounding of the output, in
-every regime and format. Rightly named: the planted cause is the one named, alone or in a set of
-causes that coincide on these data. Not named: the cut is less than tenfold. Wrongly: the rest.
+Planted: attention in fp32 or wider, correct but for one mistake and one rounding of the
+output, in every regime and format. Rightly named: the planted cause is the one named,
+alone or in a set of causes that coincide on these data. Not named: the cut is less than
+tenfold. Wrongly: the rest.
 """
 
 from __future__ import annotations
@@ -98,12 +100,16 @@ def make(shape: Shape, regime: str, fmt: str, seed: int) -> AttentionCase:
         mask[..., 0] = True
     elif shape.mask == "additive":
         mask = torch.randn(full, generator=generator)
-    case = AttentionCase(ref=CaseRef(case="drawn"), q=q, k=k, v=v, scale=shape.dim**-0.5, mask=mask)
+    case = AttentionCase(
+        ref=CaseRef(case="drawn"), q=q, k=k, v=v, scale=shape.dim**-0.5, mask=mask
+    )
     case = dataclasses.replace(case, **dict(shape.changes))
     return case.rounded_to(format_named(fmt))
 
 
-def judge(case: AttentionCase, out: Tensor, exact: Reference, *, always: bool) -> list[str]:
+def judge(
+    case: AttentionCase, out: Tensor, exact: Reference, *, always: bool
+) -> list[str]:
     """What is said of an output: the distinct causes over its heads."""
     baseline = find("baseline").attend(case).out
     yardstick = Yardstick(
@@ -122,7 +128,7 @@ def judge(case: AttentionCase, out: Tensor, exact: Reference, *, always: bool) -
     return sorted({s.cause for s in found.values()}) or ["none"]
 
 
-# --- sound kernels -------------------------------------------------------------------------------
+# --- sound kernels --------------------------------------------------------------------
 
 
 def sound(seeds: int, few: slice) -> None:
@@ -149,11 +155,16 @@ def sound(seeds: int, few: slice) -> None:
                         said = judge(case, out, exact, always=True)
                         forced += said != ["none"]
                         if said != ["none"]:
-                            print("   ", kernel, regime, fmt, label, seed, said, flush=True)
-        print(f"| {kernel} | {units} | {refused} | {far} | {accused} | {forced} |", flush=True)
+                            print(
+                                "   ", kernel, regime, fmt, label, seed, said, flush=True
+                            )
+        print(
+            f"| {kernel} | {units} | {refused} | {far} | {accused} | {forced} |",
+            flush=True,
+        )
 
 
-# --- planted mistakes ----------------------------------------------------------------------------
+# --- planted mistakes -----------------------------------------------------------------
 
 Wrong = Callable[[AttentionCase], Tensor]
 
@@ -168,7 +179,8 @@ def changed(change: Callable[[AttentionCase], dict[str, Any]]) -> Wrong:
 
 
 def plain_torch(case: AttentionCase, scale: float) -> Tensor:
-    """fp32 attention of its own, in case numdev's reference and alternatives share a mistake."""
+    """fp32 attention of its own, in case numdev's reference and alternatives share a
+    mistake."""
     q, k, v = (x.float() for x in (case.q, case.k, case.v))
     k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
     S = q @ k.mT * scale
@@ -186,7 +198,8 @@ def off_by_one(case: AttentionCase, diagonal: int) -> Tensor:
 
 
 def swapped_layout(case: AttentionCase) -> Tensor:
-    """A kernel for [batch, length, heads, dim] that is handed [batch, heads, length, dim]."""
+    """A kernel for [batch, length, heads, dim] that is handed [batch, heads, length,
+    dim]."""
     q, k, v = (x.float().transpose(1, 2) for x in (case.q, case.k, case.v))
     return (torch.softmax(q @ k.mT * case.scale, dim=-1) @ v).transpose(1, 2)
 
@@ -199,7 +212,9 @@ def output_layout(case: AttentionCase) -> Tensor:
 def all_layouts(case: AttentionCase) -> Tensor:
     """Flat memory, walked with [batch, length, heads, dim] strides, in and out."""
     b, h, n, d = case.q.shape
-    q, k, v = (x.float().reshape(b, n, h, d).transpose(1, 2) for x in (case.q, case.k, case.v))
+    q, k, v = (
+        x.float().reshape(b, n, h, d).transpose(1, 2) for x in (case.q, case.k, case.v)
+    )
     out = torch.softmax(q @ k.mT * case.scale, dim=-1) @ v
     return out.transpose(1, 2).reshape(b, h, n, d)
 
@@ -239,23 +254,46 @@ WINDOW = SHAPES["window"]
 UNEVEN = Shape(q_len=40, kv_len=100, changes=(("is_causal", True),))
 PLANTED = (
     Planted(
-        name="scale x 1.01", wrong=lambda c: plain_torch(c, c.scale * 1.01), says="1.010 times"
+        name="scale x 1.01",
+        wrong=lambda c: plain_torch(c, c.scale * 1.01),
+        says="1.010 times",
     ),
-    Planted(name="scale x 0.9", wrong=lambda c: plain_torch(c, c.scale * 0.9), says="0.900 times"),
+    Planted(
+        name="scale x 0.9",
+        wrong=lambda c: plain_torch(c, c.scale * 0.9),
+        says="0.900 times",
+    ),
     Planted(name="no scale", wrong=lambda c: plain_torch(c, 1.0), says="not scaled"),
-    Planted(name="scale twice", wrong=lambda c: plain_torch(c, c.scale**2), says="applied twice"),
-    Planted(name="exp2", wrong=lambda c: plain_torch(c, c.scale * math.log(2)), says="base 2"),
-    Planted(name="causal + 1", wrong=lambda c: off_by_one(c, 1), says="too many", shape=CAUSAL),
-    Planted(name="causal - 1", wrong=lambda c: off_by_one(c, -1), says="too few", shape=CAUSAL),
+    Planted(
+        name="scale twice",
+        wrong=lambda c: plain_torch(c, c.scale**2),
+        says="applied twice",
+    ),
+    Planted(
+        name="exp2", wrong=lambda c: plain_torch(c, c.scale * math.log(2)), says="base 2"
+    ),
+    Planted(
+        name="causal + 1", wrong=lambda c: off_by_one(c, 1), says="too many", shape=CAUSAL
+    ),
+    Planted(
+        name="causal - 1", wrong=lambda c: off_by_one(c, -1), says="too few", shape=CAUSAL
+    ),
     Planted(
         name="causal ignored",
         wrong=exactly(is_causal=False),
         says="causal mask is ignored",
         shape=CAUSAL,
     ),
-    Planted(name="causal unasked", wrong=exactly(is_causal=True), says="causal mask is applied"),
     Planted(
-        name="bottom-right", wrong=exactly(causal_offset=60), says="bottom-right", shape=UNEVEN
+        name="causal unasked",
+        wrong=exactly(is_causal=True),
+        says="causal mask is applied",
+    ),
+    Planted(
+        name="bottom-right",
+        wrong=exactly(causal_offset=60),
+        says="bottom-right",
+        shape=UNEVEN,
     ),
     Planted(
         name="top-left",
@@ -274,7 +312,9 @@ PLANTED = (
     ),
     Planted(
         name="kv head h % kv_heads",
-        wrong=changed(lambda c: {"k": c.k.repeat(1, 2, 1, 1), "v": c.v.repeat(1, 2, 1, 1)}),
+        wrong=changed(
+            lambda c: {"k": c.k.repeat(1, 2, 1, 1), "v": c.v.repeat(1, 2, 1, 1)}
+        ),
         says="h % kv_heads",
         shape=GROUPED,
     ),
@@ -291,7 +331,10 @@ PLANTED = (
         shape=SHAPES["bool mask"],
     ),
     Planted(
-        name="mask ignored", wrong=exactly(mask=None), says="ignored", shape=SHAPES["bool mask"]
+        name="mask ignored",
+        wrong=exactly(mask=None),
+        says="ignored",
+        shape=SHAPES["bool mask"],
     ),
     Planted(
         name="mask added as 0 and 1",
@@ -305,9 +348,17 @@ PLANTED = (
         says="mask is ignored",
         shape=SHAPES["additive mask, grouped"],
     ),
-    Planted(name="window ignored", wrong=exactly(window=None), says="window is ig", shape=WINDOW),
     Planted(
-        name="window + 1", wrong=exactly(window=(17, 0)), says="too wide on the left", shape=WINDOW
+        name="window ignored",
+        wrong=exactly(window=None),
+        says="window is ig",
+        shape=WINDOW,
+    ),
+    Planted(
+        name="window + 1",
+        wrong=exactly(window=(17, 0)),
+        says="too wide on the left",
+        shape=WINDOW,
     ),
     Planted(
         name="window - 1",
@@ -315,7 +366,12 @@ PLANTED = (
         says="too narrow on the left",
         shape=WINDOW,
     ),
-    Planted(name="soft cap ignored", wrong=exactly(softcap=None), says="soft cap", shape=CAPPED),
+    Planted(
+        name="soft cap ignored",
+        wrong=exactly(softcap=None),
+        says="soft cap",
+        shape=CAPPED,
+    ),
     Planted(
         name="sinks ignored",
         wrong=exactly(sinks=None),
@@ -340,10 +396,14 @@ PLANTED = (
         says="last key is",
         shape=LONG,
     ),
-    Planted(name="padding counts", wrong=padded, says="padded with zeros to 128", shape=LONG),
+    Planted(
+        name="padding counts", wrong=padded, says="padded with zeros to 128", shape=LONG
+    ),
     Planted(name="no 1/l", wrong=unnormalised, says="row sum"),
     Planted(
-        name="V reversed", wrong=changed(lambda c: {"v": c.v.flip(2)}), says="V is read in reverse"
+        name="V reversed",
+        wrong=changed(lambda c: {"v": c.v.flip(2)}),
+        says="V is read in reverse",
     ),
     Planted(
         name="V laid out wrongly",
@@ -374,7 +434,9 @@ def planted(seeds: int, few: slice) -> None:
         cells = []
         for fmt in FORMATS:
             counts: Counter[str] = Counter()
-            for regime, seed in ((r, s) for r in list(REGIMES)[few] for s in range(seeds)):
+            for regime, seed in (
+                (r, s) for r in list(REGIMES)[few] for s in range(seeds)
+            ):
                 case = make(p.shape, regime, fmt, seed)
                 out = round_to(p.wrong(case).double(), case.format).to(case.q.dtype)
                 said = judge(case, out, attend(case), always=False)
@@ -387,7 +449,10 @@ def planted(seeds: int, few: slice) -> None:
         print(f"| {p.name} |", *cells, flush=True)
     print(
         "| all |",
-        *(f" {totals[f, 'right']} | {totals[f, 'none']} | {totals[f, 'wrong']} |" for f in FORMATS),
+        *(
+            f" {totals[f, 'right']} | {totals[f, 'none']} | {totals[f, 'wrong']} |"
+            for f in FORMATS
+        ),
     )
 
 
@@ -407,7 +472,10 @@ def main() -> None:
     given = parser.parse_args()
     few = slice(1 if given.small else None)
     start = time.perf_counter()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {given.seeds} seeds\n")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{given.seeds} seeds\n"
+    )
     if given.only != "planted":
         sound(given.seeds, few)
     if given.only != "sound":

@@ -2,12 +2,13 @@
 
     python benchmarks/threads.py [--times 7] [--load 1] [--threads 16] [--train] [--small]
 
-Calls of three sizes (with gradients, bfloat16, sdpa-flash and `emulated`), measured as `numdev
-audit` measures them; with --train three networks, a few steps of each with all that is recorded. On
-one thread, on all, and by default, in turn, so that what else runs on the machine meets all alike.
-Shown are medians in seconds of wall time, and the default over the better of the two others: at
-most 1.3. `--load` starts so many processes that multiply matrices on one thread each. Set
-OMP_WAIT_POLICY=PASSIVE, as the command line does.
+Calls of three sizes (with gradients, bfloat16, sdpa-flash and `emulated`), measured as
+`numdev audit` measures them; with --train three networks, a few steps of each with all
+that is recorded. On one thread, on all, and by default, in turn, so that what else runs
+on the machine meets all alike. Shown are medians in seconds of wall time, and the default
+over the better of the two others: at most 1.3. `--load` starts so many processes that
+multiply matrices on one thread each. Set OMP_WAIT_POLICY=PASSIVE, as the command line
+does.
 """
 
 from __future__ import annotations
@@ -32,9 +33,19 @@ from numdev.system import System
 from numdev.training import study
 from numdev.training.config import TrainConfig, resolve
 
-BURN = "import torch; torch.set_num_threads(1); x = torch.randn(700, 700)\nwhile True: x @ x"
-CALLS = {"128 tokens, 4 heads": (128, 4), "512 tokens, 4 heads": (512, 4), "1536, 4": (1536, 4)}
-NETWORKS = {"width 32, context 32": (32, 32), "128, 128": (128, 128), "256, 256": (256, 256)}
+BURN = (
+    "import torch; torch.set_num_threads(1); x = torch.randn(700, 700)\nwhile True: x @ x"
+)
+CALLS = {
+    "128 tokens, 4 heads": (128, 4),
+    "512 tokens, 4 heads": (512, 4),
+    "1536, 4": (1536, 4),
+}
+NETWORKS = {
+    "width 32, context 32": (32, 32),
+    "128, 128": (128, 128),
+    "256, 256": (256, 256),
+}
 
 
 def an_audit(length: int, heads: int) -> Callable[[Path], Any]:
@@ -94,7 +105,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     here = System.here("cpu")
-    print(f"{here.cpu}, {given.threads} threads, torch {torch.__version__}, load {given.load}\n")
+    print(
+        f"{here.cpu}, {given.threads} threads, torch {torch.__version__}, load "
+        f"{given.load}\n"
+    )
     print("| what | one | all | default | over the better |\n|---|---|---|---|---|")
     make, sizes = (a_training, NETWORKS) if given.train else (an_audit, CALLS)
     with beside(given.load):
@@ -105,7 +119,10 @@ def main() -> None:
             taken = [[seconds(run, way) for way in ways] for _ in range(given.times)]
             one, every, default = map(statistics.median, zip(*taken, strict=True))
             ratio = default / min(one, every)
-            print(f"| {name} | {one:.2f} | {every:.2f} | {default:.2f} | {ratio:.2f} |", flush=True)
+            print(
+                f"| {name} | {one:.2f} | {every:.2f} | {default:.2f} | {ratio:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

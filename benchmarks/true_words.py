@@ -2,14 +2,15 @@
 
     python benchmarks/true_words.py [--only NAME,...] [--keep DIR]
 
-Faulty kernels are checked as `numdev check` checks them. Every sentence that its user reads (the
-lines of the verdict, the findings, the notes) is taken apart, and each number and claim in it is
-computed again from the call's inputs and the kernel, by plain PyTorch in fp64 that shares nothing
-with numdev: `computed` is attention and its gradients, `rounded_step` what FlashAttention-2's
-roundings make of them, `CAUSES` what each named cause would return, `coarse` what a coarser step
-would. The report tells one thing: to which way of rounding a call was held. Printed are sentences
-that do not hold or cannot be computed here, then how many claims of each kind hold. With `--keep`
-what checks said is kept in a folder, and read from there the next time."""
+Faulty kernels are checked as `numdev check` checks them. Every sentence that its user
+reads (the lines of the verdict, the findings, the notes) is taken apart, and each number
+and claim in it is computed again from the call's inputs and the kernel, by plain PyTorch
+in fp64 that shares nothing with numdev: `computed` is attention and its gradients,
+`rounded_step` what FlashAttention-2's roundings make of them, `CAUSES` what each named
+cause would return, `coarse` what a coarser step would. The report tells one thing: to
+which way of rounding a call was held. Printed are sentences that do not hold or cannot be
+computed here, then how many claims of each kind hold. With `--keep` what checks said is
+kept in a folder, and read from there the next time."""
 
 # ruff: noqa: E741
 
@@ -34,14 +35,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Hooks = Mapping[str, Any]  # what is changed: a step of `attend` to what stands in its place
+# What is changed: a step of `attend` to what stands in its place
+Hooks = Mapping[str, Any]
 
 
-# --- kernels -------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, how: Hooks, asked: Mapping[str, Any]) -> Any:
-    """Attention with fp32 sums and one cast of P, as a kernel has it, and the steps of `how`."""
+    """Attention with fp32 sums and one cast of P, as a kernel has it, and the steps of
+    `how`."""
     dtype, n, m = q.dtype, q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
     heads = how.get("kv_heads", lambda h, group, kv: h // group)
@@ -67,7 +70,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: Hooks, asked: Mapping[str, Any]
     mask = asked["attn_mask"]
     if mask is not None:
         mask = how.get("mask", lambda x: x)(mask)
-        S = S.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else S + mask.float()
+        S = (
+            S.masked_fill(~mask, -math.inf)
+            if mask.dtype == torch.bool
+            else S + mask.float()
+        )
     S = S.masked_fill(~shown, -math.inf)
     sinks = asked["sinks"]
     top = S.amax(-1, keepdim=True).detach()
@@ -91,7 +98,9 @@ class _Gradients(torch.autograd.Function):
     """The identity, with changed gradients."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, change: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, change: Any
+    ) -> tuple[Tensor, ...]:
         ctx.change = change
         return q.clone(), k.clone(), v.clone()
 
@@ -104,7 +113,9 @@ class _Backward(torch.autograd.Function):
     """One function forward, the gradients of another."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Any, backward: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Any, backward: Any
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.other = backward
         with torch.no_grad():
@@ -123,7 +134,9 @@ class _Flash(torch.autograd.Function):
     """A backward pass as flash attention writes it, with steps of its own."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, asked: Any, how: Hooks) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asked: Any, how: Hooks
+    ) -> Tensor:
         out, lse = attend(q, k, v, {"lse": lambda top, l: top + l.log()}, asked)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.asked, ctx.how = asked, how
@@ -144,7 +157,9 @@ class _Flash(torch.autograd.Function):
         K, V = (x.float().repeat_interleave(group, 1) for x in (k, v))
         dO, dtype = grad.float(), q.dtype
         delta = how.get("delta", lambda x: x)((dO * out.float()).sum(-1, keepdim=True))
-        dS = how.get("ds", lambda x, dtype: x.to(dtype).float())(P * (dO @ V.mT - delta), dtype)
+        dS = how.get("ds", lambda x, dtype: x.to(dtype).float())(
+            P * (dO @ V.mT - delta), dtype
+        )
         dq = how.get("dq", lambda dS, K, s: s * (dS @ K))(dS, K, scale)
         dk, dv = scale * (dS.mT @ q.float()), P.to(dtype).float().mT @ dO
         dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (dk, dv))
@@ -177,9 +192,9 @@ def faulty(
     backward: Hooks | None = None,
     flash: Hooks | None = None,
 ) -> None:
-    """A fault of forward (`how`), which its gradients share; of the gradients alone (`grads`), of
-    backward (`backward`), or of one step of a backward pass as flash attention has it (`flash`).
-    `more`: it takes windows, soft caps and sinks."""
+    """A fault of forward (`how`), which its gradients share; of the gradients alone
+    (`grads`), of backward (`backward`), or of one step of a backward pass as flash
+    attention has it (`flash`). `more`: it takes windows, soft caps and sinks."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> Any:
         if flash is not None:
@@ -187,7 +202,10 @@ def faulty(
         if grads is not None:
             q, k, v = _Gradients.apply(q, k, v, lambda *x: grads(*x, q.shape[-1] ** -0.5))
         if backward is not None:
-            ways = (functools.partial(attend, how=x, asked=asked) for x in (how or {}, backward))
+            ways = (
+                functools.partial(attend, how=x, asked=asked)
+                for x in (how or {}, backward)
+            )
             return _Backward.apply(q, k, v, *ways)
         return attend(q, k, v, how or {}, asked)
 
@@ -324,10 +342,16 @@ def uneven(O: Tensor, dtype: torch.dtype) -> Tensor:
 
 ROWS = (slice(None), slice(None))
 faulty(
-    "scale_1003", "the scale is 1.003 times what it should be", "b", {"scale": lambda s: s * 1.003}
+    "scale_1003",
+    "the scale is 1.003 times what it should be",
+    "b",
+    {"scale": lambda s: s * 1.003},
 )
 faulty(
-    "scale_105", "the scale is 1.05 times what it should be", "both", {"scale": lambda s: s * 1.05}
+    "scale_105",
+    "the scale is 1.05 times what it should be",
+    "both",
+    {"scale": lambda s: s * 1.05},
 )
 faulty("scale_twice", "the scale is applied twice", "h", {"scale": lambda s: s * s})
 faulty(
@@ -336,13 +360,23 @@ faulty(
     "b",
     q_times(1.04, (slice(None), slice(1, 2))),
 )
-faulty("scale_of_entry_1", "entry 1 has 1.08 times the scale", "h", q_times(1.08, slice(1, 2)))
+faulty(
+    "scale_of_entry_1",
+    "entry 1 has 1.08 times the scale",
+    "h",
+    q_times(1.08, slice(1, 2)),
+)
 faulty("causal_plus_1", "each query sees one key too many", "b", {"offset": 1})
 faulty("causal_minus_1", "each query sees one key too few", "h", {"offset": -1})
 faulty("causal_ignored", "causality is ignored", "both", {"causal": lambda x: False})
 faulty("tail_64", "keys beyond the last full tile of 64 are dropped", "both", tail(64))
 faulty("tail_96", "keys beyond the last full tile of 96 are dropped", "b", tail(96))
-faulty("key_40", "key 40 is dropped", "h", {"shown": lambda i, j, n, m: (j != 40) | (i == 40)})
+faulty(
+    "key_40",
+    "key 40 is dropped",
+    "h",
+    {"shown": lambda i, j, n, m: (j != 40) | (i == 40)},
+)
 faulty(
     "sinks_of_next",
     "heads get the sink of the next one",
@@ -351,9 +385,18 @@ faulty(
     more=True,
 )
 faulty("sinks_zero", "every sink is 0", "h", {"sinks": lambda s: s * 0}, more=True)
-faulty("sinks_twice", "a sink counts twice", "b", {"sinks": lambda s: s + math.log(2)}, more=True)
 faulty(
-    "heads_exchanged", "outputs of heads 2i and 2i + 1 are exchanged", "b", {"out": swapped_heads}
+    "sinks_twice",
+    "a sink counts twice",
+    "b",
+    {"sinks": lambda s: s + math.log(2)},
+    more=True,
+)
+faulty(
+    "heads_exchanged",
+    "outputs of heads 2i and 2i + 1 are exchanged",
+    "b",
+    {"out": swapped_heads},
 )
 faulty(
     "kv_modulo",
@@ -432,19 +475,46 @@ faulty(
     {"inputs": zeros_counted, "mask": mask_padded},
 )
 faulty("rows_64th", "every 64th row from 63 is 0", "both", {"out": last_of_64})
-faulty("nan_row_0", "row 0 is NaN", "h", out_at((*ROWS, slice(0, 1)), lambda x: x * math.nan))
-faulty("rows_from_100", "rows from 100 on are noisy", "b", noisy(0.3, (*ROWS, slice(100, None))))
-faulty("head_1_noisy", "head 1 errs 3 times as much", "b", noisy(0.008, (slice(None), slice(1, 2))))
+faulty(
+    "nan_row_0", "row 0 is NaN", "h", out_at((*ROWS, slice(0, 1)), lambda x: x * math.nan)
+)
+faulty(
+    "rows_from_100",
+    "rows from 100 on are noisy",
+    "b",
+    noisy(0.3, (*ROWS, slice(100, None))),
+)
+faulty(
+    "head_1_noisy",
+    "head 1 errs 3 times as much",
+    "b",
+    noisy(0.008, (slice(None), slice(1, 2))),
+)
 faulty(
     "row_5_of_entry_1",
     "row 5 of batch entry 1 is off",
     "h",
     noisy(1.0, (slice(1, 2), slice(None), slice(5, 6))),
 )
-faulty("p_e4m3", "P is rounded to e4m3", "b", {"p": lambda P: P.to(torch.float8_e4m3fn).float()})
-faulty("p_e5m2", "P is rounded to e5m2", "h", {"p": lambda P: P.to(torch.float8_e5m2).float()})
+faulty(
+    "p_e4m3",
+    "P is rounded to e4m3",
+    "b",
+    {"p": lambda P: P.to(torch.float8_e4m3fn).float()},
+)
+faulty(
+    "p_e5m2",
+    "P is rounded to e5m2",
+    "h",
+    {"p": lambda P: P.to(torch.float8_e5m2).float()},
+)
 faulty("p_6_bits", "P has 6 significant bits", "b", {"p": in_bits(6)})
-faulty("sum_in_bfloat16", "O is summed in bfloat16 over tiles of 64", "both", {"product": by_tiles})
+faulty(
+    "sum_in_bfloat16",
+    "O is summed in bfloat16 over tiles of 64",
+    "both",
+    {"product": by_tiles},
+)
 faulty(
     "scores_in_bfloat16",
     "S is rounded to bfloat16",
@@ -461,7 +531,10 @@ faulty(
     "tf32",
     "the products are in TF32",
     "f",
-    {"inputs": lambda Q, K, V: (in_bits(11)(Q), in_bits(11)(K), in_bits(11)(V)), "p": in_bits(11)},
+    {
+        "inputs": lambda Q, K, V: (in_bits(11)(Q), in_bits(11)(K), in_bits(11)(V)),
+        "p": in_bits(11),
+    },
 )
 faulty("not_reproducible", "the output changes from run to run", "b", {"out": uneven})
 faulty(
@@ -470,7 +543,9 @@ faulty(
     "b",
     grads=lambda dq, dk, dv, s: (dq * 1.03, dk, dv),
 )
-faulty("dk_unscaled", "dk lacks the scale", "h", grads=lambda dq, dk, dv, s: (dq, dk / s, dv))
+faulty(
+    "dk_unscaled", "dk lacks the scale", "h", grads=lambda dq, dk, dv, s: (dq, dk / s, dv)
+)
 faulty(
     "dv_double",
     "dv is twice what it should be",
@@ -482,7 +557,11 @@ faulty(
     "dk_from_64",
     "dk of keys from 64 on is off by half",
     "b",
-    grads=lambda dq, dk, dv, s: (dq, at(dk, (*ROWS, slice(64, None)), lambda x: x * 1.5), dv),
+    grads=lambda dq, dk, dv, s: (
+        dq,
+        at(dk, (*ROWS, slice(64, None)), lambda x: x * 1.5),
+        dv,
+    ),
 )
 faulty(
     "dv_7_bits",
@@ -510,9 +589,17 @@ faulty(
     "h",
     flash={"delta": lambda x: x.bfloat16().float()},
 )
-faulty("ds_truncated", "dS is truncated", "b", flash={"ds": lambda x, dtype: truncated(x, dtype)})
 faulty(
-    "dq_in_bfloat16", "dQ is summed in bfloat16 over tiles of 64", "b", flash={"dq": dq_by_tiles}
+    "ds_truncated",
+    "dS is truncated",
+    "b",
+    flash={"ds": lambda x, dtype: truncated(x, dtype)},
+)
+faulty(
+    "dq_in_bfloat16",
+    "dQ is summed in bfloat16 over tiles of 64",
+    "b",
+    flash={"dq": dq_by_tiles},
 )
 faulty(
     "two_faults",
@@ -528,10 +615,14 @@ faulty(
 )
 
 
-# --- a call, in fp64 and by itself ---------------------------------------------------------------
+# --- a call, in fp64 and by itself ----------------------------------------------------
 
 TENSORS = ("out", "dq", "dk", "dv")
-NAMES = {"the output": "out", "the log-sum-exp": "lse", **{n: n for n in ("dq", "dk", "dv")}}
+NAMES = {
+    "the output": "out",
+    "the log-sum-exp": "lse",
+    **{n: n for n in ("dq", "dk", "dv")},
+}
 Step = dict[str, Tensor]
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 SMALLEST_SCALE = 2.0**-100
@@ -590,7 +681,12 @@ class Call:
             D = D * (1 - (raw / self.softcap).tanh() ** 2)
         by_head = (abs(self.scale) * D.mT @ q.abs(), P.mT @ dO.abs())
         dk, dv = (x.unflatten(1, (k.shape[1], self.group)).sum(2) for x in by_head)
-        return {"out": P @ V.abs(), "dq": abs(self.scale) * D @ K.abs(), "dk": dk, "dv": dv}
+        return {
+            "out": P @ V.abs(),
+            "dq": abs(self.scale) * D @ K.abs(),
+            "dk": dk,
+            "dv": dv,
+        }
 
     @functools.cached_property
     def arithmetic(self) -> Step:
@@ -613,7 +709,9 @@ def seen(call: Call, n: int, m: int, mask: Tensor | None) -> Tensor:
         shown = shown & (True if left is None else j >= i + call.offset - left)
         shown = shown & (True if right is None else j <= i + call.offset + right)
     if mask is not None:
-        shown = shown & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min)
+        shown = shown & (
+            mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        )
     return shown
 
 
@@ -649,9 +747,9 @@ def computed(
     out: Callable[[Tensor], Tensor] | None = None,
     no_sum: bool = False,
 ) -> Step:
-    """What comes out in fp64: `scale` times the call's, queries times a factor, keys hidden, kv
-    heads chosen, so many zeros after the keys, another soft cap, other scores, `more` in the row
-    sum, the output changed."""
+    """What comes out in fp64: `scale` times the call's, queries times a factor, keys
+    hidden, kv heads chosen, so many zeros after the keys, another soft cap, other scores,
+    `more` in the row sum, the output changed."""
     leaves = [x.double().requires_grad_() for x in (call.q, call.k, call.v)]
     q, k, v = leaves
     H, group = q.shape[1], call.group
@@ -662,8 +760,11 @@ def computed(
     if zeros:
         K, V = (torch.nn.functional.pad(x, (0, 0, 0, zeros)) for x in (K, V))
         wide = torch.ones(*shown.shape[:3], zeros, dtype=torch.bool)
-        if call.causal and not call.offset and call.window is None:  # else the mask says it
-            wide = seen(replace(call, mask=None), q.shape[2], K.shape[2], None)[..., -zeros:]
+        # Else the mask says it
+        if call.causal and not call.offset and call.window is None:
+            wide = seen(replace(call, mask=None), q.shape[2], K.shape[2], None)[
+                ..., -zeros:
+            ]
             wide = wide.expand(*shown.shape[:3], zeros)
         shown = torch.cat([shown, wide], -1)
     S = q @ K.mT * (call.scale * scale)
@@ -689,7 +790,9 @@ def computed(
     O = O if out is None else out(O)
     step: Step = {"out": O.detach(), "lse": (top + total.log())[..., 0].detach()}
     dO = call.upstream.double()
-    grads = torch.autograd.grad((O * dO).sum(), leaves, allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(
+        (O * dO).sum(), leaves, allow_unused=True, materialize_grads=True
+    )
     return step | dict(zip(TENSORS[1:], grads, strict=True))
 
 
@@ -707,9 +810,9 @@ def cast(x: Tensor, fmt: str) -> Tensor:
 
 
 def rounded_step(call: Call, *, together: bool = True) -> Step:
-    """What FlashAttention-2's roundings give: P rounded beside the running maximum of its tile, the
-    output once; backward P and dS rounded, delta of the rounded output; a group's dk and dv summed
-    before they are rounded."""
+    """What FlashAttention-2's roundings give: P rounded beside the running maximum of its
+    tile, the output once; backward P and dS rounded, delta of the rounded output; a
+    group's dk and dv summed before they are rounded."""
     dtype, group = call.dtype, call.group
     r = lambda x: x.to(dtype).float()  # noqa: E731
     q, dO = call.q.float(), call.upstream.float()
@@ -722,7 +825,10 @@ def rounded_step(call: Call, *, together: bool = True) -> Step:
         before, m = m, torch.maximum(m, part.amax(-1, keepdim=True))
         base = m.clamp(min=-1e300)
         a, P = (before - base).exp(), (part - base).exp()
-        l, O = a * l + P.sum(-1, keepdim=True), a * O + cast(P, call.format) @ values.double()
+        l, O = (
+            a * l + P.sum(-1, keepdim=True),
+            a * O + cast(P, call.format) @ values.double(),
+        )
     if call.sinks is not None:
         l = l + (call.sinks.double()[None, :, None, None] - m.clamp(min=-1e300)).exp()
     O = cast(O / torch.where(l == 0, 1.0, l), call.format)
@@ -737,19 +843,22 @@ def rounded_step(call: Call, *, together: bool = True) -> Step:
     dq, dk, dv = call.scale * (dS @ K), call.scale * (dS.mT @ q), r(P).mT @ dO
     dk, dv = (x if together else r(x) for x in (dk, dv))
     dk, dv = (x.unflatten(1, (call.k.shape[1], group)).sum(2) for x in (dk, dv))
-    return {"out": O} | {n: r(x).double() for n, x in {"dq": dq, "dk": dk, "dv": dv}.items()}
+    return {"out": O} | {
+        n: r(x).double() for n, x in {"dq": dq, "dk": dk, "dv": dv}.items()
+    }
 
 
 def plain_step(call: Call, words: str) -> Step | None:
-    """What code as people write it gives, with autograd's gradients; None for words that are of no
-    such code."""
+    """What code as people write it gives, with autograd's gradients; None for words that
+    are of no such code."""
     dtype = call.dtype
     leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
     q, k, v = leaves
     K, V = (x.repeat_interleave(call.group, 1) for x in (k, v))
     online = re.fullmatch(
         r"as autograd rounds exp\(S - m\), cast before P V(?: in tiles of (\d+) keys)?, "
-        r"(the maximum detached|the maximum's gradient included|the gradient of the first .*)",
+        r"(the maximum detached|the maximum's gradient included|the gradient of the "
+        r"first .*)",
         words,
     )
     if online:
@@ -761,7 +870,9 @@ def plain_step(call: Call, words: str) -> Step | None:
             if "first" in online[2]:
                 top = part.max(-1, keepdim=True).values
             else:
-                top = (part.detach() if "detached" in online[2] else part).amax(-1, keepdim=True)
+                top = (part.detach() if "detached" in online[2] else part).amax(
+                    -1, keepdim=True
+                )
             before, m = m, torch.maximum(m, top)
             a, P = (before - m).exp(), (part - m).exp()
             l = a * l + P.sum(-1, keepdim=True)
@@ -774,7 +885,11 @@ def plain_step(call: Call, words: str) -> Step | None:
             "as autograd rounds all in fp32": (True, True, True),
             "as autograd rounds a softmax in fp32, cast before P V": (True, True, False),
             "as autograd rounds a softmax in the working format": (False, False, False),
-            "as autograd rounds S in the working format and the rest in fp32": (False, True, True),
+            "as autograd rounds S in the working format and the rest in fp32": (
+                False,
+                True,
+                True,
+            ),
         }.get(words)
         if wide is None:
             return None
@@ -791,7 +906,7 @@ def plain_step(call: Call, words: str) -> Step | None:
     return {n: x.double() for n, x in step.items()}
 
 
-# --- what a kernel returned, and how far it is off ------------------------------------------------
+# --- what a kernel returned, and how far it is off ------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -832,14 +947,17 @@ class Ran:
         return torch.where(fine & other.isfinite(), self.step[tensor] - other, 0.0)
 
     def sums(self, tensor: str, expected: Step | None = None) -> dict[str, Tensor]:
-        """By row [B, H, rows]: the error, its prediction, the least it may be, terms, the floor."""
+        """By row [B, H, rows]: the error, its prediction, the least it may be, terms, the
+        floor."""
         call, fine = self.call, self.usable(tensor)
         right, u = call.right[tensor], UNIT[call.format]
         keep = lambda x: torch.where(fine, x, 0.0)  # noqa: E731
         terms = keep(call.terms[tensor]).norm(dim=-1)
         step = self.predicted if expected is None else expected
         predicted = keep(step[tensor] - right).nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
-        floor = keep(cast(right, call.format) - right).nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
+        floor = (
+            keep(cast(right, call.format) - right).nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
+        )
         return {
             "error": self.error(tensor).norm(dim=-1),
             "predicted": torch.hypot(predicted, terms * call.arithmetic[tensor]),
@@ -853,7 +971,9 @@ class Ran:
         x = self.sums(tensor, expected)
         over = lambda name: (x[name] / x["terms"]).square()  # noqa: E731
         if metric == "expected_ratio":
-            least = torch.maximum(over("predicted").sum((0, 2)), over("least").sum((0, 2)))
+            least = torch.maximum(
+                over("predicted").sum((0, 2)), over("least").sum((0, 2))
+            )
             return (over("error").sum((0, 2)) / least).sqrt()
         total = {n: y.square().sum((0, 2)) for n, y in x.items()}
         allowed = UNIT[self.call.format] * SMALLEST_SCALE
@@ -878,7 +998,11 @@ def takes(kernel: Callable[..., Any], *names: str) -> bool:
 def run(call: Call, kernel: Callable[..., Any]) -> Step:
     """The kernel's output and its gradients, both as fp64."""
     leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    asked: dict[str, Any] = {"scale": call.scale, "is_causal": call.causal, "enable_gqa": True}
+    asked: dict[str, Any] = {
+        "scale": call.scale,
+        "is_causal": call.causal,
+        "enable_gqa": True,
+    }
     if call.offset or (call.window is not None and not takes(kernel, "window_size")):
         asked["is_causal"] = False  # which cannot say it: all is in the mask
         asked["attn_mask"] = call.shown
@@ -902,7 +1026,8 @@ def run(call: Call, kernel: Callable[..., Any]) -> Step:
 
 @functools.cache
 def calls(fmt: str) -> dict[str, Call]:
-    """The default cases of `numdev check`: their tensors are all that comes from numdev."""
+    """The default cases of `numdev check`: their tensors are all that comes from
+    numdev."""
     from numdev.audit.check import CheckSource
     from numdev.formats import FORMATS
 
@@ -927,7 +1052,7 @@ def calls(fmt: str) -> dict[str, Call]:
     return by_name
 
 
-# --- causes, and what each would return ----------------------------------------------------------
+# --- causes, and what each would return -----------------------------------------------
 
 LN2 = math.log(2)
 
@@ -955,14 +1080,19 @@ def _heads(call: Call, order: Sequence[int]) -> Step:
 
 def _parts(width: int, less: float) -> Callable[[Tensor], Tensor]:
     def rescored(S: Tensor) -> Tensor:
-        parts = [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)]
+        parts = [
+            x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)
+        ]
         return torch.where(S.isfinite(), S - less * torch.cat(parts, -1), -math.inf)
 
     return rescored
 
 
 def _shift_causal(call: Call, by: int) -> Step:
-    window = call.window and (None if call.window[0] is None else call.window[0] + by, None)
+    window = call.window and (
+        None if call.window[0] is None else call.window[0] + by,
+        None,
+    )
     return computed(replace(call, offset=call.offset + by, window=window))
 
 
@@ -980,7 +1110,9 @@ def _times(call: Call, tensor: str, factor: float) -> Step:
 
 
 def _zero_rows(call: Call, words: str) -> Step:
-    return computed(call, out=lambda O: O.masked_fill(places(words, O.shape[2])[:, None], 0.0))
+    return computed(
+        call, out=lambda O: O.masked_fill(places(words, O.shape[2])[:, None], 0.0)
+    )
 
 
 def _lse(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Step]:
@@ -996,14 +1128,19 @@ def _lse(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Step]:
 def _window(call: Call, left: int, right: int) -> Step:
     if call.window is None:
         return call.right
-    sides = [None if x is None else x + y for x, y in zip(call.window, (left, right), strict=True)]
+    sides = [
+        None if x is None else x + y
+        for x, y in zip(call.window, (left, right), strict=True)
+    ]
     return computed(replace(call, window=(sides[0], sides[1])))
 
 
 NEXT = {"next": -1, "previous": 1}
 TAIL = _hide
 CAUSES: dict[str, Callable[..., Step]] = {
-    r"the scale is ([\d.e+-]+) times the requested one": lambda c, x: computed(c, scale=float(x)),
+    r"the scale is ([\d.e+-]+) times the requested one": lambda c, x: computed(
+        c, scale=float(x)
+    ),
     r"the scale is applied twice": lambda c: computed(c, scale=c.scale),
     r"the scale is 1/head_dim": lambda c: computed(c, scale=1 / c.q.shape[-1] / c.scale),
     r"the scores are not scaled": lambda c: computed(c, scale=1 / c.scale),
@@ -1026,14 +1163,16 @@ CAUSES: dict[str, Callable[..., Step]] = {
         c, hidden=lambda i, j, m: j >= m - int(x or 1)
     ),
     r"key (\d+) is dropped": lambda c, x: computed(c, hidden=lambda i, j, m: j == int(x)),
-    r"the keys are padded with zeros to (\d+), and the padding takes part": lambda c, x: computed(
-        c, zeros=max(0, int(x) - c.k.shape[2])
+    r"the keys are padded with zeros to (\d+), and the padding takes part": lambda c, x: (
+        computed(c, zeros=max(0, int(x) - c.k.shape[2]))
     ),
     r"the keys are padded with zeros to a multiple of (\d+), which take part": lambda c, x: (
         computed(c, zeros=-c.k.shape[2] % int(x))
     ),
     r"(\d+) keys padded with zeros are counted": lambda c, x: computed(
-        replace(c, sinks=torch.full((c.q.shape[1],), math.log(int(x)), dtype=torch.float64))
+        replace(
+            c, sinks=torch.full((c.q.shape[1],), math.log(int(x)), dtype=torch.float64)
+        )
     ),
     r"query head h reads kv head h % kv_heads instead of h // group": lambda c: computed(
         c, kv=lambda h, group, kv: h % kv
@@ -1069,8 +1208,10 @@ CAUSES: dict[str, Callable[..., Step]] = {
         replace(c, sinks=None if c.sinks is None else c.sinks.double() + LN2)
     ),
     r"the attention sinks are ignored": lambda c: computed(replace(c, sinks=None)),
-    r"it has a sink of (-?[\d.]+), (?:not its own|which was not .*)": lambda c, x: computed(
-        replace(c, sinks=torch.full((c.q.shape[1],), float(x), dtype=torch.float64))
+    r"it has a sink of (-?[\d.]+), (?:not its own|which was not .*)": lambda c, x: (
+        computed(
+            replace(c, sinks=torch.full((c.q.shape[1],), float(x), dtype=torch.float64))
+        )
     ),
     r"the window is one key too (wide|narrow) on the left": lambda c, x: _window(
         c, {"wide": 1, "narrow": -1}[x], 0
@@ -1081,17 +1222,19 @@ CAUSES: dict[str, Callable[..., Step]] = {
     r"the soft cap multiplies a score by its tanh": lambda c: computed(
         c, cap=lambda S, cap, s: S * S.tanh()
     ),
-    r"parts of (\d+) keys are merged with powers of 2 in place of e": lambda c, x: computed(
-        c, rescored=_parts(int(x), 1 - LN2)
+    r"parts of (\d+) keys are merged with powers of 2 in place of e": lambda c, x: (
+        computed(c, rescored=_parts(int(x), 1 - LN2))
     ),
-    r"(\d+) parts of the keys are merged with powers of 2 in place of e": lambda c, x: computed(
-        c, rescored=_parts(-(-c.k.shape[2] // int(x)), 1 - LN2)
+    r"(\d+) parts of the keys are merged with powers of 2 in place of e": lambda c, x: (
+        computed(c, rescored=_parts(-(-c.k.shape[2] // int(x)), 1 - LN2))
     ),
     r"the output is 0 (?:in )?(.*)": _zero_rows,
     r"(d[qkv]) lacks the scale": lambda c, t: _times(c, t, 1 / c.scale),
     r"(d[qkv]) has the scale twice": lambda c, t: _times(c, t, c.scale),
     r"(d[qkv]) is 0": lambda c, t: _times(c, t, 0.0),
-    r"(d[qkv]) is ([\d.e+-]+) times what it should be": lambda c, t, x: _times(c, t, float(x)),
+    r"(d[qkv]) is ([\d.e+-]+) times what it should be": lambda c, t, x: _times(
+        c, t, float(x)
+    ),
     r"delta, the row sum of dO·O, is left out": _no_delta,
     r"([+-][\d.e+-]+) is added": lambda c, x: _lse(lambda L, top: L + float(x))(c),
     r"the logarithm is to base 2": _lse(lambda L, top: L / LN2),
@@ -1120,8 +1263,11 @@ def places(words: str, length: int) -> Tensor:
 
 
 def under(cause: str, call: Call) -> Step:
-    """What would come out if the cause were so; LookupError for one that is not known here."""
-    cause = cause.removeprefix("in the backward pass, ").removeprefix("in the log-sum-exp, ")
+    """What would come out if the cause were so; LookupError for one that is not known
+    here."""
+    cause = cause.removeprefix("in the backward pass, ").removeprefix(
+        "in the log-sum-exp, "
+    )
     cause = re.sub(r" \(tried on its first \d+ keys\)$", "", cause)
     alone = re.search(r" \(in batch entry (\d+) alone\)$", cause)
     cause = cause[: alone.start()] if alone else cause
@@ -1134,7 +1280,7 @@ def under(cause: str, call: Call) -> Step:
     raise LookupError(cause)
 
 
-# --- steps that are too coarse -------------------------------------------------------------------
+# --- steps that are too coarse --------------------------------------------------------
 
 
 def rounder(fmt: str) -> Callable[[Tensor], Tensor]:
@@ -1143,7 +1289,8 @@ def rounder(fmt: str) -> Callable[[Tensor], Tensor]:
 
 
 def coarse(words: str, call: Call) -> Step:
-    """FlashAttention-2's roundings with one step coarser, in fp32. LookupError for other words."""
+    """FlashAttention-2's roundings with one step coarser, in fp32. LookupError for other
+    words."""
     own, dtype = rounder(call.format), call.dtype
     q, dO = call.q.float(), call.upstream.float()
     K, V = (x.float().repeat_interleave(call.group, 1) for x in (call.k, call.v))
@@ -1163,7 +1310,13 @@ def coarse(words: str, call: Call) -> Step:
     elif words == "the output is truncated, not rounded":
         out = lambda x: truncated(x, dtype)  # noqa: E731
     elif words == "the products are computed in TF32":
-        q, K, V, p, out = in_bits(11)(q), in_bits(11)(K), in_bits(11)(V), in_bits(11), lambda x: x
+        q, K, V, p, out = (
+            in_bits(11)(q),
+            in_bits(11)(K),
+            in_bits(11)(V),
+            in_bits(11),
+            lambda x: x,
+        )
     elif by := re.fullmatch(r"dS is truncated to \w+, not rounded", words):
         ds = lambda x: truncated(x, dtype)  # noqa: E731
     elif by := re.fullmatch(r"delta, the row sum of dO·O, is rounded to (\w+)", words):
@@ -1183,7 +1336,9 @@ def coarse(words: str, call: Call) -> Step:
     else:
         O = torch.zeros(*S.shape[:3], V.shape[-1])
         top = S.new_full(m.shape, -math.inf)
-        for part, values in zip(S.split(product[1], -1), V.split(product[1], 2), strict=True):
+        for part, values in zip(
+            S.split(product[1], -1), V.split(product[1], 2), strict=True
+        ):
             before, top = top, torch.maximum(top, part.amax(-1, keepdim=True))
             base = top.clamp(min=-1e30)
             O = product[0]((before - base).exp() * O + p((part - base).exp()) @ values)
@@ -1194,7 +1349,9 @@ def coarse(words: str, call: Call) -> Step:
         dq = call.scale * (dS @ K)
     else:
         dq = torch.zeros_like(q)
-        for weights, keys in zip(dS.split(dq_tile[1], -1), K.split(dq_tile[1], 2), strict=True):
+        for weights, keys in zip(
+            dS.split(dq_tile[1], -1), K.split(dq_tile[1], 2), strict=True
+        ):
             dq = dq_tile[0](dq + call.scale * (weights @ keys))
     dk, dv = call.scale * (dS.mT @ q), pv(P).mT @ dO
     dk, dv = (x.unflatten(1, (call.k.shape[1], call.group)).sum(2) for x in (dk, dv))
@@ -1202,7 +1359,7 @@ def coarse(words: str, call: Call) -> Step:
     return {n: x.double() for n, x in step.items()}
 
 
-# --- claims --------------------------------------------------------------------------------------
+# --- claims ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1226,8 +1383,8 @@ PLACE = r"([^:(]+?)(?: of the worst head)?(?: \((\d+) of (\d+) heads\))?"
 
 
 class Checked:
-    """A kernel, all its calls, and the rows of its report, of which only which call was held to
-    which way of rounding is taken."""
+    """A kernel, all its calls, and the rows of its report, of which only which call was
+    held to which way of rounding is taken."""
 
     def __init__(self, one: Faulty, report: Mapping[str, Any]) -> None:
         self.one, self.rows = one, report["rows"]
@@ -1290,14 +1447,14 @@ class Checked:
         x = self.of_call(fmt, case, tensor, metric)
         return float(x[:, h].max() if metric == "worst_row" else x[h])
 
-    # --- causes ---
+    # --- causes ------------------------------------------------------------------------
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def shares(
         self, cause: str, fmt: str, case: str, tensor: str
     ) -> list[tuple[float, float, float]]:
-        """By head: the cut in the run in float32, the shares of the error removed there, and in
-        the format."""
+        """By head: the cut in the run in float32, the shares of the error removed there,
+        and in the format."""
         ran = self.ran[fmt, case]
         tried, right = under(cause, ran.call)[tensor], ran.call.right[tensor]
 
@@ -1314,27 +1471,33 @@ class Checked:
         floor = sizes(cast(tried, "float32"), tried).clamp_min(1e-300)
         cut = wide[0] / torch.maximum(wide[1], floor)
         shares = [1 - b / a.clamp_min(1e-300) for a, b in (wide, own)]
-        return list(zip(cut.tolist(), shares[0].tolist(), shares[1].tolist(), strict=True))
+        return list(
+            zip(cut.tolist(), shares[0].tolist(), shares[1].tolist(), strict=True)
+        )
 
     def explained(
         self, cause: str, tensors: Sequence[str], formats: Sequence[str]
     ) -> dict[Head, Any]:
-        """Heads in which the cause explains the error tenfold in float32, and a part of it in the
-        format: with the shares."""
+        """Heads in which the cause explains the error tenfold in float32, and a part of
+        it in the format: with the shares."""
         heads = {}
         for tensor in tensors:
             for fmt, case in self.ran:
                 if fmt in formats and tensor in self.ran[fmt, case].step:
-                    for h, (cut, wide, own) in enumerate(self.shares(cause, fmt, case, tensor)):
+                    for h, (cut, wide, own) in enumerate(
+                        self.shares(cause, fmt, case, tensor)
+                    ):
                         if cut >= 10 and own > 0.005:
                             heads[fmt, case, tensor, h] = (wide, own)
         return heads
 
-    # --- sentences ---
+    # --- sentences ---------------------------------------------------------------------
 
     def claims(self, report: Mapping[str, Any]) -> Iterator[tuple[str, list[Claim]]]:
         """Every sentence, with its claims."""
-        for finding, full in zip(report["json"]["findings"], report["findings"], strict=True):
+        for finding, full in zip(
+            report["json"]["findings"], report["findings"], strict=True
+        ):
             yield from self.of_finding(finding["sentence"], full)
         for fmt in self.one.formats:
             verdict = rf"^\w+ +{self.one.name} +{fmt} .*(The output's rms error: .*)$"
@@ -1345,7 +1508,9 @@ class Checked:
             if not note.startswith("No reproducer"):
                 yield note, self.of_note(note)
 
-    def of_finding(self, text: str, full: Mapping[str, Any]) -> Iterator[tuple[str, list[Claim]]]:
+    def of_finding(
+        self, text: str, full: Mapping[str, Any]
+    ) -> Iterator[tuple[str, list[Claim]]]:
         first, *rest = re.split(
             r"(?<=[.)]) (?=The same heads also|For that cause|Its gradients|Cause)", text
         )
@@ -1373,10 +1538,14 @@ class Checked:
                 [int(said[1]), int(said[2])] == [len(reasons), len(every)],
             )
             told = {part.split(":")[0] for part in said[3].split("; ")}
-            yield Claim("reason", said[3], f"{sorted(set(reasons))}", told == set(reasons))
+            yield Claim(
+                "reason", said[3], f"{sorted(set(reasons))}", told == set(reasons)
+            )
             return
         place = re.search(r"worst at (\S+) head (\d+)\)", text)
-        count = re.search(r"(\d+) of (\d+) heads(?:, beside (\d+) of other findings)?, worst", text)
+        count = re.search(
+            r"(\d+) of (\d+) heads(?:, beside (\d+) of other findings)?, worst", text
+        )
         if place is None or count is None:
             raise LookupError(text)
         said = (int(count[1]), int(count[2]), int(count[3] or 0))
@@ -1403,12 +1572,19 @@ class Checked:
             raise LookupError(text)
 
     def of_cause(
-        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+        self,
+        text: str,
+        full: Mapping[str, Any],
+        said: tuple[int, int, int],
+        place: tuple[str, int],
     ) -> Iterator[Claim]:
         formats, cause = full["formats"], full["cause"]
         which = re.search(r"attention: (.*) \(correcting it removes", text)
         yield Claim(
-            "cause in sentence", which[1] if which else "", cause, bool(which) and which[1] == cause
+            "cause in sentence",
+            which[1] if which else "",
+            cause,
+            bool(which) and which[1] == cause,
         )
         one = cause.split(", or ")
         if full["tensor"] == "out":
@@ -1423,7 +1599,8 @@ class Checked:
         for other in one[1:]:
             alike = self.explained(other, tensors, formats)
             yield Claim("alternative cause", other, f"{len(alike)} heads", len(alike) > 0)
-        # A name takes ten times beside the terms of each row too, which is not computed here.
+        # A name takes ten times beside the terms of each row too, which is not computed
+        # here.
         clear = [h for h, (wide, _) in heads.items() if wide > 0.95]
         small = [h for h in clear if h[2] == "lse" or self.far(h)]
         kind = "heads of a cause"
@@ -1456,7 +1633,10 @@ class Checked:
             if self.causes > 1:  # the median is of some of these
                 right = right or min(own) - 0.011 <= value <= max(own) + 0.011
             yield Claim(
-                "share removed", f"{share} in {fmt or formats[0]}", f"{100 * mine:.6g} %", right
+                "share removed",
+                f"{share} in {fmt or formats[0]}",
+                f"{100 * mine:.6g} %",
+                right,
             )
         finer = re.search(r"at least ([\d.]+) % where the inputs are in float32", text)
         if finer and heads:
@@ -1470,7 +1650,9 @@ class Checked:
         if self.causes > 1:  # which heads are this finding's is not said
             within = {(case, h) for _, case, _, h in heads}
             shown = f"{len(within)} heads"
-            yield Claim("place of a cause", f"{place[0]} head {place[1]}", shown, place in within)
+            yield Claim(
+                "place of a cause", f"{place[0]} head {place[1]}", shown, place in within
+            )
         else:
             yield self.worst_of("place of a cause", heads, "expected_ratio", place)
 
@@ -1481,7 +1663,12 @@ class Checked:
             return False
 
     def worst_of(
-        self, kind: str, heads: Any, metric: str, place: tuple[str, int], limits: Any = None
+        self,
+        kind: str,
+        heads: Any,
+        metric: str,
+        place: tuple[str, int],
+        limits: Any = None,
     ) -> Claim:
         sizes = {h: self.ratio(h, metric) / (limits[h] if limits else 1.0) for h in heads}
         if not sizes:
@@ -1497,7 +1684,11 @@ class Checked:
         )
 
     def of_ratio(
-        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+        self,
+        text: str,
+        full: Mapping[str, Any],
+        said: tuple[int, int, int],
+        place: tuple[str, int],
     ) -> Iterator[Claim]:
         metric, tensor, (fmt,) = full["metric"], full["tensor"], full["formats"]
         number = re.search(r"(?:is|with) ([\d.e+]+)×", text)
@@ -1505,7 +1696,10 @@ class Checked:
         assert number is not None
         assert limit is not None
         named = re.search(
-            r"error of ([\w ]+?)(?:'s error)?(?: \(|,| is)|row of ([\w ]+?) with|rms of ([\w ]+)'s",
+            (
+                r"error of ([\w ]+?)(?:'s error)?(?: \(|,| is)|row of ([\w ]+?) "
+                r"with|rms of ([\w ]+)'s"
+            ),
             text,
         )
         words = next(x for x in named.groups() if x) if named else ""
@@ -1515,15 +1709,24 @@ class Checked:
         at = (fmt, place[0], tensor, place[1])
         bound = float(limit[1])
         if "median over heads" in text:
-            of = [x for h, x in sizes.items() if "case" not in full["rule"] or h[1] == place[0]]
+            of = [
+                x
+                for h, x in sizes.items()
+                if "case" not in full["rule"] or h[1] == place[0]
+            ]
             mine, kind = statistics.median(of), "median ratio"
         else:
             mine, kind = sizes[at], f"ratio ({metric})"
         yield Claim(
-            kind, f"{number[1]} at {place}", f"{mine:.4g}", near(float(number[1]), mine, 0.05)
+            kind,
+            f"{number[1]} at {place}",
+            f"{mine:.4g}",
+            near(float(number[1]), mine, 0.05),
         )
         over = [h for h, x in sizes.items() if x > bound * 0.98]
-        sure = [h for h, x in sizes.items() if x > max(bound * 1.02, 1 + 5 / self.root(h))]
+        sure = [
+            h for h, x in sizes.items() if x > max(bound * 1.02, 1 + 5 / self.root(h))
+        ]
         if metric != "rms_ratio" and "median" not in text:
             yield Claim(
                 "heads beyond a limit",
@@ -1539,7 +1742,10 @@ class Checked:
             yield self.worst_of("place of a ratio", over or every, metric, place, limits)
         whose = re.search(r"than|predicts|what (.*?) predicts", text)
         model = re.search(
-            r"what (?:the rounding model `(\w+)`|its inferred rounding model \((.*?)\)) predicts",
+            (
+                r"what (?:the rounding model `(\w+)`|its inferred rounding model "
+                r"\((.*?)\)) predicts"
+            ),
             text,
         )
         if whose and model:
@@ -1585,11 +1791,18 @@ class Checked:
                     yield Claim("rows", words, shown, same)
         if count is not None:
             yield Claim(
-                "rows, in heads", f"{words} ({count})", f"{holding}; {shown}", int(count) <= holding
+                "rows, in heads",
+                f"{words} ({count})",
+                f"{holding}; {shown}",
+                int(count) <= holding,
             )
 
     def of_nonfinite(
-        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+        self,
+        text: str,
+        full: Mapping[str, Any],
+        said: tuple[int, int, int],
+        place: tuple[str, int],
     ) -> Iterator[Claim]:
         tensor, (fmt,) = full["tensor"], full["formats"]
         count = re.search(r"returns (\d+) elements of ([\w ]+?) that", text)
@@ -1602,7 +1815,9 @@ class Checked:
             if tensor == "out":
                 wrong = (
                     wrong
-                    & ran.call.shown.any(-1).expand(ran.step["out"].shape[:3])[:, head[3], :, None]
+                    & ran.call.shown.any(-1).expand(ran.step["out"].shape[:3])[
+                        :, head[3], :, None
+                    ]
                 )
             if n := int(wrong.sum()):
                 bad[head] = n
@@ -1632,16 +1847,25 @@ class Checked:
         ulp = 2.0 ** (torch.frexp(terms)[1].double() - 1 - bits)
         d = (ran.step["out"][:, place[1]] - cast(right, fmt)) / ulp
         d = d.masked_fill(
-            ~ran.call.shown.any(-1).expand(ran.step["out"].shape[:3])[:, place[1], :, None], 0.0
+            ~ran.call.shown.any(-1).expand(ran.step["out"].shape[:3])[
+                :, place[1], :, None
+            ],
+            0.0,
         )
         features = d.mean((0, 1))
         largest = float(features[features.abs().argmax()])
         return largest, float(d.mean()), float((d * right.sign()).mean())
 
     def of_bias(
-        self, text: str, full: Mapping[str, Any], said: tuple[int, int, int], place: tuple[str, int]
+        self,
+        text: str,
+        full: Mapping[str, Any],
+        said: tuple[int, int, int],
+        place: tuple[str, int],
     ) -> Iterator[Claim]:
-        number = re.search(r"reaches ([+-][\d.]+) ulp (\S+ ?\w*) \(([^,]+), (\d+) sequences", text)
+        number = re.search(
+            r"reaches ([+-][\d.]+) ulp (\S+ ?\w*) \(([^,]+), (\d+) sequences", text
+        )
         assert number is not None
         feature, overall, sign = self.bias_there(full["formats"][0], place)
         mine = {"sign": sign, "all": overall}.get(number[3].split()[0], feature)
@@ -1664,7 +1888,8 @@ class Checked:
             x, y = (run(ran.call, ran.kernel)[tensor][:, head[3]] for _ in range(2))
             floor = cast(ran.call.right[tensor], fmt) - ran.call.right[tensor]
             sizes[head] = float(
-                (x - y).nan_to_num().norm() / floor[:, head[3]].nan_to_num().norm().clamp_min(1e-30)
+                (x - y).nan_to_num().norm()
+                / floor[:, head[3]].nan_to_num().norm().clamp_min(1e-30)
             )
         return sizes
 
@@ -1693,19 +1918,27 @@ class Checked:
             over = [h for t in TENSORS[1:] for h in self.heads(t, *formats)
                     if self.ratio(h, "expected_ratio") > 1.1]  # fmt: skip
             yield Claim(
-                "gradients wrong", "for the same reason", f"{len(over)} heads", len(over) > 0
+                "gradients wrong",
+                "for the same reason",
+                f"{len(over)} heads",
+                len(over) > 0,
             )
         elif text.startswith("Cause not identified"):
             yield Claim("no cause", text, "", True)
         elif more := re.match(r"For that cause (\d+) more heads? fails? `[^`]+`", text):
-            said = re.search(r"Cause: (.*)\. That explains .* in (\d+) of these", full["sentence"])
+            said = re.search(
+                r"Cause: (.*)\. That explains .* in (\d+) of these", full["sentence"]
+            )
             assert said is not None
             shares, total = self.by_step(said[1], full), int(more[1]) + int(said[2])
             good = sum(x > 0.88 for x in shares.values())
-            yield Claim("more heads of a step", f"{total}", f"{good}", total <= 1.03 * good)
+            yield Claim(
+                "more heads of a step", f"{total}", f"{good}", total <= 1.03 * good
+            )
         elif text.startswith("Cause: "):
             said = re.fullmatch(
-                r"Cause: (.*)\. That explains ([\d.]+ %|all) of the error in (\d+) of these heads"
+                r"Cause: (.*)\. That explains ([\d.]+ %|all) of the error in (\d+) "
+                r"of these heads"
                 r"(, not in the worst)?\.",
                 text,
             )
@@ -1734,7 +1967,10 @@ class Checked:
         mine = statistics.median(explained) if explained else 0.0
         value = 1.0 if said[2] == "all" else float(said[2][:-2]) / 100
         yield Claim(
-            "share of a coarse step", said[2], f"{100 * mine:.3g} %", abs(value - mine) < 0.04
+            "share of a coarse step",
+            said[2],
+            f"{100 * mine:.3g} %",
+            abs(value - mine) < 0.04,
         )
         yield Claim(
             "heads of a coarse step",
@@ -1746,7 +1982,11 @@ class Checked:
     def of_rule(self, rule: str, full: Mapping[str, Any]) -> Claim:
         formats, tensor = full["formats"], full["tensor"]
         tensors = (tensor,) if tensor in ("out",) else ("dq", "dk", "dv")
-        metric = {"error": "expected_ratio", "rms": "rms_ratio", "worst row": "worst_row"}.get(rule)
+        metric = {
+            "error": "expected_ratio",
+            "rms": "rms_ratio",
+            "worst row": "worst_row",
+        }.get(rule)
         bounds = {"out": 1.1, "dv": 1.1, "dq": 3, "dk": 3}
         if metric:
             rows = {"out": 5, "dv": 5, "dq": 20, "dk": 20}
@@ -1783,7 +2023,9 @@ class Checked:
             return Claim("also fails", rule, f"{most:.3g} ulp", most >= 0.05)
         if rule == "reproducibility":
             heads = self.noise("out" if tensor == "out" else "dq", formats[0])
-            return Claim("also fails", rule, f"{max(heads.values()):.3g}", max(heads.values()) > 0)
+            return Claim(
+                "also fails", rule, f"{max(heads.values()):.3g}", max(heads.values()) > 0
+            )
         if rule == "log-sum-exp":
             return Claim("also fails", rule, "", True)
         raise LookupError(rule)
@@ -1799,7 +2041,12 @@ class Checked:
         sizes = {h: self.ratio(h, "floor_ratio") for h in self.heads("out", fmt)}
         middle = statistics.median(sizes.values())
         claims = [
-            Claim("median over the floor", said[1], f"{middle:.4g}", near(float(said[1]), middle))
+            Claim(
+                "median over the floor",
+                said[1],
+                f"{middle:.4g}",
+                near(float(said[1]), middle),
+            )
         ]
         if said[2]:
             claims.append(
@@ -1811,7 +2058,9 @@ class Checked:
                 )
             )
             claims.append(
-                self.worst_of("place over the floor", sizes, "floor_ratio", (said[3], int(said[4])))
+                self.worst_of(
+                    "place over the floor", sizes, "floor_ratio", (said[3], int(said[4]))
+                )
             )
         return claims
 
@@ -1819,7 +2068,9 @@ class Checked:
         function = self.one.function
         if text.startswith("Not tested, since the function has no parameter for it: "):
             named = text.split(": ", 1)[1].rstrip(".").split(", ")
-            lacking = [n for n in ("window_size", "softcap", "sinks") if not takes(function, n)]
+            lacking = [
+                n for n in ("window_size", "softcap", "sinks") if not takes(function, n)
+            ]
             right = set(named) == {n for n in lacking if n != "window_size"}
             return [Claim("no parameter", ", ".join(named), ", ".join(lacking), right)]
         if said := re.fullmatch(r"Skipped: (\d+) of (\d+) calls \((.*)\): (.*)\.", text):
@@ -1862,9 +2113,11 @@ class Checked:
         return [Claim("unknown", text, "", None)]
 
     def of_models(self, said: re.Match[str]) -> list[Claim]:
-        """A way is nearer than `fa2` to a tensor of some call at least: others are held to it
-        because it explains that one."""
-        claims = [Claim("calls", said[1], f"{len(self.ran)}", int(said[1]) == len(self.ran))]
+        """A way is nearer than `fa2` to a tensor of some call at least: others are held
+        to it because it explains that one."""
+        claims = [
+            Claim("calls", said[1], f"{len(self.ran)}", int(said[1]) == len(self.ran))
+        ]
         for words, _, count in re.findall(
             r"(as .+?) \(((?:out|d[qkv]|,| and| )+) in (\d+)\)", said[2]
         ):
@@ -1885,7 +2138,8 @@ class Checked:
                     ran, way = self.ran[key[:2]], self.expected(*key)
                     if way is not None:
                         left = [
-                            float(ran.error(key[2], x[key[2]]).norm()) for x in (way, ran.predicted)
+                            float(ran.error(key[2], x[key[2]]).norm())
+                            for x in (way, ran.predicted)
                         ]
                         nearer += left[0] <= left[1]
                 near_to = f"nearer than fa2 in {nearer} of {len(held)} tensors"
@@ -1895,7 +2149,7 @@ class Checked:
         return claims
 
 
-# --- running -------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------
 
 
 def said(one: Faulty) -> dict[str, Any]:
@@ -1914,7 +2168,12 @@ def said(one: Faulty) -> dict[str, Any]:
     rows = [r for r in report["rows"] if r["role"] == "kernel" and r["status"] == "ok"]
     names = ("role", "format", "case", "tensor", "head", "claim")
     few = [{n: row[n] for n in names} for row in rows]
-    return {"terminal": text.getvalue(), "json": data, "findings": report["findings"], "rows": few}
+    return {
+        "terminal": text.getvalue(),
+        "json": data,
+        "findings": report["findings"],
+        "rows": few,
+    }
 
 
 def checked(one: Faulty, keep: Path | None) -> dict[str, Any]:
@@ -1952,7 +2211,10 @@ def main() -> None:
                 print(f"\n{name}, {worst}: {sentence}")
                 for claim, verdict in zip(claims, verdicts, strict=True):
                     if verdict != "holds":
-                        print(f"  {claim.kind}: said {claim.said}; computed {claim.computed}")
+                        print(
+                            f"  {claim.kind}: said {claim.said}; computed "
+                            f"{claim.computed}"
+                        )
     print("\n| what is said | claims | hold | false | not computed |")
     print("|---|---|---|---|---|")
     for kind, counts in sorted(kinds.items()):

@@ -1,4 +1,5 @@
-"""How fast is the exact Wasserstein distance, beside scipy's and beside the sorting it needs?
+"""How fast is the exact Wasserstein distance, beside scipy's and beside the sorting it
+needs?
 
     python benchmarks/wasserstein.py [--repeats 3] [--count 4000000]
 
@@ -51,12 +52,17 @@ def main() -> None:
 def on_cpu(repeats: int, count: int) -> Iterator[tuple[str, ...]]:
     """Against scipy."""
     here = System.here("cpu")
-    versions = f"numpy {np.__version__}, scipy {scipy.__version__}, torch {torch.__version__}"
+    versions = (
+        f"numpy {np.__version__}, scipy {scipy.__version__}, torch {torch.__version__}"
+    )
     yield (f"{here.cpu}, {here.threads} threads, {versions}",)
     a, b = (normal(count, seed, "cpu") for seed in (0, 1))
     pairs = {
         f"{count / 1e6:g} M and {count / 1e6:g} M, float32": (a, b),
-        f"{count / 1e6:g} M and {count / 1e6:g} M, bfloat16": (a.bfloat16(), b.bfloat16()),
+        f"{count / 1e6:g} M and {count / 1e6:g} M, bfloat16": (
+            a.bfloat16(),
+            b.bfloat16(),
+        ),
     }
     yield "values", "`w1`, ms", "scipy, ms", "times as fast", "relative difference"
     yield ("---",) * 5
@@ -79,14 +85,23 @@ def on_cuda(repeats: int) -> Iterator[tuple[str, ...]]:
     a16, b16 = a.bfloat16(), b.bfloat16()
     zeros = torch.zeros_like(a16)
     ways: Ways = {
-        "two `torch.sort` of float32": lambda: (torch.sort(a).values, torch.sort(b).values),
+        "two `torch.sort` of float32": lambda: (
+            torch.sort(a).values,
+            torch.sort(b).values,
+        ),
         "`w1`, float32": lambda: w1(a, b),
         "`w1`, bfloat16": lambda: w1(a16, b16),
         "`w1`, bfloat16, all zero": lambda: w1(zeros, zeros),
         "`w1`, bfloat16 and float32": lambda: w1(a16, b),
     }
     taken, _ = in_turn(ways, repeats, torch.cuda.synchronize)
-    yield "200 M values each", "ms", "of the two sorts", "of `w1`, float32", "beyond inputs, GB"
+    yield (
+        "200 M values each",
+        "ms",
+        "of the two sorts",
+        "of `w1`, float32",
+        "beyond inputs, GB",
+    )
     yield ("---",) * 5
     sorts, plain = list(taken.values())[:2]
     for name, way in ways.items():
@@ -103,8 +118,8 @@ def normal(count: int, seed: int, device: str) -> torch.Tensor:
 def in_turn(
     ways: Ways, repeats: int, wait: Callable[[], object]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The median seconds of each way over rounds of all, after one that does not count; and what
-    each returned."""
+    """The median seconds of each way over rounds of all, after one that does not count;
+    and what each returned."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, Any] = {}
     for _ in range(repeats + 1):
@@ -114,7 +129,9 @@ def in_turn(
             found[name] = way()
             wait()
             taken[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}, found
+    return {
+        name: statistics.median(seconds[1:]) for name, seconds in taken.items()
+    }, found
 
 
 def beyond(way: Callable[[], object]) -> int:

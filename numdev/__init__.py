@@ -1,6 +1,7 @@
 """numdev: numeric-deviation audits for attention. Importing it imports nothing heavy.
 
-The public names below are imported when they are first asked for; docs/api.md describes them."""
+The public names below are imported when they are first asked for; docs/api.md describes
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The public functions that are no test, with signatures that stay. docs/api.md has examples."""
+"""The public functions that are no test, with signatures that stay. docs/api.md has
+examples."""
 
 from __future__ import annotations
 
@@ -35,10 +36,17 @@ from numdev.sources.loss import find_upstream
 from numdev.sources.opening import CheckpointSource, GivenSource
 from numdev.system import System
 
-Inputs = Mapping[str, Any] | Tensor | Sequence[Tensor]  # of a forward pass, by name or in order
+# Of a forward pass, by name or in order
+Inputs = Mapping[str, Any] | Tensor | Sequence[Tensor]
 Target = str | Path | nn.Module | AttentionCase | Sequence[AttentionCase]
-Cases = AttentionCase | Mapping[str, Any] | Sequence[AttentionCase] | Sequence[Mapping[str, Any]]
-Named = str | Mapping[str, Any] | Callable[..., Any] | Kernel  # what names a kernel, or is one
+Cases = (
+    AttentionCase
+    | Mapping[str, Any]
+    | Sequence[AttentionCase]
+    | Sequence[Mapping[str, Any]]
+)
+# What names a kernel, or is one
+Named = str | Mapping[str, Any] | Callable[..., Any] | Kernel
 
 
 @checked
@@ -64,23 +72,25 @@ def audit(
 ) -> AuditReport:
     """What `numdev audit` does: every attention call through every kernel, against fp64.
 
-    `target`: a model in memory, which reads `inputs` (forward's arguments by name, or tensors in
-    its order); attention calls in memory, as `capture` gives them; else a checkpoint directory, a
-    state dict, captured tensors, a YAML file, or `demo`. `cases`, in place of a target: calls in
-    memory, or mappings with the keys of a YAML case. `kernels`: names of `numdev kernels`,
-    `package.module:function`, functions of q, k and v (docs/kernels.md), or mappings of a `name`
-    and options; empty: the target's own, or PyTorch's backends. `formats`: empty: the target's own,
-    or bfloat16. `backward`: dq, dk and dv too. `layers`: only these. `rows`: so many query rows of
-    each head are measured; None: all. `device`: None: where the model or the calls are, else a GPU
-    if there is one. `output`: a directory for the report, its tables and reproducers, in which the
-    same request continues where it stopped; None keeps nothing. `say` is told what the report does
-    not hold. `options`: every other key of an audit's YAML file (`heads`, `explain`, `repeats`).
+    `target`: a model in memory, which reads `inputs` (forward's arguments by name, or
+    tensors in its order); attention calls in memory, as `capture` gives them; else a
+    checkpoint directory, a state dict, captured tensors, a YAML file, or `demo`. `cases`,
+    in place of a target: calls in memory, or mappings with the keys of a YAML case.
+    `kernels`: names of `numdev kernels`, `package.module:function`, functions of q, k and
+    v (docs/kernels.md), or mappings of a `name` and options; empty: the target's own, or
+    PyTorch's backends. `formats`: empty: the target's own, or bfloat16. `backward`: dq,
+    dk and dv too. `layers`: only these. `rows`: so many query rows of each head are
+    measured; None: all. `device`: None: where the model or the calls are, else a GPU if
+    there is one. `output`: a directory for the report, its tables and reproducers, in
+    which the same request continues where it stopped; None keeps nothing. `say` is told
+    what the report does not hold. `options`: every other key of an audit's YAML file
+    (`heads`, `explain`, `repeats`).
 
-    Returns the report: one row for each head, tensor, kernel and format (`report.rows`), the
-    findings (`report.findings`), the ranking (`report.summary`). Errors are in the units of the
-    tensors, ratios are plain numbers; a number that means nothing is None, and the row's `nulls`
-    says why. Raises UsageError for a request that cannot be run here, MeasurementError where
-    nothing could be measured."""
+    Returns the report: one row for each head, tensor, kernel and format (`report.rows`),
+    the findings (`report.findings`), the ranking (`report.summary`). Errors are in the
+    units of the tensors, ratios are plain numbers; a number that means nothing is None,
+    and the row's `nulls` says why. Raises UsageError for a request that cannot be run
+    here, MeasurementError where nothing could be measured."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
     for name, value in options.items():
@@ -107,16 +117,26 @@ def audit(
         memory = InMemory(model=given, inputs=named_inputs(given, inputs))
         name, fields = type(given).__name__, {"checkpoint": memory.name}
         how["opened"] = partial(CheckpointSource, given=memory)
-        flags["device"] = device or next((p.device.type for p in given.parameters()), None)
+        flags["device"] = device or next(
+            (p.device.type for p in given.parameters()), None
+        )
     elif given is None or isinstance(given, str | Path):
         if not isinstance(inputs, str | Path | None):
             what = "inputs: expected a safetensors file beside a target that is no model"
             raise UsageError(f"{what}, got a {type(inputs).__name__}")
-        name, flags["inputs"] = str(given or "demo"), None if inputs is None else str(inputs)
+        name, flags["inputs"] = (
+            str(given or "demo"),
+            None if inputs is None else str(inputs),
+        )
     elif inputs is not None:
-        raise UsageError("inputs: expected none beside attention calls, which have their own")
+        raise UsageError(
+            "inputs: expected none beside attention calls, which have their own"
+        )
     elif isinstance((first := [*_several(given), None][0]), AttentionCase):
-        fields, how["opened"] = {"checkpoint": name}, partial(GivenSource, given=_several(given))
+        fields, how["opened"] = (
+            {"checkpoint": name},
+            partial(GivenSource, given=_several(given)),
+        )
         flags["device"] = device or first.q.device.type
     else:
         name, each = "cases", enumerate(_several(given))
@@ -127,9 +147,16 @@ def audit(
     with place as directory, sharing(cluster, request.device):
         refuse_other_kind(directory, "audit")
         found = run.audit(
-            request, directory, command="numdev.audit", say=say, overwrite=overwrite, own=own,
-            workers=cluster, save_cases=Path(save_cases) if save_cases else None, **how,
-        )  # fmt: skip
+            request,
+            directory,
+            command="numdev.audit",
+            say=say,
+            overwrite=overwrite,
+            own=own,
+            workers=cluster,
+            save_cases=Path(save_cases) if save_cases else None,
+            **how,
+        )
         if output is not None:
             reports.write(found, directory)
             html.write(found, directory)
@@ -145,8 +172,8 @@ def _several(given: Any) -> list[Any]:
 
 
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """What a model reads, by the names of its forward's arguments. Raises UsageError for what does
-    not fit them."""
+    """What a model reads, by the names of its forward's arguments. Raises UsageError for
+    what does not fit them."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     if inputs is None or isinstance(inputs, str | Path):
@@ -164,16 +191,18 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
 def capture(
     model: nn.Module, inputs: Inputs, *, backward: bool = False, seed: int = 0
 ) -> list[AttentionCase]:
-    """The attention calls that a model makes of `inputs` (forward's arguments by name, or tensors
-    in its order), in their order, as copies of its tensors.
+    """The attention calls that a model makes of `inputs` (forward's arguments by name, or
+    tensors in its order), in their order, as copies of its tensors.
 
-    Every call that ends in `torch.nn.functional.scaled_dot_product_attention` is met; q is [batch,
-    heads, q_len, head_dim], in the model's own format. With `backward` cases carry grad_out, from
-    the model's own loss where it returns one, else drawn from N(0, 1) with `seed`. All calls are in
-    memory together: for a large model audit the checkpoint instead.
+    Every call that ends in `torch.nn.functional.scaled_dot_product_attention` is met; q
+    is [batch, heads, q_len, head_dim], in the model's own format. With `backward` cases
+    carry grad_out, from the model's own loss where it returns one, else drawn from N(0,
+    1) with `seed`. All calls are in memory together: for a large model audit the
+    checkpoint instead.
 
     Raises MeasurementError for a call that is no function of its inputs (dropout: use
-    `model.eval()`), for inputs it fails on, and where attention ran unseen, or none did."""
+    `model.eval()`), for inputs it fails on, and where attention ran unseen, or none
+    did."""
     found: list[AttentionCase] = []
     inputs = named_inputs(model, inputs)
     upstream = find_upstream(model, inputs, seed) if backward else None
@@ -186,14 +215,17 @@ def capture(
 def compare(
     *reports: str | Path | Report, allow: Sequence[str] = (), by_date: bool = False
 ) -> CompareReport:
-    """What moved beyond noise from one audit (or sweep) to another of the same request: what
-    `numdev compare` says, of three or more with their history. Each is a report, its file or its
-    directory; `allow` names the keys in which the requests may differ; `by_date` sorts them.
+    """What moved beyond noise from one audit (or sweep) to another of the same request:
+    what `numdev compare` says, of three or more with their history. Each is a report, its
+    file or its directory; `allow` names the keys in which the requests may differ;
+    `by_date` sorts them.
 
-    Raises UsageError for two that do not measure the same, MeasurementError for what cannot be
-    read, is not whole or contradicts itself."""
+    Raises UsageError for two that do not measure the same, MeasurementError for what
+    cannot be read, is not whole or contradicts itself."""
     sides = (Path(x) if isinstance(x, str) else x for x in reports)
-    return comparing.compare(*sides, allow=allow, by_date=by_date, command="numdev.compare")
+    return comparing.compare(
+        *sides, allow=allow, by_date=by_date, command="numdev.compare"
+    )
 
 
 @checked
@@ -207,21 +239,24 @@ def measure(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[DeviationRow, ...]:
-    """How far `out` is from attention of q, k and v in fp64: one row for each head, as in a report.
+    """How far `out` is from attention of q, k and v in fp64: one row for each head, as in
+    a report.
 
-    q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads,
-    kv_len, v_dim], all in one format; `out` [batch, heads, q_len, v_dim] in that or a wider one.
-    `scale`: 1 / sqrt(head_dim) if None. `is_causal`: query i sees keys up to i. `mask`: bool (True:
-    may attend) or additive, broadcasting to [batch, heads, q_len, kv_len].
+    q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
+    kv_heads, kv_len, v_dim], all in one format; `out` [batch, heads, q_len, v_dim] in
+    that or a wider one. `scale`: 1 / sqrt(head_dim) if None. `is_causal`: query i sees
+    keys up to i. `mask`: bool (True: may attend) or additive, broadcasting to [batch,
+    heads, q_len, kv_len].
 
-    `max_abs`, `mean_abs` and `rms` are in the units of `out`, `max_ulp` in units of its format's
-    spacing; `floor_ratio` is the rms over that of the exact result rounded once, `baseline_ratio`
-    over plain attention's, `expected_ratio` over what FlashAttention-2's roundings predict. NaN and
-    infinity are counted (`nonfinite`), never averaged; rows that see no key are left out. A number
-    that means nothing is None, with the reason in `nulls`.
+    `max_abs`, `mean_abs` and `rms` are in the units of `out`, `max_ulp` in units of its
+    format's spacing; `floor_ratio` is the rms over that of the exact result rounded once,
+    `baseline_ratio` over plain attention's, `expected_ratio` over what FlashAttention-2's
+    roundings predict. NaN and infinity are counted (`nonfinite`), never averaged; rows
+    that see no key are left out. A number that means nothing is None, with the reason in
+    `nulls`.
 
-    Raises UsageError for tensors that do not fit together, MeasurementError for an `out` of no such
-    call."""
+    Raises UsageError for tensors that do not fit together, MeasurementError for an `out`
+    of no such call."""
     case = AttentionCase(
         ref=CaseRef(case="call"),
         q=q.detach(),

@@ -1,7 +1,9 @@
-"""Arguments of public functions, held to their annotations before anything is done with them.
+"""Arguments of public functions, held to their annotations before anything is done with
+them.
 
-Whoever calls a function with something else is told which argument it is, what was expected and
-what came, as a UsageError, in place of the AttributeError of some line far below."""
+Whoever calls a function with something else is told which argument it is, what was
+expected and what came, as a UsageError, in place of the AttributeError of some line far
+below."""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ LISTS = (collections.abc.Sequence, collections.abc.Collection, tuple, list)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises UsageError for arguments that its annotations do not allow: also
-    for one too many or too few, and for an empty string that is no default."""
+    """The function, which raises UsageError for arguments that its annotations do not
+    allow: also for one too many or too few, and for an empty string that is no
+    default."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,14 +61,18 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def expect_fields(record: Any) -> None:
-    """Raises UsageError for a field of a dataclass whose annotation does not allow what it has."""
+    """Raises UsageError for a field of a dataclass whose annotation does not allow what
+    it has."""
     signature, hints = _declared(cast(Any, type(record)))
     for name, parameter in signature.parameters.items():
         expect(name, getattr(record, name), hints[name], default=parameter.default)
 
 
-def expect(name: str, value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> None:
-    """Raises UsageError, which names the argument, where the value is not of the annotation."""
+def expect(
+    name: str, value: Any, hint: Any, *, default: Any = inspect.Parameter.empty
+) -> None:
+    """Raises UsageError, which names the argument, where the value is not of the
+    annotation."""
     if value is default or (isinstance(value, str) and value == default):
         return
     if not _fits(value, hint):
@@ -87,7 +94,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(x) and value == x for x in inner)
     if origin is tuple and ... not in inner:
-        return _is_list(value) and len(value) == len(inner) and all(map(_fits, value, inner))
+        return (
+            _is_list(value) and len(value) == len(inner) and all(map(_fits, value, inner))
+        )
     if origin in LISTS:
         return _is_list(value) and all(_fits(x, inner[0]) for x in value)
     if origin is collections.abc.Mapping:
@@ -137,7 +146,9 @@ def _got(value: Any) -> str:
     name = getattr(type(value), "__name__", "something")
     if isinstance(value, list | tuple):
         return (
-            f"{_a(name)} of {_got(value[0])}" if len(value) == 1 else f"{_a(name)} of {len(value)}"
+            f"{_a(name)} of {_got(value[0])}"
+            if len(value) == 1
+            else f"{_a(name)} of {len(value)}"
         )
     return f"the class {value.__name__}" if isinstance(value, type) else _a(name)
 

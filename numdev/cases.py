@@ -1,9 +1,10 @@
 """What is computed: one attention call, with everything that defines its result.
 
-Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is [batch, kv_heads, kv_len,
-head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query attention query head h reads
-kv head h // (heads // kv_heads). A case may hold some of a call's query rows alone (`select_rows`):
-a row of attention depends on its own query and on no other."""
+Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is [batch,
+kv_heads, kv_len, head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query
+attention query head h reads kv head h // (heads // kv_heads). A case may hold some of a
+call's query rows alone (`select_rows`): a row of attention depends on its own query and
+on no other."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from numdev.formats import Format, dtype_of, format_of, round_to
 Window = tuple[int | None, int | None]
 EMPTY_BLOCK = 1024
 FAR = (1 << 30) - 1
-"""A distance that no two positions have, and whose sum with a position is a 32-bit number."""
+"""A distance that no two positions have, and whose sum with a position is a 32-bit
+number."""
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
 Places = slice | Tensor  # rows or keys of a case: a range, or int64 indices
@@ -41,7 +43,8 @@ class CaseRef:
     layer: int | None = None
     call: int = 0  # counts the calls of one module within one run of the model
     seed: int | None = None
-    phase: Phase | None = None  # of a generation: its first pass, or a later one, a token each
+    # Of a generation: its first pass, or a later one, a token each
+    phase: Phase | None = None
     step: int | None = None  # of a diffusion pipeline: the denoising step, from 0
     # Of a diffusion pipeline: to the image itself, to the text alone, or to both as one.
     attends: Attends | None = None
@@ -56,27 +59,28 @@ class AttentionCase:
     k: Tensor
     v: Tensor
     scale: float
-    # bool (True: may attend) or additive in q's format; broadcasts to [B, H, q_len, kv_len].
+    # bool (True: may attend) or additive in q's format; broadcasts to [B, H, q_len,
+    # kv_len].
     mask: Tensor | None = None
     is_causal: bool = False
-    # Query i sees keys j <= i + causal_offset. 0 aligns top-left as PyTorch does, kv_len - q_len
-    # bottom-right as flash-attention does.
+    # Query i sees keys j <= i + causal_offset. 0 aligns top-left as PyTorch does, kv_len
+    # - q_len bottom-right as flash-attention does.
     causal_offset: int = 0
-    # (left, right): query i sees keys i + causal_offset - left <= j <= i + causal_offset + right;
-    # None on a side means no limit there.
+    # (left, right): query i sees keys i + causal_offset - left <= j <= i + causal_offset
+    # + right; None on a side means no limit there.
     window: Window | None = None
     # Scores become softcap * tanh(scores / softcap), after scaling and before masking.
     softcap: float | None = None
-    # [heads]: one extra logit per head that takes probability and contributes no value. Its lse
-    # includes the sink.
+    # [heads]: one extra logit per head that takes probability and contributes no value.
+    # Its lse includes the sink.
     sinks: Tensor | None = None
     grad_out: Tensor | None = None
     grad_out_from: str | None = None  # in words; None where nobody said
-    # The format of the tensors' values where torch has no dtype for it: they are then stored in a
-    # wider dtype. None: the format is that of the dtype.
+    # The format of the tensors' values where torch has no dtype for it: they are then
+    # stored in a wider dtype. None: the format is that of the dtype.
     working: Format | None = None
-    # int64 [q_len], ascending: where in the call each query stands. None: query i at position i,
-    # as in every whole call.
+    # int64 [q_len], ascending: where in the call each query stands. None: query i at
+    # position i, as in every whole call.
     positions: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -122,8 +126,8 @@ class AttentionCase:
         return None if self.positions is None else self.positions.tolist()
 
     def is_in(self, fmt: Format) -> bool:
-        """Whether rounding to `fmt` would only copy: all it is about is stored so already, and
-        hangs in no graph of autograd's."""
+        """Whether rounding to `fmt` would only copy: all it is about is stored so
+        already, and hangs in no graph of autograd's."""
         dtype, working = _storage(fmt)
         parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
         numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
@@ -131,12 +135,14 @@ class AttentionCase:
         return stored and self.working == working
 
     def rounded_to(self, fmt: Format) -> AttentionCase:
-        """The same call with q, k, v (and an additive mask, sinks, grad_out) rounded once to `fmt`.
+        """The same call with q, k, v (and an additive mask, sinks, grad_out) rounded once
+        to `fmt`.
 
-        Rounding is correct (`formats.round_to`). A mask saturates: the lowest finite number is how
-        models write "hidden", and it must not become -inf, which would change fully masked rows.
-        A format that torch has no dtype for is kept in float32, or float64 where float32 cannot
-        hold it, with `working` saying what it is. Strides stay (`strided_as`)."""
+        Rounding is correct (`formats.round_to`). A mask saturates: the lowest finite
+        number is how models write "hidden", and it must not become -inf, which would
+        change fully masked rows. A format that torch has no dtype for is kept in float32,
+        or float64 where float32 cannot hold it, with `working` saying what it is. Strides
+        stay (`strided_as`)."""
         dtype, working = _storage(fmt)
 
         def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
@@ -149,8 +155,8 @@ class AttentionCase:
 
         mask = None if self.mask is None else cast(self.mask, saturate=True)
         if self.mask is not None and mask is not None and mask.dtype != torch.bool:
-            # What was hidden (`visible`) is the lowest number of the new dtype, which for a format
-            # that is stored in a wider one is another than the format's.
+            # What was hidden (`visible`) is the lowest number of the new dtype, which for
+            # a format that is stored in a wider one is another than the format's.
             hidden = self.mask == torch.finfo(self.mask.dtype).min
             mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
         named = ((n, getattr(self, n)) for n in ("q", "k", "v", "sinks", "grad_out"))
@@ -158,18 +164,20 @@ class AttentionCase:
         return dataclasses.replace(self, **rounded, mask=mask, working=working)
 
     def select_groups(self, kv_heads: list[int]) -> AttentionCase:
-        """The same call restricted to some kv heads and all query heads that read them."""
+        """The same call restricted to some kv heads and all query heads that read
+        them."""
         heads = [kv * self.group + i for kv in kv_heads for i in range(self.group)]
         return self._with_queries_of(heads, k=self.k[:, kv_heads], v=self.v[:, kv_heads])
 
     def select_heads(self, heads: list[int]) -> AttentionCase:
-        """The same call restricted to some query heads, each with the kv head it reads."""
+        """The same call restricted to some query heads, each with the kv head it
+        reads."""
         kv = [h // self.group for h in heads]
         return self._with_queries_of(heads, k=self.k[:, kv], v=self.v[:, kv])
 
     def one_of_each_group(self, place: int) -> AttentionCase:
-        """The same call restricted to the query heads at one place of their groups: one for every
-        kv head. Its tensors are views."""
+        """The same call restricted to the query heads at one place of their groups: one
+        for every kv head. Its tensors are views."""
         return self._with_queries_of(slice(place, None, self.group))
 
     def _with_queries_of(self, heads: list[int] | slice, **keys: Any) -> AttentionCase:
@@ -186,17 +194,22 @@ class AttentionCase:
         )
 
     def detached(self, device: str | None = None) -> AttentionCase:
-        """The same tensors (on a device), cut off from autograd: a model's sinks are parameters."""
+        """The same tensors (on a device), cut off from autograd: a model's sinks are
+        parameters."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        tensors: Any = {n: x.detach().to(device) for n, x in values if isinstance(x, Tensor)}
+        tensors: Any = {
+            n: x.detach().to(device) for n, x in values if isinstance(x, Tensor)
+        }
         return dataclasses.replace(self, **tensors)
 
     def select_rows(self, rows: Tensor) -> AttentionCase:
-        """The same call restricted to some of this case's query rows, int64 indices in ascending
-        order, each seeing what it saw. Its dq is that of these rows; its dk and dv are sums over
-        them alone."""
+        """The same call restricted to some of this case's query rows, int64 indices in
+        ascending order, each seeing what it saw. Its dq is that of these rows; its dk and
+        dv are sums over them alone."""
         if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
-            raise UsageError(f"attention case {self.ref.case!r}: rows are not in ascending order")
+            raise UsageError(
+                f"attention case {self.ref.case!r}: rows are not in ascending order"
+            )
         rows = rows.to(self.q.device)
         return dataclasses.replace(
             self,
@@ -208,7 +221,8 @@ class AttentionCase:
 
 
 def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
-    """The dtype for values of `fmt`, and the format itself where the dtype does not say it."""
+    """The dtype for values of `fmt`, and the format itself where the dtype does not say
+    it."""
     try:
         return dtype_of(fmt), None
     except UsageError:
@@ -217,8 +231,9 @@ def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
 
 
 def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
-    """(low, high): by causality, offset and window the query at position i sees keys i + low to
-    i + high. None where there is no limit; at most FAR, where a limit hides all keys or none."""
+    """(low, high): by causality, offset and window the query at position i sees keys i +
+    low to i + high. None where there is no limit; at most FAR, where a limit hides all
+    keys or none."""
     left, right = case.window or (None, None)
     ends = [0] * case.is_causal + ([] if right is None else [right])
     low = None if left is None else case.causal_offset - left
@@ -241,7 +256,8 @@ def keys_from(case: AttentionCase, positions: slice) -> slice:
 
 
 def span(case: AttentionCase, rows: slice) -> slice:
-    """The positions from that of the first of these rows (there is one) to behind the last's."""
+    """The positions from that of the first of these rows (there is one) to behind the
+    last's."""
     if case.places is None:
         return rows
     return slice(case.places[rows.start], case.places[rows.stop - 1] + 1)
@@ -251,16 +267,19 @@ def rows_within(case: AttentionCase, positions: slice) -> slice:
     """The rows that stand at positions [start, stop)."""
     if case.places is None:
         return slice(max(positions.start, 0), min(positions.stop, case.q_len))
-    return slice(*(bisect_left(case.places, at) for at in (positions.start, positions.stop)))
+    return slice(
+        *(bisect_left(case.places, at) for at in (positions.start, positions.stop))
+    )
 
 
 def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
-    """Which keys each row may attend to, from causality, window and mask together: a bool tensor
-    that broadcasts to [batch, heads, rows, keys], or None when all may.
+    """Which keys each row may attend to, from causality, window and mask together: a bool
+    tensor that broadcasts to [batch, heads, rows, keys], or None when all may.
 
-    Rows and keys are ranges, or int64 indices in any order. In an additive mask the lowest number
-    of its dtype means hidden: that is how models write it, and a row of nothing else is a fully
-    masked row, whose value is a convention. (-inf, added to a score, hides by itself.)"""
+    Rows and keys are ranges, or int64 indices in any order. In an additive mask the
+    lowest number of its dtype means hidden: that is how models write it, and a row of
+    nothing else is a fully masked row, whose value is a convention. (-inf, added to a
+    score, hides by itself.)"""
     shown = _by_position(case, rows, keys)
     if case.mask is None:
         return shown
@@ -270,7 +289,8 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 
 def empty_rows(case: AttentionCase) -> Tensor:
-    """bool [batch, heads, q_len]: rows that see no key, as a convention decides their value."""
+    """bool [batch, heads, q_len]: rows that see no key, as a convention decides their
+    value."""
     b, h, n = case.q.shape[:3]
     found = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     if case.mask is None and not case.restricts_positions:
@@ -294,8 +314,9 @@ def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 
 def explicit_mask(case: AttentionCase) -> Tensor | None:
-    """Causality, window and mask as one mask, for kernels that take no more than that: bool when
-    nothing is additive, else the additive mask with -inf where position hides a key."""
+    """Causality, window and mask as one mask, for kernels that take no more than that:
+    bool when nothing is additive, else the additive mask with -inf where position hides a
+    key."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     added = additive(case, rows, keys)
     if added is None:
@@ -331,12 +352,14 @@ def _rows_of(mask: Tensor, rows: Places) -> Tensor:
     return mask[..., rows, :] if mask.ndim >= 2 and mask.shape[-2] > 1 else mask
 
 
-def laid_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def laid_out(
+    layout: str, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same [batch, heads, length, dim] tensors as views.
 
-    `contiguous`: as they are. `transposed`: [batch, length, heads, dim] in memory. `packed`: slices
-    of one tensor [batch, length, heads + 2 kv_heads, dim], as one projection makes them. `strided`:
-    every second number of the last dimension."""
+    `contiguous`: as they are. `transposed`: [batch, length, heads, dim] in memory.
+    `packed`: slices of one tensor [batch, length, heads + 2 kv_heads, dim], as one
+    projection makes them. `strided`: every second number of the last dimension."""
     if layout == "contiguous":
         return q, k, v
     if layout == "strided":
@@ -357,9 +380,11 @@ def transposed(x: Tensor) -> Tensor:
 def strided_as(x: Tensor, like: Tensor) -> Tensor:
     """`x` with the strides of `like`, which has its shape.
 
-    PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v in one
-    packed tensor). Where elements of `like` share memory (an expanded mask), `x` is returned."""
-    reach = 0  # of the axes of smaller strides: what meets the next stride may overlap with it
+    PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v
+    in one packed tensor). Where elements of `like` share memory (an expanded mask), `x`
+    is returned."""
+    # Of the axes of smaller strides: what meets the next stride may overlap with it
+    reach = 0
     for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
         if size > 1:
             if stride <= reach:
@@ -376,28 +401,45 @@ def _problems(case: AttentionCase) -> Iterator[str]:
     q, k, v, mask, at = case.q, case.k, case.v, case.mask, case.positions
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or 0 in x.shape:
-            yield f"{name}: expected [batch, heads, length, head_dim], got {list(x.shape)}"
+            yield (
+                f"{name}: expected [batch, heads, length, head_dim], got {list(x.shape)}"
+            )
     for name in ("q", "k", "v", "mask", "sinks", "grad_out", "positions"):
         part: Tensor | None = getattr(case, name)
-        if part is not None and (part.layout is not torch.strided or part.device != q.device):
+        if part is not None and (
+            part.layout is not torch.strided or part.device != q.device
+        ):
             got = f"{part.layout} on {part.device}"
             yield f"{name}: expected a dense tensor on {q.device}, as q is, got {got}"
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
-        yield f"q, k, v: expected one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        yield (
+            f"q, k, v: expected one floating-point dtype, got {q.dtype}, "
+            f"{k.dtype}, {v.dtype}"
+        )
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
-        yield f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
+        yield (
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not "
+            "fit together"
+        )
     if q.shape[3] != k.shape[3]:
         yield f"q and k differ in head_dim: {q.shape[3]} and {k.shape[3]}"
     if q.shape[1] % k.shape[1]:
         yield f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} kv heads"
-    if any(n is not None and abs(n) > 1 << 60 for n in (case.causal_offset, *(case.window or ()))):
+    if any(
+        n is not None and abs(n) > 1 << 60
+        for n in (case.causal_offset, *(case.window or ()))
+    ):
         yield f"causal_offset {case.causal_offset} or window {case.window} is beyond 2^60"
     if not math.isfinite(case.scale):
         yield f"scale: expected a finite number, got {case.scale}"
-    if case.softcap is not None and not (math.isfinite(case.softcap) and case.softcap > 0):
+    if case.softcap is not None and not (
+        math.isfinite(case.softcap) and case.softcap > 0
+    ):
         yield f"softcap: expected a positive number, got {case.softcap}"
     if case.sinks is not None and case.sinks.shape != (q.shape[1],):
-        yield f"sinks: expected [{q.shape[1]}], one per head, got {list(case.sinks.shape)}"
+        yield (
+            f"sinks: expected [{q.shape[1]}], one per head, got {list(case.sinks.shape)}"
+        )
     if case.grad_out is not None and case.grad_out.shape != (*q.shape[:3], v.shape[3]):
         yield f"grad_out: expected the output's shape, got {list(case.grad_out.shape)}"
     if at is not None and (at.shape != (q.shape[2],) or at.dtype != torch.int64):
@@ -407,6 +449,12 @@ def _problems(case: AttentionCase) -> Iterator[str]:
         padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         fits = all(m in (1, f) for m, f in zip(padded, full, strict=False))
         if not (1 <= mask.ndim <= 4 and fits):
-            yield f"mask has shape {list(mask.shape)}, which does not broadcast to {list(full)}"
+            yield (
+                f"mask has shape {list(mask.shape)}, which does not broadcast to "
+                f"{list(full)}"
+            )
         if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-            yield f"mask: expected bool or an additive floating-point mask, got {mask.dtype}"
+            yield (
+                "mask: expected bool or an additive floating-point mask, got "
+                f"{mask.dtype}"
+            )

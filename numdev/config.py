@@ -1,8 +1,9 @@
 """What was asked: configurations and requests as validated data.
 
-One model for each command: a YAML file (`numdev.yamlfile`) and the command line fill the same
-fields (a flag beats the YAML, the YAML beats the default), and the report stores it whole. A field
-with an `Option` is on the command line too; the string under it is its help."""
+One model for each command: a YAML file (`numdev.yamlfile`) and the command line fill the
+same fields (a flag beats the YAML, the YAML beats the default), and the report stores it
+whole. A field with an `Option` is on the command line too; the string under it is its
+help."""
 
 from __future__ import annotations
 
@@ -15,16 +16,33 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from numdev.errors import UsageError, closest
-from numdev.yamlfile import Names, Scalar, Strict, as_list, bundled, each_once, read_yaml, validated
+from numdev.yamlfile import (
+    Names,
+    Scalar,
+    Strict,
+    as_list,
+    bundled,
+    each_once,
+    read_yaml,
+    validated,
+)
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
 MaskKind = Literal[  # what `numdev.sources.regimes` can draw
-    "all_true", "causal", "random", "mostly_masked", "padding", "one_empty", "bias", "bias_inf",
+    "all_true",
+    "causal",
+    "random",
+    "mostly_masked",
+    "padding",
+    "one_empty",
+    "bias",
+    "bias_inf",
     "bias_lowest",
-]  # fmt: skip
-Layout = Literal["contiguous", "transposed", "packed", "strided"]  # `numdev.cases.laid_out`
+]
+# `numdev.cases.laid_out`
+Layout = Literal["contiguous", "transposed", "packed", "strided"]
 MOST_SEEDS = 100_000
 
 
@@ -41,7 +59,10 @@ def _named(value: Any) -> Any:
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "name" in value and "options" not in value:
-        return {"name": value["name"], "options": {k: v for k, v in value.items() if k != "name"}}
+        return {
+            "name": value["name"],
+            "options": {k: v for k, v in value.items() if k != "name"},
+        }
     return value
 
 
@@ -71,8 +92,8 @@ class CaseConfig(Strict):
     causal: bool = False
     causal_offset: int = 0
     window: Positive | None = None
-    """How many keys a query sees on each side, itself included, as models count sliding windows;
-    under `causal` only the side before it."""
+    """How many keys a query sees on each side, itself included, as models count sliding
+    windows; under `causal` only the side before it."""
     softcap: Annotated[float, Field(gt=0)] | None = None
     scale: float | None = None
     """None: 1 / sqrt(head_dim)."""
@@ -81,7 +102,8 @@ class CaseConfig(Strict):
     sinks: bool = False  # one extra logit per head, N(0, 1)
     layout: Layout = "contiguous"
     axes: dict[str, Scalar] = Field(default_factory=dict)
-    """For a cell of a grid: its place on every axis. Filled in when the grid is expanded."""
+    """For a cell of a grid: its place on every axis. Filled in when the grid is
+    expanded."""
 
     @property
     def entry(self) -> str:
@@ -92,16 +114,24 @@ class CaseConfig(Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> CaseConfig:
         if self.kv_heads and self.heads % self.kv_heads:
-            what = f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            what = (
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
             raise ValueError(what)
-        alike = self.kv_len in (None, self.seq_len) and self.v_dim in (None, self.head_dim)
+        alike = self.kv_len in (None, self.seq_len) and self.v_dim in (
+            None,
+            self.head_dim,
+        )
         if self.layout == "packed" and not alike:
-            raise ValueError("layout packed: q, k and v in one tensor have one length and head_dim")
+            raise ValueError(
+                "layout packed: q, k and v in one tensor have one length and head_dim"
+            )
         return self
 
 
 def _distinct(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
-    """Tasks and rows know a case by its name, so two of one name would be taken for one."""
+    """Tasks and rows know a case by its name, so two of one name would be taken for
+    one."""
     each_once(tuple(case.name for case in cases) or (None,))
     return cases
 
@@ -135,8 +165,8 @@ class Reading(Placed):
     """How a model is built, and what it reads."""
 
     model: Annotated[str | None, Option(metavar="FACTORY")] = None
-    """For a state dict: package.module:factory, which builds its model. It is called with the
-    configuration stored in the file if it takes an argument."""
+    """For a state dict: package.module:factory, which builds its model. It is called with
+    the configuration stored in the file if it takes an argument."""
     model_dtype: Annotated[str, Option(metavar="NAME")] = "float32"
     """Format the model itself runs in.  [float32]"""
     text: Annotated[tuple[str, ...], Option(metavar="PATH")] = ()
@@ -144,8 +174,8 @@ class Reading(Placed):
     tokenizer: Annotated[str | None, Option(metavar="DIR")] = None
     """Directory of the tokenizer for --text.  [the checkpoint's]"""
     inputs: Annotated[str | None, Option(metavar="FILE")] = None
-    """Safetensors file of further inputs, named like the arguments of the model's forward, e.g.
-    pixel_values. Missing required inputs are random."""
+    """Safetensors file of further inputs, named like the arguments of the model's
+    forward, e.g. pixel_values. Missing required inputs are random."""
     length: Annotated[Positive, Option(metavar="N")] = 256
     """Tokens in a sequence.  [256]"""
     sequences: Annotated[Positive, Option(metavar="N")] = 8
@@ -162,10 +192,10 @@ class Measuring(Placed):
     backward: Annotated[bool, Option()] = False
     """Measure the backward pass too: dq, dk and dv."""
     rows: Annotated[Positive | None, Option(metavar="N")] = None
-    """Measure only N random query rows of each head, spread over positions, plus the 32 that look
-    worst in a full run of the kernel. The output and dq of these rows are exact. --backward samples
-    keys too, which needs an fp64 forward pass of all queries. Averages get 95 % intervals; maxima
-    are lower bounds. [all]"""
+    """Measure only N random query rows of each head, spread over positions, plus the 32
+    that look worst in a full run of the kernel. The output and dq of these rows are
+    exact. --backward samples keys too, which needs an fp64 forward pass of all queries.
+    Averages get 95 % intervals; maxima are lower bounds. [all]"""
     isolate: Annotated[bool, Option()] = False
     """Run kernels in a process of their own, so that a crash or a hang costs one row."""
     reproducers: Annotated[Count, Option(metavar="N")] = 8
@@ -178,7 +208,8 @@ class OneSource(Strict):
     """What calls are taken from."""
 
     checkpoint: str | None = None
-    """A checkpoint directory, a state dict, a file or directory of captured tensors, or `demo`."""
+    """A checkpoint directory, a state dict, a file or directory of captured tensors, or
+    `demo`."""
     cases: Cases = ()
 
     @model_validator(mode="after")
@@ -192,32 +223,34 @@ class AuditConfig(OneSource, Measuring, Reading):
     """The keys of a YAML file for `numdev audit`."""
 
     kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
-    """Kernel to audit: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
-    the default, all SDPA backends."""
+    """Kernel to audit: a name of `numdev kernels`, or package.module:function.
+    Repeatable; replaces the default, all SDPA backends."""
     formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
     """Format to audit, e.g. bfloat16, float16, float32. Repeatable.  [bfloat16]"""
     generate: Annotated[Positive | None, Option(metavar="N")] = None
-    """Let the model generate: audit the prefill and N decode steps with a cache, not one forward
-    pass."""
+    """Let the model generate: audit the prefill and N decode steps with a cache, not one
+    forward pass."""
     denoise: Annotated[Positive | None, Option(metavar="N")] = None
     """For a diffusers pipeline: run N denoising steps.  [4]"""
     steps: Annotated[tuple[Count, ...] | None, Option(metavar="LIST")] = None
     """Denoising steps to audit, 0-based: 0,3.  [all]"""
     stream: Annotated[bool, Option()] = False
-    """Read weights from disk layer by layer during the run, with one layer in memory: for models
-    too large to load whole."""
+    """Read weights from disk layer by layer during the run, with one layer in memory: for
+    models too large to load whole."""
     heads: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
     """Only these query heads.  [all]"""
     explain: Annotated[bool, Option()] = False
     """Find which roundings cause each kernel's errors."""
     control: Annotated[bool, Option()] = False
-    """Measure planted faults of growing size too, to show which of them a gate would catch."""
+    """Measure planted faults of growing size too, to show which of them a gate would
+    catch."""
     repeats: Annotated[Positive, Option(metavar="N")] = 2
     """Run each kernel N times on the same inputs; 2 or more measure its noise.  [2]"""
 
 
 class AuditRequest(AuditConfig):
-    """A resolved audit: what was asked, with every default filled in, and what it is called."""
+    """A resolved audit: what was asked, with every default filled in, and what it is
+    called."""
 
     target: str
 
@@ -226,7 +259,9 @@ def _seeds(value: Any) -> Any:
     """A number of seeds as these seeds, counted from 0; a list as it is."""
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MOST_SEEDS:
-            raise ValueError(f"expected 1 to {MOST_SEEDS:,} seeds, or a list of them, got {value}")
+            raise ValueError(
+                f"expected 1 to {MOST_SEEDS:,} seeds, or a list of them, got {value}"
+            )
         return tuple(range(value))
     return value
 
@@ -241,27 +276,31 @@ class SweepConfig(Measuring):
     title: str | None = None
     cases: Annotated[Cases, Field(min_length=1)]
     kernels: Annotated[Kernels, Option("--kernel", "NAME")] = DEFAULT_KERNELS
-    """Kernel to sweep: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
-    the file's."""
+    """Kernel to sweep: a name of `numdev kernels`, or package.module:function.
+    Repeatable; replaces the file's."""
     formats: Annotated[Names, Option("--format", "NAME")] = ("bfloat16",)
     """Format, e.g. bfloat16, or e8m10 for kernels that take any. Repeatable; replaces the
     file's."""
     seeds: Seeds = (0, 1, 2, 3, 4)
     """A list, or how many, counted from 0. Every case gets new inputs for each."""
     baseline: Named = Choice(name="baseline")
-    """What ratios are relative to. An emulation replaces it where plain attention has no format."""
+    """What ratios are relative to. An emulation replaces it where plain attention has no
+    format."""
     x: str | None = None
-    """The axis curves run along: a key with several values, `format`, or a kernel's option."""
+    """The axis curves run along: a key with several values, `format`, or a kernel's
+    option."""
     y: Names = ("max_abs", "rms")
     """Metrics to plot."""
     keep: Literal["head", "cell"] = "head"
-    """`head`: the report keeps a row for every head and seed. `cell`: only what they come to."""
+    """`head`: the report keeps a row for every head and seed. `cell`: only what they come
+    to."""
     repeats: Annotated[Positive, Option(metavar="N")] = 1
     """Run each kernel N times on the same inputs; 2 or more measure its noise.  [1]"""
 
 
 class SweepRequest(SweepConfig):
-    """A resolved sweep: what was asked, with every default filled in, and what it is called."""
+    """A resolved sweep: what was asked, with every default filled in, and what it is
+    called."""
 
     target: str
 
@@ -277,8 +316,8 @@ class DiagnoseRequest(Reading):
     format: Annotated[str, Option(metavar="NAME")] = "bfloat16"
     """Format of q, k, v and of the attention's roundings.  [bfloat16]"""
     kernels: Annotated[tuple[Named, ...] | None, Option("--kernel", "NAME")] = None
-    """Real kernel to compare on the same inputs. Repeatable.  [sdpa-flash and baseline, where
-    they run]"""
+    """Real kernel to compare on the same inputs. Repeatable.  [sdpa-flash and baseline,
+    where they run]"""
     cures: Annotated[bool, Option("--cures/--no-cures")] = True
     """Whether to measure what each cure changes.  [cures]"""
     every_checkpoint: Annotated[bool, Option()] = False
@@ -291,12 +330,14 @@ class EffectsRequest(Reading):
     target: str  # what it is called
     checkpoint: str
     kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
-    """Kernel for the model's attention: a name of `numdev kernels`, or package.module:function.
-    Repeatable; replaces the default, all SDPA backends."""
+    """Kernel for the model's attention: a name of `numdev kernels`, or
+    package.module:function. Repeatable; replaces the default, all SDPA backends."""
     formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
-    """Format the model runs in, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
+    """Format the model runs in, for example bfloat16, float16, float32. Repeatable.
+    [bfloat16]"""
     against: Annotated[str, Option(metavar="KERNEL")] = "baseline"
-    """Kernel that every other one's output is also compared with.  [baseline, eager attention]"""
+    """Kernel that every other one's output is also compared with.  [baseline, eager
+    attention]"""
     sites: Annotated[bool, Option("--sites/--no-sites")] = True
     """Also round one site of the model at a time, to show the share of each.  [sites]"""
     by_layer: Annotated[bool, Option()] = False
@@ -313,12 +354,14 @@ class EffectsRequest(Reading):
     """Time limit of a kernel with --isolate.  [60]"""
     isolate: Annotated[bool, Option()] = False
     """Run kernels in a process of their own."""
-    layers: None = None  # of a Reading; the whole model is run, in fp64 and in the formats
+    # Of a Reading; the whole model is run, in fp64 and in the formats
+    layers: None = None
     model_dtype: Literal["float64"] = "float64"
 
 
 def effects_request(target: str, flags: Mapping[str, Any]) -> EffectsRequest:
-    """What `numdev effects` is asked of a checkpoint, a cached model's name, or `demo`."""
+    """What `numdev effects` is asked of a checkpoint, a cached model's name, or
+    `demo`."""
     name, path = Path(target).resolve().name, str(Path(target))
     if target == "demo" or not Path(target).exists():
         name, path = target, target if target == "demo" else _cached(target)
@@ -350,8 +393,10 @@ AXES: Mapping[str, str] = {
     "hidden-nan": "keys that a mask hides, where these hold NaN",
     "unwritten": "what the memory of its output held before",
 }
-"""The axes of `numdev invariance`, and what a kernel depends on that changes along one."""
-ONLY_ASKED = ("compiled",)  # axes that are gone along only where they are asked for by name
+"""The axes of `numdev invariance`, and what a kernel depends on that changes along
+one."""
+# Axes that are gone along only where they are asked for by name
+ONLY_ASKED = ("compiled",)
 
 
 def _axis(name: str) -> str:
@@ -368,8 +413,8 @@ class InvarianceConfig(OneSource, Reading):
     """The keys of a YAML file for `numdev invariance`."""
 
     kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
-    """Kernel to ask: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
-    the default, all SDPA backends."""
+    """Kernel to ask: a name of `numdev kernels`, or package.module:function. Repeatable;
+    replaces the default, all SDPA backends."""
     formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
     """Format, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
     backward: Annotated[bool, Option()] = False
@@ -393,17 +438,23 @@ class InvarianceRequest(InvarianceConfig):
 def invariance_request(target: str, flags: Mapping[str, Any]) -> InvarianceRequest:
     """What `target` names, and what was asked of it beside."""
     name, fields = _target(target, InvarianceConfig)
-    return validated({**fields, **_asked(flags), "target": name}, InvarianceRequest, target)
+    return validated(
+        {**fields, **_asked(flags), "target": name}, InvarianceRequest, target
+    )
 
 
 def audit_request(
     target: str | None, flags: Mapping[str, Any], given: Mapping[str, Any] | None = None
 ) -> AuditRequest:
-    """What `target` names (None: configs/audit/default.yaml), and what was asked of it beside.
-    `given`: its fields, where it is no file but what somebody has in memory."""
+    """What `target` names (None: configs/audit/default.yaml), and what was asked of it
+    beside. `given`: its fields, where it is no file but what somebody has in memory."""
     path = str(bundled("audit/default.yaml") if target is None else target)
-    named = (str(target), dict(given)) if given is not None else _target(path, AuditConfig)
-    return validated({**named[1], **_asked(flags), "target": named[0]}, AuditRequest, path)
+    named = (
+        (str(target), dict(given)) if given is not None else _target(path, AuditConfig)
+    )
+    return validated(
+        {**named[1], **_asked(flags), "target": named[0]}, AuditRequest, path
+    )
 
 
 def _target(target: str, config: type[AuditConfig | InvarianceConfig]) -> tuple[str, Any]:
@@ -419,17 +470,21 @@ def _target(target: str, config: type[AuditConfig | InvarianceConfig]) -> tuple[
 
 
 def sweep_request(path: Path, flags: Mapping[str, Any]) -> SweepRequest:
-    """A sweep's YAML, and what was asked beside; `seed`: where its seeds are counted from."""
+    """A sweep's YAML, and what was asked beside; `seed`: where its seeds are counted
+    from."""
     asked = _asked(flags)
     first = asked.pop("seed", None)
     config = read_yaml(path, SweepConfig)
     if first is not None:
         asked["seeds"] = tuple(range(first, first + len(config.seeds)))
-    return validated({**_given(config), **asked, "target": path.name}, SweepRequest, str(path))
+    return validated(
+        {**_given(config), **asked, "target": path.name}, SweepRequest, str(path)
+    )
 
 
 def _cached(name: str) -> str:
-    """Where the local cache of Hugging Face has the model of this name; nothing is downloaded."""
+    """Where the local cache of Hugging Face has the model of this name; nothing is
+    downloaded."""
     hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
         from huggingface_hub import snapshot_download
@@ -438,7 +493,9 @@ def _cached(name: str) -> str:
         try:
             return snapshot_download(name, local_files_only=True)
         except (HFValidationError, LocalEntryNotFoundError):
-            hint += f"; a Hugging Face model must be downloaded first: `hf download {name}`"
+            hint += (
+                f"; a Hugging Face model must be downloaded first: `hf download {name}`"
+            )
     raise UsageError(f"{name}: no such file or directory", hint=hint)
 
 
@@ -448,7 +505,9 @@ def _given(config: Strict) -> dict[str, Any]:
 
 def _asked(flags: Mapping[str, Any]) -> dict[str, Any]:
     """What was said: neither None nor an option that was given no time."""
-    return {name: value for name, value in flags.items() if value is not None and value != ()}
+    return {
+        name: value for name, value in flags.items() if value is not None and value != ()
+    }
 
 
 def demo_checkpoint() -> Path:

@@ -1,8 +1,10 @@
-"""What can go wrong, said once: `what: expected X, got Y`, and a hint that says what to do.
+"""What can go wrong, said once: `what: expected X, got Y`, and a hint that says what to
+do.
 
-Every error a user can cause or must know of is a `NumdevError`. `cli.main` is the only place that
-catches one; it prints a single line and exits with the class's code: 0 done or passed, 1 a gate's
-threshold was exceeded, 2 usage or configuration, 3 could not measure, 130 interrupted."""
+Every error a user can cause or must know of is a `NumdevError`. `cli.main` is the only
+place that catches one; it prints a single line and exits with the class's code: 0 done or
+passed, 1 a gate's threshold was exceeded, 2 usage or configuration, 3 could not measure,
+130 interrupted."""
 
 from __future__ import annotations
 
@@ -36,12 +38,13 @@ class MeasurementError(NumdevError):
 
 
 class Refused(NumdevError):
-    """A kernel declines a case, with its reason; its rows become `skipped`, not `failed`."""
+    """A kernel declines a case, with its reason; its rows become `skipped`, not
+    `failed`."""
 
 
 def one_line(error: BaseException) -> str:
-    """The exception's kind and the first line of what it says, without its full stop; where its
-    own way to say it raises, that."""
+    """The exception's kind and the first line of what it says, without its full stop;
+    where its own way to say it raises, that."""
     try:
         text = str(error).strip() or repr(error)
     except BaseException as another:
@@ -50,7 +53,8 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of what foreign code says, as a file can hold it: no surrogates, no novel."""
+    """The first line of what foreign code says, as a file can hold it: no surrogates, no
+    novel."""
     lines = text.strip().splitlines() or [""]
     return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
 
@@ -61,4 +65,6 @@ def closest(name: str, known: Iterable[str]) -> str:
 
     words = sorted(known)
     near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(words) or 'none'}"
+    return (
+        f"did you mean {near[0]!r}?" if near else f"known: {', '.join(words) or 'none'}"
+    )

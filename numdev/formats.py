@@ -1,14 +1,15 @@
 """Floating-point formats, and rounding to them correctly.
 
-torch converts float64 to its 16-bit and 8-bit dtypes by way of float32, so the value is rounded
-twice: 1 + 2^-8 + 2^-40 first loses its 2^-40, then looks like a tie, and becomes 1.0 instead of
-1.0078125. And there are formats for which torch has no dtype at all.
+torch converts float64 to its 16-bit and 8-bit dtypes by way of float32, so the value is
+rounded twice: 1 + 2^-8 + 2^-40 first loses its 2^-40, then looks like a tie, and becomes
+1.0 instead of 1.0078125. And there are formats for which torch has no dtype at all.
 
-`round_to` writes |x| = s * 2^(e - p + 1), where p is the precision and 2^e the binade |x| lies in,
-but never below the format's smallest one (so much for subnormals), and rounds s to an integer: the
-one inexact step, in which the three modes differ. It scales in two steps, |x| / 2^e and then times
-2^(p - 1), since one factor would overflow for the formats with the widest exponents. Then what
-exceeds the largest value overflows, and the sign goes back on. Values are rounded, never encoded.
+`round_to` writes |x| = s * 2^(e - p + 1), where p is the precision and 2^e the binade |x|
+lies in, but never below the format's smallest one (so much for subnormals), and rounds s
+to an integer: the one inexact step, in which the three modes differ. It scales in two
+steps, |x| / 2^e and then times 2^(p - 1), since one factor would overflow for the formats
+with the widest exponents. Then what exceeds the largest value overflows, and the sign
+goes back on. Values are rounded, never encoded.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ RoundingMode = Literal["nearest", "toward_zero", "stochastic"]
 class Format:
     """A binary floating-point format with subnormals, signed zeros and NaN.
 
-    `precision` counts the significant bits including the implicit one; `emin` and `emax` are the
-    exponents of the smallest and the largest normal binade (a normal number is m * 2^e with
-    1 <= m < 2). A format without infinity gives up its topmost value for NaN, as OCP E4M3 does.
-    Raises `UsageError` for a format whose values float64 cannot all hold: all is computed there."""
+    `precision` counts the significant bits including the implicit one; `emin` and `emax`
+    are the exponents of the smallest and the largest normal binade (a normal number is m
+    * 2^e with 1 <= m < 2). A format without infinity gives up its topmost value for NaN,
+    as OCP E4M3 does. Raises `UsageError` for a format whose values float64 cannot all
+    hold: all is computed there."""
 
     name: str
     precision: int
@@ -51,12 +53,14 @@ class Format:
 
     @property
     def unit_roundoff(self) -> float:
-        """u = 2^-precision: the largest relative error of rounding a normal value to nearest."""
+        """u = 2^-precision: the largest relative error of rounding a normal value to
+        nearest."""
         return math.ldexp(1.0, -self.precision)
 
     @cached_property
     def largest(self) -> float:
-        """The largest finite value: all significand bits set, less one step without infinity."""
+        """The largest finite value: all significand bits set, less one step without
+        infinity."""
         steps = 1 if self.has_infinity else 2
         return math.ldexp(2.0 - math.ldexp(steps, 1 - self.precision), self.emax)
 
@@ -67,11 +71,13 @@ class Format:
 
     @cached_property
     def smallest_subnormal(self) -> float:
-        """2^(emin - precision + 1), the smallest value above zero and the spacing next to it."""
+        """2^(emin - precision + 1), the smallest value above zero and the spacing next to
+        it."""
         return math.ldexp(1.0, self.emin - self.precision + 1)
 
     def contains(self, other: Format) -> bool:
-        """Whether every value of `other`, infinities included, is a value of this format."""
+        """Whether every value of `other`, infinities included, is a value of this
+        format."""
         return (
             self.precision >= other.precision
             and self.largest >= other.largest
@@ -80,8 +86,9 @@ class Format:
         )
 
 
-# float8_e4m3fn: bias 7 as an IEEE format of that shape would have, but the top exponent is used
-# for numbers, all but its last code (OCP OFP8, section 5): hence emax 8, no infinity, largest 448.
+# float8_e4m3fn: bias 7 as an IEEE format of that shape would have, but the top exponent
+# is used for numbers, all but its last code (OCP OFP8, section 5): hence emax 8, no
+# infinity, largest 448.
 _CATALOGUE = (
     Format(name="float64", precision=53, emin=-1022, emax=1023),
     Format(name="float32", precision=24, emin=-126, emax=127),
@@ -93,8 +100,9 @@ _CATALOGUE = (
 )
 FORMATS: Mapping[str, Format] = {format.name: format for format in _CATALOGUE}
 
-# Bare "fp8", "fp8_e4m3" and "float8_e4m3" are left out on purpose: they mean different formats to
-# different people (in ml_dtypes the last one is the IEEE-style format with largest value 240).
+# Bare "fp8", "fp8_e4m3" and "float8_e4m3" are left out on purpose: they mean different
+# formats to different people (in ml_dtypes the last one is the IEEE-style format with
+# largest value 240).
 _WRITTEN = {
     "float64": "fp64 f64 double",
     "float32": "fp32 f32 single float",
@@ -104,22 +112,29 @@ _WRITTEN = {
     "float8_e4m3fn": "e4m3fn fp8_e4m3fn",
     "float8_e5m2": "fp8_e5m2",
 }
-_ALIASES = {alias: name for name, written in _WRITTEN.items() for alias in written.split()}
+_ALIASES = {
+    alias: name for name, written in _WRITTEN.items() for alias in written.split()
+}
 
 
 # tf32 is how a GPU multiplies float32 values, not how it stores them.
-_DTYPES: Mapping[str, torch.dtype] = {n: getattr(torch, n) for n in FORMATS if n != "tf32"}
-_BY_DTYPE: Mapping[torch.dtype, Format] = {dtype: FORMATS[name] for name, dtype in _DTYPES.items()}
+_DTYPES: Mapping[str, torch.dtype] = {
+    n: getattr(torch, n) for n in FORMATS if n != "tf32"
+}
+_BY_DTYPE: Mapping[torch.dtype, Format] = {
+    dtype: FORMATS[name] for name, dtype in _DTYPES.items()
+}
 
 
 def format_named(name: str) -> Format:
-    """The format a person means by `name`, in any case: one of the catalogue, a usual alias
-    (`bf16`, `fp32`, `half`, `torch.float16`), or `eXmY`.
+    """The format a person means by `name`, in any case: one of the catalogue, a usual
+    alias (`bf16`, `fp32`, `half`, `torch.float16`), or `eXmY`.
 
-    That is X exponent and Y fraction bits in the style of IEEE 754 (section 3.4, bias = emax =
-    2^(X-1) - 1), with infinities and subnormals: `e8m7` has the values of bfloat16, but `e4m3` is
-    the format with largest value 240, not OCP's `float8_e4m3fn`. Raises `UsageError` for an unknown
-    name, and for an `eXmY` that float64 cannot hold (X from 2 to 11, Y from 1 to 52)."""
+    That is X exponent and Y fraction bits in the style of IEEE 754 (section 3.4, bias =
+    emax = 2^(X-1) - 1), with infinities and subnormals: `e8m7` has the values of
+    bfloat16, but `e4m3` is the format with largest value 240, not OCP's `float8_e4m3fn`.
+    Raises `UsageError` for an unknown name, and for an `eXmY` that float64 cannot hold (X
+    from 2 to 11, Y from 1 to 52)."""
     key = name.strip().lower().removeprefix("torch.")
     key = _ALIASES.get(key, key)
     if key in FORMATS:
@@ -129,14 +144,20 @@ def format_named(name: str) -> Format:
         if not (2 <= exponent <= 11 and 1 <= fraction <= 52):
             raise UsageError(
                 f"format {key!r} does not fit in float64",
-                hint="eXmY takes X from 2 to 11 exponent bits and Y from 1 to 52 fraction bits",
+                hint=(
+                    "eXmY takes X from 2 to 11 exponent bits and Y from 1 to 52 "
+                    "fraction bits"
+                ),
             )
         bias = 2 ** (exponent - 1) - 1
         name = f"e{exponent}m{fraction}"
         return Format(name=name, precision=fraction + 1, emin=1 - bias, emax=bias)
     raise UsageError(
         f"unknown format {name!r}",
-        hint=f"{closest(key, [*FORMATS, *_ALIASES])} ({', '.join(FORMATS)}, and eXmY for others)",
+        hint=(
+            f"{closest(key, [*FORMATS, *_ALIASES])} ({', '.join(FORMATS)}, and "
+            "eXmY for others)"
+        ),
     )
 
 
@@ -148,8 +169,8 @@ def format_of(dtype: torch.dtype) -> Format:
 
 
 def dtype_of(format: Format) -> torch.dtype:
-    """The torch dtype that stores exactly the values of `format`, whatever its name: `e8m7` gives
-    `torch.bfloat16`. Raises `UsageError` where torch has no such dtype."""
+    """The torch dtype that stores exactly the values of `format`, whatever its name:
+    `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no such dtype."""
     for name, dtype in _DTYPES.items():
         if FORMATS[name].contains(format) and format.contains(FORMATS[name]):
             return dtype
@@ -163,32 +184,37 @@ def round_to(
     *,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """The values of `x`, of any shape, correctly rounded to `format`, once, as a new tensor on the
-    same device, without gradient; float64 stays float64, all else is widened exactly to float32.
+    """The values of `x`, of any shape, correctly rounded to `format`, once, as a new
+    tensor on the same device, without gradient; float64 stays float64, all else is
+    widened exactly to float32.
 
     Modes, following IEEE 754, section 4.3:
 
     - `nearest`: to the nearest value, ties to the one with an even significand.
     - `toward_zero`: to the nearest value no larger in magnitude.
-    - `stochastic`: to one of the two neighbours, so that the mean is `x` (to within 2^-53 of the
-      spacing). `generator` supplies one uniform number per element, whatever the dtype.
+    - `stochastic`: to one of the two neighbours, so that the mean is `x` (to within 2^-53
+      of the spacing). `generator` supplies one uniform number per element, whatever the
+      dtype.
 
-    A magnitude that rounds beyond the largest value, on the grid continued upwards, becomes
-    infinity, or NaN in a format without infinity (OCP's non-saturating mode): in `nearest` from
-    largest + half a spacing onwards; in float8_e4m3fn that very tie (464) still goes to 448, which
-    is even. `toward_zero` gives the largest value instead.
+    A magnitude that rounds beyond the largest value, on the grid continued upwards,
+    becomes infinity, or NaN in a format without infinity (OCP's non-saturating mode): in
+    `nearest` from largest + half a spacing onwards; in float8_e4m3fn that very tie (464)
+    still goes to 448, which is even. `toward_zero` gives the largest value instead.
 
-    Zeros and values that round to zero keep the sign of `x`. NaN stays NaN. Infinity stays; in a
-    format without infinity it becomes NaN. Empty gives empty. On a CPU set to flush subnormals
-    (`torch.set_flush_denormal`), subnormals of the dtype of `x` are zero.
+    Zeros and values that round to zero keep the sign of `x`. NaN stays NaN. Infinity
+    stays; in a format without infinity it becomes NaN. Empty gives empty. On a CPU set to
+    flush subnormals (`torch.set_flush_denormal`), subnormals of the dtype of `x` are
+    zero.
 
-    Raises `UsageError` for a tensor that is not real floating-point, an unknown mode, stochastic
-    rounding without a generator on the device of `x`, and a float32 `x` with a result that only
-    float64 can hold (3.4e38 to e9m7 is 2^128)."""
+    Raises `UsageError` for a tensor that is not real floating-point, an unknown mode,
+    stochastic rounding without a generator on the device of `x`, and a float32 `x` with a
+    result that only float64 can hold (3.4e38 to e9m7 is 2^128)."""
     wide = _widened(x)
     modes = get_args(RoundingMode)
     if mode not in modes:
-        raise UsageError(f"unknown rounding mode {mode!r}", hint=closest(str(mode), modes))
+        raise UsageError(
+            f"unknown rounding mode {mode!r}", hint=closest(str(mode), modes)
+        )
     device = wide.device.type
     if mode == "stochastic" and (generator is None or generator.device.type != device):
         raise UsageError(f"stochastic rounding: expected a generator on {device}")
@@ -196,15 +222,18 @@ def round_to(
     if format.contains(here):
         return wide.clone()
     uniform = None
-    if mode == "stochastic":  # 53 random bits, whatever the dtype of x, so that it changes none
+    # 53 random bits, whatever the dtype of x, so that it changes none
+    if mode == "stochastic":
         shape, on = wide.shape, wide.device
         uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=on)
     if here.contains(format) and here.emin <= format.emin:
         return _rounded(wide, format, mode, uniform)
-    # A float32 x and a format with more bits or exponents, on either side, than float32 has.
+    # A float32 x and a format with more bits or exponents, on either side, than float32
+    # has.
     rounded = _rounded(wide.double(), format, mode, uniform)
     narrow = rounded.to(wide.dtype)
-    if not bool(((narrow == rounded) | rounded.isnan()).all()):  # it would be rounded twice
+    # It would be rounded twice
+    if not bool(((narrow == rounded) | rounded.isnan()).all()):
         what = f"rounded to {format.name}, some values do not fit in {wide.dtype}"
         raise UsageError(what, hint="pass the tensor as float64")
     return narrow
@@ -213,10 +242,11 @@ def round_to(
 def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
     """The spacing of `format` at |x|, as float64 in the shape of `x`.
 
-    That is 2^(e - precision + 1) for 2^e <= |x| < 2^(e+1) (Goldberg's ulp, taken upwards at a
-    power of two), whether or not `x` is a value of the format. At zero and among subnormals it is
-    the smallest subnormal, above the largest value the spacing at emax; NaN and infinity give
-    NaN. Raises `UsageError` for a tensor that is not real floating-point."""
+    That is 2^(e - precision + 1) for 2^e <= |x| < 2^(e+1) (Goldberg's ulp, taken upwards
+    at a power of two), whether or not `x` is a value of the format. At zero and among
+    subnormals it is the smallest subnormal, above the largest value the spacing at emax;
+    NaN and infinity give NaN. Raises `UsageError` for a tensor that is not real
+    floating-point."""
     # Always float64: a spacing can be far below the range of the dtype of x.
     magnitude = _widened(x).double().abs()
     spacing = _binade(magnitude, format).mul_(math.ldexp(1.0, 1 - format.precision))
@@ -236,9 +266,11 @@ def _rounded(
     mode: RoundingMode,
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x rounded, in its own dtype, which must hold the format: grid, then overflow, then sign."""
+    """x rounded, in its own dtype, which must hold the format: grid, then overflow, then
+    sign."""
     magnitude = x.abs()
-    # To the format's spacing, as if the top binade went on for ever; exact but for the rounding.
+    # To the format's spacing, as if the top binade went on for ever; exact but for the
+    # rounding.
     binade = _binade(magnitude, format)
     unit = math.ldexp(1.0, format.precision - 1)
     significand = magnitude.div(binade).mul_(unit)
@@ -247,9 +279,10 @@ def _rounded(
     else:
         on_grid = significand.floor()
         if uniform is not None:
-            # Up with probability `fraction`. Not floor(significand + uniform): that sum is rounded,
-            # and would now and then move a value that needs no rounding. 1 - fraction is exact but
-            # for bits of the fraction below 2^-53, which is the resolution of `uniform`.
+            # Up with probability `fraction`. Not floor(significand + uniform): that sum
+            # is rounded, and would now and then move a value that needs no rounding. 1 -
+            # fraction is exact but for bits of the fraction below 2^-53, which is the
+            # resolution of `uniform`.
             fraction = significand.sub_(on_grid).double()
             on_grid.add_(uniform >= 1.0 - fraction)
     on_grid.mul_(1.0 / unit).mul_(binade)
@@ -264,8 +297,9 @@ def _rounded(
 def _binade(magnitude: torch.Tensor, format: Format) -> torch.Tensor:
     """2^e with 2^e <= magnitude < 2^(e+1), kept within the format's emin and emax.
 
-    Reads the exponent field, so it is exact; log2 is not. Zero, and subnormals of the dtype, have
-    an empty field, which reads as 0.0 and is lifted to 2^emin; infinity and NaN are lowered."""
+    Reads the exponent field, so it is exact; log2 is not. Zero, and subnormals of the
+    dtype, have an empty field, which reads as 0.0 and is lifted to 2^emin; infinity and
+    NaN are lowered."""
     if magnitude.dtype == torch.float64:
         field = (magnitude.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)
     else:

@@ -1,9 +1,9 @@
 """`watch`: a few heads and rows of a model's attention, measured while it trains.
 
-Every so many training steps the calls of scaled_dot_product_attention (SDPA) that one forward pass
-makes are observed, and never changed: what goes in and comes out, of one sequence and a few heads,
-is copied and held to fp64. No generator of the model is drawn from, nothing enters its graph, and
-what fails here is logged and fails nowhere else."""
+Every so many training steps the calls of scaled_dot_product_attention (SDPA) that one
+forward pass makes are observed, and never changed: what goes in and comes out, of one
+sequence and a few heads, is copied and held to fp64. No generator of the model is drawn
+from, nothing enters its graph, and what fails here is logged and fails nowhere else."""
 
 from __future__ import annotations
 
@@ -47,19 +47,21 @@ def show(numbers: Numbers) -> None:
 
 @dataclass(eq=False)
 class watch:
-    """Measure a few heads and rows of a model's attention at every `every`-th training step, the
-    first included, until `close`, or the end of a `with`.
+    """Measure a few heads and rows of a model's attention at every `every`-th training
+    step, the first included, until `close`, or the end of a `with`.
 
-    A step is a forward pass in training mode with gradients. `tell` gets a dict for each measured
-    call: `step`, `module`, `layer`, `kernel` (what PyTorch chose), `format`, `heads`, `finding` (a
-    sentence where a number is beyond a limit of the default rules, else None), and of the measured
-    heads the worst `floor_ratio`, `expected_ratio`, `baseline_ratio`, `max_abs`, `rms` and
-    `nonfinite`, as in a report's rows; None where a number means nothing. By default what is found
-    is printed. `heads`, `rows`: how many of one sequence; the rows that look most suspicious come
-    beside them. `calls`: at most so many at a step; the next ones follow at the next.
+    A step is a forward pass in training mode with gradients. `tell` gets a dict for each
+    measured call: `step`, `module`, `layer`, `kernel` (what PyTorch chose), `format`,
+    `heads`, `finding` (a sentence where a number is beyond a limit of the default rules,
+    else None), and of the measured heads the worst `floor_ratio`, `expected_ratio`,
+    `baseline_ratio`, `max_abs`, `rms` and `nonfinite`, as in a report's rows; None where
+    a number means nothing. By default what is found is printed. `heads`, `rows`: how many
+    of one sequence; the rows that look most suspicious come beside them. `calls`: at most
+    so many at a step; the next ones follow at the next.
 
-    Of a call with dropout the same call without it is measured. Attention that does not go through
-    SDPA is logged as not seen. Raises UsageError for a compiled model, in which no call is seen."""
+    Of a call with dropout the same call without it is measured. Attention that does not
+    go through SDPA is logged as not seen. Raises UsageError for a compiled model, in
+    which no call is seen."""
 
     model: nn.Module
     every: int = 500
@@ -77,11 +79,14 @@ class watch:
         modules = self.model.modules()
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in modules):
             hint = "use numdev.audit between steps, on the model that was compiled"
-            raise UsageError("watch: attention in a compiled model cannot be seen", hint=hint)
+            raise UsageError(
+                "watch: attention in a compiled model cannot be seen", hint=hint
+            )
         for name in ("every", "heads", "rows", "calls"):
             if (value := getattr(self, name)) < 1:
                 raise UsageError(f"{name}: expected at least 1, got {value}")
-        self.log = functools.cache(functools.partial(LOG.warning, "numdev.watch: %s"))  # each once
+        # Each once
+        self.log = functools.cache(functools.partial(LOG.warning, "numdev.watch: %s"))
         self.lock = threading.Lock()
         self.hooks = (
             self.model.register_forward_pre_hook(_Hook(self._before)),
@@ -104,7 +109,9 @@ class watch:
             self.log("no training step of the model was seen")
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (
+            module.training and torch.is_grad_enabled()
+        ):
             return
         graph = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         with self.lock:
@@ -115,9 +122,12 @@ class watch:
                 self.observer = _Observer(self)
 
     def _drop_interrupted(self) -> None:
-        """End an observation that no hook ended: after KeyboardInterrupt PyTorch calls none."""
+        """End an observation that no hook ended: after KeyboardInterrupt PyTorch calls
+        none."""
         observer = self.observer
-        if observer is None or (observer.thread.is_alive() and not observer.is_of_this_thread()):
+        if observer is None or (
+            observer.thread.is_alive() and not observer.is_of_this_thread()
+        ):
             return
         self.observer = None
         with suppress(MeasurementError):
@@ -141,7 +151,8 @@ class watch:
 
 
 class _Hook:
-    """A hook that does nothing in a copy of the model, nor in a file, where it needs no numdev."""
+    """A hook that does nothing in a copy of the model, nor in a file, where it needs no
+    numdev."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
@@ -150,11 +161,13 @@ class _Hook:
         self.call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # takes whatever arguments, and does nothing
+        # Takes whatever arguments, and does nothing
+        return getattr, (nullcontext(), "__exit__")
 
 
 class _Observer(TorchFunctionMode):
-    """Meets the SDPA calls of one forward pass, lets each through as it is, and measures some."""
+    """Meets the SDPA calls of one forward pass, lets each through as it is, and measures
+    some."""
 
     def __init__(self, owner: watch) -> None:
         super().__init__()
@@ -203,12 +216,19 @@ class _Observer(TorchFunctionMode):
         self.met += 1
         if not owner.first <= number < owner.first + owner.calls:
             return
-        q, k, v = (x.detach().to(out.dtype) for x in (query, key, value))  # as autocast does
+        # As autocast does
+        q, k, v = (x.detach().to(out.dtype) for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         how: Any = {"scale": scale, "mask": attn_mask, "is_causal": is_causal}
-        case, system = AttentionCase(ref=ref, q=q, k=k, v=v, **how), System.here(q.device.type)
+        case, system = (
+            AttentionCase(ref=ref, q=q, k=k, v=v, **how),
+            System.here(q.device.type),
+        )
         turn, count = self.step // owner.every, owner.heads
-        heads, at = sorted({(turn * count + i) % case.heads for i in range(count)}), turn % len(q)
+        heads, at = (
+            sorted({(turn * count + i) % case.heads for i in range(count)}),
+            turn % len(q),
+        )
         few = part(case, batch=range(at, at + 1)).select_heads(heads)
         operator, few_out = operator_of(out), out.detach()[at : at + 1, heads]
         claim = claim_of(operator, case, system)  # which depends on how large the call is
@@ -218,11 +238,17 @@ class _Observer(TorchFunctionMode):
             how = {"claims": lambda case, output, system: claim, "backward": None}
             kernel = Kernel(name=name, function=lambda case: Output(out=few_out), **how)
         planned = Planned(role="kernel", kernel=kernel, options={})
-        how = {"kernels": [*plan_kernels(()), planned], "seed": self.step, "rows": owner.rows}
+        how = {
+            "kernels": [*plan_kernels(()), planned],
+            "seed": self.step,
+            "rows": owner.rows,
+        }
         plan = Plan(system=system, formats=[case.format], **how)
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
-        judgement = judge(tests_of(rows, plan.record([ref]), default_rules(), ()), default_rules())
+        judgement = judge(
+            tests_of(rows, plan.record([ref]), default_rules(), ()), default_rules()
+        )
         findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
         self.numbers.append({

@@ -1,5 +1,6 @@
-"""The pytest plugin: the fixture `attention_check` and the marker `numdev_cases`. Loaded with every
-pytest run where numdev is installed, so it imports nothing but pytest until a test asks for it.
+"""The pytest plugin: the fixture `attention_check` and the marker `numdev_cases`. Loaded
+with every pytest run where numdev is installed, so it imports nothing but pytest until a
+test asks for it.
 
     def test_my_flash(attention_check):
         attention_check(my_flash)
@@ -27,14 +28,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("numdev", "numeric deviation of attention kernels")
     rules = "gate file that attention_check judges by, unless a test gives thresholds"
     group.addoption("--numdev-thresholds", metavar="FILE", type=Path, help=rules)
-    reports = "write the report of every attention_check into a folder of DIR, named by its test"
+    reports = (
+        "write the report of every attention_check into a folder of DIR, "
+        "named by its test"
+    )
     group.addoption("--numdev-report", metavar="DIR", type=Path, help=reports)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "numdev_cases(*cases): run the test once for each case, given as `numdev_case`: names from "
+        "numdev_cases(*cases): run the test once for each case, given as "
+        "`numdev_case`: names from "
         "numdev's default set, input regimes, files, or mappings",
     )
 
@@ -50,14 +55,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
         cases = [case.name for case in default_cases()]
     names = (case.get("name") if isinstance(case, dict) else case for case in cases)
-    ids = [str(x) if isinstance(x, str | Path) else f"case{i}" for i, x in enumerate(names)]
+    ids = [
+        str(x) if isinstance(x, str | Path) else f"case{i}" for i, x in enumerate(names)
+    ]
     metafunc.parametrize(CASE, cases, ids=ids)
 
 
 @pytest.fixture
-def attention_check(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., CheckResult]:
-    """`numdev.check_attention`, with reproducers in the test's own temporary directory, the gate
-    file of --numdev-thresholds, and a report where --numdev-report says."""
+def attention_check(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Callable[..., CheckResult]:
+    """`numdev.check_attention`, with reproducers in the test's own temporary directory,
+    the gate file of --numdev-thresholds, and a report where --numdev-report says."""
 
     def check(function: Callable[..., Any], **given: Any) -> CheckResult:
         __tracebackhide__ = True
@@ -86,7 +95,10 @@ def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:
 
     parent.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"[^\w.-]+", "-", request.node.nodeid)
-    folder = parent / f"{stem}-{sum(path.name.startswith(stem) for path in parent.iterdir()) + 1}"
+    folder = (
+        parent
+        / f"{stem}-{sum(path.name.startswith(stem) for path in parent.iterdir()) + 1}"
+    )
     folder.mkdir()
     report.write(result.report, folder)
     html.write(result.report, folder)

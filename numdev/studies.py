@@ -1,7 +1,7 @@
 """The kinds of reports, and what each brings: the one place where a study is registered.
 
-A kind lives in its own folder. All else (reading, judging, comparing, showing) asks here, and knows
-none by name. What a kind brings needs neither torch nor a GPU."""
+A kind lives in its own folder. All else (reading, judging, comparing, showing) asks here,
+and knows none by name. What a kind brings needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -34,21 +34,24 @@ REGISTERED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """How reports of a kind are held to rules. All are pure functions of the report, and read its
-    plan and rows, never its summary."""
+    """How reports of a kind are held to rules. All are pure functions of the report, and
+    read its plan and rows, never its summary."""
 
     check: Callable[[Any], None]
     """Raises MeasurementError for a report that contradicts its plan, or itself."""
     tests: Callable[[Any, Rules], Iterator[Test]]
     """Exactly one for each thing planned."""
     findings: Callable[[Judgement, Any], tuple[Sequence[Finding], Sequence[str]]]
-    """What is wrong, the gravest first; and sentences on what was tested and what was not."""
+    """What is wrong, the gravest first; and sentences on what was tested and what was
+    not."""
     summarised: Callable[[Any], Any]
-    """A report that has its findings, with all else that follows from its rows: its summary."""
+    """A report that has its findings, with all else that follows from its rows: its
+    summary."""
     beside: Callable[[Any, Rules], Mapping[str, Any]] = lambda report, rules: {}
     """Further fields of a Judgement: `power`, `fa_rule`."""
     passing: Callable[[Any, Sequence[Test]], str | None] = lambda report, tests: None
-    """What to say of a kernel that passed, in a sentence; None where a view has better."""
+    """What to say of a kernel that passed, in a sentence; None where a view has
+    better."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The machine, as data.
 
-`System.here` is the only place that probes the machine. Everything that depends on hardware or on
-installed software asks the snapshot, so "which kernels are available" is a pure function. Imports
-torch only where it probes; optional packages are looked up, never imported."""
+`System.here` is the only place that probes the machine. Everything that depends on
+hardware or on installed software asks the snapshot, so "which kernels are available" is a
+pure function. Imports torch only where it probes; optional packages are looked up, never
+imported."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from numdev.errors import UsageError
 OPTIONAL_PACKAGES = (
     "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python",
 )  # fmt: skip
-RECORDED_PACKAGES = ("numdev", "torch", "transformers", "safetensors", "numpy", *OPTIONAL_PACKAGES)
+RECORDED_PACKAGES = (
+    "numdev",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    *OPTIONAL_PACKAGES,
+)
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _HEAD = re.compile(r"^(Name|Version): *(.*\S)", re.MULTILINE)
 _MODULE = r"Kernel Module(?: for \S+)? +(\d[\d.]*)"
@@ -34,14 +42,17 @@ class System:
 
     device: str  # `cpu` or `cuda`: where kernels run
     gpu: str | None = None
-    capability: tuple[int, int] | None = None  # CUDA compute capability, for example (9, 0)
-    processors: int | None = None  # the GPU's; some kernels divide their work by how many there are
+    # CUDA compute capability, for example (9, 0)
+    capability: tuple[int, int] | None = None
+    # The GPU's; some kernels divide their work by how many there are
+    processors: int | None = None
     devices: int = 0  # how many CUDA devices there are
     driver: str | None = None
     cuda: str | None = None
     cudnn: str | None = None
     cpu: str = ""
-    cpu_capability: str = ""  # the instruction set of PyTorch's CPU kernels; results depend on it
+    # The instruction set of PyTorch's CPU kernels; results depend on it
+    cpu_capability: str = ""
     threads: int = 1
     python: str = ""
     platform: str = ""
@@ -52,7 +63,8 @@ class System:
 
     @classmethod
     def here(cls, device: str = "auto") -> System:
-        """Probe this machine. `device` is `auto`, `cpu` or `cuda`; raises UsageError if absent."""
+        """Probe this machine. `device` is `auto`, `cpu` or `cuda`; raises UsageError if
+        absent."""
         import torch
         from torch.nn.attention import current_flash_attention_impl
 
@@ -68,7 +80,9 @@ class System:
                 "device": "cuda",
                 "gpu": torch.cuda.get_device_name(),
                 "capability": torch.cuda.get_device_capability(),
-                "processors": torch.cuda.get_device_properties("cuda").multi_processor_count,
+                "processors": torch.cuda.get_device_properties(
+                    "cuda"
+                ).multi_processor_count,
                 "devices": torch.cuda.device_count(),
                 "driver": _found(_VERSION_FILE, _MODULE),
                 "cuda": torch.version.cuda,
@@ -76,7 +90,8 @@ class System:
             }
         return cls(
             **gpu,
-            cpu=_found(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.*\S)") or platform.machine(),
+            cpu=_found(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.*\S)")
+            or platform.machine(),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
             python=platform.python_version(),
@@ -84,7 +99,8 @@ class System:
             packages=_packages(),
             settings={
                 **{name: read() for name, (read, _) in switches().items()},
-                "flash_attention_impl": current_flash_attention_impl(),  # in place of its own
+                # In place of its own
+                "flash_attention_impl": current_flash_attention_impl(),
             },
         )
 
@@ -111,7 +127,9 @@ class Requirement:
         if self.device and system.device != self.device:
             return f"needs {self.device.upper()}, {here}"
         if self.capability and (system.capability or (0, 0)) < self.capability:
-            need = f"needs compute capability {'.'.join(map(str, self.capability))} or newer"
+            need = (
+                f"needs compute capability {'.'.join(map(str, self.capability))} or newer"
+            )
             if system.capability is None:
                 return f"{need}, {here}"
             return f"{need}; {system.gpu} has {'.'.join(map(str, system.capability))}"
@@ -121,8 +139,9 @@ class Requirement:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that PyTorch sees here, by the names CUDA_VISIBLE_DEVICES has for them. No part of a
-    `System`: of several equal ones a process computes on one, whichever it is."""
+    """The GPUs that PyTorch sees here, by the names CUDA_VISIBLE_DEVICES has for them. No
+    part of a `System`: of several equal ones a process computes on one, whichever it
+    is."""
     import torch
 
     count = torch.cuda.device_count()
@@ -132,11 +151,16 @@ def visible_gpus() -> list[str]:
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    files = importlib.metadata.distributions()  # whose `metadata` would be parsed as a mail
+    # Whose `metadata` would be parsed as a mail
+    files = importlib.metadata.distributions()
     texts = (d.read_text("METADATA") or d.read_text("PKG-INFO") or "" for d in files)
     heads = [dict(_HEAD.findall(text.partition("\n\n")[0])) for text in texts]
     # A half-removed distribution has no name; of two of one name the first is imported.
-    named = ((head["Name"], head.get("Version", "")) for head in reversed(heads) if "Name" in head)
+    named = (
+        (head["Name"], head.get("Version", ""))
+        for head in reversed(heads)
+        if "Name" in head
+    )
     return dict(sorted((_normalised(name), version) for name, version in named))
 
 
@@ -147,17 +171,26 @@ def _normalised(name: str) -> str:
 
 @functools.cache
 def switches() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """The switches of torch that change what a kernel computes: how each is read, and set. (What
-    TF32 a matrix product may use is told by the first; PyTorch sets both together.)"""
+    """The switches of torch that change what a kernel computes: how each is read, and
+    set. (What TF32 a matrix product may use is told by the first; PyTorch sets both
+    together.)"""
     import torch
 
     def of(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-        return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+        return functools.partial(getattr, owner, name), functools.partial(
+            setattr, owner, name
+        )
 
     cuda, bf16 = torch.backends.cuda, "allow_bf16_reduced_precision_reduction"
     exact = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    math = cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp
-    repeatable = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    math = (
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+    )
+    repeatable = (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    )
     return {
         "float32_matmul_precision": exact,
         "cudnn_allow_tf32": of(torch.backends.cudnn, "allow_tf32"),

@@ -1,7 +1,8 @@
 """Temporary files and folders of which none stays, even where their process was killed.
 
-Each is locked by the process that writes it, for as long as that lives; `remove_stale` removes
-those of this kind that nobody has locked. It runs before the next one is made in the same place."""
+Each is locked by the process that writes it, for as long as that lives; `remove_stale`
+removes those of this kind that nobody has locked. It runs before the next one is made in
+the same place."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SUFFIX = ".unfinished"
 
 @contextmanager
 def becoming(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` that takes its name at the end; an exception removes it."""
+    """An empty file beside `path` that takes its name at the end; an exception removes
+    it."""
     remove_stale(path.parent)
 
     def create() -> str:
@@ -43,8 +45,8 @@ def becoming(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder(parent: Path | None = None, prefix: str = "numdev-") -> Iterator[Path]:
-    """An empty folder, in the system's place for temporary ones or in `parent`, which is removed at
-    the end unless it was renamed."""
+    """An empty folder, in the system's place for temporary ones or in `parent`, which is
+    removed at the end unless it was renamed."""
     place = Path(tempfile.gettempdir()) if parent is None else parent
     remove_stale(place, prefix)
     with _locked(lambda: tempfile.mkdtemp(SUFFIX, prefix, place)) as path:
@@ -57,7 +59,8 @@ def folder(parent: Path | None = None, prefix: str = "numdev-") -> Iterator[Path
 def remove_stale(place: Path, prefix: str = ".") -> None:
     """Remove what killed processes left in a directory."""
     for path in place.glob(f"{glob.escape(prefix)}*{SUFFIX}"):
-        with contextlib.suppress(OSError):  # it is another user's, or another process was faster
+        # It is another user's, or another process was faster
+        with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 if not _lock(handle, wait=False):
@@ -93,7 +96,8 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether the lock was had. File systems without locks have none: nothing is stale there."""
+    """Whether the lock was had. File systems without locks have none: nothing is stale
+    there."""
     if sys.platform == "win32":
         return False
     with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""`check`: an audit of small cases with a verdict; and `check_attention`, which asserts it."""
+"""`check`: an audit of small cases with a verdict; and `check_attention`, which asserts
+it."""
 
 from __future__ import annotations
 
@@ -50,15 +51,18 @@ SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 class CheckResult:
     """What a check found. As a string, its sentences."""
 
-    kernel: str  # `module:function`, where it can be imported as that; else the function's name
+    # `module:function`, where it can be imported as that; else the function's name
+    kernel: str
     passed: bool
     report: AuditReport = field(repr=False)  # as `numdev audit` makes it
     judgement: Judgement = field(repr=False)  # as `numdev gate` makes it
     changes: tuple[Finding, ...] = ()  # along the axes of `invariant`
     untried: tuple[str, ...] = ()  # why an axis of `invariant` is not judged
     skipped: tuple[str, ...] = ()  # what was not tested, a sentence for each reason
-    notes: tuple[str, ...] = ()  # what else is to be known: another format, why there is no script
-    reproducer: Path | None = None  # of a failed check: shows the gravest finding by itself
+    # What else is to be known: another format, why there is no script
+    notes: tuple[str, ...] = ()
+    # Of a failed check: shows the gravest finding by itself
+    reproducer: Path | None = None
     words: str = field(repr=False)
 
     def __str__(self) -> str:
@@ -70,7 +74,9 @@ class CheckResult:
         if self.passed:
             return "PASS"
         return (
-            "FAIL" if self.judgement.outcome is Outcome.EXCEEDED or self.changes else "NOT JUDGED"
+            "FAIL"
+            if self.judgement.outcome is Outcome.EXCEEDED or self.changes
+            else "NOT JUDGED"
         )
 
     @property
@@ -80,13 +86,18 @@ class CheckResult:
             return f"{_tested(self.report)}; rules: {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
         wrong = [f.sentence for f in every if f.severity == "exceeded"]
-        lacking = [*_unmeasured(self.report, self.judgement), *self.untried, *self.skipped]
+        lacking = [
+            *_unmeasured(self.report, self.judgement),
+            *self.untried,
+            *self.skipped,
+        ]
         lacking.append("nothing ran")
         return plain(wrong[0] if wrong else f"not measured: {lacking[0]}")
 
 
 class CheckFailed(AssertionError):
-    """A kernel exceeds a limit, or could not be measured, which is no pass. `result` has it all."""
+    """A kernel exceeds a limit, or could not be measured, which is no pass. `result` has
+    it all."""
 
     def __init__(self, result: CheckResult) -> None:
         super().__init__(str(result))
@@ -109,25 +120,27 @@ def check(
 ) -> CheckResult:
     """Whether `function(q, k, v, ...)` computes attention as well as it can.
 
-    q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads,
-    kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a tuple of that and the
-    log-sum-exp [batch, heads, q_len]. What else it takes is read off its parameters' names
-    (docs/kernels.md). What it has no parameter for, and what it raises NotImplementedError or
-    `numdev.kernels.Refused` for, is skipped, and said. There is no tolerance to choose: the rules
-    of `numdev gate` hold its errors against the fp64 result of the same rounded inputs.
+    q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
+    kv_heads, kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a
+    tuple of that and the log-sum-exp [batch, heads, q_len]. What else it takes is read
+    off its parameters' names (docs/kernels.md). What it has no parameter for, and what it
+    raises NotImplementedError or `numdev.kernels.Refused` for, is skipped, and said.
+    There is no tolerance to choose: the rules of `numdev gate` hold its errors against
+    the fp64 result of the same rounded inputs.
 
     `cases`: one or several: names from configs/check/default.yaml, regimes of inputs
-    (docs/hazards.md), paths of captured tensors or of YAML files, mappings with keys of a YAML
-    case, or an AttentionCase; None: the default set. `backward`: True: dq, dk and dv must be
-    measured; "auto": where autograd can follow. `seeds`: of drawn inputs. `thresholds`: a gate
-    file, or its content; None: the default rules. `claims`: options of `emulated` that say how the
-    function rounds; None: as it was registered, else as FlashAttention-2 does. `reproducers`: a
-    directory for the script of a failed check; None makes a temporary one. `invariant`: axes
-    (docs/invariance.md) along which the output and the log-sum-exp must keep their bits.
+    (docs/hazards.md), paths of captured tensors or of YAML files, mappings with keys of a
+    YAML case, or an AttentionCase; None: the default set. `backward`: True: dq, dk and dv
+    must be measured; "auto": where autograd can follow. `seeds`: of drawn inputs.
+    `thresholds`: a gate file, or its content; None: the default rules. `claims`: options
+    of `emulated` that say how the function rounds; None: as it was registered, else as
+    FlashAttention-2 does. `reproducers`: a directory for the script of a failed check;
+    None makes a temporary one. `invariant`: axes (docs/invariance.md) along which the
+    output and the log-sum-exp must keep their bits.
 
-    Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed, or nothing
-    was measured. Raises UsageError for wrong arguments, MeasurementError for rules made for another
-    system."""
+    Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed,
+    or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
+    rules made for another system."""
     if isinstance(function, Kernel):
         kernel, name = function, function.name
     elif callable(function):
@@ -139,7 +152,9 @@ def check(
     if claims is not None:
         find("emulated").with_options(claims)  # refuses what is no option
         kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
-    named: Any = [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
+    named: Any = (
+        [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
+    )
     formats = (formats,) if isinstance(formats, str) else tuple(formats)
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     rules = _rules(thresholds)
@@ -153,8 +168,9 @@ def check(
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
     planned = Planned(role="kernel", kernel=declining(kernel), options=options)
-    # The floor's rows tell of the inputs, and what has to be there. How far eager attention errs,
-    # the kernel's say; what rounding the inputs costs is no part of a check.
+    # The floor's rows tell of the inputs, and what has to be there. How far eager
+    # attention errs, the kernel's say; what rounding the inputs costs is no part of a
+    # check.
     kernels = [*(p for p in plan_kernels(()) if p.role == "floor"), planned]
     plan = Plan(
         system=system, formats=plan_formats(formats, kernels), kernels=kernels,
@@ -168,7 +184,8 @@ def check(
         "rules": rules.name,
         "claims": claims and dict(claims),
     }
-    rules = rules.model_copy(update={"skipped": "allow"})  # what it declines is said, not judged
+    # What it declines is said, not judged
+    rules = rules.model_copy(update={"skipped": "allow"})
     check_system(system.as_dict(), rules)
     report, judgement = measured(source, plan, rules, asked)
     ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
@@ -176,7 +193,8 @@ def check(
     passed = judgement.outcome is Outcome.PASSED and not lacking
     said: list[str] = []
     scripts: list[Path] = []
-    # Of a row that sees no key there is no truth that a script could show an error against.
+    # Of a row that sees no key there is no truth that a script could show an error
+    # against.
     serious = (f for f in report.findings if f.place and f.metric != "empty_nonfinite")
     if wanted := [f for f in serious if f.severity != "note"][:1]:
         where = _directory(reproducers, name)
@@ -186,7 +204,9 @@ def check(
     if lacking:
         said.append("backward=True asks for gradients, and none could be measured.")
     left_out = tuple(_left_out(report, kernel.adapted))
-    changes, untried = _changes(planned, source, plan, names, rules) if names else ((), [])
+    changes, untried = (
+        _changes(planned, source, plan, names, rules) if names else ((), [])
+    )
     words = _failure(name, report, judgement)
     if passed:
         words = [f"{name} passes the rules {rules.name}: {_tested(report)}."]
@@ -206,8 +226,8 @@ def check(
 
 
 def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> CheckResult:
-    """What `check` returns of a function that passed. Raises CheckFailed, an AssertionError, for
-    any other. `options`: those of `check`."""
+    """What `check` returns of a function that passed. Raises CheckFailed, an
+    AssertionError, for any other. `options`: those of `check`."""
     __tracebackhide__ = True
     result = check(function, **options)
     if not result.passed:
@@ -218,11 +238,14 @@ def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> Ch
 def _changes(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
-    """What a kernel breaks along these axes, on the cases that it takes; and what is not tested."""
+    """What a kernel breaks along these axes, on the cases that it takes; and what is not
+    tested."""
     from numdev.invariance.study import SECTIONS, Study, compared_axes, prepared
     from numdev.invariance.verdict import findings
 
-    study = Study([planned], names, plan.system, attempt, Stopwatch(plan.system.device, SECTIONS))
+    study = Study(
+        [planned], names, plan.system, attempt, Stopwatch(plan.system.device, SECTIONS)
+    )
     rows = [
         row
         for located in source
@@ -231,13 +254,17 @@ def _changes(
         for row in rows_of()
     ]
     report = compared_axes(study, plan, rows)
-    limits = rules.limits_of("invariance").model_dump(mode="json") | {"bitwise": list(names)}
+    limits = rules.limits_of("invariance").model_dump(mode="json") | {
+        "bitwise": list(names)
+    }
     strict = rules.model_copy(update={"limits": {**rules.limits, "invariance": limits}})
     judgement = judgement_of(report, strict)
     untried = [
         f"{planned.kernel.name}: {why}."
         for test in judgement.tests
-        if test.outcome is Outcome.NOT_JUDGED and test.kernel is not None and not test.runs
+        if test.outcome is Outcome.NOT_JUDGED
+        and test.kernel is not None
+        and not test.runs
         for why in test.reasons[:1]
     ]
     wrong = [f for f in findings(judgement, report)[0] if f.severity == "exceeded"]
@@ -261,14 +288,16 @@ def _directory(given: str | Path | None, name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=given))
 
 
-# --- in words, for pytest, which indents them in 80 columns --------------------------------------
+# --- in words, for pytest, which indents them in 80 columns ---------------------------
 
 WIDTH = 72
 LACKS = "the function takes no "  # `numdev.kernels.plain`
 LISTED = 4  # findings
 CLAIM = (
-    "It was held against the roundings of FlashAttention-2 (P, dS and the results), and against "
-    "other known ways where it errs more. One that rounds elsewhere by design says so in options "
+    "It was held against the roundings of FlashAttention-2 (P, dS and the results), "
+    "and against "
+    "other known ways where it errs more. One that rounds elsewhere by design says "
+    "so in options "
     'of `emulated`: claims={"preset": "eager"}.'
 )
 DESIGNED = 10.0  # times what `fa2` predicts: no sound way of rounding errs so much
@@ -278,21 +307,36 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
     """What is wrong, the gravest first, with the rms error beside floor and baseline."""
     wrong = [f for f in report.findings if f.severity == "exceeded"]
     if not wrong:
-        title = f"{kernel} was not measured as the rules {judgement.rules} need it: no pass."
+        title = (
+            f"{kernel} was not measured as the rules {judgement.rules} need it: no pass."
+        )
         return [title, *_unmeasured(report, judgement)[:LISTED]]
     rules = listed(dict.fromkeys(f"`{f.rule}`" for f in wrong))
     text = [f"{kernel} fails {rules} (rules {judgement.rules})"]
     for finding in wrong[:LISTED]:
         at = (finding.formats[0], finding.tensor, finding.place)
-        row = next((r for r in report.rows if (r.format, r.tensor, Place.of(r)) == at), None)
+        row = next(
+            (r for r in report.rows if (r.format, r.tensor, Place.of(r)) == at), None
+        )
         beside = ""
-        if row is not None and row.rms is not None and "nonfinite" not in (finding.metric or ""):
-            parts = ((row.floor_ratio, "the floor's"), (row.baseline_ratio, "eager attention's"))
-            times = listed(f"{ratio(x)}× {whose}" for x, whose in parts if x and x <= MOST)
+        if (
+            row is not None
+            and row.rms is not None
+            and "nonfinite" not in (finding.metric or "")
+        ):
+            parts = (
+                (row.floor_ratio, "the floor's"),
+                (row.baseline_ratio, "eager attention's"),
+            )
+            times = listed(
+                f"{ratio(x)}× {whose}" for x, whose in parts if x and x <= MOST
+            )
             beside = f" The rms error there is {si(row.rms)}{times and f', {times}'}."
         text.append(f"{finding.sentence}{beside}")
     text += [f"And {len(wrong) - LISTED} more."] * (len(wrong) > LISTED)
-    return text + [CLAIM] * (report.request.get("claims") is None and _may_be_design(wrong))
+    return text + [CLAIM] * (
+        report.request.get("claims") is None and _may_be_design(wrong)
+    )
 
 
 def _may_be_design(wrong: Sequence[Finding]) -> bool:
@@ -320,7 +364,10 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
     return [
         *(f.sentence for f in report.findings if f.severity == "unmeasured"),
         *(
-            f"{t.rule} of {t.tensor} ({t.format}) could not be judged: {'; '.join(t.reasons[:2])}."
+            (
+                f"{t.rule} of {t.tensor} ({t.format}) could not be judged: "
+                f"{'; '.join(t.reasons[:2])}."
+            )
             for t in judgement.tests
             if t.outcome is Outcome.NOT_JUDGED and t.kernel is not None and not t.runs
         ),
@@ -328,16 +375,21 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
 
 
 def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Iterator[str]:
-    """A sentence for each reason for which calls were skipped; for parameters of a plain `function`
-    that no call set, and shapes that none has; for gradients that are not measured; and, where it
-    cannot be told of grouped heads, for those it was not given."""
+    """A sentence for each reason for which calls were skipped; for parameters of a plain
+    `function` that no call set, and shapes that none has; for gradients that are not
+    measured; and, where it cannot be told of grouped heads, for those it was not
+    given."""
     rows = [r for r in report.rows if r.role == "kernel"]
     every = len({(r.case, r.seed, r.format) for r in rows})
     reasons: dict[tuple[bool, str], list[str]] = {}
     for row in rows:
         if row.status == "skipped":
-            reasons.setdefault((row.tensor == "dq", row.reason or ""), []).append(row.case)
-    lacking = [why.removeprefix(LACKS).split(":")[0] for _, why in reasons if LACKS in why]
+            reasons.setdefault((row.tensor == "dq", row.reason or ""), []).append(
+                row.case
+            )
+    lacking = [
+        why.removeprefix(LACKS).split(":")[0] for _, why in reasons if LACKS in why
+    ]
     if lacking:
         names = ", ".join(dict.fromkeys(", ".join(lacking).split(", ")))
         yield f"Not tested, since the function has no parameter for it: {names}."
@@ -354,7 +406,9 @@ def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Itera
     if called and (shapes := untested_shapes(called)):
         yield f"Not tested, since no call that ran has it: {', '.join(shapes)}."
     trained = {r.case for r in rows if r.status == "ok" and r.tensor in GRADIENTS}
-    of_more = [c for c in called if c.case in trained and (c.sinks or c.mask == "additive")]
+    of_more = [
+        c for c in called if c.case in trained and (c.sinks or c.mask == "additive")
+    ]
     whose = ["sinks"] * any(c.sinks for c in of_more)
     whose += ["additive masks"] * any(c.mask == "additive" for c in of_more)
     if whose:
@@ -363,6 +417,7 @@ def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Itera
     fewer = dict.fromkeys(case.case for case in called if case.kv_heads < case.heads)
     if fewer and function and "gqa" not in parameters(function):
         yield (
-            f"Not tested: fewer kv heads than query heads ({', '.join(fewer)}). k and v were "
+            f"Not tested: fewer kv heads than query heads ({', '.join(fewer)}). k "
+            "and v were "
             "repeated, since no parameter is named enable_gqa."
         )

@@ -1,7 +1,8 @@
 """Configuration files: YAML, read strictly into validated models.
 
-An unknown key is an error that names the closest known one; every error names the line. A list
-where a scalar belongs is a grid: the entry is repeated for each value; several lists multiply."""
+An unknown key is an error that names the closest known one; every error names the line. A
+list where a scalar belongs is a grid: the entry is repeated for each value; several lists
+multiply."""
 
 from __future__ import annotations
 
@@ -13,17 +14,26 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+)
 
 from numdev.errors import UsageError, closest
 
 Scalar = bool | int | float | str | None
-MOST_CELLS = 100_000  # of a grid in one file: more are a slip of the pen, and would fill the memory
+# Of a grid in one file: more are a slip of the pen, and would fill the memory
+MOST_CELLS = 100_000
 
 
 class Strict(BaseModel):
     # Built when it is first used, as the records of a report are.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,8 +55,8 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML forbids a key that stands twice in a mapping; the loader would take the last and say
-    nothing."""
+    """YAML forbids a key that stands twice in a mapping; the loader would take the last
+    and say nothing."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -59,7 +69,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# For numdev's own files, which tests hold to `_Loader`: in C it takes a tenth of the time.
+# For numdev's own files, which tests hold to `_Loader`: in C it takes a tenth of the
+# time.
 _Trusted: Any = getattr(yaml, "CSafeLoader", _Loader)
 
 
@@ -69,7 +80,8 @@ def parse_bundled(name: str) -> Any:
 
 
 def read_yaml(path: Path, model: type[M]) -> M:
-    """A YAML file as a validated model; raises UsageError that names the file, line and key."""
+    """A YAML file as a validated model; raises UsageError that names the file, line and
+    key."""
     try:
         own = path.is_relative_to(bundled("gate/default.yaml").parent.parent)
         loader = (_Trusted if own else _Loader)(path.read_text(encoding="utf-8"))
@@ -77,11 +89,18 @@ def read_yaml(path: Path, model: type[M]) -> M:
         raw = loader.construct_document(node) if node is not None else None
     except FileNotFoundError as error:
         hint = "give a YAML file"
-        with contextlib.suppress(UsageError, ValueError):  # as the documentation writes it
+        # As the documentation writes it
+        with contextlib.suppress(UsageError, ValueError):
             hint = f"numdev's own is {bundled(path.relative_to('configs').as_posix())}"
         raise UsageError(f"{path}: cannot be read (no such file)", hint=hint) from error
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: the date 2024-13-01
-        raise UsageError(f"{path}: cannot be read ({error})", hint="give a YAML file") from error
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: the date 2024-13-01
+        raise UsageError(
+            f"{path}: cannot be read ({error})", hint="give a YAML file"
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -93,8 +112,8 @@ def read_yaml(path: Path, model: type[M]) -> M:
 
 
 def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = None) -> M:
-    """A mapping as a validated model, its grids expanded; raises UsageError that names `where` it
-    stands, the key, and the line in `node`, the file's tree."""
+    """A mapping as a validated model, its grids expanded; raises UsageError that names
+    `where` it stands, the key, and the line in `node`, the file's tree."""
     origins: dict[Any, list[int]] = {}  # of each cell of a grid, the index of its entry
     for part in ("cases", "kernels"):
         if isinstance(raw.get(part), list):
@@ -106,7 +125,9 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
             )
             cells = list(itertools.islice(pairs, MOST_CELLS + 1))
             if len(cells) > MOST_CELLS:
-                what = f"{part}: expected at most {MOST_CELLS:,} cells of a grid, got more"
+                what = (
+                    f"{part}: expected at most {MOST_CELLS:,} cells of a grid, got more"
+                )
                 raise UsageError(f"{lines[cells[-1][1]]}: {what}")
             raw = {**raw, part: [cell for cell, _ in cells]}
             origins[part] = [i for _, i in cells]
@@ -121,14 +142,17 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
             hint = closest(str(place[-1]), _model_at(place, model).model_fields)
             what = f"unknown key {named!r}; {hint}"
         else:
-            what = f"{named}: {first['msg']}".removeprefix(": ").replace("Value error, ", "", 1)
+            what = f"{named}: {first['msg']}".removeprefix(": ").replace(
+                "Value error, ", "", 1
+            )
         if len(place) > 1 and place[0] in origins and isinstance(place[1], int):
             place = (place[0], origins[place[0]][place[1]], *place[2:])
         raise UsageError(f"{where}{_line(node, place)}: {what}") from error
 
 
 def _line(node: Any, place: Sequence[int | str]) -> str:
-    """`, line N` of a place (keys and indices) in a file's tree, or of the nearest above."""
+    """`, line N` of a place (keys and indices) in a file's tree, or of the nearest
+    above."""
     if node is None:
         return ""
     mark = node.start_mark
@@ -139,7 +163,9 @@ def _line(node: Any, place: Sequence[int | str]) -> str:
                 if key.value == str(part):
                     mark, node = key.start_mark, value
         elif (
-            isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
+            isinstance(node, yaml.SequenceNode)
+            and isinstance(part, int)
+            and part < len(node.value)
         ):
             node = node.value[part]
             mark = node.start_mark
@@ -147,11 +173,11 @@ def _line(node: Any, place: Sequence[int | str]) -> str:
 
 
 def expand(entry: Any, part: str, where: str) -> Iterator[Any]:
-    """The cells of one grid entry of `cases` or `kernels`: every list, also inside a case's
-    `inputs` or a kernel's `options`, is an axis.
+    """The cells of one grid entry of `cases` or `kernels`: every list, also inside a
+    case's `inputs` or a kernel's `options`, is an axis.
 
-    A case's name says its place on every axis. A value of the axis `inputs` may hold axes itself.
-    Raises UsageError for an empty axis."""
+    A case's name says its place on every axis. A value of the axis `inputs` may hold axes
+    itself. Raises UsageError for an empty axis."""
     if not isinstance(entry, dict):
         yield entry
         return
@@ -159,16 +185,22 @@ def expand(entry: Any, part: str, where: str) -> Iterator[Any]:
     inner = entry[nested] if isinstance(entry.get(nested), dict) else {}
     axes: dict[tuple[str, ...], list[Any]] = {}
     axes |= {(key,): value for key, value in entry.items() if isinstance(value, list)}
-    axes |= {(nested, key): value for key, value in inner.items() if isinstance(value, list)}
+    axes |= {
+        (nested, key): value for key, value in inner.items() if isinstance(value, list)
+    }
     for path, values in axes.items():
         if not values:
-            raise UsageError(f"{where}: {'.'.join(path)} is an empty list", hint="give it values")
+            raise UsageError(
+                f"{where}: {'.'.join(path)} is an empty list", hint="give it values"
+            )
     for chosen in itertools.product(*axes.values()):
         cell = {**entry, nested: {**inner}} if inner else dict(entry)
         for path, value in zip(axes, chosen, strict=True):
             (cell[nested] if len(path) > 1 else cell)[path[-1]] = value
         if axes and part == "cases":
-            place = {path[-1]: _shown(value) for path, value in zip(axes, chosen, strict=True)}
+            place = {
+                path[-1]: _shown(value) for path, value in zip(axes, chosen, strict=True)
+            }
             cell["axes"] = {**cell.get("axes", {}), **place}
             if isinstance(cell.get("name"), str):  # validation reports any other
                 shown = ",".join(f"{axis}={value}" for axis, value in place.items())
@@ -178,34 +210,48 @@ def expand(entry: Any, part: str, where: str) -> Iterator[Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as a cell's name has it; of a regime its name and the options it is given."""
+    """A value as a cell's name has it; of a regime its name and the options it is
+    given."""
     if not isinstance(value, dict):
         return type(value).__name__ if isinstance(value, list) else str(value)
     nested = (list, dict)
-    options = [f"{k}={v}" for k, v in value.items() if k != "name" and not isinstance(v, nested)]
-    return f"{value.get('name')}({','.join(options)})" if options else str(value.get("name"))
+    options = [
+        f"{k}={v}" for k, v in value.items() if k != "name" and not isinstance(v, nested)
+    ]
+    return (
+        f"{value.get('name')}({','.join(options)})" if options else str(value.get("name"))
+    )
 
 
 def bundled(name: str) -> Path:
     """A file of `configs/`, from the source tree or from inside the installed package."""
-    for folder in (Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"):
+    for folder in (
+        Path(__file__).parent / "configs",
+        Path(__file__).parent.parent / "configs",
+    ):
         if (folder / name).is_file():
             return folder / name
-    raise UsageError(f"the bundled configuration {name} is missing", hint="reinstall numdev")
+    raise UsageError(
+        f"the bundled configuration {name} is missing", hint="reinstall numdev"
+    )
 
 
 def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseModel]:
-    """The model whose key stands at the end of `place`, for example cases.0.inputs.KEY."""
+    """The model whose key stands at the end of `place`, for example
+    cases.0.inputs.KEY."""
     for part in place[:-1]:
         if part in model.model_fields:
             parts = parts_of(model.model_fields[str(part)].annotation)
-            models = (x for x in parts if isinstance(x, type) and issubclass(x, BaseModel))
+            models = (
+                x for x in parts if isinstance(x, type) and issubclass(x, BaseModel)
+            )
             model = next(models, model)
     return model
 
 
 def parts_of(annotation: Any) -> Iterator[Any]:
-    """A type, the types in it, and what is said of them: of `tuple[Case, ...]` also Case."""
+    """A type, the types in it, and what is said of them: of `tuple[Case, ...]` also
+    Case."""
     yield annotation
     for part in (*get_args(annotation), *getattr(annotation, "metadata", ())):
         yield from parts_of(part)

@@ -2,12 +2,13 @@
 
     python scripts/altered_comparisons.py [--count 2500] [--seed 0] [--only effects]
 
-Measures four small reports on this machine: an audit, a sweep, effects of four sequences, and
-invariance. Each compared with itself, and with a second run, must be no change (exit code 0). Every
-input is one of them beside itself with one alteration of a class below, drawn by its number and
-sealed again as numdev seals; a few classes alter both. `numdev compare` must end in exit code 1
-(changed), 2 (not the same request) or 3 (not judged), in one line or in a verdict. Prints how each
-class ended, and each input that passed or broke."""
+Measures four small reports on this machine: an audit, a sweep, effects of four sequences,
+and invariance. Each compared with itself, and with a second run, must be no change (exit
+code 0). Every input is one of them beside itself with one alteration of a class below,
+drawn by its number and sealed again as numdev seals; a few classes alter both. `numdev
+compare` must end in exit code 1 (changed), 2 (not the same request) or 3 (not judged), in
+one line or in a verdict. Prints how each class ended, and each input that passed or
+broke."""
 
 from __future__ import annotations
 
@@ -54,11 +55,12 @@ repeats: 2
 REASONS = ("", "0/0", "not measured", "no prediction")
 WHY = ("needs CUDA", "out of memory", "")
 
-# --- what every kind of report has ---------------------------------------------------------------
+# --- what every kind of report has -----------------------------------------------------
 
 
 def rows_of(report: Data) -> list[Data]:
-    """Measured rows: of an audit those of kernels under audit, which are what is judged."""
+    """Measured rows: of an audit those of kernels under audit, which are what is
+    judged."""
     audited = [row for row in report["rows"] if row.get("role", "kernel") == "kernel"]
     return [row for row in audited if row["status"] == "ok"]
 
@@ -67,23 +69,44 @@ def some_of(report: Data, rng: random.Random, tensors: Sequence[str] = ()) -> li
     """One row, or those that agree with it in a few fields, or all."""
     rows = [row for row in rows_of(report) if not tensors or row["tensor"] in tensors]
     one = rng.choice(rows)
-    fields = ("kernel", "format", "tensor", "axis", "kind", "site", "head", "sequence", "case")
-    same = rng.sample([name for name in fields if name in one], rng.choice((0, 1, 1, 2, 3)))
-    return [one] if rng.random() < 0.3 else [r for r in rows if all(r[n] == one[n] for n in same)]
+    fields = (
+        "kernel",
+        "format",
+        "tensor",
+        "axis",
+        "kind",
+        "site",
+        "head",
+        "sequence",
+        "case",
+    )
+    same = rng.sample(
+        [name for name in fields if name in one], rng.choice((0, 1, 1, 2, 3))
+    )
+    return (
+        [one]
+        if rng.random() < 0.3
+        else [r for r in rows if all(r[n] == one[n] for n in same)]
+    )
 
 
 def a_number(report: Data, rng: random.Random, but: Sequence[str] = ()) -> str:
     """The name of a number that some measured row has."""
     names = [name for name in NUMBERS[report["kind"]] if name not in but]
-    return rng.choice([n for n in names if any(row[n] is not None for row in rows_of(report))])
+    return rng.choice(
+        [n for n in names if any(row[n] is not None for row in rows_of(report))]
+    )
 
 
 def drop(report: Data, rows: Sequence[Data]) -> None:
-    report["rows"] = [row for row in report["rows"] if not any(row is each for each in rows)]
+    report["rows"] = [
+        row for row in report["rows"] if not any(row is each for each in rows)
+    ]
 
 
 def gone(_: Data, b: Data, rng: random.Random) -> None:
-    """Rows are not there; in half of the inputs nor are they in the plan and the request."""
+    """Rows are not there; in half of the inputs nor are they in the plan and the
+    request."""
     if rng.random() < 0.5:
         drop(b, some_of(b, rng))
         return
@@ -93,14 +116,26 @@ def gone(_: Data, b: Data, rng: random.Random) -> None:
         beside = plan.get("against")
         kernel = rng.choice([k for k in request["kernels"] if k["name"] != beside])
         request["kernels"].remove(kernel)
-        for table in (b["rows"], b.get("models", []), plan["kernels"], plan.get("runs", [])):
+        for table in (
+            b["rows"],
+            b.get("models", []),
+            plan["kernels"],
+            plan.get("runs", []),
+        ):
             table[:] = [each for each in table if each["kernel"] != kernel["name"]]
     elif part == "format":
         plan["formats"].remove(one["format"])
         drop(b, [row for row in b["rows"] if row["format"] == one["format"]])
     elif part == "call":
         plan["calls"].remove([one["case"], one["seed"]])
-        drop(b, [r for r in b["rows"] if (r["case"], r["seed"]) == (one["case"], one["seed"])])
+        drop(
+            b,
+            [
+                r
+                for r in b["rows"]
+                if (r["case"], r["seed"]) == (one["case"], one["seed"])
+            ],
+        )
     elif part == "sequence":
         first_ones(b, rng.randint(1, plan["sequences"] - 1))
     elif part == "run":
@@ -111,7 +146,9 @@ def gone(_: Data, b: Data, rng: random.Random) -> None:
         way = rng.choice(plan["ways"])
         plan["ways"].remove(way)
         same = ("format", "case", "axis", "variant")
-        drop(b, [row for row in b["rows"] if all(row[name] == way[name] for name in same)])
+        drop(
+            b, [row for row in b["rows"] if all(row[name] == way[name] for name in same)]
+        )
     else:
         axis = rng.choice(plan["models"] if rng.random() < 0.5 else plan["axes"])
         if axis in plan["models"]:
@@ -133,10 +170,13 @@ def first_ones(report: Data, count: int) -> None:
 
 
 def planned_otherwise(_: Data, b: Data, rng: random.Random) -> None:
-    """The plan lacks something, has it twice, or says another number, and the rows do not."""
+    """The plan lacks something, has it twice, or says another number, and the rows do
+    not."""
     plan = b["plan"]
     numbers = ("sequences", "rows", "repeats", "backward", "logits")
-    name = rng.choice([n for n, x in plan.items() if n in numbers or (x and isinstance(x, list))])
+    name = rng.choice(
+        [n for n, x in plan.items() if n in numbers or (x and isinstance(x, list))]
+    )
     if isinstance(plan[name], list):
         one = rng.choice(plan[name])
         if rng.random() < 0.5:
@@ -160,16 +200,20 @@ def twice(_: Data, b: Data, rng: random.Random) -> None:
 
 
 def unmeasured(_: Data, b: Data, rng: random.Random) -> None:
-    """Rows become skipped, or failed: of an audit a call's forward or backward pass at once."""
+    """Rows become skipped, or failed: of an audit a call's forward or backward pass at
+    once."""
     one = rng.choice(rows_of(b))
     same = ["kernel", "format", "case", "seed", "axis", "variant", "kind", "site"]
-    same = [n for n in same if n in one] + rng.choice(([], ["sequence"] * ("sequence" in one)))
+    same = [n for n in same if n in one] + rng.choice(
+        ([], ["sequence"] * ("sequence" in one))
+    )
     rows = [r for r in rows_of(b) if all(r[n] == one[n] for n in same)]
     bare(b, rows, rng.choice(("skipped", "failed")), rng.choice(WHY))
 
 
 def bare(report: Data, rows: Sequence[Data], status: str, why: str) -> None:
-    """Rows in place of these, as numdev writes them: one for each call, without numbers."""
+    """Rows in place of these, as numdev writes them: one for each call, without
+    numbers."""
     fields = ("tensor", "sequence", "variant", "axis", "case", "seed", "kernel", "format", "kind",
               "site", "layer")  # fmt: skip
     calls = {}
@@ -191,8 +235,8 @@ def numbers_of_nothing(_: Data, b: Data, rng: random.Random) -> None:
 
 
 def lacking(_: Data, b: Data, rng: random.Random) -> None:
-    """A number that A has is null, whatever reason there is; often with those that are null
-    together."""
+    """A number that A has is null, whatever reason there is; often with those that are
+    null together."""
     name = a_number(b, rng)
     rows = [row for row in rows_of(b) if row[name] is not None]
     one = rng.choice(rows)
@@ -206,9 +250,18 @@ def lacking(_: Data, b: Data, rng: random.Random) -> None:
 
 def impossible(_: Data, b: Data, rng: random.Random) -> None:
     """A number is below 0, or beyond any that could be."""
-    signed = ("bias", "bias_sign", "bias_feature", "bias_t", "bias_size", "log_perplexity")
+    signed = (
+        "bias",
+        "bias_sign",
+        "bias_feature",
+        "bias_t",
+        "bias_size",
+        "log_perplexity",
+    )
     name = a_number(b, rng, (*signed, *WORDS))
-    for row in [row for row in rows_of(b) if row[name] is not None][: rng.choice((1, 3, 1000))]:
+    for row in [row for row in rows_of(b) if row[name] is not None][
+        : rng.choice((1, 3, 1000))
+    ]:
         huge = rng.choice((1e301, 1.7e308))
         row[name] = -1 - abs(row[name]) if rng.random() < 0.6 else type(row[name])(huge)
 
@@ -240,15 +293,28 @@ def asked_otherwise(_: Data, b: Data, rng: random.Random) -> None:
     request, source = b["request"], b["provenance"]["source"]
     choices: list[tuple[Data, str, Any]] = [
         (request, key, 7)
-        for key in ("seed", "length", "sequences", "generate", "model_dtype", "layers", "against")
-        if key in request and not ("prompt_sha256" in source and key in ("length", "sequences"))
+        for key in (
+            "seed",
+            "length",
+            "sequences",
+            "generate",
+            "model_dtype",
+            "layers",
+            "against",
+        )
+        if key in request
+        and not ("prompt_sha256" in source and key in ("length", "sequences"))
     ]
-    choices += [(source, key, "0" * 64) for key in ("sha256", "prompt_sha256") if key in source]
+    choices += [
+        (source, key, "0" * 64) for key in ("sha256", "prompt_sha256") if key in source
+    ]
     if b["kind"] == "effects":
         choices.append((b, "output", "states"))
         choices.append((b["plan"], "against", "sdpa-flash"))
     if "cases" in b:
-        choices.append((rng.choice(b["cases"]), rng.choice(("scale", "q_len", "batch")), 3))
+        choices.append(
+            (rng.choice(b["cases"]), rng.choice(("scale", "q_len", "batch")), 3)
+        )
         choices.append((request, rng.choice(("heads", "rows")), [1]))
     where, key, value = rng.choice(choices)
     where[key] = value
@@ -263,7 +329,9 @@ def damaged(_: Data, b: Data, rng: random.Random) -> None:
         case 1:
             b["kind"] = rng.choice([kind for kind in REPORTS if kind != b["kind"]])
         case _:
-            rng.choice(rows_of(b))[name] = rng.choice(([], {}, {} if name in WORDS else "many"))
+            rng.choice(rows_of(b))[name] = rng.choice(
+                ([], {}, {} if name in WORDS else "many")
+            )
 
 
 def nothing(a: Data, b: Data, rng: random.Random) -> None:
@@ -277,7 +345,7 @@ def nothing(a: Data, b: Data, rng: random.Random) -> None:
             row.update(NO_OUTPUT)
 
 
-# --- audits and sweeps ---------------------------------------------------------------------------
+# --- audits and sweeps ----------------------------------------------------------------
 
 SIZES = ("rms", "mean_abs", "max_abs")
 RATIOS = ("expected_ratio", "worst_row", "floor_ratio", "row_rel")
@@ -289,13 +357,17 @@ def worse(_: Data, b: Data, rng: random.Random) -> None:
     for row in some_of(b, rng, ("out", "dq", "dk", "dv")):
         for name in (*SIZES, *RATIOS):
             row[name] = row[name] and row[name] * factor
-        row["interval"] = {n: [x * factor for x in ends] for n, ends in row["interval"].items()}
+        row["interval"] = {
+            n: [x * factor for x in ends] for n, ends in row["interval"].items()
+        }
 
 
 def facts(_: Data, b: Data, rng: random.Random) -> None:
     """NaN where there was none, a named mistake, another operator, runs that differ."""
     rows = some_of(b, rng)
-    named = [name for name in ("ran", "noise") if all(row[name] is not None for row in rows)]
+    named = [
+        name for name in ("ran", "noise") if all(row[name] is not None for row in rows)
+    ]
     kind = rng.choice(("nonfinite", "suspicion", *named))
     if kind == "noise":
         one = rng.choice(rows)
@@ -321,7 +393,10 @@ def contradicts(_: Data, b: Data, rng: random.Random) -> None:
             case 2:
                 row["mean_abs"] = row["rms"] * rng.uniform(1.01, 1e6)
             case 3:
-                row["interval"] = {**row["interval"], "rms": [row["rms"] * 1.1, row["rms"] * 1.2]}
+                row["interval"] = {
+                    **row["interval"],
+                    "rms": [row["rms"] * 1.1, row["rms"] * 1.2],
+                }
             case _:
                 row["module"] = "elsewhere"
 
@@ -329,20 +404,31 @@ def contradicts(_: Data, b: Data, rng: random.Random) -> None:
 def floor_lacks(_: Data, b: Data, rng: random.Random) -> None:
     """A row beside the kernels' lacks a number, or is not there."""
     row = rng.choice([row for row in b["rows"] if row["role"] != "kernel"])
-    named = [n for n in (*SIZES, "rel", "bits", "elements", "nonfinite") if row[n] is not None]
+    named = [
+        n for n in (*SIZES, "rel", "bits", "elements", "nonfinite") if row[n] is not None
+    ]
     if rng.random() < 0.3:
         drop(b, [row])
     else:
         row[rng.choice(named)] = None
 
 
-# --- effects -------------------------------------------------------------------------------------
+# --- effects --------------------------------------------------------------------------
 
-SPREADS = ("cost", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max", "error")
+SPREADS = (
+    "cost",
+    "cost_p999",
+    "cost_max",
+    "log_prob",
+    "log_prob_p999",
+    "log_prob_max",
+    "error",
+)
 
 
 def runs(report: Data, rng: random.Random) -> list[Data]:
-    """All sequences of one run, of one kernel's runs, or of all, where they cost anything."""
+    """All sequences of one run, of one kernel's runs, or of all, where they cost
+    anything."""
     rows = [row for row in rows_of(report) if row["cost"]]
     one = rng.choice(rows)
     same = rng.choice((("kind", "kernel", "site"), ("kernel",), ()))
@@ -388,7 +474,8 @@ def flipped(_: Data, b: Data, rng: random.Random) -> None:
 
 
 def checked(_: Data, b: Data, rng: random.Random) -> None:
-    """A check fails, could not be tried, is not there, is there twice, or contradicts itself."""
+    """A check fails, could not be tried, is not there, is there twice, or contradicts
+    itself."""
     check = rng.choice([check for check in b["checks"] if check["holds"] is not None])
     match rng.randrange(6):
         case 0:
@@ -422,7 +509,7 @@ def disagrees(_: Data, b: Data, rng: random.Random) -> None:
                 row["unexplained"] = row["flips"] + 1
 
 
-# --- invariance ----------------------------------------------------------------------------------
+# --- invariance -----------------------------------------------------------------------
 
 
 def other_bits(_: Data, b: Data, rng: random.Random) -> None:
@@ -441,14 +528,21 @@ def other_bits(_: Data, b: Data, rng: random.Random) -> None:
 
 
 def farther(_: Data, b: Data, rng: random.Random) -> None:
-    """A number of a row that differs is several times what it was; or it has NaN; or a cause."""
+    """A number of a row that differs is several times what it was; or it has NaN; or a
+    cause."""
     row = rng.choice([row for row in rows_of(b) if row["differ"]])
-    name = rng.choice(("floor_ratio", "excess", "excess_of_a_row", "nonfinite", "differ", "cause"))
+    name = rng.choice(
+        ("floor_ratio", "excess", "excess_of_a_row", "nonfinite", "differ", "cause")
+    )
     factor = 10 ** (rng.choice((1, -1)) * rng.uniform(0.5, 12))
     if name == "nonfinite":
         row["nonfinite"] = rng.randint(1, row["differ"])
     elif name == "cause":
-        row["cause"] = {"base": {"operator": "a"}, "variant": {"operator": "b"}, "residual": None}
+        row["cause"] = {
+            "base": {"operator": "a"},
+            "variant": {"operator": "b"},
+            "residual": None,
+        }
     elif name == "differ":
         grown = max(10 * row["differ"], 30)
         row["differ"] = grown if grown <= row["elements"] else row["elements"] + 1
@@ -479,9 +573,11 @@ def outputs(_: Data, b: Data, rng: random.Random) -> None:
             size = (row["difference"] or 1e-6) * 10 ** rng.uniform(0.5, 6)
             row.update(differ=row["elements"], difference=size, rest=0.0, share=1.0)
         case _:
-            row[rng.choice([n for n in ("difference", "rest", "share") if row[n] is not None])] = (
-                None
-            )
+            row[
+                rng.choice(
+                    [n for n in ("difference", "rest", "share") if row[n] is not None]
+                )
+            ] = None
 
 
 def output_disagrees(_: Data, b: Data, rng: random.Random) -> None:
@@ -498,7 +594,9 @@ def output_disagrees(_: Data, b: Data, rng: random.Random) -> None:
 
 def unsteady(_: Data, b: Data, rng: random.Random) -> None:
     """The kernel gives other bits when it runs once more along another axis."""
-    own = [row for row in rows_of(b) if row["tensor"] == "out" and row["axis"] != "repeat"]
+    own = [
+        row for row in rows_of(b) if row["tensor"] == "out" and row["axis"] != "repeat"
+    ]
     first = rng.choice(own)
     row = copy.deepcopy(first)
     row.update(axis="repeat", variant=f"again, {row['axis']} {row['variant']}", cause=None,
@@ -548,7 +646,15 @@ CLASSES: dict[str, tuple[Alteration, ...]] = {
     "audit": (*COMMON, worse, facts, contradicts, floor_lacks),
     "sweep": (*COMMON, worse, facts, contradicts, floor_lacks),
     "effects": (*COMMON, dearer, of_few, flipped, checked, disagrees),
-    "invariance": (*COMMON, other_bits, farther, in_error, outputs, output_disagrees, unsteady),
+    "invariance": (
+        *COMMON,
+        other_bits,
+        farther,
+        in_error,
+        outputs,
+        output_disagrees,
+        unsteady,
+    ),
 }
 
 
@@ -569,16 +675,20 @@ def sealed(report: Data) -> bytes:
 
 
 def compared(folder: Path, a: bytes, b: bytes) -> int:
-    """The exit code of comparing two reports. Raises Broken for a traceback, or for many lines."""
+    """The exit code of comparing two reports. Raises Broken for a traceback, or for many
+    lines."""
     for name, raw in (("a.json", a), ("b.json", b)):
         (folder / name).write_bytes(raw)
-    sides, out = [str(folder / name) for name in ("a.json", "b.json")], str(folder / "out")
+    sides, out = (
+        [str(folder / name) for name in ("a.json", "b.json")],
+        str(folder / "out"),
+    )
     return fuzz.call("compare", *sides, "--quiet", "--overwrite", "-o", out).code
 
 
 def measure(folder: Path, kinds: Sequence[str], aside: Path) -> dict[str, Data]:
-    """The sound reports, measured in a folder; each, and a run of the same request once more, is no
-    change, as is shown in another."""
+    """The sound reports, measured in a folder; each, and a run of the same request once
+    more, is no change, as is shown in another."""
     (folder / "sweep.yaml").write_text(SWEEP)
     sound = {}
     for kind in kinds:
@@ -586,7 +696,15 @@ def measure(folder: Path, kinds: Sequence[str], aside: Path) -> dict[str, Data]:
         raws = []
         for name in (kind, f"{kind}-again"):
             if not (folder / name).exists():
-                command = (sys.executable, "-m", "numdev", *REPORTS[kind], "-q", "-o", name)
+                command = (
+                    sys.executable,
+                    "-m",
+                    "numdev",
+                    *REPORTS[kind],
+                    "-q",
+                    "-o",
+                    name,
+                )
                 subprocess.run(command, check=True, cwd=folder, env=environment)
             raws.append((folder / name / "report.json").read_bytes())
         for other in raws:
@@ -619,7 +737,10 @@ def main() -> int:
                         wrong.append(f"- {number} ({kind}, {name}): exit code 0")
                 except fuzz.Broken as error:
                     wrong.append(f"- {number} ({kind}, {name}): {error}")
-    print("| report | class | changed (1) | another request (2) | not judged (3) | no change (0) |")
+    print(
+        "| report | class | changed (1) | another request (2) | not judged (3) | no "
+        "change (0) |"
+    )
     print("|---|---|---:|---:|---:|---:|")
     for kind in sound:
         for alteration in CLASSES[kind]:
@@ -627,7 +748,11 @@ def main() -> int:
             cells = (str(counts[kind, name, code]) for code in (1, 2, 3, 0))
             print(f"| {kind} | {name} |", " | ".join(cells), "|")
     seconds, total = time.monotonic() - began, asked.count * len(sound)
-    print(f"\n{total} inputs in {seconds:.0f} s; {len(wrong)} passed or broke.", *wrong, sep="\n")
+    print(
+        f"\n{total} inputs in {seconds:.0f} s; {len(wrong)} passed or broke.",
+        *wrong,
+        sep="\n",
+    )
     return bool(wrong)
 
 

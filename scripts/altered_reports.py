@@ -2,12 +2,13 @@
 
     python scripts/altered_reports.py [--count 5000] [--seed 0] [--kind audit]
 
-Measures small reports on this machine: audits (two formats, gradients, sampled rows of both), a
-sweep, effects and invariance. Each must pass the default rules. Every input is one of them with one
-alteration of a class below, drawn by its number, and must end in exit code 1 (exceeded) or 3 (not
-measured), in one line or in a verdict. Most are concluded again by numdev's own code before they
-are sealed, so that what they say follows from their altered rows. Prints how each class ended, and
-each input that passed or broke."""
+Measures small reports on this machine: audits (two formats, gradients, sampled rows of
+both), a sweep, effects and invariance. Each must pass the default rules. Every input is
+one of them with one alteration of a class below, drawn by its number, and must end in
+exit code 1 (exceeded) or 3 (not measured), in one line or in a verdict. Most are
+concluded again by numdev's own code before they are sealed, so that what they say follows
+from their altered rows. Prints how each class ended, and each input that passed or
+broke."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ def some_of(rows: list[Data], rng: random.Random, *by: str) -> list[Data]:
 
 
 def scope(report: Data, rng: random.Random, tensors: tuple[str, ...] = ()) -> list[Data]:
-    """Rows of kernels: one, those of a call, of a tensor of a kernel, of a kernel, of a format, of
-    a head, all gradients, or all."""
+    """Rows of kernels: one, those of a call, of a tensor of a kernel, of a kernel, of a
+    format, of a head, all gradients, or all."""
     rows = [row for row in judged(report) if not tensors or row["tensor"] in tensors]
     match rng.randrange(8):
         case 0:
@@ -104,11 +105,14 @@ def scope(report: Data, rng: random.Random, tensors: tuple[str, ...] = ()) -> li
 
 
 def gone(report: Data, rng: random.Random) -> None:
-    """Rows that were planned are not there; of the kernels, or of what stands beside them."""
+    """Rows that were planned are not there; of the kernels, or of what stands beside
+    them."""
     rows = scope(report, rng, ("out", "dq", "dk", "dv"))
     if rng.random() < 0.2:
         rows = [rng.choice([r for r in report["rows"] if r["role"] != "kernel"])]
-    report["rows"] = [row for row in report["rows"] if not any(row is each for each in rows)]
+    report["rows"] = [
+        row for row in report["rows"] if not any(row is each for each in rows)
+    ]
 
 
 def twice(report: Data, rng: random.Random) -> None:
@@ -121,18 +125,30 @@ def twice(report: Data, rng: random.Random) -> None:
 
 
 def unmeasured(report: Data, rng: random.Random) -> None:
-    """Rows become skipped or failed, with their numbers or without. All of a call's output or all
-    of its gradients at once may be skipped, where the kernel ran in other calls."""
-    # A kernel named in the request may refuse single calls: so it is all calls of one, or one row.
+    """Rows become skipped or failed, with their numbers or without. All of a call's
+    output or all of its gradients at once may be skipped, where the kernel ran in other
+    calls."""
+    # A kernel named in the request may refuse single calls: so it is all calls of one, or
+    # one row.
     rows = judged(report)
-    chosen = [rng.choice(rows)] if rng.random() < 0.5 else some_of(rows, rng, "kernel", "format")
+    chosen = (
+        [rng.choice(rows)]
+        if rng.random() < 0.5
+        else some_of(rows, rng, "kernel", "format")
+    )
     status, bare = rng.choice(("skipped", "failed")), rng.random() < 0.7
     for row in chosen:
-        row["status"], row["reason"] = status, rng.choice(("takes no mask", "not installed", ""))
+        row["status"], row["reason"] = (
+            status,
+            rng.choice(("takes no mask", "not installed", "")),
+        )
         if bare:
             row.update(dict.fromkeys((*NEEDED, "bias_p", "bias_size"), None), interval={})
     if len(chosen) > 1:  # as numdev writes a kernel that ran in no call: a row for each
-        kept = {json.dumps([r["case"], r["seed"], r["kernel"], r["format"]]): r for r in chosen}
+        kept = {
+            json.dumps([r["case"], r["seed"], r["kernel"], r["format"]]): r
+            for r in chosen
+        }
         for row in kept.values():
             row.update(head=None, tensor="out")
         drop = [r for r in chosen if not any(r is k for k in kept.values())]
@@ -142,8 +158,8 @@ def unmeasured(report: Data, rng: random.Random) -> None:
 def lacking(report: Data, rng: random.Random) -> None:
     """A number that a rule needs is null or not there, whatever reason is given."""
     name = rng.choice(NEEDED)
-    # Over rows without a key nothing is measured; log-sum-exps have no prediction, dk and dv of
-    # sampled rows neither; gradients no sequences.
+    # Over rows without a key nothing is measured; log-sum-exps have no prediction, dk and
+    # dv of sampled rows neither; gradients no sequences.
     tensors = {"sequences": ("out",), "expected_ratio": ("out", "dq"), "worst_row": ("out", "dq"),
                "rms_ratio": ("out", "dq"), "noise": ("out", "dq")}  # fmt: skip
     for row in scope(report, rng, tensors.get(name, ("out", "dq", "dk", "dv"))):
@@ -169,7 +185,8 @@ def no_bias(report: Data, rng: random.Random) -> None:
 
 
 def of_another_type(report: Data, rng: random.Random) -> None:
-    """`true`, `"0"`, `1.0` and the like in place of numbers, or of the schema's version."""
+    """`true`, `"0"`, `1.0` and the like in place of numbers, or of the schema's
+    version."""
     if rng.random() < 0.1:
         report["schema_version"] = rng.choice((1, 2.0, True, "2", None, 3))
         return
@@ -192,9 +209,14 @@ def contradicts(report: Data, rng: random.Random) -> None:
             case 2:
                 row["mean_abs"] = row["rms"] * rng.uniform(1.01, 1e6)
             case 3:
-                row["interval"] = {**row["interval"], "rms": [row["rms"] * 1.1, row["rms"] * 1.2]}
+                row["interval"] = {
+                    **row["interval"],
+                    "rms": [row["rms"] * 1.1, row["rms"] * 1.2],
+                }
             case 4 if row["format"] != "float16":
-                row["elements"] = rng.choice((1, row["elements"] * 2, row["elements"] - 1))
+                row["elements"] = rng.choice(
+                    (1, row["elements"] * 2, row["elements"] - 1)
+                )
             case 4:
                 row["elements"] = 0
             case _:
@@ -203,7 +225,8 @@ def contradicts(report: Data, rng: random.Random) -> None:
 
 
 def renamed(report: Data, rng: random.Random) -> None:
-    """Rows go by another kernel, role, format, tensor, case, seed or option, and err a lot."""
+    """Rows go by another kernel, role, format, tensor, case, seed or option, and err a
+    lot."""
     name, value = rng.choice((
         ("kernel", "emulated"), ("kernel", "reference"), ("role", "baseline"), ("role", "floor"),
         ("role", "control"), ("role", "precision"), ("format", "float64"), ("format", "float32"),
@@ -217,7 +240,8 @@ def renamed(report: Data, rng: random.Random) -> None:
 
 
 def worse(report: Data, rng: random.Random) -> None:
-    """Errors beyond their limits, some beside fewer elements, another claim, or other excuses."""
+    """Errors beyond their limits, some beside fewer elements, another claim, or other
+    excuses."""
     kind = rng.choice(("error", "row", "nonfinite", "suspicion", "noise", "bias"))
     tensors = {"bias": ("out",), "noise": ("out",)}.get(kind, ("out", "dq"))
     rows = scope(report, rng, tensors)
@@ -289,7 +313,9 @@ def concluding(report: Data, rng: random.Random) -> None:
         case 4:
             report["summary"]["answer"] = ["All is well."]
         case _:
-            report["rules"] = rng.choice((None, {"thresholds": []}, {"name": "mine"}, {"x": 1}))
+            report["rules"] = rng.choice(
+                (None, {"thresholds": []}, {"name": "mine"}, {"x": 1})
+            )
 
 
 def lse_gone(report: Data, rng: random.Random) -> None:
@@ -301,8 +327,8 @@ def lse_gone(report: Data, rng: random.Random) -> None:
 
 
 def impossible(report: Data, rng: random.Random) -> None:
-    """Numbers that cannot be: negative, of a format that is none, of a row that was not measured,
-    sampled where all were to be measured."""
+    """Numbers that cannot be: negative, of a format that is none, of a row that was not
+    measured, sampled where all were to be measured."""
     rows = scope(report, rng, ("out",))
     match rng.randrange(4):
         case 0:
@@ -328,15 +354,23 @@ def rerequested(report: Data, rng: random.Random) -> None:
         case 0:
             request["formats"] = [*request["formats"], "float32"]
         case 1:
-            request["kernels"] = [*request["kernels"], {"name": "inductor", "options": {}}]
+            request["kernels"] = [
+                *request["kernels"],
+                {"name": "inductor", "options": {}},
+            ]
         case _:
             request["backward"] = not request.get("backward")
             request["sites"], request["sequences"] = not request.get("sites"), 64
 
 
 def effects_rows(report: Data, rng: random.Random) -> list[Data]:
-    """Measured rows of effects that are judged: one, a run, a kind, a kernel, a sequence, all."""
-    rows = [r for r in report["rows"] if r["kind"] in ("whole", "attention") and r["layer"] is None]
+    """Measured rows of effects that are judged: one, a run, a kind, a kernel, a sequence,
+    all."""
+    rows = [
+        r
+        for r in report["rows"]
+        if r["kind"] in ("whole", "attention") and r["layer"] is None
+    ]
     by = rng.choice(((), ("kind", "kernel", "format", "sequence"), ("kind", "kernel", "format"),
                      ("kernel",), ("sequence",), ("format",), ("kind",)))  # fmt: skip
     return some_of(rows, rng, *by) if by else [rng.choice(rows)]
@@ -347,11 +381,15 @@ def effects_gone(report: Data, rng: random.Random) -> None:
     if rng.random() < 0.3:
         report["checks"].remove(rng.choice(report["checks"]))
         return
-    rows = effects_rows(report, rng) if rng.random() < 0.7 else [rng.choice(report["rows"])]
+    rows = (
+        effects_rows(report, rng) if rng.random() < 0.7 else [rng.choice(report["rows"])]
+    )
     if rng.random() < 0.3:
         report["rows"] += copy.deepcopy(rows)
         return
-    report["rows"] = [row for row in report["rows"] if not any(row is each for each in rows)]
+    report["rows"] = [
+        row for row in report["rows"] if not any(row is each for each in rows)
+    ]
 
 
 def effects_renamed(report: Data, rng: random.Random) -> None:
@@ -372,7 +410,9 @@ def effects_lacking(report: Data, rng: random.Random) -> None:
         check.update(holds=None, difference=None, limit=None, reason="could not be tried")
         check["applies"] = rng.random() < 0.5
         return
-    name = rng.choice(("cost", "error", "flips", "unexplained", "positions", "growth", "cost_max"))
+    name = rng.choice(
+        ("cost", "error", "flips", "unexplained", "positions", "growth", "cost_max")
+    )
     empty = {"positions": 0, "growth": []}.get(name)
     for row in effects_rows(report, rng):
         if row["kind"] == "attention" and name == "unexplained":
@@ -401,7 +441,9 @@ def effects_worse(report: Data, rng: random.Random) -> None:
                     row[size] *= factor
         case 1:
             for row in [r for r in rows if r["kind"] == "whole"] or rows:
-                row.update(flips=row["positions"], unexplained=row["positions"], first_flip=0)
+                row.update(
+                    flips=row["positions"], unexplained=row["positions"], first_flip=0
+                )
                 row["cost"] = row["cost"] if kind == "whole" else -row["cost"]
         case _:
             row = rng.choice(rows)
@@ -458,14 +500,17 @@ def ways(report: Data, rng: random.Random) -> list[Data]:
 
 
 def invariance_gone(report: Data, rng: random.Random) -> None:
-    """Rows that were planned are not there, or there twice; of the model's own output too."""
+    """Rows that were planned are not there, or there twice; of the model's own output
+    too."""
     rows = ways(report, rng)
     if rng.random() < 0.2:
         report["models"].remove(rng.choice(report["models"]))
     elif rng.random() < 0.3:
         report["rows"] += copy.deepcopy(rows)
     else:
-        report["rows"] = [row for row in report["rows"] if not any(row is each for each in rows)]
+        report["rows"] = [
+            row for row in report["rows"] if not any(row is each for each in rows)
+        ]
 
 
 def invariance_renamed(report: Data, rng: random.Random) -> None:
@@ -484,12 +529,18 @@ def invariance_lacking(report: Data, rng: random.Random) -> None:
     """A number that a rule needs is null, or rows are skipped, with whatever excuse."""
     rows = ways(report, rng)
     if rng.random() < 0.4:
-        excuse = rng.choice(("", "call", "option", "mask", "kernel", "memory", "way", "repeat"))
+        excuse = rng.choice(
+            ("", "call", "option", "mask", "kernel", "memory", "way", "repeat")
+        )
         for row in rows:
-            row.update(status=rng.choice(("skipped", "failed")), excuse=excuse, reason="no")
+            row.update(
+                status=rng.choice(("skipped", "failed")), excuse=excuse, reason="no"
+            )
             # A kernel that says that it declines is believed, and told of.
             if excuse not in ("kernel", "memory") and rng.random() < 0.7:
-                row.update(dict.fromkeys(EMPTY), elements=0, differ=0, nonfinite=0, tensors=[])
+                row.update(
+                    dict.fromkeys(EMPTY), elements=0, differ=0, nonfinite=0, tensors=[]
+                )
                 row["tensor"] = "out"
         return
     name = rng.choice(("excess", "excess_of_a_row", "difference", "ulps", "elements"))
@@ -502,7 +553,8 @@ EMPTY = ("difference", "floor_ratio", "error_base", "error_variant", "excess", "
 
 
 def invariance_worse(report: Data, rng: random.Random) -> None:
-    """Differences beyond their limits, bits that must be kept, NaN; the model's own output."""
+    """Differences beyond their limits, bits that must be kept, NaN; the model's own
+    output."""
     if rng.random() < 0.2:
         rng.choice(report["models"])["difference"] = 10 ** rng.uniform(0, 9)
         return
@@ -514,7 +566,9 @@ def invariance_worse(report: Data, rng: random.Random) -> None:
             row.update(differ=1, first=[0, 0, 0, 0], difference=1e-9, excess=1e-3,
                        excess_of_a_row=1e-2, ulps=1.0)  # fmt: skip
         case 1:
-            row.update(differ=row["elements"], first=[0, 0, 0, 0], nonfinite=row["elements"])
+            row.update(
+                differ=row["elements"], first=[0, 0, 0, 0], nonfinite=row["elements"]
+            )
         case _:
             row.update(differ=rng.choice((0, 5)), difference=1.0, excess=100.0, ulps=1e5,
                        excess_of_a_row=rng.choice((None, 1e3)), first=[0, 0, 0, 0])  # fmt: skip
@@ -583,7 +637,8 @@ def classes_for(report: Data) -> list[str]:
 
 
 def damaged(raw: bytes, rng: random.Random) -> bytes:
-    """Cut off, merged, or with a byte or a number changed by hand, and not sealed again."""
+    """Cut off, merged, or with a byte or a number changed by hand, and not sealed
+    again."""
     at = rng.randrange(1, len(raw) - 1)
     match rng.randrange(4):
         case 0:
@@ -640,7 +695,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0, help="the first number")
     kinds = sorted({command[0] for command in REPORTS.values()})
-    parser.add_argument("--kind", choices=kinds, default="", help="reports of one kind alone")
+    parser.add_argument(
+        "--kind", choices=kinds, default="", help="reports of one kind alone"
+    )
     parser.add_argument("--reports", type=Path, help="keep the sound reports there")
     asked = parser.parse_args()
     counts, wrong, began = Counter[tuple[str, int]](), [], time.monotonic()
@@ -658,9 +715,13 @@ def main() -> int:
                     wrong.append(f"- {number} ({of}, {name}): exit code {done.code}")
             except fuzz.Broken as error:
                 wrong.append(f"- {number} ({of}, {name}): {error}")
-    print("| class | exceeded (1) | not measured (3) | passed (0) |\n|---|---:|---:|---:|")
+    print(
+        "| class | exceeded (1) | not measured (3) | passed (0) |\n|---|---:|---:|---:|"
+    )
     for name in (*CLASSES, "damaged"):
-        print(f"| {name} |", " | ".join(str(counts[name, code]) for code in (1, 3, 0)), "|")
+        print(
+            f"| {name} |", " | ".join(str(counts[name, code]) for code in (1, 3, 0)), "|"
+        )
     seconds = time.monotonic() - began
     print(
         f"\n{asked.count} inputs in {seconds:.0f} s; {len(wrong)} passed or broke.",

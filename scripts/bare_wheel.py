@@ -2,10 +2,10 @@
 
     python scripts/bare_wheel.py numdev-0.1.0-py3-none-any.whl
 
-A new environment gets the wheel and what its metadata requires, no more: hard links to the
-distributions of the environment that runs this, since unpacking torch again takes a minute. There
-`pip check` has to agree, and the console script to work from an empty folder. What each extra
-requires has to be met by what is installed here.
+A new environment gets the wheel and what its metadata requires, no more: hard links to
+the distributions of the environment that runs this, since unpacking torch again takes a
+minute. There `pip check` has to agree, and the console script to work from an empty
+folder. What each extra requires has to be met by what is installed here.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ COMMANDS = (
 
 def main(wheel: str) -> None:
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=Path(sys.prefix).parent, prefix=".bare-") as name:
+    with tempfile.TemporaryDirectory(
+        dir=Path(sys.prefix).parent, prefix=".bare-"
+    ) as name:
         bare = Path(name)
         venv.create(bare, with_pip=False)
         (packages,) = bare.glob("lib/python*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", str(bare / "bin" / "python")]
-        subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
+        subprocess.run(
+            [*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True
+        )
         (numdev,) = metadata.distributions(path=[str(packages)])
         for extra in numdev.metadata.get_all("Provides-Extra"):
             for requirement in requirements(numdev, extra):
@@ -53,12 +57,16 @@ def main(wheel: str) -> None:
         for command in COMMANDS:
             print("numdev", *command, flush=True)
             call = [bare / "bin" / "numdev", *command]
-            subprocess.run(call, cwd=bare, env=clean, stdout=subprocess.DEVNULL, check=True)
+            subprocess.run(
+                call, cwd=bare, env=clean, stdout=subprocess.DEVNULL, check=True
+            )
     seconds = time.monotonic() - start
     print(f"{Path(wheel).name} works beside {len(names)} distributions; {seconds:.0f} s")
 
 
-def requirements(distribution: metadata.Distribution, extra: str = "") -> Iterator[Requirement]:
+def requirements(
+    distribution: metadata.Distribution, extra: str = ""
+) -> Iterator[Requirement]:
     """What it requires on this machine; with an extra, that extra's alone."""
     for text in distribution.requires or ():
         requirement = Requirement(text)

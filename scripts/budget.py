@@ -1,5 +1,5 @@
-"""Print the lines of Python by package. Lines are reported, not limited: growth must be worth
-reading.
+"""Print the lines of Python by package. Lines are reported, not limited: growth must be
+worth reading.
 
     python scripts/budget.py"""
 

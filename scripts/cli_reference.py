@@ -1,4 +1,5 @@
-"""Write docs/cli.md from the commands' own help. `make test` fails when the page is stale."""
+"""Write docs/cli.md from the commands' own help. `make test` fails when the page is
+stale."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""Random damage to reports, rules and configurations, through the command line in this process.
+"""Random damage to reports, rules and configurations, through the command line in this
+process.
 
     python scripts/fuzz.py [--count 10000] [--seed 0]      a run; its summary as Markdown on stdout
     python scripts/fuzz.py --only gate --seed 1234         one input again
 
-An input is a number, which seeds the choice of a target, a file and the damage. In every case the
-exit code is 0 to 3 within `SECONDS` of processor time, nothing is written outside the folder given,
-output has no control characters, pages and tables hold no injected element, link or formula, and
-`gate` and `compare` accept no report that is damaged, worse or not measured."""
+An input is a number, which seeds the choice of a target, a file and the damage. In every
+case the exit code is 0 to 3 within `SECONDS` of processor time, nothing is written
+outside the folder given, output has no control characters, pages and tables hold no
+injected element, link or formula, and `gate` and `compare` accept no report that is
+damaged, worse or not measured."""
 
 from __future__ import annotations
 
@@ -37,12 +39,21 @@ from numdev.report import io as io_of_reports
 from numdev.report.io import sealed
 
 ROOT = Path(__file__).parent.parent
-REPORTS = {p.stem: p for p in sorted((ROOT / "tests" / "data" / "reports").glob("*.json"))}
+REPORTS = {
+    p.stem: p for p in sorted((ROOT / "tests" / "data" / "reports").glob("*.json"))
+}
 SECONDS = 20
-BYTES = 4 * 2**30  # an input that asks for more memory fails here, and not other processes
-DEEP, BOMB = "@deep@", "@bomb@"  # replaced by deep nesting, and by YAML aliases of aliases
+# An input that asks for more memory fails here, and not other processes
+BYTES = 4 * 2**30
+# Replaced by deep nesting, and by YAML aliases of aliases
+DEEP, BOMB = "@deep@", "@bomb@"
 HOSTILE = (
-    *("<fuzz0 onload=fuzz1>", "</td></svg><script>fuzz2()</script>", '" fuzz3="1', "' fuzz3='1"),
+    *(
+        "<fuzz0 onload=fuzz1>",
+        "</td></svg><script>fuzz2()</script>",
+        '" fuzz3="1',
+        "' fuzz3='1",
+    ),
     *(
         "\x1b[31mred\x1b[0m",
         "\x1b]8;;http://fuzz4\x07link\x1b]8;;\x07",
@@ -51,13 +62,42 @@ HOSTILE = (
     ),
     *("=cmd|'/c calc'!A1", "+1+1", "-2+3", "@SUM(1)", "\t=1", "\r=1", "\n=1"),
     *("../../../fuzz5", "/tmp/fuzz6/x", "..", ".", "a/b", "con", "~root", "C:\\fuzz"),
-    *("{{ 7*7 }}{% raise %}", "[bold red]x[/]", "[/]", "[link=http://fuzz]", "%s%n", "${x}"),
-    *("# fuzz", "[fuzz](http://fuzz)", "![x](y)", "a|b|c", "```", "- x", "1. x", "\n\n# fuzz\n"),
+    *(
+        "{{ 7*7 }}{% raise %}",
+        "[bold red]x[/]",
+        "[/]",
+        "[link=http://fuzz]",
+        "%s%n",
+        "${x}",
+    ),
+    *(
+        "# fuzz",
+        "[fuzz](http://fuzz)",
+        "![x](y)",
+        "a|b|c",
+        "```",
+        "- x",
+        "1. x",
+        "\n\n# fuzz\n",
+    ),
     *("", " ", "長" * 50, "x" * 5000, "\ufeff", "\u2028", "NaN", "null", "🙂"),
 )
 OTHERS = (
     *(0, -1, 1, 2**31, 2**63, 10**30, -(10**400), 1e308, -1e308, 5e-324, 1e-12, 0.5, 1e6),
-    *(None, True, False, [], {}, [[]], {"a": 1}, math.nan, math.inf, -math.inf, DEEP, BOMB),
+    *(
+        None,
+        True,
+        False,
+        [],
+        {},
+        [[]],
+        {"a": 1},
+        math.nan,
+        math.inf,
+        -math.inf,
+        DEEP,
+        BOMB,
+    ),
 )
 YAML_LINES = (
     "\tx: 1",
@@ -74,7 +114,18 @@ WORSE = {  # what makes a sound row one that no gate may accept
     "status": ("failed", "skipped"),
     "suspicion": ("the scale is twice what it should be",),
 }
-CELL = ("case", "module", "layer", "call", "phase", "seed", "head", "kernel", "format", "tensor")
+CELL = (
+    "case",
+    "module",
+    "layer",
+    "call",
+    "phase",
+    "seed",
+    "head",
+    "kernel",
+    "format",
+    "tensor",
+)
 
 
 class Broken(Exception):
@@ -90,11 +141,13 @@ class Done(NamedTuple):
 
 
 def call(*arguments: str) -> Done:
-    """Run `numdev` in this process. Raises Broken for a traceback, another exit code, an error of
-    more than a line, or control characters."""
+    """Run `numdev` in this process. Raises Broken for a traceback, another exit code, an
+    error of more than a line, or control characters."""
     from numdev.cli import main as cli
 
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2)]
+    streams = [
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2)
+    ]
     code: Any = 0
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         try:
@@ -112,19 +165,22 @@ def call(*arguments: str) -> Done:
     return Done(code, out, err)
 
 
-# --- damage --------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) inside JSON data."""
-    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
+    for key, inner in list(
+        value.items() if isinstance(value, dict) else enumerate(value)
+    ):
         yield value, key
         if isinstance(inner, dict | list):
             yield from places(inner)
 
 
 def mutated(data: Any, rng: random.Random) -> Any:
-    """The data with one to four places changed, removed or repeated; half of the time a text."""
+    """The data with one to four places changed, removed or repeated; half of the time a
+    text."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         every = list(places(data))
         texts = [(parent, key) for parent, key in every if isinstance(parent[key], str)]
@@ -132,7 +188,8 @@ def mutated(data: Any, rng: random.Random) -> Any:
             parent, key = rng.choice(texts)
             parent[key] = rng.choice(HOSTILE)
         elif every:
-            # By name first: a report has a thousand values in rows for each one elsewhere.
+            # By name first: a report has a thousand values in rows for each one
+            # elsewhere.
             name = rng.choice(sorted({str(key) for _, key in every}))
             parent, key = rng.choice([place for place in every if str(place[1]) == name])
             source, at = rng.choice(every)
@@ -159,7 +216,9 @@ def written(data: Any, rng: random.Random, *, as_yaml: bool = False) -> bytes:
             lines.insert(rng.randrange(len(lines) + 1), rng.choice(YAML_LINES))
         text = "\n".join(lines)
         if f"'{BOMB}'" in text:  # ten lists of ten lists, ten deep
-            layers = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 10)]
+            layers = [
+                f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 10)
+            ]
             text = "\n".join(("x0: &x0 [1]", *layers, text.replace(f"'{BOMB}'", "*x9")))
     depth = rng.choice((20, 200, 2000, 50_000))
     raw = re.sub(f"[\"']{DEEP}[\"']", "[" * depth + "]" * depth, text)
@@ -203,8 +262,8 @@ def sound() -> Any:
 
 
 def concluded_again(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with the conclusions that numdev draws of its altered plan and rows; as it is
-    where they are no report, or nothing can be concluded."""
+    """The report with the conclusions that numdev draws of its altered plan and rows; as
+    it is where they are no report, or nothing can be concluded."""
     from numdev.gate.judging import judged as judged_anew
     from numdev.gate.rules import Rules
     from numdev.studies import kind_of
@@ -234,7 +293,7 @@ def _kernels(report: Any) -> list[Any]:
     return [row for row in rows if row.get("role") == "kernel" and row["status"] == "ok"]
 
 
-# --- what must hold ------------------------------------------------------------------------------
+# --- what must hold -------------------------------------------------------------------
 
 PAGE = """
     html head meta title style body main footer h1 h2 h3 p ul li b strong span br code details
@@ -243,7 +302,8 @@ PAGE = """
     @viewbox @d @x @y @x1 @x2 @y1 @y2 @cx @cy @r @width @height @transform @text-anchor
     select option label section a @id @hidden @style @href
 """
-SCRIPT = Path(io_of_reports.__file__).parent / "renderers/templates/page.js"  # a page's own
+# A page's own
+SCRIPT = Path(io_of_reports.__file__).parent / "renderers/templates/page.js"
 KNOWN = frozenset(PAGE.split())  # elements and attributes of our pages
 
 
@@ -266,13 +326,17 @@ def page_is_safe(page: str) -> None:
 def markdown_is_safe(text: str) -> None:
     text_is_safe(text)
     text = text.replace("<!-- -->", "")  # keeps emoji and mentions from beginning
-    if bad := re.search(r"(?<!\\)(\\\\)*<|^#+ fuzz|(?<!\\)\]\(|(?<!\\)```", text, re.MULTILINE):
+    if bad := re.search(
+        r"(?<!\\)(\\\\)*<|^#+ fuzz|(?<!\\)\]\(|(?<!\\)```", text, re.MULTILINE
+    ):
         raise Broken(f"in Markdown: {text[bad.start() - 20 : bad.end() + 40]!r}")
 
 
 def csv_is_safe(text: str) -> None:
     csv.field_size_limit(sys.maxsize)
-    for cell in (cell for row in csv.reader(io.StringIO(text, newline="")) for cell in row):
+    for cell in (
+        cell for row in csv.reader(io.StringIO(text, newline="")) for cell in row
+    ):
         if cell.startswith(("=", "+", "-", "@", "\t", "\r")):
             try:
                 float(cell)
@@ -296,7 +360,9 @@ def not_wrongly_accepted(raw: bytes) -> None:
     wrong = {
         "another schema": report.get("schema_version") != 3,
         "no kernel was measured": not measured,
-        "a head twice": len({str([r.get(k) for k in (*CELL, "options")]) for r in measured})
+        "a head twice": len(
+            {str([r.get(k) for k in (*CELL, "options")]) for r in measured}
+        )
         < len(measured),
         "a kernel failed": any(
             r.get("role") == "kernel" and r["status"] == "failed" for r in report["rows"]
@@ -304,14 +370,15 @@ def not_wrongly_accepted(raw: bytes) -> None:
         "not finite, or not counted": any(r.get("nonfinite") != 0 for r in measured),
         "a different function": any(r.get("suspicion") for r in measured),
         "fifty times what is predicted": any(
-            r["tensor"] == "out" and (r.get("expected_ratio") or 0) >= 50 for r in measured
+            r["tensor"] == "out" and (r.get("expected_ratio") or 0) >= 50
+            for r in measured
         ),
     }
     if found := [words for words, holds in wrong.items() if holds]:
         raise Broken(f"passed: {', '.join(found)}")
 
 
-# --- targets: each runs one command on one damaged input, in the current folder ------------------
+# --- targets: each runs one command on one damaged input, in the current folder -------
 
 
 def fuzz_report(rng: random.Random) -> int:
@@ -327,13 +394,19 @@ def fuzz_report(rng: random.Random) -> int:
 
 
 def fuzz_gate(rng: random.Random) -> int:
-    """A damaged or worsened report before the default rules, or before rules fitted to it."""
-    raw = written(rng.choice((lambda: mutated(sound(), rng), lambda: worsened(rng)))(), rng)
+    """A damaged or worsened report before the default rules, or before rules fitted to
+    it."""
+    raw = written(
+        rng.choice((lambda: mutated(sound(), rng), lambda: worsened(rng)))(), rng
+    )
     Path("report.json").write_bytes(raw)
     fitted = (
-        rng.random() < 0.2 and call("gate", "report.json", "--init", "-o", "fitted.yaml").code == 0
+        rng.random() < 0.2
+        and call("gate", "report.json", "--init", "-o", "fitted.yaml").code == 0
     )
-    done = call("gate", "report.json", *(("--thresholds", "fitted.yaml") if fitted else ()))
+    done = call(
+        "gate", "report.json", *(("--thresholds", "fitted.yaml") if fitted else ())
+    )
     text_is_safe(done.out)
     if fitted and done.code:
         raise Broken("the report does not pass rules fitted to it")
@@ -343,8 +416,9 @@ def fuzz_gate(rng: random.Random) -> int:
 
 
 def fuzz_thresholds(rng: random.Random) -> int:
-    """Damaged rules before a report of a wrong kernel, whose rows have a suspicion and errors of
-    300 times what is predicted: accepted only where no whole rule looks at either."""
+    """Damaged rules before a report of a wrong kernel, whose rows have a suspicion and
+    errors of 300 times what is predicted: accepted only where no whole rule looks at
+    either."""
     file = rng.choice(sorted((ROOT / "configs" / "gate").glob("*.yaml")))
     rules = mutated(yaml.safe_load(file.read_text(encoding="utf-8")), rng)
     Path("gate.yaml").write_bytes(written(rules, rng, as_yaml=True))
@@ -357,13 +431,21 @@ def fuzz_thresholds(rng: random.Random) -> int:
         looks = rule["metric"] == "suspicion" or (
             rule["metric"] == "expected_ratio" and limit < 100
         )
-        if looks and not set(rule) - {"name", "metric", "at_most", "below", "absent", "may_lack"}:
+        if looks and not set(rule) - {
+            "name",
+            "metric",
+            "at_most",
+            "below",
+            "absent",
+            "may_lack",
+        }:
             raise Broken(f"passed: {rule}")
     return done.code
 
 
 def fuzz_two(rng: random.Random) -> int:
-    """A damaged or worsened report beside a sound one: `compare` shows that one is worse."""
+    """A damaged or worsened report beside a sound one: `compare` shows that one is
+    worse."""
     worse = rng.random() < 0.3
     raw = written(worsened(rng) if worse else mutated(sound(), rng), rng)
     Path("new.json").write_bytes(raw)
@@ -392,7 +474,9 @@ def fuzz_config(rng: random.Random) -> int:
         mock.patch("numdev.training.study.train", side_effect=stop),
     ):
         done = call(
-            command, "config.yaml", *(["--dry-run"] if command == "sweep" else ["-o", "out"])
+            command,
+            "config.yaml",
+            *(["--dry-run"] if command == "sweep" else ["-o", "out"]),
         )
     text_is_safe(done.out)
     return done.code
@@ -425,8 +509,8 @@ TARGETS: dict[str, Callable[[random.Random], int]] = {
 
 
 def one(target: str, rng: random.Random, folder: Path) -> int:
-    """The exit code of one input through one target, run in a folder inside `folder`. Raises
-    Broken, also where it takes too long or writes elsewhere."""
+    """The exit code of one input through one target, run in a folder inside `folder`.
+    Raises Broken, also where it takes too long or writes elsewhere."""
     inside = folder / "a" / "b"
     inside.mkdir(parents=True, exist_ok=True)
 
@@ -442,7 +526,9 @@ def one(target: str, rng: random.Random, folder: Path) -> int:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, handler)
         os.chdir(before)
-    if strange := {path.name for path in (*folder.iterdir(), *inside.parent.iterdir())} - {
+    if strange := {
+        path.name for path in (*folder.iterdir(), *inside.parent.iterdir())
+    } - {
         "a",
         "b",
     }:
@@ -454,9 +540,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Random damage through numdev.")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=list(TARGETS), help="one input of this target: the seed")
+    parser.add_argument(
+        "--only", choices=list(TARGETS), help="one input of this target: the seed"
+    )
     asked = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1])
+    )
     began, counts, broken = time.monotonic(), Counter[tuple[str, int]](), []
     for number in range(asked.seed, asked.seed + (1 if asked.only else asked.count)):
         rng = random.Random(number)
@@ -468,9 +558,17 @@ def main() -> int:
                 broken.append(f"- {target} {number}: {type(error).__name__}: {error}")
     print("| target | 0 | 1 | 2 | 3 |\n|---|---:|---:|---:|---:|")
     for target in TARGETS:
-        print(f"| {target} |", " | ".join(str(counts[target, code]) for code in range(4)), "|")
+        print(
+            f"| {target} |",
+            " | ".join(str(counts[target, code]) for code in range(4)),
+            "|",
+        )
     total, seconds = counts.total() + len(broken), time.monotonic() - began
-    print(f"\n{total} inputs in {seconds:.0f} s; {len(broken)} broke a rule.", *broken, sep="\n")
+    print(
+        f"\n{total} inputs in {seconds:.0f} s; {len(broken)} broke a rule.",
+        *broken,
+        sep="\n",
+    )
     return bool(broken)
 
 

@@ -1,12 +1,13 @@
-"""Record what numdev's commands report, and compare the recordings of two trees field by field.
+"""Record what numdev's commands report, and compare the recordings of two trees field by
+field.
 
     python scripts/golden.py record DIR [--tree ROOT] [--quick]
     python scripts/golden.py compare OLD NEW
 
-tests/golden.yaml says which commands are recorded and which differences are allowed. Everything
-runs on one thread of a CPU, where floats are equal by bits if nothing of the computation changed.
-Lists of rows are matched by what identifies a row, so their order may differ. Reproducers that were
-written are run, too.
+tests/golden.yaml says which commands are recorded and which differences are allowed.
+Everything runs on one thread of a CPU, where floats are equal by bits if nothing of the
+computation changed. Lists of rows are matched by what identifies a row, so their order
+may differ. Reproducers that were written are run, too.
 """
 
 from __future__ import annotations
@@ -27,20 +28,47 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PLAN: dict[str, Any] = yaml.safe_load((ROOT / "tests/golden.yaml").read_text())
 IDENTITY = (
-    *("case", "module", "seed", "role", "kernel", "options", "format", "tensor", "head", "batch"),
-    *("row", "variant", "group", "step", "name", "site", "layer", "kind", "metric", "rule", "of"),
+    *(
+        "case",
+        "module",
+        "seed",
+        "role",
+        "kernel",
+        "options",
+        "format",
+        "tensor",
+        "head",
+        "batch",
+    ),
+    *(
+        "row",
+        "variant",
+        "group",
+        "step",
+        "name",
+        "site",
+        "layer",
+        "kind",
+        "metric",
+        "rule",
+        "of",
+    ),
 )
 
 
 def record(directory: Path, tree: Path, *, quick: bool) -> int:
-    """How many commands ended with another exit code than the plan has: they recorded nothing."""
+    """How many commands ended with another exit code than the plan has: they recorded
+    nothing."""
     failed = 0
     directory.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(str(p) for p in (tree, tree / "benchmarks"))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    env["PYTHONSAFEPATH"] = "1"  # else `-m` takes the numdev of the directory it is run in
+    # Else `-m` takes the numdev of the directory it is run in
+    env["PYTHONSAFEPATH"] = "1"
     ask = [sys.executable, "-c", "import numdev; print(numdev.__file__)"]
-    package = subprocess.run(ask, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    package = subprocess.run(
+        ask, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
     if not Path(package.stdout.strip()).is_relative_to(tree):
         raise SystemExit(f"numdev: expected that of {tree}, got {package.stdout.strip()}")
     for name, command in PLAN["commands"].items():
@@ -53,7 +81,9 @@ def record(directory: Path, tree: Path, *, quick: bool) -> int:
         run = [sys.executable, "-m", "numdev", *arguments]
         done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True)
         if done.returncode not in command.get("codes", [0]):
-            print(f"  exit code {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
+            print(
+                f"  exit code {done.returncode}: {done.stderr.strip()[-300:]}", flush=True
+            )
             failed += 1
         result = {"code": done.returncode, "stderr": done.stderr[-2000:]}
         if "--json" in arguments:
@@ -61,26 +91,33 @@ def record(directory: Path, tree: Path, *, quick: bool) -> int:
         (directory / f"{name}.result.json").write_text(json.dumps(result))
     for script in sorted(directory.glob("*/reproducers/*/reproduce.py")):
         run = [sys.executable, "reproduce.py"]
-        done = subprocess.run(run, cwd=script.parent, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            run, cwd=script.parent, env=env, capture_output=True, text=True
+        )
         result = {"code": done.returncode, "lines": done.stdout.splitlines()}
         (script.parent / "reproduced.json").write_text(json.dumps(result))
     return failed
 
 
 def flat(data: Any, path: str = "", *, prose: bool = False) -> Iterator[tuple[str, Any]]:
-    """Every value of a report with its path; rows of a list by what identifies them. Of prose the
-    numbers alone: a field of sentences in one report is one of numbers in another."""
+    """Every value of a report with its path; rows of a list by what identifies them. Of
+    prose the numbers alone: a field of sentences in one report is one of numbers in
+    another."""
     if isinstance(data, dict):
         for key, value in data.items():
             if key not in PLAN["ignored"]:
                 words = prose or key in PLAN["prose"]
-                yield from flat(value, f"{path}.{PLAN['renamed'].get(key, key)}", prose=words)
+                yield from flat(
+                    value, f"{path}.{PLAN['renamed'].get(key, key)}", prose=words
+                )
     elif isinstance(data, list):
         seen: dict[str, int] = {}
         for i, value in enumerate(data):
             label = str(i)
             if isinstance(value, dict):
-                label = json.dumps({k: value[k] for k in IDENTITY if k in value}, sort_keys=True)
+                label = json.dumps(
+                    {k: value[k] for k in IDENTITY if k in value}, sort_keys=True
+                )
             seen[label] = seen.get(label, 0) + 1
             yield from flat(value, f"{path}[{label}#{seen[label]}]", prose=prose)
     elif not (prose and (data is None or isinstance(data, str))):
@@ -89,7 +126,9 @@ def flat(data: Any, path: str = "", *, prose: bool = False) -> Iterator[tuple[st
 
 def read(directory: Path, file: Path) -> Any:
     """A recorded file, without the path of its recording."""
-    return json.loads((directory / file).read_text().replace(str(directory.resolve()), "{out}"))
+    return json.loads(
+        (directory / file).read_text().replace(str(directory.resolve()), "{out}")
+    )
 
 
 def equal(field: str, a: Any, b: Any) -> bool:
@@ -146,7 +185,9 @@ def main() -> int:
     comparing.add_argument("new", type=Path)
     given = parser.parse_args()
     if given.verb == "record":
-        return bool(record(given.directory.resolve(), given.tree.resolve(), quick=given.quick))
+        return bool(
+            record(given.directory.resolve(), given.tree.resolve(), quick=given.quick)
+        )
     return 1 if compare(given.old, given.new) else 0
 
 

@@ -1,19 +1,21 @@
-"""Kill a study with SIGKILL at random moments, run it again each time, and compare the end.
+"""Kill a study with SIGKILL at random moments, run it again each time, and compare the
+end.
 
     python scripts/kill_and_resume.py --kills 100
     python scripts/kill_and_resume.py --kills 20 --only "audit --isolate" --only train
     python scripts/kill_and_resume.py configs/sweep/ci.yaml --kills 10 --workers 2
     python scripts/kill_and_resume.py configs/sweep/ci.yaml --kills 10 --workers 2 --only-workers
 
-A process of its own runs the study: those of `STUDIES` in turn, or a sweep by its file. Most often
-it is killed as soon as its journal has grown by a random number of lines, and a random fraction of
-a task later; else at a random moment since its start. Once it comes to its end, the next run begins
-in another directory. Each report must equal that of an undisturbed run in everything but the time
-it was made, its timings and the command, and its directory must hold the same files; the folder for
-temporary files must end up as undisturbed runs leave it, and no process may outlive its study.
+A process of its own runs the study: those of `STUDIES` in turn, or a sweep by its file.
+Most often it is killed as soon as its journal has grown by a random number of lines, and
+a random fraction of a task later; else at a random moment since its start. Once it comes
+to its end, the next run begins in another directory. Each report must equal that of an
+undisturbed run in everything but the time it was made, its timings and the command, and
+its directory must hold the same files; the folder for temporary files must end up as
+undisturbed runs leave it, and no process may outlive its study.
 
-With `--only-workers` the sweep itself lives on, and one of its workers is killed at each of these
-moments; each case survives one such death, so kills are spread over the sweep.
+With `--only-workers` the sweep itself lives on, and one of its workers is killed at each
+of these moments; each case survives one such death, so kills are spread over the sweep.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ AUDIT = "audit demo --length 24 --sequences 2 --kernel sdpa-math --kernel sdpa-f
 SWEEP = f"sweep {ROOT}/configs/sweep/ci.yaml"
 EFFECTS = "effects demo --length 16 --sequences 3 --kernel sdpa-math --no-sites"
 INVARIANCE = (
-    "invariance demo --length 16 --kernel sdpa-math --axis repeat --axis batch --axis chunks"
+    "invariance demo --length 16 --kernel sdpa-math --axis repeat --axis "
+    "batch --axis chunks"
 )
 STUDIES = {
     "audit": AUDIT,
@@ -81,7 +84,15 @@ class Study:
 
     def start(self, directory: Path) -> subprocess.Popen[bytes]:
         """Run it into a directory. Temporary files go into this study's folder."""
-        command = [sys.executable, "-m", "numdev", *self.arguments, "-o", str(directory), "-q"]
+        command = [
+            sys.executable,
+            "-m",
+            "numdev",
+            *self.arguments,
+            "-o",
+            str(directory),
+            "-q",
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen([*command, "--device", "cpu"], env=env, cwd=self.folder)
@@ -120,7 +131,8 @@ def lines(directory: Path) -> int:
 def wait_until(
     process: subprocess.Popen[bytes], directory: Path, goal: int, later_s: float
 ) -> bool:
-    """Wait for `goal` lines in the journal and `later_s` more; whether the process still runs."""
+    """Wait for `goal` lines in the journal and `later_s` more; whether the process still
+    runs."""
     while process.poll() is None and lines(directory) < goal:
         time.sleep(0.002)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,13 +161,17 @@ def kill_study(study: Study, kills: int) -> Result:
         directory = study.folder / f"killed-{number}"
         while result.kills < kills and not (directory / "report.html").exists():
             by_time = random.random() < 0.25
-            goal = 0 if by_time else lines(directory) + random.randint(1, max(1, whole // 4))
+            goal = (
+                0 if by_time else lines(directory) + random.randint(1, max(1, whole // 4))
+            )
             process = study.start(directory)
             later_s = random.uniform(0, whole_s) if by_time else random.uniform(0, 0.05)
             if not wait_until(process, directory, goal, later_s):
                 break
             result.kills += 1
-            result.problems += [f"lives on: {' '.join(p.cmdline())}" for p in kill(process)]
+            result.problems += [
+                f"lives on: {' '.join(p.cmdline())}" for p in kill(process)
+            ]
         same = study.finish(directory) == expected
         result.compared += 1
         if not same:
@@ -170,7 +186,7 @@ def kill_study(study: Study, kills: int) -> Result:
     return result
 
 
-# --- workers of a sweep --------------------------------------------------------------------------
+# --- workers of a sweep ---------------------------------------------------------------
 
 
 def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -212,11 +228,15 @@ def studies(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path, nargs="?", help="sweep to kill, for all STUDIES")
+    parser.add_argument(
+        "config", type=Path, nargs="?", help="sweep to kill, for all STUDIES"
+    )
     parser.add_argument("--kills", type=int, default=10, help="of all studies together")
     parser.add_argument("--only", action="append", choices=STUDIES, help="study to kill")
     parser.add_argument("--workers", type=int, help="Dask workers of the sweep")
-    parser.add_argument("--only-workers", action="store_true", help="kill workers, not the sweep")
+    parser.add_argument(
+        "--only-workers", action="store_true", help="kill workers, not the sweep"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
@@ -226,8 +246,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for i, (name, arguments) in enumerate(chosen):
             study = Study(arguments, Path(scratch) / str(i))
-            result = (kill_workers if options.only_workers else kill_study)(study, shares[i])
-            print(f"{name}: {result.kills} kills, {result.compared} reports compared", flush=True)
+            result = (kill_workers if options.only_workers else kill_study)(
+                study, shares[i]
+            )
+            print(
+                f"{name}: {result.kills} kills, {result.compared} reports compared",
+                flush=True,
+            )
             for problem in result.problems:
                 print(f"  {problem}", flush=True)
             results.append(result)

@@ -1,10 +1,11 @@
-"""Audit a tiny model, with random weights, of each architecture most in use; print the table.
+"""Audit a tiny model, with random weights, of each architecture most in use; print the
+table.
 
     python scripts/models_table.py [recent | ARCHITECTURE ...]
 
-`recent`: those of 2025 and 2026. Each is built from transformers' own configuration made small,
-saved, and audited from there: the table of docs/models.md says how many calls it makes and which
-layers have no softmax, or the line of the refusal."""
+`recent`: those of 2025 and 2026. Each is built from transformers' own configuration made
+small, saved, and audited from there: the table of docs/models.md says how many calls it
+makes and which layers have no softmax, or the line of the refusal."""
 
 from __future__ import annotations
 
@@ -23,22 +24,57 @@ from numdev.cli.main import main as numdev
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    **{"decoder_start_token_id": 1, "hidden_size": 32, "num_hidden_layers": 2, "n_layer": 2},
+    **{
+        "decoder_start_token_id": 1,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "n_layer": 2,
+    },
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "n_head": 4, "n_embd": 32},
-    **{"intermediate_size": 48, "max_position_embeddings": 64, "n_positions": 64, "head_dim": 8},
+    **{
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "n_positions": 64,
+        "head_dim": 8,
+    },
     **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dim": 32},
-    **{"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "n_layers": 2},
-    **{"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "n_heads": 4},
-    **{"hidden_dim": 48, "image_size": 16, "patch_size": 4, "ffn_dim": 48, "embedding_size": 32},
+    **{
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "n_layers": 2,
+    },
+    **{
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "n_heads": 4,
+    },
+    **{
+        "hidden_dim": 48,
+        "image_size": 16,
+        "patch_size": 4,
+        "ffn_dim": 48,
+        "embedding_size": 32,
+    },
     **{"word_embed_proj_dim": 32, "num_mel_bins": 8, "max_source_positions": 12},
     **{"num_local_experts": 2, "num_experts": 2, "moe_intermediate_size": 16},
-    **{"num_experts_per_tok": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{
+        "num_experts_per_tok": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+    },
     **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1},
     **{"topk_group": 1, "projection_dim": 16, "max_target_positions": 24},
 }
 # Of recent models: experts, state spaces, linear attention, and keys that are chosen.
 RECENT_SMALL: dict[str, Any] = {
-    **{"n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 16},
+    **{
+        "n_shared_experts": 1,
+        "num_shared_experts": 1,
+        "shared_expert_intermediate_size": 16,
+    },
     **{"num_experts_per_token": 2, "first_k_dense_replace": 1, "block_size": 8},
     **{"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "sliding_window": 4},
     **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2},
@@ -51,7 +87,12 @@ OWN: dict[str, dict[str, Any]] = {  # where those would make no model
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 4},
     "GPTJForCausalLM": {"rotary_dim": 4},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
-    "SwinModel": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2},
+    "SwinModel": {
+        "num_heads": [2, 4],
+        "depths": [1, 1],
+        "embed_dim": 16,
+        "window_size": 2,
+    },
 }
 EVERY_HEAD = {"num_key_value_heads": 4}  # latent attention, whose keys are of every head
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}  # a layer of each kind
@@ -89,7 +130,10 @@ RECENT_OWN: dict[str, dict[str, Any]] = {
         **{"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2},
         **{"mamba_dt_rank": 4},
     },
-    "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"], "lru_width": 32},
+    "RecurrentGemmaForCausalLM": {
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+    },
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64},
 }
 NAMES = [
@@ -231,23 +275,41 @@ def audited(name: str, folder: Path) -> str:
         return f"not built: {type(error).__name__}: {str(error).splitlines()[0][:90]}"
     said, code = io.StringIO(), 0
     arguments = ["audit", str(folder / name), "--kernel", "emulated", "--length", "16"]
-    arguments += ["--sequences", "2", "--device", "cpu", "-q", "-o", str(folder / f"{name}-out")]
+    arguments += [
+        "--sequences",
+        "2",
+        "--device",
+        "cpu",
+        "-q",
+        "-o",
+        str(folder / f"{name}-out"),
+    ]
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
             numdev(arguments)
         except SystemExit as stop:
             code = int(stop.code or 0)
     if code:
-        line = next((x for x in said.getvalue().splitlines() if "error: " in x), f"exit {code}")
-        return line.partition("error: ")[2].replace(f"{folder}/", "").replace("|", "/") or line
+        line = next(
+            (x for x in said.getvalue().splitlines() if "error: " in x), f"exit {code}"
+        )
+        return (
+            line.partition("error: ")[2].replace(f"{folder}/", "").replace("|", "/")
+            or line
+        )
     report = json.loads((folder / f"{name}-out" / "report.json").read_text())
     left_out = report["provenance"]["source"].get("not_audited")
-    return f"audited: {len(report['cases'])} calls" + (f"; not: {left_out}" if left_out else "")
+    return f"audited: {len(report['cases'])} calls" + (
+        f"; not: {left_out}" if left_out else ""
+    )
 
 
 def main() -> None:
     print("| architecture | audited, or why not |\n|---|---|")
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         for name in RECENT if sys.argv[1:] == ["recent"] else sys.argv[1:] or NAMES:
             print(f"| {name} | {audited(name, Path(folder))} |", flush=True)
 

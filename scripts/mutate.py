@@ -7,9 +7,10 @@
     python scripts/mutate.py --rest gate           what no hinted test sees, against all others too
     python scripts/mutate.py --tests 'tests/test_*.py'     other tests than those hinted
 
-Each fault gets a copy of the tree and a pytest of its own, which ends at the first test that fails:
-the working tree is never touched. A test that hangs notices, too. Prints each fault with the test
-that caught it, and a table by area. The exit code is 0 where every fault was caught.
+Each fault gets a copy of the tree and a pytest of its own, which ends at the first test
+that fails: the working tree is never touched. A test that hangs notices, too. Prints each
+fault with the test that caught it, and a table by area. The exit code is 0 where every
+fault was caught.
 """
 
 from __future__ import annotations
@@ -36,30 +37,52 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = shutil.ignore_patterns(
-    *("__pycache__", ".git", ".venv", ".*_cache", "numdev-reports", "*.egg-info", "shared")
+    *(
+        "__pycache__",
+        ".git",
+        ".venv",
+        ".*_cache",
+        "numdev-reports",
+        "*.egg-info",
+        "shared",
+    )
 )
 OUTCOMES = {0: "survived", 1: "caught"}
-"""By pytest's exit code; above 1, where it was interrupted or collected nothing, `broken`."""
+"""By pytest's exit code; above 1, where it was interrupted or collected nothing,
+`broken`."""
 Fault = dict[str, Any]
 
 
 def main() -> int:
-    """Run what the command line asks for; 0, or 1 where a fault was not caught or not planted."""
+    """Run what the command line asks for; 0, or 1 where a fault was not caught or not
+    planted."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("which", nargs="*", metavar="NAME", help="ids, areas, folders  [all]")
+    parser.add_argument(
+        "which", nargs="*", metavar="NAME", help="ids, areas, folders  [all]"
+    )
     parser.add_argument("--list", type=Path, default=ROOT / "tests/mutations.yaml")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time  [1]")
-    parser.add_argument("--tests", help="a pattern of test files, in place of those hinted")
+    parser.add_argument(
+        "--tests", help="a pattern of test files, in place of those hinted"
+    )
     parser.add_argument("--rest", action="store_true", help="then all other tests")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for one fault  [900]")
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="seconds for one fault  [900]"
+    )
     parser.add_argument("--pytest", default="", help="further arguments of pytest")
     parser.add_argument("--json", type=Path, help="a file for the results")
-    parser.add_argument("--check", action="store_true", help="plant and compile, run nothing")
-    parser.add_argument("--baseline", action="store_true", help="run the hinted tests unchanged")
+    parser.add_argument(
+        "--check", action="store_true", help="plant and compile, run nothing"
+    )
+    parser.add_argument(
+        "--baseline", action="store_true", help="run the hinted tests unchanged"
+    )
     options = parser.parse_args()
-    faults = chosen(yaml.safe_load(options.list.read_text(encoding="utf-8")), options.which)
+    faults = chosen(
+        yaml.safe_load(options.list.read_text(encoding="utf-8")), options.which
+    )
     wrong = [problem for fault in faults if (problem := unplantable(fault))]
     print(*wrong, sep="\n", end="\n" if wrong else "")
     if options.check or wrong:
@@ -72,7 +95,9 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         for found in pool.map(lambda fault: tried(fault, options), faults):
             results.append(found)
-            print(f"{found['id']:28} {found['by']:68} {found['seconds']:6.0f} s", flush=True)
+            print(
+                f"{found['id']:28} {found['by']:68} {found['seconds']:6.0f} s", flush=True
+            )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
@@ -81,8 +106,8 @@ def main() -> int:
 
 
 def chosen(faults: list[Fault], which: list[str]) -> list[Fault]:
-    """Those with one of these ids or areas, or in one of these files or folders; or all. Exits for
-    a name that none has."""
+    """Those with one of these ids or areas, or in one of these files or folders; or all.
+    Exits for a name that none has."""
 
     def is_meant(fault: Fault, name: str) -> bool:
         file = Path(fault["file"])
@@ -112,8 +137,8 @@ def unplantable(fault: Fault) -> str | None:
 
 
 def spelling(code: str, text: str) -> re.Pattern[str]:
-    """A piece of code as it is in a file: to the letter, or laid out in other lines. Line ends,
-    indentation, and the comma after the last of several are the formatter's."""
+    """A piece of code as it is in a file: to the letter, or laid out in other lines. Line
+    ends, indentation, and the comma after the last of several are the formatter's."""
     if code in text:
         return re.compile(re.escape(code))
     pieces = [piece for piece in re.split(r"\s+|(?<=[(\[{])|(?=[)\]}])", code) if piece]
@@ -136,12 +161,19 @@ def hinted(fault: Fault, options: argparse.Namespace) -> list[str]:
 
 
 def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
-    """One fault in a copy of the tree: its outcome, by which test, and what pytest said last."""
+    """One fault in a copy of the tree: its outcome, by which test, and what pytest said
+    last."""
     start = time.monotonic()
     first = hinted(fault, options)
     others = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py"))
-    rounds = [first, [file for file in others if file not in first]] if options.rest else [first]
-    with tempfile.TemporaryDirectory(prefix="numdev-mutate-", ignore_cleanup_errors=True) as folder:
+    rounds = (
+        [first, [file for file in others if file not in first]]
+        if options.rest
+        else [first]
+    )
+    with tempfile.TemporaryDirectory(
+        prefix="numdev-mutate-", ignore_cleanup_errors=True
+    ) as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=SKIPPED, symlinks=True)
         if "file" in fault:
@@ -153,15 +185,25 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
             if code != 0:
                 break
     outcome = "caught" if code is None else OUTCOMES.get(code, "broken")
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", said, re.MULTILINE)
-    by = "timeout" if code is None else failed[1] if code == 1 and failed else outcome.upper()
+    failed = re.search(
+        r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", said, re.MULTILINE
+    )
+    by = (
+        "timeout"
+        if code is None
+        else failed[1]
+        if code == 1 and failed
+        else outcome.upper()
+    )
     last = said.strip().splitlines()[-12:] if outcome != "survived" else []
     seconds = round(time.monotonic() - start, 1)
     named = {"id": fault["id"], "area": fault["area"]}
     return {**named, "outcome": outcome, "by": by, "seconds": seconds, "said": last}
 
 
-def tested(tree: Path, files: Sequence[str], options: argparse.Namespace) -> tuple[int | None, str]:
+def tested(
+    tree: Path, files: Sequence[str], options: argparse.Namespace
+) -> tuple[int | None, str]:
     """pytest's exit code, None where it hung, and all that it said."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += [
@@ -172,8 +214,13 @@ def tested(tree: Path, files: Sequence[str], options: argparse.Namespace) -> tup
         *options.pytest.split(),
         *files,
     ]
-    alone = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    log = tree.with_suffix(".log")  # no pipe: what a test leaves behind would keep it open
+    alone = {
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    # No pipe: what a test leaves behind would keep it open
+    log = tree.with_suffix(".log")
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, cwd=tree, env=os.environ | alone, stdin=subprocess.DEVNULL,
@@ -190,13 +237,23 @@ def tested(tree: Path, files: Sequence[str], options: argparse.Namespace) -> tup
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Caught, survived and broken by area, and in all; the names of what was not caught."""
+    """Caught, survived and broken by area, and in all; the names of what was not
+    caught."""
     lines = [f"{'area':16}{'faults':>8}{'caught':>8}  not caught"]
     areas = dict.fromkeys(found["area"] for found in results)
-    for area, own in [*((a, [r for r in results if r["area"] == a]) for a in areas), ("", results)]:
+    for area, own in [
+        *((a, [r for r in results if r["area"] == a]) for a in areas),
+        ("", results),
+    ]:
         count = Counter(found["outcome"] for found in own)
-        left = [f"{r['id']} ({r['outcome']})" for r in own if area and r["outcome"] != "caught"]
-        lines.append(f"{area or 'all':16}{len(own):8}{count['caught']:8}  {', '.join(left)}")
+        left = [
+            f"{r['id']} ({r['outcome']})"
+            for r in own
+            if area and r["outcome"] != "caught"
+        ]
+        lines.append(
+            f"{area or 'all':16}{len(own):8}{count['caught']:8}  {', '.join(left)}"
+        )
     return "\n".join(lines)
 
 

@@ -1,11 +1,13 @@
-"""numdev's own gate: the demo model's attention must pass it, and a planted fault must not.
+"""numdev's own gate: the demo model's attention must pass it, and a planted fault must
+not.
 
     python scripts/own_gate.py [DIRECTORY]
 
-Both are audited on the CPU and held to the default rules, each time anew. PyTorch's own kernels
-have to pass. Then come two kernels of `benchmarks/planted.py`, the same code with and without one
-fault: P is truncated, not rounded, an error of 1.5 times what it should be, which flash-attention's
-usual rule lets through. The gate has to exit with 1 and name the faulty one, and that one alone.
+Both are audited on the CPU and held to the default rules, each time anew. PyTorch's own
+kernels have to pass. Then come two kernels of `benchmarks/planted.py`, the same code with
+and without one fault: P is truncated, not rounded, an error of 1.5 times what it should
+be, which flash-attention's usual rule lets through. The gate has to exit with 1 and name
+the faulty one, and that one alone.
 
 Reports, JUnit XML and summaries are left in DIRECTORY (numdev-reports/own-gate).
 """
@@ -24,7 +26,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULT, SOUND = "planted:p_truncated", "planted:sound"
 AUDITS: dict[str, tuple[str, ...]] = {
     "sound": (),
-    "planted": ("--layers", "0", "--kernel", SOUND, "--kernel", FAULT, "--reproducers", "0"),
+    "planted": (
+        "--layers",
+        "0",
+        "--kernel",
+        SOUND,
+        "--kernel",
+        FAULT,
+        "--reproducers",
+        "0",
+    ),
 }
 
 
@@ -44,7 +55,16 @@ def main() -> None:
 def verdict_on(name: str, directory: Path) -> dict[str, Any]:
     """What `numdev gate --json` says of the audit of this name, made now."""
     report = str(directory / name)
-    numdev("audit", "demo", *AUDITS[name], "--output", report, "--overwrite", "--quiet", check=True)
+    numdev(
+        "audit",
+        "demo",
+        *AUDITS[name],
+        "--output",
+        report,
+        "--overwrite",
+        "--quiet",
+        check=True,
+    )
     files = (f"--{kind}={directory / name}/{kind}.{end}" for kind, end in
              (("junit", "xml"), ("summary", "md")))  # fmt: skip
     gate = numdev("gate", report, "--json", *files)
@@ -57,9 +77,12 @@ def verdict_on(name: str, directory: Path) -> dict[str, Any]:
 def numdev(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(ROOT), str(ROOT / "benchmarks")))
     command = [sys.executable, "-m", "numdev", *arguments]
-    # The tensors are tiny: two threads would take three times as long, waiting for each other.
+    # The tensors are tiny: two threads would take three times as long, waiting for each
+    # other.
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, check=check)
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=env, check=check
+    )
 
 
 def wrong_with_sound(verdict: dict[str, Any]) -> str | None:
@@ -73,16 +96,21 @@ def wrong_with_sound(verdict: dict[str, Any]) -> str | None:
 
 
 def wrong_with_planted(verdict: dict[str, Any]) -> str | None:
-    """What is not as it should be with a kernel that is wrong beside one that is right."""
+    """What is not as it should be with a kernel that is wrong beside one that is
+    right."""
     if verdict["returned"] != 1:
         return f"{FAULT} is not caught: exit code {verdict['returned']}"
-    sentences = [f["sentence"] for f in verdict["findings"] if f["severity"] == "exceeded"]
+    sentences = [
+        f["sentence"] for f in verdict["findings"] if f["severity"] == "exceeded"
+    ]
     if not any(sentence.startswith(f"{FAULT} ") for sentence in sentences):
         return f"no message names {FAULT}"
     if any(SOUND in sentence for sentence in sentences):
         return f"{SOUND} is accused"
     judged = {
-        t["kernel"] for t in verdict["tests"] if t["standing"] == "held" and t["metric"] != "calls"
+        t["kernel"]
+        for t in verdict["tests"]
+        if t["standing"] == "held" and t["metric"] != "calls"
     }
     return None if SOUND in judged else f"{SOUND} was not judged"
 

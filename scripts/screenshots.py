@@ -2,8 +2,8 @@
 
     python scripts/screenshots.py OUT report.html [report.html ...]
 
-Needs Chromium. A phone's width is that of a frame, since a window cannot be so narrow; how far the
-page is wider than the frame is printed, and should be 0.
+Needs Chromium. A phone's width is that of a frame, since a window cannot be so narrow;
+how far the page is wider than the frame is printed, and should be 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def shoot(page: Path, out: Path) -> None:
         source = framed if theme == "phone" else page
         dark = ("--blink-settings=preferredColorScheme=0",) if theme == "dark" else ()
         picture = out / f"{name}-{theme}.png"
-        _chromium(source, f"--screenshot={picture}", f"--window-size={wide},{high}", *dark)
+        _chromium(
+            source, f"--screenshot={picture}", f"--window-size={wide},{high}", *dark
+        )
     _chromium(page, f"--print-to-pdf={out / f'{name}.pdf'}", "--no-pdf-header-footer")
     found = re.search(r"wider by (-?\d+)", _chromium(framed, "--dump-dom"))
     print(f"{name}: {found[0] if found else 'width not measured'} px at {PHONE} px")
@@ -45,10 +47,14 @@ def shoot(page: Path, out: Path) -> None:
 def _chromium(page: Path, *options: str) -> str:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        raise SystemExit("screenshots.py: expected chromium or google-chrome, got neither")
+        raise SystemExit(
+            "screenshots.py: expected chromium or google-chrome, got neither"
+        )
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
     command = [browser, *flags, *options, page.resolve().as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    )
     return done.stdout
 
 

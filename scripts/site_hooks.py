@@ -1,5 +1,5 @@
-"""What the site has beyond docs/: the README as its first page, results that pages link to, and a
-reference of the Python API made from its signatures and docstrings."""
+"""What the site has beyond docs/: the README as its first page, results that pages link
+to, and a reference of the Python API made from its signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
-SEARCHED = {"Guides": {"boost": 2}, "Contributors": {"boost": 0.5}}  # by section of the site
+# By section of the site
+SEARCHED = {"Guides": {"boost": 2}, "Contributors": {"boost": 0.5}}
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -23,7 +24,9 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "index.md", content=readme))
     for path in sorted((ROOT / RESULTS).iterdir()):
         files.append(
-            File.generated(config, f"{RESULTS}/{path.name}", content=path.read_text("utf-8"))
+            File.generated(
+                config, f"{RESULTS}/{path.name}", content=path.read_text("utf-8")
+            )
         )
     files.append(File.generated(config, "python.md", content=reference()))
     return files
@@ -34,7 +37,10 @@ def reference() -> str:
     import numdev  # by way of torch, which other pages do not need
 
     parts = [
-        "# Python reference\n\nWritten from the code; [examples](api.md) are a page of their own.\n"
+        (
+            "# Python reference\n\nWritten from the code; [examples](api.md) are a page "
+            "of their own.\n"
+        )
     ]
     for name in numdev.__all__:
         value = getattr(numdev, name)
@@ -46,15 +52,21 @@ def reference() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with its relative links as the site has them: to docs/ and results as links, to
-    other files of the repository by their path, since the site does not show them. A search
-    finds guides first, and no results of benchmarks."""
+    """The page with its relative links as the site has them: to docs/ and results as
+    links, to other files of the repository by their path, since the site does not show
+    them. A search finds guides first, and no results of benchmarks."""
     uri = page.file.src_uri
     if uri.startswith(RESULTS):
         page.meta["search"] = {"exclude": True}
     elif page.parent is not None and page.parent.title in SEARCHED:
         page.meta["search"] = SEARCHED[page.parent.title]
-    source = "README.md" if uri == "index.md" else uri if uri.startswith(RESULTS) else f"docs/{uri}"
+    source = (
+        "README.md"
+        if uri == "index.md"
+        else uri
+        if uri.startswith(RESULTS)
+        else f"docs/{uri}"
+    )
 
     def on_site(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
@@ -62,7 +74,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not (ROOT / path).is_file():
             return link[0]
         if path.startswith(("docs/", RESULTS)):
-            place = posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(uri) or ".")
+            place = posixpath.relpath(
+                path.removeprefix("docs/"), posixpath.dirname(uri) or "."
+            )
             return f"[{text}]({place}{anchor})"
         return f"{text}, `{path}`"
 

@@ -1,5 +1,5 @@
-"""Write docs/sites.md from numdev.kernels.emulation.recipe. `make test` fails when the page is
-stale."""
+"""Write docs/sites.md from numdev.kernels.emulation.recipe. `make test` fails when the
+page is stale."""
 
 from __future__ import annotations
 
@@ -42,21 +42,33 @@ kernels:
 """
 
 ABOUT = {
-    "fa2": "A production kernel: everything in fp32, but P in the working format and one cast at "
-    "the end. Backward: P and dS in the working format for their products, δ from the cast O, "
-    "accumulators in fp32, and each query head's dK and dV cast before a group is summed.",
+    "fa2": "A production kernel: everything in fp32, but P in the working format "
+    "and one cast at "
+    "the end. Backward: P and dS in the working format for their products, δ from "
+    "the cast O, "
+    "accumulators in fp32, and each query head's dK and dV cast before a group is "
+    "summed.",
     "fa2-consistent": "The same with l from the rounded P, so that the weights sum to 1.",
-    "fa4": "FlashAttention-4 on Blackwell: `fa2`, the last tile first, with a running maximum that "
-    "moves only when it has grown by more than log₂ 256, exp2 by a polynomial in a part of P, and "
+    "fa4": "FlashAttention-4 on Blackwell: `fa2`, the last tile first, with a "
+    "running maximum that "
+    "moves only when it has grown by more than log₂ 256, exp2 by a polynomial in a "
+    "part of P, and "
     "a group's dK and dV summed in fp32.",
-    "eager": "Model code without tiles: S rounded, scaled and rounded again, softmax in fp32, P "
-    "rounded, P V summed in fp32 and cast. Backward is autograd's: dP rounded, softmax's backward "
+    "eager": "Model code without tiles: S rounded, scaled and rounded again, "
+    "softmax in fp32, P "
+    "rounded, P V summed in fp32 and cast. Backward is autograd's: dP rounded, "
+    "softmax's backward "
     "in fp32 from the P it kept, dS rounded, scaled and rounded again.",
-    "golden2024": "Golden et al.: FlashAttention-1 with every step in the working format. They "
-    "measured no gradients; backward is FlashAttention-1's Algorithm 4 under the same assumption.",
-    "qiu2025": "Qiu & Yao's PyTorch code under autocast: products in the working format, exp and "
-    "sums in fp32, and m, l, O kept in the working format between tiles. Backward the same, under "
-    "autocast too: dP, dO ∘ O and the tiles' gradients are in the working format, and so is what "
+    "golden2024": "Golden et al.: FlashAttention-1 with every step in the working "
+    "format. They "
+    "measured no gradients; backward is FlashAttention-1's Algorithm 4 under the "
+    "same assumption.",
+    "qiu2025": "Qiu & Yao's PyTorch code under autocast: products in the working "
+    "format, exp and "
+    "sums in fp32, and m, l, O kept in the working format between tiles. Backward "
+    "the same, under "
+    "autocast too: dP, dO ∘ O and the tiles' gradients are in the working format, "
+    "and so is what "
     "they are added up in.",
     "exact": "No rounding at any site: attention in fp64, in tiles.",
 }
@@ -271,7 +283,9 @@ def _designs() -> str:
     rows = (
         [
             d["kernel"] + (", *tried*" if "tried" in d else ""),
-            "`" + ", ".join(f"{name}: {value}" for name, value in d["claim"].items()) + "`",
+            "`"
+            + ", ".join(f"{name}: {value}" for name, value in d["claim"].items())
+            + "`",
             d["rounds"],
             d["source"],
         ]

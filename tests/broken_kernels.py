@@ -1,4 +1,5 @@
-"""Kernels that go wrong in every way a process can, named `broken_kernels:NAME` by the tests."""
+"""Kernels that go wrong in every way a process can, named `broken_kernels:NAME` by the
+tests."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def turns_interrupts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def raises(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore, in lines")
+    raise RuntimeError(
+        "CUDA error: an illegal memory access was encountered\nmore, in lines"
+    )
 
 
 def refuses(case: AttentionCase) -> Output:
@@ -68,7 +71,8 @@ def refuses(case: AttentionCase) -> Output:
 
 
 def hangs(q: Tensor, k: Tensor, v: Tensor, *, note: str = "") -> Tensor:
-    """Holds the interpreter's lock. `note`: a file that gets its process and its child's."""
+    """Holds the interpreter's lock. `note`: a file that gets its process and its
+    child's."""
     child = subprocess.Popen(["sleep", "1000"])
     if note:
         Path(f"{note}.part").write_text(f"{os.getpid()} {child.pid}")
@@ -96,5 +100,6 @@ def eight_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def poisons_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """An index out of range on the device: every later CUDA call of this process fails."""
+    """An index out of range on the device: every later CUDA call of this process
+    fails."""
     return q[:, :, torch.full((q.shape[2],), 10**6, device=q.device)]

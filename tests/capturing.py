@@ -1,7 +1,8 @@
 """What tests of capturing hold a captured call against.
 
-The oracle is the model itself with its eager attention in fp64, and dense attention (`attend`).
-Both answers must agree to 1e-12: outputs of order 1 are sums of at most 16 terms."""
+The oracle is the model itself with its eager attention in fp64, and dense attention
+(`attend`). Both answers must agree to 1e-12: outputs of order 1 are sums of at most 16
+terms."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from numdev.sources.capture import capture, decode
 from numdev.sources.checkpoint import open_checkpoint
 
 TOLERANCE = 1e-12
-# The last linear layer of an attention, by model: what it reads is the attention's own output.
+# The last linear layer of an attention, by model: what it reads is the attention's own
+# output.
 OUT = {
     "gpt2": ("attn.c_proj",), "bert": ("attention.output.dense",), "t5": ("SelfAttention.o",),
     "t5_seq2seq": ("SelfAttention.o", "EncDecAttention.o"), "falcon": ("self_attention.dense",),
@@ -36,8 +38,9 @@ OUT = {
 
 
 class Run:
-    """A model run in fp64: its cases, what its attentions' output layers read, its logits; `eager`:
-    by its own attention. With `generate` it writes that many tokens after the first."""
+    """A model run in fp64: its cases, what its attentions' output layers read, its
+    logits; `eager`: by its own attention. With `generate` it writes that many tokens
+    after the first."""
 
     def __init__(
         self, model: nn.Module, name: str, inputs: dict[str, Tensor], generate: int | None = None,
@@ -47,11 +50,15 @@ class Run:
         self.outputs: list[Tensor] = []
         self.logits = torch.empty(0)
         hooks = [
-            m.register_forward_pre_hook(lambda _, args: self.outputs.append(args[0].clone()))
+            m.register_forward_pre_hook(
+                lambda _, args: self.outputs.append(args[0].clone())
+            )
             for at, m in model.named_modules()
             if at.endswith(OUT[name])
         ]
-        hooks.append(model.register_forward_hook(lambda *call: setattr(self, "logits", call[2][0])))
+        hooks.append(
+            model.register_forward_hook(lambda *call: setattr(self, "logits", call[2][0]))
+        )
         if not eager:
             capture(model, inputs, self.cases.append, source="test", generate=generate)
         else:
@@ -62,7 +69,8 @@ class Run:
 
 
 class DoubleSoftmax(TorchFunctionMode):
-    """Eager attention upcasts its softmax to float32, which from fp64 is a downcast: undo that."""
+    """Eager attention upcasts its softmax to float32, which from fp64 is a downcast: undo
+    that."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -97,7 +105,8 @@ def merged(x: Tensor) -> Tensor:
 
 
 def worst(a: Tensor, b: Tensor, real: Tensor | None = None) -> float:
-    """The largest difference over the rows [batch, position] that are `real`; NaN counts as inf."""
+    """The largest difference over the rows [batch, position] that are `real`; NaN counts
+    as inf."""
     assert a.shape == b.shape
     difference = (a.double() - b.double()).abs().nan_to_num(nan=math.inf)
     return (difference if real is None else difference[real]).max().item()

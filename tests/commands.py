@@ -26,11 +26,13 @@ def ran(capsys: Any, *arguments: object) -> tuple[int, str, str]:
 
 
 def refused(arguments: list[str]) -> str | None:
-    """What the program's own parser has against a command line; None where it takes it."""
+    """What the program's own parser has against a command line; None where it takes
+    it."""
     name, *rest = arguments
     if name not in COMMANDS:
         return f"no command {name}"
-    group = click.Context(cli, **cli.context_settings)  # a command keeps how its help was asked for
+    # A command keeps how its help was asked for
+    group = click.Context(cli, **cli.context_settings)
     command = cli.get_command(group, name)
     try:
         with command.make_context(name, rest, parent=group):
@@ -42,7 +44,9 @@ def refused(arguments: list[str]) -> str | None:
 def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
     """The one line that refuses to audit a target, with this exit code."""
     capsys.readouterr()  # saving a model shows a progress bar
-    found, _, err = ran(capsys, "audit", target, *flags, "--output", target.parent / "refused")
+    found, _, err = ran(
+        capsys, "audit", target, *flags, "--output", target.parent / "refused"
+    )
     assert found == code, err
     assert err.count("\n") == 1
     assert "unexpected" not in err

@@ -25,17 +25,23 @@ def audit(
     source: dict[str, Any] | None = None, system: dict[str, Any] | None = None,
     findings: tuple[Finding, ...] = (), heads: int = 1,
 ) -> AuditReport:  # fmt: skip
-    """A whole report with these rows, and what differs from REQUEST, SYSTEM and no source; not
-    judged, since a comparison asks for no judgement. Its call has as many heads as they need, or
-    more; where gradients are asked of, it has them all."""
+    """A whole report with these rows, and what differs from REQUEST, SYSTEM and no
+    source; not judged, since a comparison asks for no judgement. Its call has as many
+    heads as they need, or more; where gradients are asked of, it has them all."""
     rows = with_gradients(rows)
     audited = unjudged(*together(rows), **{**SYSTEM, **(system or {})})
     where = audited.provenance.model_copy(update={"source": source or {}})
     heads = max([heads, *(1 + (r.head or 0) for r in rows)])
     plan = planned(rows).model_copy(update={"heads": None})
     named = ("backward", "rows", "heads")
-    plan = plan.model_copy(update={n: x for n, x in (request or {}).items() if n in named})
-    agreed = {"formats": list(plan.formats), "backward": plan.backward, "repeats": plan.repeats}
+    plan = plan.model_copy(
+        update={n: x for n, x in (request or {}).items() if n in named}
+    )
+    agreed = {
+        "formats": list(plan.formats),
+        "backward": plan.backward,
+        "repeats": plan.repeats,
+    }
     agreed["rows"] = plan.rows
     asked = {**REQUEST, **agreed, **(request or {})}
     changes = {"provenance": where, "request": asked, "findings": findings}
@@ -44,7 +50,8 @@ def audit(
 
 
 def with_gradients(rows: tuple[DeviationRow, ...]) -> tuple[DeviationRow, ...]:
-    """The rows, and where one is of a gradient, sound ones of the other tensors beside it."""
+    """The rows, and where one is of a gradient, sound ones of the other tensors beside
+    it."""
     tensors = ("out", "dq", "dk", "dv")
     if not any(r.tensor in tensors[1:] for r in rows):
         return rows
@@ -71,7 +78,13 @@ def floor(number: int = 0, **changes: Any) -> DeviationRow:
     """The floor of a head, which tells of the inputs."""
     return row(
         number,
-        **{"role": "floor", "kernel": "floor", "rel": 2e-3, "noise": None, "elements": 100_000}
+        **{
+            "role": "floor",
+            "kernel": "floor",
+            "rel": 2e-3,
+            "noise": None,
+            "elements": 100_000,
+        }
         | changes,
     )
 

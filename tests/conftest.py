@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same inputs every day: what is drawn anew is `scripts/fuzz.py` and its kin, run on purpose.
+# The same inputs every day: what is drawn anew is `scripts/fuzz.py` and its kin, run on
+# purpose.
 settings.register_profile("numdev", derandomize=True, deadline=None, database=None)
 settings.load_profile("numdev")
 
@@ -22,7 +23,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of a test marked `one_in(n)` every n-th case is run every day; the others are `thorough`."""
+    """Of a test marked `one_in(n)` every n-th case is run every day; the others are
+    `thorough`."""
     seen = Counter[str]()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
@@ -34,7 +36,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: a reference takes 50 ms with two threads and 1 ms with one."""
+    """Tensors are tiny here: a reference takes 50 ms with two threads and 1 ms with
+    one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -31,7 +31,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The shape of nanoGPT: `idx`, a block size it insists on, a head tied to its embedding."""
+    """The shape of nanoGPT: `idx`, a block size it insists on, a head tied to its
+    embedding."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

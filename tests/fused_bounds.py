@@ -1,13 +1,14 @@
 """How far the fused fp64 reference may be from the blocked one, and holding it to that.
 
-The bounds and their derivation are in docs/derivations.md, "The reference, and its two paths";
-what they leave out: sums of a term scale in fp32 are taken to lose 2^-22 a term and a tile, and
-what underflows is counted. |V| is scaled to at most 1, so a product below 2^-126 may be lost, n
-2^-125 of the largest |V| where a maximum is subtracted, and 2^-45 of it where P goes down to 2^-80
-and l as far. Terms of the gradients' term scales are scaled to at most 2 and operands to at most 1,
-and what is below 2^-133 is lost: n 2^-130 of the largest terms there could be, |dO| |V| of the
-longest rows times the largest of the other operand. Everything else is at most `TINY`, for inputs
-below 2^20. The blocked path has less of all of it (`oracles`): two paths differ by twice this."""
+The bounds and their derivation are in docs/derivations.md, "The reference, and its two
+paths"; what they leave out: sums of a term scale in fp32 are taken to lose 2^-22 a term
+and a tile, and what underflows is counted. |V| is scaled to at most 1, so a product below
+2^-126 may be lost, n 2^-125 of the largest |V| where a maximum is subtracted, and 2^-45
+of it where P goes down to 2^-80 and l as far. Terms of the gradients' term scales are
+scaled to at most 2 and operands to at most 1, and what is below 2^-133 is lost: n 2^-130
+of the largest terms there could be, |dO| |V| of the longest rows times the largest of the
+other operand. Everything else is at most `TINY`, for inputs below 2^20. The blocked path
+has less of all of it (`oracles`): two paths differ by twice this."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ EXACT = ("empty", "unseen")
 
 
 def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
-    """By tensor: the largest difference of the two paths. Holds several [B, H, q_len, kv_len]."""
+    """By tensor: the largest difference of the two paths. Holds several [B, H, q_len,
+    kv_len]."""
     n, d, e, m = case.kv_len, case.q.shape[3], case.v.shape[3], case.q_len * case.group
     q, dO, k, v = operands(case)
     P, A = weights(case, exact, q, k)
@@ -59,10 +61,13 @@ def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
 
 
 def _in_bfloat16(case: AttentionCase) -> float:
-    """What the term scale of O is off by, as a part of itself, for being summed from bfloat16."""
+    """What the term scale of O is off by, as a part of itself, for being summed from
+    bfloat16."""
     exact = case.v.dtype == torch.bfloat16 or case.v.element_size() == 1
     n = case.kv_len
-    return 2.0**-8 + (0.0 if exact else 2.0**-8) + (n + -(-n // LEAST_TILE) + 8) * 2.0**-22
+    return (
+        2.0**-8 + (0.0 if exact else 2.0**-8) + (n + -(-n // LEAST_TILE) + 8) * 2.0**-22
+    )
 
 
 def _terms(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
@@ -84,8 +89,9 @@ def _terms(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
 def shares(
     case: AttentionCase, found: Reference, exact: Gradients, limits: dict[str, Tensor]
 ) -> dict[str, float]:
-    """The largest difference of each tensor as a share of its bound; infinite where a shape, a bool
-    or a number that is not finite differs. `found` may be the answer of a forward pass alone."""
+    """The largest difference of each tensor as a share of its bound; infinite where a
+    shape, a bool or a number that is not finite differs. `found` may be the answer of a
+    forward pass alone."""
     names = (*FORWARD, *BACKWARD) if isinstance(found, Gradients) else FORWARD
     flags = [name for name in EXACT if hasattr(found, name)]
     result = {x: _share(getattr(found, x), getattr(exact, x), limits[x]) for x in names}
@@ -105,11 +111,15 @@ def _share(found: Tensor, exact: Tensor, limit: Tensor) -> float:
 def operands(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, dO, and k and v repeated for every query head: fp64."""
     q, dO = (x.detach().double() for x in (case.q, case.grad_out))
-    k, v = (x.detach().double().repeat_interleave(case.group, 1) for x in (case.k, case.v))
+    k, v = (
+        x.detach().double().repeat_interleave(case.group, 1) for x in (case.k, case.v)
+    )
     return q, dO, k, v
 
 
-def weights(case: AttentionCase, exact: Gradients, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def weights(
+    case: AttentionCase, exact: Gradients, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
     """P, and A [B, H, q_len]."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     S, size = case.scale * q @ k.mT, abs(case.scale) * q.abs() @ k.abs().mT

@@ -1,10 +1,11 @@
-"""In Triton's interpreter, on the CPU: the fused fp64 reference against the blocked one, and the
-kernel of row sums against PyTorch.
+"""In Triton's interpreter, on the CPU: the fused fp64 reference against the blocked one,
+and the kernel of row sums against PyTorch.
 
     TRITON_INTERPRET=1 python -m pytest tests/fused_cases.py
 
-A process of its own, since triton reads that variable when it is imported; `test_triton.py` starts
-it. Tiles are small, so that there are several; tanh, which the interpreter lacks, is numpy's."""
+A process of its own, since triton reads that variable when it is imported;
+`test_triton.py` starts it. Tiles are small, so that there are several; tanh, which the
+interpreter lacks, is numpy's."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Libdevice:
         return tl.core.tensor(handle, x.type)
 
 
-# --- the cases -----------------------------------------------------------------------------------
+# --- the cases ------------------------------------------------------------------------
 
 
 def large(dtype: torch.dtype = SINGLE, **changes: Any) -> AttentionCase:
@@ -65,7 +66,8 @@ def shown(*shape: int) -> torch.Tensor:
 
 
 def lowest() -> torch.Tensor:
-    """[2, 40, 50]: numbers, the lowest one and -inf here and there, and all along some rows."""
+    """[2, 40, 50]: numbers, the lowest one and -inf here and there, and all along some
+    rows."""
     mask = torch.randn(2, 40, 50, generator=torch.Generator().manual_seed(2))
     mask[:, :, ::7], mask[:, 5:, 20:30] = torch.finfo(SINGLE).min, -math.inf
     mask[0, 11], mask[1, 17] = torch.finfo(SINGLE).min, -math.inf
@@ -83,13 +85,17 @@ def laid_out_otherwise() -> AttentionCase:
 
 def in_eight_bits() -> AttentionCase:
     made = large()
-    narrow = {x: getattr(made, x).to(torch.float8_e4m3fn) for x in ("q", "k", "v", "grad_out")}
+    narrow = {
+        x: getattr(made, x).to(torch.float8_e4m3fn) for x in ("q", "k", "v", "grad_out")
+    }
     return dataclasses.replace(made, **narrow)
 
 
 def some_rows(**changes: Any) -> AttentionCase:
     """Rows of a longer call, each at its own position."""
-    rows = torch.tensor([0, 1, 5, 6, 7, 18, 19, 30, 31, 32, 33, 50, 51, 52, 53, 57, 58, 59, 66])
+    rows = torch.tensor(
+        [0, 1, 5, 6, 7, 18, 19, 30, 31, 32, 33, 50, 51, 52, 53, 57, 58, 59, 66]
+    )
     return large(q_len=67, kv_len=70, **changes).select_rows(rows)
 
 
@@ -105,7 +111,10 @@ def far_cases() -> Iterator[tuple[str, AttentionCase]]:
     yield "causal, nothing seen", large(is_causal=True, causal_offset=-ENDLESS)
     yield "window", large(window=(9, 3), causal_offset=4)
     yield "window, not of itself", large(window=(-3, 9))
-    yield "window, far and back", large(window=(10**12 + 9, -(10**12)), causal_offset=10**12)
+    yield (
+        "window, far and back",
+        large(window=(10**12 + 9, -(10**12)), causal_offset=10**12),
+    )
     yield "causal window", large(q_len=70, kv_len=70, is_causal=True, window=(20, 8))
     yield "positions, causal", some_rows(is_causal=True, causal_offset=3)
     yield "positions, window", some_rows(window=(9, 4), causal_offset=-2)
@@ -115,9 +124,15 @@ def masked_cases() -> Iterator[tuple[str, AttentionCase]]:
     """Masks of every rank and layout, sinks, and rows that see nothing."""
     yield "bool mask per head", of_mask(shown(1, 2, 40, 50), is_causal=True)
     yield "bool mask per key of a head", large(mask=("bool", "1h1k"))
-    yield "bool mask, expanded", of_mask(shown(1, 1, 40, 50).expand(2, 2, 40, 50), batch=2)
+    yield (
+        "bool mask, expanded",
+        of_mask(shown(1, 1, 40, 50).expand(2, 2, 40, 50), batch=2),
+    )
     yield "additive mask", of_mask(lowest())
-    yield "additive mask, nothing seen", large(mask=torch.full((50,), torch.finfo(SINGLE).min))
+    yield (
+        "additive mask, nothing seen",
+        large(mask=torch.full((50,), torch.finfo(SINGLE).min)),
+    )
     yield "additive mask, far", of_mask(700 * torch.randn(1, 2, 40, 50), logits=40.0)
     yield "additive mask, lowered rows", of_mask(-1e9 * (~shown(40, 50)).float())
     yield "sinks, everything", large(sinks=torch.tensor([1e9, 88.0]), logits=9.0)
@@ -149,7 +164,7 @@ CASES = {
 }
 
 
-# --- in the interpreter --------------------------------------------------------------------------
+# --- in the interpreter ---------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -169,14 +184,17 @@ def planted(case: AttentionCase) -> Iterator[AttentionCase]:
         yield dataclasses.replace(case, causal_offset=case.causal_offset + 1)
 
 
-USUAL = {f"large: {x}" for x in ("causal", "window", "grouped", "additive mask", "float16")}
+USUAL = {
+    f"large: {x}" for x in ("causal", "window", "grouped", "additive mask", "float16")
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(8)
 def test_both_paths_agree(name: str) -> None:
-    """Every tensor is the blocked path's to within its bound, and empty rows are the same; a scale
-    off by 1e-9 or rounded to fp32, or one key more, is beyond a bound, in USUAL cases far."""
+    """Every tensor is the blocked path's to within its bound, and empty rows are the
+    same; a scale off by 1e-9 or rounded to fp32, or one key more, is beyond a bound, in
+    USUAL cases far."""
     case = CASES[name]
     exact, found = blocked.gradients(case), fused.gradients(case)
     limits = bounds(case, exact)
@@ -193,8 +211,12 @@ def test_both_paths_agree(name: str) -> None:
 
 
 def test_both_ways_to_a_softmax_are_taken() -> None:
-    """Some cases are bounded and subtract no maximum, others go online; some rows have no keys."""
-    met = [(fused._Operands.of(x).bounded(x), bool(empty_rows(x).any())) for x in CASES.values()]
+    """Some cases are bounded and subtract no maximum, others go online; some rows have no
+    keys."""
+    met = [
+        (fused._Operands.of(x).bounded(x), bool(empty_rows(x).any()))
+        for x in CASES.values()
+    ]
     for bounded in (True, False):
         assert sum(way == bounded for way, _ in met) > 10
         assert (bounded, True) in met
@@ -207,7 +229,8 @@ PARTED = ("grouped", "one kv head", "positions, causal", "additive mask", "bool 
 @pytest.mark.parametrize("name", PARTED)
 @pytest.mark.one_in(4)
 def test_divided_keys_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are merged; a sink counts once, and a row may see nothing in a part or in any."""
+    """Parts are merged; a sink counts once, and a row may see nothing in a part or in
+    any."""
     monkeypatch.setattr(fused, "PROGRAMS", 1 << 20)
     monkeypatch.setattr(fused, "LEAST_BLOCKS", 1)
     case = LARGE[name]
@@ -231,7 +254,8 @@ def power(x: torch.Tensor, small: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("small", [False, True])
 def test_exp2_is_as_good_as_it_says(small: bool) -> None:
-    """To a relative 2^-52 from -1021 to 1021; exact at whole numbers, and 0 below that."""
+    """To a relative 2^-52 from -1021 to 1021; exact at whole numbers, and 0 below
+    that."""
     made = torch.Generator().manual_seed(3)
     wide = (torch.rand(4096, generator=made, dtype=torch.float64) - 0.5) * 2042
     whole = torch.arange(-1021, 1022, dtype=torch.float64).repeat(2)[:2048]
@@ -240,7 +264,9 @@ def test_exp2_is_as_good_as_it_says(small: bool) -> None:
     tiny = torch.logspace(-300, 0, 512, dtype=torch.float64) * (-1) ** torch.arange(512)
     x = torch.cat([wide, whole, beside.clamp(-1021, 1021), tiny])
     with mpmath.workdps(40):
-        pairs = zip(*(map(mpmath.mpf, z.tolist()) for z in (x, power(x, small))), strict=True)
+        pairs = zip(
+            *(map(mpmath.mpf, z.tolist()) for z in (x, power(x, small))), strict=True
+        )
         assert 1.0 < max(abs(b / mpmath.power(2, a) - 1) for a, b in pairs) * 2**53 < 2.0
     edges = torch.zeros(1024, dtype=torch.float64)
     edges[:6] = torch.tensor([-1021.0, 1021.0, 0.0, -math.inf, -1e300, -1021.5])
@@ -255,7 +281,9 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 37, 9), (1, 2, 130, 64), (1, 1, 5, 80), (3, 1, 17
 @pytest.mark.parametrize("dtype", [torch.float64, SINGLE, HALF])  # bfloat16 is wrong here
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.one_in(4)
-def test_row_sums_are_pytorchs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_row_sums_are_pytorchs(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
     """Maxima are equal, sums of up to 10^6 fp64 numbers those of another order."""
     made = dataclasses.replace(yardstick("float16", shape, empty=False), unrounded=None)
     for expects, baseline in ((True, made.baseline), (False, None)):

@@ -46,7 +46,9 @@ def lse(head: int = 0, **changes: Any) -> DeviationRow:
     nothing = dict.fromkeys(SOUND)
     measured = {"elements": 10_000, "nonfinite": 0, "rms": 1e-5, "rel": 2e-6}
     measured |= {"max_abs": 1e-4, "mean_abs": 1e-6}
-    return row(head, **{**nothing, **measured, "tensor": "lse", "out_format": None, **changes})
+    return row(
+        head, **{**nothing, **measured, "tensor": "lse", "out_format": None, **changes}
+    )
 
 
 def control(fault: str, dose: float, ratio: float | None, **changes: Any) -> DeviationRow:
@@ -54,7 +56,9 @@ def control(fault: str, dose: float, ratio: float | None, **changes: Any) -> Dev
     return row(**{**fields, "expected_ratio": ratio, **changes})
 
 
-def case(name: str = "c", heads: int = 4, kv_heads: int | None = None, dim: int = 10) -> CaseRecord:
+def case(
+    name: str = "c", heads: int = 4, kv_heads: int | None = None, dim: int = 10
+) -> CaseRecord:
     return CaseRecord(
         case=name, batch=8, heads=heads, kv_heads=kv_heads or heads, q_len=100, kv_len=100,
         head_dim=dim, v_dim=dim, source_format="float32", mask="none", is_causal=True,
@@ -79,13 +83,17 @@ def planned(rows: Sequence[DeviationRow], /, **fields: Any) -> PlanRecord:
     })  # fmt: skip
 
 
-def judge(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any) -> Judgement:
+def judge(
+    rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any
+) -> Judgement:
     """Rows that are all that was planned."""
     rules, record = rules or default_rules(), planned(rows, **plan)
     power = tuple(power_of(rows, record, rules))
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     passed = (sum(fa_rule), len(fa_rule)) if fa_rule else None
-    return judging.judge(tests_of(rows, record, rules, ()), rules, power=power, fa_rule=passed)
+    return judging.judge(
+        tests_of(rows, record, rules, ()), rules, power=power, fa_rule=passed
+    )
 
 
 def rule_tests(judgement: Judgement) -> list[Any]:
@@ -93,13 +101,16 @@ def rule_tests(judgement: Judgement) -> list[Any]:
     return [t for t in judgement.tests if not t.runs and t.rule != SOMETHING]
 
 
-def findings_of(rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any) -> Any:
+def findings_of(
+    rows: Sequence[DeviationRow], rules: Rules | None = None, **plan: Any
+) -> Any:
     """The same in words."""
     return findings.findings_in(judge(rows, rules, **plan), rows)
 
 
 def report(*rows: DeviationRow, **system: Any) -> AuditReport:
-    """A report that claims to be whole: by its plan these rows are all there should be."""
+    """A report that claims to be whole: by its plan these rows are all there should
+    be."""
     return judging.judged(unjudged(*together(rows), **system))
 
 
@@ -111,7 +122,9 @@ def together(rows: Sequence[DeviationRow]) -> list[DeviationRow]:
         if r.status == "ok":
             tensors.setdefault(str(task(r)), {})[r.tensor] = None
     return [
-        r.model_copy(update={"tensors": tuple(tensors[str(task(r))])}) if r.status == "ok" else r
+        r.model_copy(update={"tensors": tuple(tensors[str(task(r))])})
+        if r.status == "ok"
+        else r
         for r in rows
     ]
 
@@ -119,7 +132,9 @@ def together(rows: Sequence[DeviationRow]) -> list[DeviationRow]:
 def unjudged(*rows: DeviationRow, **system: Any) -> AuditReport:
     """The same before it was judged."""
     cases = dict.fromkeys(r.case for r in rows)
-    heads = {name: 1 + max([r.head or 0 for r in rows if r.case == name]) for name in cases}
+    heads = {
+        name: 1 + max([r.head or 0 for r in rows if r.case == name]) for name in cases
+    }
     return AuditReport(
         provenance=Provenance(
             numdev="0", command="numdev audit", created="2026-01-01T00:00:00+00:00",

@@ -1,7 +1,9 @@
-"""Kernels that turn on the process they run in, named `hostile_kernels:NAME` by the tests.
+"""Kernels that turn on the process they run in, named `hostile_kernels:NAME` by the
+tests.
 
-`FAMILIES` is the table: a family's function, and the arguments by which its members differ. Each
-member is a kernel of this module, NAME `family-member` with an underscore for every hyphen."""
+`FAMILIES` is the table: a family's function, and the arguments by which its members
+differ. Each member is a kernel of this module, NAME `family-member` with an underscore
+for every hyphen."""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def descriptors() -> list[int]:
 
 def sockets() -> list[int]:
     links = ((fd, Path(f"/proc/self/fd/{fd}")) for fd in descriptors())
-    return [fd for fd, link in links if link.is_symlink() and "socket:" in os.readlink(link)]
+    return [
+        fd for fd, link in links if link.is_symlink() and "socket:" in os.readlink(link)
+    ]
 
 
 def sound(case: AttentionCase) -> Output:
@@ -59,7 +63,7 @@ def token() -> bytes:
     return found
 
 
-# --- what is written into descriptors -------------------------------------------------------------
+# --- what is written into descriptors -------------------------------------------------
 
 
 class Evil:
@@ -75,19 +79,31 @@ def saved(message: Any) -> bytes:
     return buffer.getvalue()
 
 
-def framed(header: Any, behind: bytes = b"", length: int | None = None) -> Callable[[], bytes]:
+def framed(
+    header: Any, behind: bytes = b"", length: int | None = None
+) -> Callable[[], bytes]:
     """An answer with this task's token; of a length that is not the header's."""
 
     def message() -> bytes:
         text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        return token() + struct.pack(">Q", len(text) if length is None else length) + text + behind
+        return (
+            token()
+            + struct.pack(">Q", len(text) if length is None else length)
+            + text
+            + behind
+        )
 
     return message
 
 
 def tensors(**layout: Any) -> dict[str, Any]:
     """The header of an output with one tensor."""
-    first = {"dtype": "torch.bfloat16", "shape": [1, 2, 5, 4], "stride": [40, 20, 4, 1], **layout}
+    first = {
+        "dtype": "torch.bfloat16",
+        "shape": [1, 2, 5, 4],
+        "stride": [40, 20, 4, 1],
+        **layout,
+    }
     texts = dict.fromkeys(("did", "ran", "not_lse", "ran_backward"))
     return {"tensors": {"out": first}, **texts}
 
@@ -96,7 +112,8 @@ MESSAGES: dict[str, Callable[[], bytes]] = {
     "zeros": lambda: bytes(64),
     "noise": lambda: bytes(range(256)) * 4,
     "newline": lambda: b"\n",
-    "old-length": lambda: struct.pack("!i", 2**31 - 1),  # as multiprocessing's connections count
+    # As multiprocessing's connections count
+    "old-length": lambda: struct.pack("!i", 2**31 - 1),
     "old-huge-length": lambda: struct.pack("!i", -1) + struct.pack("!Q", 2**63),
     "pickle": lambda: pickle.dumps(Evil()),
     "torch-pickle": lambda: saved(Evil()),
@@ -174,7 +191,8 @@ def replaces(case: AttentionCase, which: str) -> Output:
         elif which == "pair":
             os.dup2(socket.socketpair()[0].detach(), fd)
         else:
-            socket.socket(fileno=os.dup(fd)).recv(1)  # takes what is not for it, which never comes
+            # Takes what is not for it, which never comes
+            socket.socket(fileno=os.dup(fd)).recv(1)
     return sound(case)
 
 
@@ -184,7 +202,7 @@ def sends_descriptors(case: AttentionCase) -> Output:
     return sound(case)
 
 
-# --- what is sent to, and done with, processes ----------------------------------------------------
+# --- what is sent to, and done with, processes ----------------------------------------
 
 
 def dies(case: AttentionCase, number: int) -> Output:
@@ -242,7 +260,8 @@ def note(pid: int) -> None:
 
 
 def forks(case: AttentionCase, how: str) -> Output:
-    """Leaves a process behind that holds every descriptor, notes it, and ends or hangs itself."""
+    """Leaves a process behind that holds every descriptor, notes it, and ends or hangs
+    itself."""
     if os.fork() == 0:
         if how in ("double", "session"):
             if how == "session":
@@ -271,7 +290,12 @@ def answers_twice(case: AttentionCase) -> Output:
 
 def daemonises(case: AttentionCase) -> Output:
     done = subprocess.Popen(
-        ["setsid", "sh", "-c", f"echo $$ >> {os.environ['HOSTILE_NOTE']}; exec sleep 1000"],
+        [
+            "setsid",
+            "sh",
+            "-c",
+            f"echo $$ >> {os.environ['HOSTILE_NOTE']}; exec sleep 1000",
+        ],
         close_fds=False,
     )
     while not Path(os.environ["HOSTILE_NOTE"]).exists():
@@ -323,7 +347,7 @@ def limits(case: AttentionCase, which: str) -> Output:
     raise RuntimeError("no limit held")
 
 
-# --- what is raised -------------------------------------------------------------------------------
+# --- what is raised -------------------------------------------------------------------
 
 
 class OwnBase(BaseException):
@@ -417,7 +441,7 @@ def raises(case: AttentionCase, error: str) -> Output:
     raise ERRORS[error]()
 
 
-# --- what is returned -----------------------------------------------------------------------------
+# --- what is returned -----------------------------------------------------------------
 
 
 class Reducing(torch.Tensor):
@@ -491,7 +515,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "closes": (
         closes,
-        {x.replace(" ", "-"): (x,) for x in ("all", "sockets", "all and waits", "shut down")},
+        {
+            x.replace(" ", "-"): (x,)
+            for x in ("all", "sockets", "all and waits", "shut down")
+        },
     ),
     "replaces": (replaces, {x: (x,) for x in ("null", "pair", "reads")}),
     "sends": (sends_descriptors, {"descriptors": ()}),
@@ -499,7 +526,18 @@ FAMILIES: dict[str, Family] = {
         dies,
         {
             x: (getattr(signal, f"SIG{x}"),)
-            for x in ("KILL", "SEGV", "ABRT", "PIPE", "BUS", "FPE", "ILL", "TERM", "HUP", "ALRM")
+            for x in (
+                "KILL",
+                "SEGV",
+                "ABRT",
+                "PIPE",
+                "BUS",
+                "FPE",
+                "ILL",
+                "TERM",
+                "HUP",
+                "ALRM",
+            )
         },
     ),
     "exits": (
@@ -522,21 +560,44 @@ FAMILIES: dict[str, Family] = {
     ),
     "interrupts": (
         interrupts,
-        {x: (getattr(signal, f"SIG{x}"),) for x in ("INT", "TERM", "HUP", "QUIT", "PIPE")},
+        {
+            x: (getattr(signal, f"SIG{x}"),)
+            for x in ("INT", "TERM", "HUP", "QUIT", "PIPE")
+        },
     ),
-    "forks": (forks, {x: (x,) for x in ("once", "double", "session", "ignores", "hangs")}),
+    "forks": (
+        forks,
+        {x: (x,) for x in ("once", "double", "session", "ignores", "hangs")},
+    ),
     "answers": (answers_twice, {"twice": ()}),
     "daemonises": (daemonises, {"itself": ()}),
     "hangs": (
         hangs,
-        {x: (x,) for x in ("sleeps", "stopped", "locked", "blocked", "joins", "reads", "finally")},
+        {
+            x: (x,)
+            for x in (
+                "sleeps",
+                "stopped",
+                "locked",
+                "blocked",
+                "joins",
+                "reads",
+                "finally",
+            )
+        },
     ),
-    "limits": (limits, {x: (x,) for x in ("CPU", "NOFILE", "AS", "FSIZE", "STACK", "NPROC")}),
+    "limits": (
+        limits,
+        {x: (x,) for x in ("CPU", "NOFILE", "AS", "FSIZE", "STACK", "NPROC")},
+    ),
     "raises": (raises, {name: (name,) for name in ERRORS}),
     "returns": (returns, {name: (name,) for name in RESULTS}),
     "corrupts": (
         corrupts,
-        {x: (x,) for x in ("torch.save", "pickle", "json", "socket", "struct", "attempt")},
+        {
+            x: (x,)
+            for x in ("torch.save", "pickle", "json", "socket", "struct", "attempt")
+        },
     ),
 }
 
@@ -545,7 +606,12 @@ def members() -> Iterator[tuple[str, Callable[..., Any]]]:
     for family, (function, variants) in FAMILIES.items():
         for variant, arguments in variants.items():
             name = f"{family}_{variant}".replace("-", "_").replace(".", "_")
-            yield name, partial(function, **dict(zip(parameters(function), arguments, strict=True)))
+            yield (
+                name,
+                partial(
+                    function, **dict(zip(parameters(function), arguments, strict=True))
+                ),
+            )
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:

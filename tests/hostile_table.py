@@ -1,4 +1,5 @@
-"""Kernels that mean harm to numdev: each costs its own row, and nothing hangs, ends or stays.
+"""Kernels that mean harm to numdev: each costs its own row, and nothing hangs, ends or
+stays.
 
 Workers are forked from the process of these tests, which must therefore have one thread:
 tests/test_hostile.py runs this file by itself. All of it, some minutes: python -m pytest
@@ -40,7 +41,8 @@ SKIPPED = {"raises_odd_refusal"}
 
 @pytest.fixture(scope="module")
 def note(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where a kernel writes which processes it started; a pickle that is loaded makes it too."""
+    """Where a kernel writes which processes it started; a pickle that is loaded makes it
+    too."""
     path = tmp_path_factory.mktemp("hostile") / "note"
     os.environ["HOSTILE_NOTE"] = str(path)
     yield path
@@ -48,8 +50,9 @@ def note(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Forked:
-    """In place of `subprocess.Popen`, the guard in a fork of this process: torch is imported here,
-    so that a worker starts at once and not after seconds. All else is as it is."""
+    """In place of `subprocess.Popen`, the guard in a fork of this process: torch is
+    imported here, so that a worker starts at once and not after seconds. All else is as
+    it is."""
 
     def __init__(
         self, command: list[Any], *, stderr: int, pass_fds: tuple[int, ...], **_: object
@@ -106,7 +109,8 @@ def case() -> AttentionCase:
 def table() -> list[object]:
     slow = pytest.mark.slow
     return [
-        pytest.param(name, marks=() if name in QUICK else slow) for name in hostile_kernels.NAMES
+        pytest.param(name, marks=() if name in QUICK else slow)
+        for name in hostile_kernels.NAMES
     ]
 
 
@@ -115,8 +119,8 @@ def table() -> list[object]:
 def test_a_hostile_kernel_costs_its_own_row(
     shared: Isolated, note: Path, case: AttentionCase, name: str
 ) -> None:
-    """It ends in a failed row, by its limit at the latest; what it started is gone, nothing it sent
-    was unpickled, and the next kernel gives what it gives here."""
+    """It ends in a failed row, by its limit at the latest; what it started is gone,
+    nothing it sent was unpickled, and the next kernel gives what it gives here."""
     note.unlink(missing_ok=True)
     result = ran(shared, f"hostile_kernels:{name}", case, {}, limit_s=LIMIT_S)
     assert isinstance(result, Failure), result
@@ -136,7 +140,8 @@ def test_a_hostile_kernel_costs_its_own_row(
 def test_what_a_kernel_leaves_behind_costs_no_other_its_row(
     shared: Isolated, case: AttentionCase
 ) -> None:
-    """A kernel that answers and spoils its process: the next one is asked again in a fresh one."""
+    """A kernel that answers and spoils its process: the next one is asked again in a
+    fresh one."""
     for name in ("hostile_kernels:poisons", "hostile_kernels:babbles"):
         assert isinstance(ran(shared, name, case, {}), Output)
         after = ran(shared, "baseline", case, {})

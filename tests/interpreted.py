@@ -1,5 +1,5 @@
-"""Of Triton's interpreter: a process of its own, since TRITON_INTERPRET is read when triton is
-imported, as nothing here does; and patches inside it."""
+"""Of Triton's interpreter: a process of its own, since TRITON_INTERPRET is read when
+triton is imported, as nothing here does; and patches inside it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ HERE = Path(__file__).parent
 
 
 def prepare() -> None:
-    """What every script does first: the interpreter as numpy 2.4 can take it, and quicker."""
+    """What every script does first: the interpreter as numpy 2.4 can take it, and
+    quicker."""
     index_arrays_of_one_element()
     look_builtins_up_once()
     let_integers_wrap()
 
 
 def let_integers_wrap() -> None:
-    """As on a GPU: Triton 3.6 computes sums of integers again in 64 bits, only to complain."""
+    """As on a GPU: Triton 3.6 computes sums of integers again in 64 bits, only to
+    complain."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def look_builtins_up_once() -> None:
-    """Triton 3.6 looks all of its language up at every call of a function, a third of the time."""
+    """Triton 3.6 looks all of its language up at every call of a function, a third of the
+    time."""
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
@@ -44,7 +47,8 @@ def look_builtins_up_once() -> None:
             members = inspect.getmembers(package)
             found[package] = [(name, x) for name, x in members if is_builtin(x)]
         for name, member in found[package]:
-            if getattr(package, name) is not member:  # within a call all of them are patched
+            # Within a call all of them are patched
+            if getattr(package, name) is not member:
                 return
             interpreter._patch_attr(package, name, member, builder, scope)
 
@@ -65,7 +69,8 @@ def index_arrays_of_one_element() -> None:
 
 
 def multiply_bfloat16() -> None:
-    """Triton 3.6 multiplies the bits of bfloat16 operands, as numbers, only if interpreted."""
+    """Triton 3.6 multiplies the bits of bfloat16 operands, as numbers, only if
+    interpreted."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -87,7 +92,10 @@ def multiply_bfloat16() -> None:
 def on_cuda(test: Any) -> Any:
     """A test of Triton kernels on a GPU."""
     has_triton = importlib.util.find_spec("triton") is not None
-    for reason, is_missing in (("triton", not has_triton), ("CUDA", not torch.cuda.is_available())):
+    for reason, is_missing in (
+        ("triton", not has_triton),
+        ("CUDA", not torch.cuda.is_available()),
+    ):
         test = pytest.mark.skipif(is_missing, reason=f"needs {reason}")(test)
     return pytest.mark.gpu(test)
 

@@ -1,4 +1,5 @@
-"""Kernels that break along one axis each, and sound ones; named as `invariance_kernels:NAME`."""
+"""Kernels that break along one axis each, and sound ones; named as
+`invariance_kernels:NAME`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ WHEN: dict[str, Callable[[AttentionCase], bool]] = {
 
 
 def emulated(case: AttentionCase, **options: Any) -> torch.Tensor:
-    """FlashAttention-2, by default with 16 keys a tile: rows and sequences as if alone."""
+    """FlashAttention-2, by default with 16 keys a tile: rows and sequences as if
+    alone."""
     return find("emulated").attend(case, **{"block_kv": 16, **options}).out
 
 
@@ -61,7 +63,8 @@ counted: list[int] = []
 
 
 def shared_maximum(case: AttentionCase) -> torch.Tensor:
-    """A maximum over all sequences: where another's scores are far higher, exp underflows."""
+    """A maximum over all sequences: where another's scores are far higher, exp
+    underflows."""
     alone = torch.cat([emulated(_sequence(case, i)) for i in range(case.q.shape[0])])
     largest = case.q.float().abs().amax()
     own = case.q.float().abs().amax(dim=(1, 2, 3), keepdim=True)
@@ -69,8 +72,8 @@ def shared_maximum(case: AttentionCase) -> torch.Tensor:
 
 
 def maximum_of_all(case: AttentionCase) -> torch.Tensor:
-    """One maximum for a whole call, before its mask: where other rows, or hidden keys, have far
-    higher scores, exp underflows."""
+    """One maximum for a whole call, before its mask: where other rows, or hidden keys,
+    have far higher scores, exp underflows."""
     q, k, v = (
         case.q.float(),
         *(x.float().repeat_interleave(case.group, 1) for x in (case.k, case.v)),
@@ -86,8 +89,8 @@ def maximum_of_all(case: AttentionCase) -> torch.Tensor:
 
 
 def attached_maximum(case: AttentionCase) -> torch.Tensor:
-    """Tiles of 16 keys in the working format, whose maximum is part of autograd's graph: what
-    rounding leaves of a row's sum of dS goes to the key that holds it."""
+    """Tiles of 16 keys in the working format, whose maximum is part of autograd's graph:
+    what rounding leaves of a row's sum of dS goes to the key that holds it."""
     k, v = (x.repeat_interleave(case.group, 1) for x in (case.k, case.v))
     shown = explicit_mask(case)
     largest = torch.full((*case.q.shape[:3], 1), -1e30, dtype=case.q.dtype)
@@ -96,7 +99,10 @@ def attached_maximum(case: AttentionCase) -> torch.Tensor:
         scores = case.q @ k[:, :, at : at + 16].mT * case.scale
         if shown is not None:
             scores = scores.masked_fill(~shown[..., at : at + 16], -torch.inf)
-        before, largest = largest, torch.maximum(largest, scores.max(-1, keepdim=True).values)
+        before, largest = (
+            largest,
+            torch.maximum(largest, scores.max(-1, keepdim=True).values),
+        )
         P, factor = (scores - largest).exp(), (before - largest).exp()
         total = total * factor + P.sum(-1, keepdim=True)
         out = out * factor + P @ v[:, :, at : at + 16]
@@ -112,9 +118,12 @@ def _sequence(case: AttentionCase, i: int) -> AttentionCase:
 
 
 def reads_beyond(case: AttentionCase) -> torch.Tensor:
-    """The key behind the last one too, with a weight of a thousandth, where there is memory."""
+    """The key behind the last one too, with a weight of a thousandth, where there is
+    memory."""
     v, (b, h, n, d) = case.v, case.v.shape
-    end = v.storage_offset() + sum((s - 1) * t for s, t in zip(v.shape, v.stride(), strict=True))
+    end = v.storage_offset() + sum(
+        (s - 1) * t for s, t in zip(v.shape, v.stride(), strict=True)
+    )
     if end + v.stride(2) >= v.untyped_storage().size() // v.element_size():
         return emulated(case)
     more = v.as_strided((b, h, n + 1, d), v.stride(), v.storage_offset())[:, :, n:]
@@ -224,19 +233,23 @@ def eight_bits(case: AttentionCase) -> torch.Tensor:
     return emulated(case).to(torch.float8_e4m3fn)
 
 
-def no_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+def no_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
+) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 def other_mask(case: AttentionCase) -> torch.Tensor:
     """A mask that is added counts double; a hidden key is hidden either way."""
-    return emulated(case) * (1.05 if case.mask is not None and case.mask.ndim == 2 else 1.0)
+    return emulated(case) * (
+        1.05 if case.mask is not None and case.mask.ndim == 2 else 1.0
+    )
 
 
 @kernel("fp8-cache", claims=lambda *_: {"preset": "fa2", "p": "float8_e4m3fn"})
 def fp8_cache(case: AttentionCase) -> torch.Tensor:
-    """P in an 8-bit format; a prefill walks its keys from the first tile of 32, a decode step from
-    the last of 16."""
+    """P in an 8-bit format; a prefill walks its keys from the first tile of 32, a decode
+    step from the last of 16."""
     if WHEN["decode"](case):
         return emulated(case, p="float8_e4m3fn", kv_order="descending")
     return emulated(case, p="float8_e4m3fn", block_kv=32)

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(file: str) -> Any:
-    """A file of the repository as the module of its name, which numdev finds as `NAME:FUNCTION`."""
+    """A file of the repository as the module of its name, which numdev finds as
+    `NAME:FUNCTION`."""
     path = ROOT / file
     if path.stem not in sys.modules:
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,7 +1,8 @@
-"""Tiny models that tests build on the spot: real architectures, and modules written by hand.
+"""Tiny models that tests build on the spot: real architectures, and modules written by
+hand.
 
-Weights are drawn far wider than a trained model's start: with scores near zero a soft cap or a
-wrong scale would hardly move the output."""
+Weights are drawn far wider than a trained model's start: with scores near zero a soft cap
+or a wrong scale would hardly move the output."""
 
 from __future__ import annotations
 
@@ -27,19 +28,24 @@ SEQ2SEQ = {**SMALL, "d_model": 32, "init_std": 0.3, "max_position_embeddings": 6
 for part in ("encoder", "decoder"):
     SEQ2SEQ |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, **HEADS}
-IMAGE = {"image_size": 12, "patch_size": 4}  # ten tokens: nine patches and one for the class
+# Ten tokens: nine patches and one for the class
+IMAGE = {"image_size": 12, "patch_size": 4}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # Architecture and configuration, by name.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**WIDE, "n_head": 4, "n_positions": 64}),
     # Grouped heads, 4 queries to a key.
-    "llama": ("LlamaForCausalLM", {**DECODER, "num_attention_heads": 8, "num_key_value_heads": 2}),
+    "llama": (
+        "LlamaForCausalLM",
+        {**DECODER, "num_attention_heads": 8, "num_key_value_heads": 2},
+    ),
     "bert": ("BertForMaskedLM", DECODER),
     # A learned position bias is added to the scores.
     "t5": ("T5EncoderModel", T5),
     "t5_seq2seq": ("T5ForConditionalGeneration", T5),
-    # Calls SDPA itself, past transformers' attention interface; one key head for all queries.
+    # Calls SDPA itself, past transformers' attention interface; one key head for all
+    # queries.
     "falcon": (
         "FalconForCausalLM",
         {**WIDE, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -53,7 +59,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # A soft cap that bites; a window of 4 in the first layer, none in the second.
     "gemma2": (
         "Gemma2ForCausalLM",
-        {**GROUPED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "sliding_window": 4},
+        {
+            **GROUPED,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 0.5,
+            "sliding_window": 4,
+        },
     ),
     # Norms of q and k; the same windows.
     "gemma3": (
@@ -64,7 +75,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Attention sinks, and a window of 4 in the first layer.
     "gpt_oss": (
         "GptOssForCausalLM",
-        {**GROUPED, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+        {
+            **GROUPED,
+            "intermediate_size": 16,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        }
         | {"sliding_window": 4, "rope_parameters": ROPE},
     ),
     "bart": (
@@ -74,7 +90,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # An encoder of 24 frames of 8 mel bins as 12 positions, and a decoder.
     "whisper": (
         "WhisperForConditionalGeneration",
-        {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 24}
+        {
+            **SEQ2SEQ,
+            "num_mel_bins": 8,
+            "max_source_positions": 12,
+            "max_target_positions": 24,
+        }
         | {"decoder_start_token_id": 3},
     ),
     "vit": ("ViTForImageClassification", {**TOWER, **IMAGE, "initializer_range": 0.3}),
@@ -92,22 +113,44 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", GROUPED),
     # One norm over all heads of q, so that every head depends on all of W_Q.
     "olmo2": ("Olmo2ForCausalLM", {**DECODER, "num_key_value_heads": 4}),
-    # q, k and v of a head beside each other in one layer; rotary embeddings on a quarter of it.
+    # q, k and v of a head beside each other in one layer; rotary embeddings on a quarter
+    # of it.
     "gpt_neox": ("GPTNeoXForCausalLM", {**DECODER, "use_parallel_residual": True}),
     # A window of 4 in every layer.
     "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 4}),
     # Every expert is stored by itself, and the model has them stacked.
     "mixtral": (
         "MixtralForCausalLM",
-        {**DECODER, "intermediate_size": 16, "num_key_value_heads": 2, "num_local_experts": 3},
+        {
+            **DECODER,
+            "intermediate_size": 16,
+            "num_key_value_heads": 2,
+            "num_local_experts": 3,
+        },
     ),
-    # Each query sees 4 keys, which the model chooses by their scores in a head of their own.
+    # Each query sees 4 keys, which the model chooses by their scores in a head of their
+    # own.
     "deepseek_v32": (
         "DeepseekV32ForCausalLM",
-        {**DECODER, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
-        | {"qk_nope_head_dim": 8, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
+        {
+            **DECODER,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        }
+        | {
+            "qk_nope_head_dim": 8,
+            "index_topk": 4,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+        }
         | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
-        | {"moe_intermediate_size": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+        | {
+            "moe_intermediate_size": 16,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+        },
     ),
     # A linear attention, called self_attn too, before one with a softmax.
     "minimax": (
@@ -121,12 +164,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 4}
         | {"block_types": ["recurrent", "attention"]},
     ),
-    # Attends by hand; and as its rotary embedding counts from the right, later tokens matter.
-    "roformer": ("RoFormerForCausalLM", {**DECODER, "is_decoder": True, "embedding_size": 32}),
+    # Attends by hand; and as its rotary embedding counts from the right, later tokens
+    # matter.
+    "roformer": (
+        "RoFormerForCausalLM",
+        {**DECODER, "is_decoder": True, "embedding_size": 32},
+    ),
     # State spaces alone.
     "mamba2": (
         "Mamba2ForCausalLM",
-        {**WIDE, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+        {
+            **WIDE,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+        },
     ),
     # One layer that runs twice.
     "albert": ("AlbertModel", {**DECODER, "embedding_size": 16}),
@@ -166,9 +220,12 @@ def saved(name: str, directory: Path, **changes: Any) -> Path:
 
 
 class Attending(nn.Module):
-    """One attention layer over an embedding; `how` attends, `then` does in a second run."""
+    """One attention layer over an embedding; `how` attends, `then` does in a second
+    run."""
 
-    def __init__(self, how: str, then: str = "", *, dim: int = 16, heads: int = 2) -> None:
+    def __init__(
+        self, how: str, then: str = "", *, dim: int = 16, heads: int = 2
+    ) -> None:
         super().__init__()
         self.embed, self.then = nn.Embedding(96, dim), then
         self.attn = self.Layer(how, dim, heads)
@@ -184,7 +241,9 @@ class Attending(nn.Module):
         def __init__(self, how: str, dim: int, heads: int) -> None:
             super().__init__()
             self.how, self.heads = how, heads
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, dim) for _ in range(3))
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(dim, dim) for _ in range(3)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = (
@@ -195,5 +254,7 @@ class Attending(nn.Module):
                 out = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1) @ v
             else:
                 dropout = 0.1 if self.how == "dropout" else 0.0
-                out = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
+                out = F.scaled_dot_product_attention(
+                    q, k, v, None, dropout, is_causal=True
+                )
             return out.transpose(1, 2).flatten(2)

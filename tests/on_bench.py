@@ -40,7 +40,8 @@ def measured_rows(
 
 
 def grouped_step(length: int, **changes: Any) -> AttentionCase:
-    """Two sequences, four query heads on two kv heads, with dO; `changes` are the case's."""
+    """Two sequences, four query heads on two kv heads, with dO; `changes` are the
+    case's."""
     shape: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
     return drawn(length, dtype=torch.float32, **shape, **{"scale": 0.25, **changes})
 
@@ -48,7 +49,9 @@ def grouped_step(length: int, **changes: Any) -> AttentionCase:
 def task_of(bench: Bench, kernel: Kernel, **changes: Any) -> Task:
     """The task of a kernel on a bench."""
     given = {"role": "kernel", "gradients": bench.selection.gradients, **changes}
-    return Task(case=bench.case.ref, kernel=kernel.name, format=bench.format.name, **given)
+    return Task(
+        case=bench.case.ref, kernel=kernel.name, format=bench.format.name, **given
+    )
 
 
 def rows_on(bench: Bench, kernel: Kernel, system: System = HERE, **changes: Any) -> Any:

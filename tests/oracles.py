@@ -1,8 +1,10 @@
-"""Attention and its gradients from their definition, in 90 decimal digits, with error bounds.
+"""Attention and its gradients from their definition, in 90 decimal digits, with error
+bounds.
 
-`attention` and `gradients` share no code with numdev: loops over mpmath numbers, with their own
-reading of causality, window, mask, soft cap, sinks and grouped heads; delta is sum_j P_ij dP_ij.
-`FEATURES` is the table of tiny cases that several test files go through."""
+`attention` and `gradients` share no code with numdev: loops over mpmath numbers, with
+their own reading of causality, window, mask, soft cap, sinks and grouped heads; delta is
+sum_j P_ij dP_ij. `FEATURES` is the table of tiny cases that several test files go
+through."""
 
 from __future__ import annotations
 
@@ -24,12 +26,14 @@ EXP_U20 = 40 * U32  # of PyTorch's exponential in float32: 20 ulp
 GRADIENTS = ("dq", "dk", "dv")
 Numbers = np.ndarray[Any, Any]
 ZERO = mpmath.mpf(0)
-# exp(-10^6) is 10^-434294: nothing, at 90 digits, beside the row's maximum, whose weight is 1.
+# exp(-10^6) is 10^-434294: nothing, at 90 digits, beside the row's maximum, whose weight
+# is 1.
 NEGLIGIBLE = -1_000_000
 # Below exp(-746) float64 has only zero, and a score's error no longer matters.
 UNDERFLOW = -746
 
-# Every feature by itself, and the combinations in which they could get into each other's way.
+# Every feature by itself, and the combinations in which they could get into each other's
+# way.
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "batch": {"batch": 3},
@@ -82,14 +86,16 @@ class Exact:
     empty: Numbers
     """bool."""
     size: Numbers
-    """float [B, H, q_len]: the largest sum of absolute terms in a score of the row that counts."""
+    """float [B, H, q_len]: the largest sum of absolute terms in a score of the row that
+    counts."""
     weights: dict[tuple[int, ...], dict[int, Any]]
     """P of the keys that a row sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactGradients:
-    """Arrays of mpmath numbers; sums of absolute terms, and largest errors in unit roundoff u."""
+    """Arrays of mpmath numbers; sums of absolute terms, and largest errors in unit
+    roundoff u."""
 
     dq: Numbers
     dk: Numbers
@@ -98,14 +104,14 @@ class ExactGradients:
     bounds: dict[str, Numbers]
 
 
-# --- the oracle ----------------------------------------------------------------------------------
+# --- the oracle -----------------------------------------------------------------------
 
 
 def attention(case: AttentionCase) -> Exact:
     """softmax(bias + softcap(scale * Q K^T)) V over the visible keys, by definition.
 
-    Inputs must be finite, but for -inf in a mask. A row without visible keys is 0, with log-sum-exp
-    -inf, or its sink."""
+    Inputs must be finite, but for -inf in a mask. A row without visible keys is 0, with
+    log-sum-exp -inf, or its sink."""
     shape = tuple(case.q.shape[:3])
     out, term_scale = _zeros(*shape, case.v.shape[-1]), _zeros(*shape, case.v.shape[-1])
     lse, size = np.full(shape, mpmath.ninf, dtype=object), np.zeros(shape)
@@ -130,15 +136,19 @@ def attention(case: AttentionCase) -> Exact:
             lse[at] = top + mpmath.log(l)
             counting = [a for s, a in scores.values() if s - top > UNDERFLOW]
             size[at] = max(map(float, [*counting, *map(abs, sinks)]))
-    return Exact(out=out, lse=lse, term_scale=term_scale, empty=empty, size=size, weights=weights)
+    return Exact(
+        out=out, lse=lse, term_scale=term_scale, empty=empty, size=size, weights=weights
+    )
 
 
 def gradients(case: AttentionCase, u: float = U64) -> ExactGradients:
-    """dQ, dK and dV of sum(O dO), by definition; what `attention` asks of a case is asked here.
+    """dQ, dK and dV of sum(O dO), by definition; what `attention` asks of a case is asked
+    here.
 
-    How far gradients in unit roundoff u by the formulas of `numdev.kernels.reference` may be off,
-    to first order, with n, d, A and p as in `error_bounds`, v_dim e, and m = q_len * group the
-    terms in a sum over rows. Let D_ij = sum_c |dO_ic V_jc| and E_i = sum_j P_ij D_ij.
+    How far gradients in unit roundoff u by the formulas of `numdev.kernels.reference` may
+    be off, to first order, with n, d, A and p as in `error_bounds`, v_dim e, and m =
+    q_len * group the terms in a sum over rows. Let D_ij = sum_c |dO_ic V_jc| and E_i =
+    sum_j P_ij D_ij.
     - P, normalised, is off by a relative 2 p + (n + 2) u: its exponential, the sum, a quotient.
     - dP is a dot product: e u D_ij. delta sums e products with O, which is off by 2 p + (2 n + 4) u
       of its term scale: (2 p + (2 n + e + 4) u) E_i. Their difference rounds once.
@@ -149,7 +159,9 @@ def gradients(case: AttentionCase, u: float = U64) -> ExactGradients:
     - dQ and dK sum n and m such products with K or Q, scaled; dV sums m products P dO."""
     forward = attention(case)
     shapes = {"dq": case.q.shape, "dk": case.k.shape, "dv": case.v.shape}
-    exact, terms, wide = ({x: _zeros(*shape) for x, shape in shapes.items()} for _ in range(3))
+    exact, terms, wide = (
+        {x: _zeros(*shape) for x, shape in shapes.items()} for _ in range(3)
+    )
     n, m, d, e = case.kv_len, case.q_len * case.group, case.q.shape[3], case.v.shape[3]
     with mpmath.workdps(DIGITS):
         for at, P in forward.weights.items():
@@ -157,7 +169,10 @@ def gradients(case: AttentionCase, u: float = U64) -> ExactGradients:
             g, A = _kv_head(case, h), forward.size[at]
             dO, q = _exact(case.grad_out[at]), _exact(case.q[at])
             v, k = ({j: _exact(x[b, g, j]) for j in P} for x in (case.v, case.k))
-            dP, D = {j: (dO * v[j]).sum() for j in P}, {j: abs(dO * v[j]).sum() for j in P}
+            dP, D = (
+                {j: (dO * v[j]).sum() for j in P},
+                {j: abs(dO * v[j]).sum() for j in P},
+            )
             delta, E = sum(P[j] * dP[j] for j in P), sum(P[j] * D[j] for j in P)
             p = (d + 12) * u * A + 4 * u
             c = 4 * p + (3 * n + 2 * e + 12) * u
@@ -168,7 +183,10 @@ def gradients(case: AttentionCase, u: float = U64) -> ExactGradients:
                 if case.softcap is not None:
                     y = case.scale * (q * k[j]).sum() / case.softcap
                     weight *= mpmath.sech(y) ** 2
-                dX, absolute = weight * (dP[j] - delta), abs(weight) * (abs(dP[j]) + abs(delta))
+                dX, absolute = (
+                    weight * (dP[j] - delta),
+                    abs(weight) * (abs(dP[j]) + abs(delta)),
+                )
                 bound, of_dv = c * abs(weight) * (D[j] + E), (2 * p + (n + 2) * u) * P[j]
                 for name, row, other, parts in (
                     ("dq", at, k[j], (dX, absolute, bound)),
@@ -234,13 +252,14 @@ def _zeros(*shape: int) -> Numbers:
     return np.full(shape, ZERO, dtype=object)
 
 
-# --- how far a sound algorithm may be, and holding it to that ------------------------------------
+# --- how far a sound algorithm may be, and holding it to that -------------------------
 
 
 def error_bounds(
     case: AttentionCase, exact: Exact, u: float = U64, *, exp_error: float = 0.0
 ) -> tuple[Numbers, Numbers]:
-    """The largest errors of out and lse for two-pass softmax attention in unit roundoff u.
+    """The largest errors of out and lse for two-pass softmax attention in unit roundoff
+    u.
 
     To first order in u, with n keys, head_dim d, and A (`exact.size`) the sum of the
     absolute terms of a score:
@@ -251,22 +270,31 @@ def error_bounds(
       (2 ulp: 4 u, plus `exp_error` for a deliberately coarse one). Call it p. The maximum is the
       same number in P and l; its own error cancels.
     - l and PV are sums of n terms: n u each. PV also multiplies, and the quotient rounds: 4 u.
-    So |out error| <= term scale * (2 p + (2 n + 4) u). And lse = m + log l, which rounds three
-    times more: |lse error| <= p + (n + 4) u + 2 u (|lse| + A). Underflow adds less than n times the
-    smallest normal number of float64 or float32 (times |V| at most 2^10 here)."""
+    So |out error| <= term scale * (2 p + (2 n + 4) u). And lse = m + log l, which rounds
+    three times more: |lse error| <= p + (n + 4) u + 2 u (|lse| + A). Underflow adds less
+    than n times the smallest normal number of float64 or float32 (times |V| at most 2^10
+    here)."""
     d, n = case.q.shape[3], case.k.shape[2]
     tiny = n * 2.0 ** (10 - (1022 if u == U64 else 126))
     p = (d + 12) * u * exact.size + 4 * u + exp_error
     out = exact.term_scale.astype(float) * (2 * p + (2 * n + 4) * u)[..., None] + tiny
-    size = np.where(np.isinf(exact.lse.astype(float)), 0.0, np.abs(exact.lse.astype(float)))
+    size = np.where(
+        np.isinf(exact.lse.astype(float)), 0.0, np.abs(exact.lse.astype(float))
+    )
     return out, p + (n + 4) * u + 2 * u * (size + exact.size)
 
 
 def assert_within(actual: Tensor, exact: Any, bound: Any) -> None:
-    """|actual - exact| <= bound in 90 digits, infinity where it is expected, NaN nowhere."""
-    expected = exact.double().numpy().astype(object) if isinstance(exact, Tensor) else exact
+    """|actual - exact| <= bound in 90 digits, infinity where it is expected, NaN
+    nowhere."""
+    expected = (
+        exact.double().numpy().astype(object) if isinstance(exact, Tensor) else exact
+    )
     assert tuple(actual.shape) == expected.shape
-    found, limit = actual.detach().double().numpy(), np.broadcast_to(bound, expected.shape)
+    found, limit = (
+        actual.detach().double().numpy(),
+        np.broadcast_to(bound, expected.shape),
+    )
 
     def is_near(a: float, e: Any, most: float) -> bool:
         if not math.isfinite(a) or not mpmath.isfinite(e):
@@ -274,15 +302,21 @@ def assert_within(actual: Tensor, exact: Any, bound: Any) -> None:
         with mpmath.workdps(DIGITS):
             return bool(abs(mpmath.mpf(a) - e) <= most)
 
-    each = ((at, float(found[at]), expected[at], limit[at]) for at in np.ndindex(*expected.shape))
+    each = (
+        (at, float(found[at]), expected[at], limit[at])
+        for at in np.ndindex(*expected.shape)
+    )
     wrong = [x for x in each if not is_near(*x[1:])]
     assert not wrong, (
         f"{len(wrong)} of {found.size} are off; first place, value, exact, bound: "
-        + (f"{wrong[0][0]}, {wrong[0][1]!r}, {mpmath.nstr(wrong[0][2], 20)}, {wrong[0][3]:.3g}")
+        + (
+            f"{wrong[0][0]}, {wrong[0][1]!r}, {mpmath.nstr(wrong[0][2], 20)}, "
+            f"{wrong[0][3]:.3g}"
+        )
     )
 
 
-# --- small cases ---------------------------------------------------------------------------------
+# --- small cases ----------------------------------------------------------------------
 
 
 def make_case(
@@ -293,15 +327,19 @@ def make_case(
 ) -> AttentionCase:  # fmt: skip
     """A case of N(0, 1) inputs in `dtype`; `fields` are the case's own.
 
-    `mask` may be a tensor, or (kind, axes): kind `bool`, `float`, or `holes` (float with -inf here
-    and there), and axes such as `b1qk`, one letter for each of its dimensions."""
+    `mask` may be a tensor, or (kind, axes): kind `bool`, `float`, or `holes` (float with
+    -inf here and there), and axes such as `b1qk`, one letter for each of its
+    dimensions."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     kv_heads = kv_heads or heads
-    q, k = normal(batch, heads, q_len, head_dim), normal(batch, kv_heads, kv_len, head_dim)
+    q, k = (
+        normal(batch, heads, q_len, head_dim),
+        normal(batch, kv_heads, kv_len, head_dim),
+    )
     v = normal(batch, kv_heads, kv_len, v_dim or head_dim)
     if isinstance(mask, tuple):
         kind, axes = mask
@@ -314,7 +352,9 @@ def make_case(
     if isinstance(sinks, bool):
         sinks = normal(heads) if sinks else None
     fields = {"ref": CaseRef(case="test"), "scale": head_dim**-0.5, **fields}
-    return AttentionCase(q=(q * logits).to(dtype), k=k, v=v, mask=mask, sinks=sinks, **fields)
+    return AttentionCase(
+        q=(q * logits).to(dtype), k=k, v=v, mask=mask, sinks=sinks, **fields
+    )
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -326,7 +366,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def with_grad(case: AttentionCase, positive: bool = False) -> AttentionCase:
     """The case with dO ~ N(0, 1), or |N(0, 1)|, in its dtype."""
     shape = (*case.q.shape[:3], case.v.shape[-1])
-    dO = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dO = torch.randn(
+        shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     dO = (dO.abs() if positive else dO).to(case.q.dtype).to(case.q.device)
     return dataclasses.replace(case, grad_out=dO)
 
@@ -359,7 +401,10 @@ def to_cuda(case: Any) -> Any:
 
 
 def heads_behind_rows(case: AttentionCase) -> AttentionCase:
-    """The same numbers in views whose heads lie behind their rows, as models make them."""
+    """The same numbers in views whose heads lie behind their rows, as models make
+    them."""
     names = ("q", "k", "v", "grad_out")
-    views = {x: getattr(case, x).transpose(1, 2).contiguous().transpose(1, 2) for x in names}
+    views = {
+        x: getattr(case, x).transpose(1, 2).contiguous().transpose(1, 2) for x in names
+    }
     return dataclasses.replace(case, **views)

@@ -24,8 +24,14 @@ def tokenizer(directory: Path) -> CLIPTokenizer:
     """Of byte letters and a few words; it is saved with the pipeline."""
     directory.mkdir(parents=True, exist_ok=True)
     letters = [chr(c) for c in range(97, 123)]
-    tokens = [*letters, *(f"{x}</w>" for x in letters), *(f"{w}</w>" for w in WORDS if len(w) > 1)]
-    vocabulary = {t: i for i, t in enumerate([*tokens, "<|startoftext|>", "<|endoftext|>"])}
+    tokens = [
+        *letters,
+        *(f"{x}</w>" for x in letters),
+        *(f"{w}</w>" for w in WORDS if len(w) > 1),
+    ]
+    vocabulary = {
+        t: i for i, t in enumerate([*tokens, "<|startoftext|>", "<|endoftext|>"])
+    }
     (directory / "vocab.json").write_text(json.dumps(vocabulary))
     (directory / "merges.txt").write_text("#version: 0.2\n")
     return CLIPTokenizer(
@@ -45,14 +51,19 @@ def vae(channels: int = 4, **more: Any) -> diffusers.AutoencoderKL:
 def text_config(words: CLIPTokenizer) -> CLIPTextConfig:
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     tokens = {name: getattr(words, name) for name in ("bos_token_id", "eos_token_id")}
-    read = {"vocab_size": len(words), "max_position_embeddings": 12, "num_attention_heads": 2}
+    read = {
+        "vocab_size": len(words),
+        "max_position_embeddings": 12,
+        "num_attention_heads": 2,
+    }
     return CLIPTextConfig(
         **size, **tokens, **read, pad_token_id=words.pad_token_id, projection_dim=16
     )
 
 
 def stable_diffusion(directory: Path, scheduler: Any = None) -> Path:
-    """A UNet with self and cross attention, a CLIP text encoder, a VAE; guided by default."""
+    """A UNet with self and cross attention, a CLIP text encoder, a VAE; guided by
+    default."""
     torch.manual_seed(0)
     words = tokenizer(directory / "made")
     unet = diffusers.UNet2DConditionModel(
@@ -84,12 +95,15 @@ def dit(directory: Path) -> Path:
         sample_size=8, patch_size=2, num_embeds_ada_norm=1000,
     )  # fmt: skip
     scheduler = diffusers.DDIMScheduler()
-    pipeline = diffusers.DiTPipeline(transformer=transformer, vae=vae(), scheduler=scheduler)
+    pipeline = diffusers.DiTPipeline(
+        transformer=transformer, vae=vae(), scheduler=scheduler
+    )
     return saved(pipeline, directory)
 
 
 def sd3(directory: Path) -> Path:
-    """A transformer with joint attention, and flow matching; two CLIP and a T5 text encoder."""
+    """A transformer with joint attention, and flow matching; two CLIP and a T5 text
+    encoder."""
     torch.manual_seed(0)
     words = tokenizer(directory / "made")
     t5 = {"vocab_size": len(words), "d_model": 32, "d_kv": 8, "d_ff": 32, "num_heads": 2}

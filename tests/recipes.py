@@ -1,4 +1,5 @@
-"""Cases large enough for statistics, gradients by autograd, and what is rounded at each site."""
+"""Cases large enough for statistics, gradients by autograd, and what is rounded at each
+site."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def drawn(
     dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0, one_sign: bool = False,
     **others: Any,
 ) -> AttentionCase:  # fmt: skip
-    """A case of a regime with dO; `one_sign`: V and dO > 0. `others`: of case and regime."""
+    """A case of a regime with dO; `one_sign`: V and dO > 0. `others`: of case and
+    regime."""
     shapes = Shapes(
         batch=batch, heads=heads, kv_heads=kv_heads or heads, q_len=rows or length, kv_len=length,
         head_dim=head_dim, v_dim=head_dim,
@@ -41,18 +43,30 @@ def drawn(
     q, k, v = draw(regime, shapes, seed=seed, options=others)
     q, k, v = (x.to(dtype).to(device) for x in (q, k, v.abs() + 0.5 if one_sign else v))
     fields = {"scale": head_dim**-0.5, **fields}
-    return with_grad(AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, **fields), one_sign)
+    return with_grad(
+        AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, **fields), one_sign
+    )
 
 
 def everything(**fields: Any) -> AttentionCase:
     """A bfloat16 case in which every step of both passes has something to do."""
-    shape = {"heads": 4, "kv_heads": 2, "q_len": 9, "kv_len": 11, "head_dim": 8, "logits": 3.0}
+    shape = {
+        "heads": 4,
+        "kv_heads": 2,
+        "q_len": 9,
+        "kv_len": 11,
+        "head_dim": 8,
+        "logits": 3.0,
+    }
     more = {"softcap": 3.0, "mask": ("holes", "bhqk"), "sinks": True}
     return step(dtype=torch.bfloat16, **shape, **more, **fields)
 
 
-def dense(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor, delta: float = 1.0) -> Tensor:
-    """softmax(S) V of fp64 q, k and v, without numdev's passes. A row that sees no key is 0."""
+def dense(
+    case: AttentionCase, q: Tensor, k: Tensor, v: Tensor, delta: float = 1.0
+) -> Tensor:
+    """softmax(S) V of fp64 q, k and v, without numdev's passes. A row that sees no key is
+    0."""
     k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
     S = q @ k.mT * case.scale
     if case.softcap is not None:
@@ -72,7 +86,8 @@ def dense(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor, delta: float = 1
 
 
 def autograd(case: AttentionCase, delta: float = 1.0) -> dict[str, Tensor]:
-    """`dense` as out, and dq, dk and dv by autograd; `delta` scales rowsum(dO o O) in dS."""
+    """`dense` as out, and dq, dk and dv by autograd; `delta` scales rowsum(dO o O) in
+    dS."""
     leaves = [x.detach().double().requires_grad_() for x in (case.q, case.k, case.v)]
     O = dense(case, *leaves, delta)
     found = (O.detach(), *torch.autograd.grad(O, leaves, case.grad_out.double()))

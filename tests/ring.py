@@ -14,7 +14,9 @@ from numdev.kernels.context_parallel import SEQUENCE
 
 def ring(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
     """This rank's part of a call, and of its gradients."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as of_torch
+    from torch.distributed.tensor.experimental._context_parallel import (
+        _attention as of_torch,
+    )
 
     q, k, v, *grad_out = tensors
     aten, group = torch.ops.aten, mesh.get_group()

@@ -60,7 +60,9 @@ def made(folder: Path) -> dict[str, Report]:
     return reports
 
 
-def _attention(q: Any, k: Any, v: Any, is_causal: bool = False, scale: float | None = None) -> Any:
+def _attention(
+    q: Any, k: Any, v: Any, is_causal: bool = False, scale: float | None = None
+) -> Any:
     from torch.nn.functional import scaled_dot_product_attention
 
     return scaled_dot_product_attention(
@@ -90,11 +92,17 @@ def drawn_rules(kind: str, rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.4:
         content["skipped"] = rng.choice(("allow", "refused-only", "never"))
     if rng.random() < 0.2:
-        content["required"] = rng.choice((["sdpa-*"], ["*"], ["absent"], ["sdpa-math", "absent"]))
+        content["required"] = rng.choice(
+            (["sdpa-*"], ["*"], ["absent"], ["sdpa-math", "absent"])
+        )
     if rng.random() < 0.2:
-        content["catches"] = {rng.choice(("scale", "p-bits", "absent")): _limit(rng, -3, 3) or 1.0}
+        content["catches"] = {
+            rng.choice(("scale", "p-bits", "absent")): _limit(rng, -3, 3) or 1.0
+        }
     if rng.random() < 0.15:
-        content["holds_for"] = {rng.choice(("cpu_capability", "gpu")): rng.choice(("*", "none"))}
+        content["holds_for"] = {
+            rng.choice(("cpu_capability", "gpu")): rng.choice(("*", "none"))
+        }
     return content
 
 
@@ -103,7 +111,9 @@ def _limit(rng: random.Random, low: float, high: float) -> float:
 
 
 def _threshold(number: int, rng: random.Random) -> dict[str, Any]:
-    metric = rng.choice((*sorted(METRICS), "expected_ratio", "rms", "nonfinite", "suspicion"))
+    metric = rng.choice(
+        (*sorted(METRICS), "expected_ratio", "rms", "nonfinite", "suspicion")
+    )
     rule: dict[str, Any] = {"name": f"rule {number}", "metric": metric}
     rule |= {"absent": True} if metric == "suspicion" else {"at_most": _limit(rng, -5, 4)}
     rule["may_lack"] = rng.choice(("nothing", "rows", "numbers", "numbers"))
@@ -111,7 +121,9 @@ def _threshold(number: int, rng: random.Random) -> dict[str, Any]:
         "tensor": rng.choice(("out", ["out", "dq"], "!lse")), "kernel": "!emulated",
         "role": rng.choice(("kernel", "baseline")), "format": rng.choice(("bfloat16", "float32")),
     }  # fmt: skip
-    rule["where"] = {name: where[name] for name in rng.sample(sorted(where), rng.randint(0, 2))}
+    rule["where"] = {
+        name: where[name] for name in rng.sample(sorted(where), rng.randint(0, 2))
+    }
     if metric != "suspicion" and rng.random() < 0.3:
         rule |= rng.choice(({"heads": 2}, {"scatter": 4}, {"by_case": True, "heads": 4}))
     return rule

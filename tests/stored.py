@@ -1,5 +1,5 @@
-"""State dicts stored as others store them: in shards with an index, by torch.distributed, and as
-an attacker would."""
+"""State dicts stored as others store them: in shards with an index, by torch.distributed,
+and as an attacker would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def sharded(directory: Path, state: Mapping[str, Tensor]) -> Path:
-    """The state's even and odd tensors, by name, in two files of safetensors; the index."""
+    """The state's even and odd tensors, by name, in two files of safetensors; the
+    index."""
     directory.mkdir(parents=True, exist_ok=True)
     names, weight_map = sorted(state), {}
     for i, part in enumerate((names[::2], names[1::2])):

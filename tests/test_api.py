@@ -1,4 +1,5 @@
-"""The public API: what it promises of sound kernels, of faulty ones, and of what cannot be run.
+"""The public API: what it promises of sound kernels, of faulty ones, and of what cannot
+be run.
 
 The faults are those of benchmarks/planted.py, which tests/test_power.py holds to fp64."""
 
@@ -103,11 +104,18 @@ def test_a_sound_kernel_passes_the_default_cases() -> None:
     rows = [r for r in result.report.rows if r.role == "kernel" and r.status == "ok"]
     assert {r.tensor for r in rows} == {"out", "lse", "dq", "dk", "dv"}
     assert {r.format for r in rows} == {"bfloat16", "float16"}
-    plain = [c for c in default_cases() if not (c.mask or c.window or c.softcap or c.sinks)]
+    plain = [
+        c for c in default_cases() if not (c.mask or c.window or c.softcap or c.sinks)
+    ]
     assert {r.case for r in rows} == {c.name for c in plain if not c.causal_offset}
-    lacks = "Not tested, since the function has no parameter for it: mask, window, softcap, sinks."
+    lacks = (
+        "Not tested, since the function has no parameter for it: mask, window, "
+        "softcap, sinks."
+    )
     assert result.skipped[0] == lacks
-    assert "(large-values): V is beyond the largest number of float16" in " ".join(result.skipped)
+    assert "(large-values): V is beyond the largest number of float16" in " ".join(
+        result.skipped
+    )
     assert len(result.skipped) == 3  # and no grouped heads; every shape was tested
 
 
@@ -122,14 +130,20 @@ def offering(fault: str) -> Callable[..., Tensor]:
         if softcap and fault != "softcap":
             S = softcap * torch.tanh(S / softcap)
         i, j = (torch.arange(n) for n in S.shape[-2:])
-        far = (j > i[:, None]) if is_causal else torch.zeros(S.shape[-2:], dtype=torch.bool)
+        far = (
+            (j > i[:, None]) if is_causal else torch.zeros(S.shape[-2:], dtype=torch.bool)
+        )
         if window_size[0] >= 0 and fault != "window":
             far = far | (j < i[:, None] - window_size[0])
         S = S.masked_fill(far, -math.inf)
         if fault == "maximum":
-            return ((S.exp().to(q.dtype) @ v).float() / S.exp().sum(-1, keepdim=True)).to(q.dtype)
+            return ((S.exp().to(q.dtype) @ v).float() / S.exp().sum(-1, keepdim=True)).to(
+                q.dtype
+            )
         if sinks is not None and fault != "sinks":
-            S = torch.cat([S, sinks.float()[None, :, None, None].expand(*S.shape[:3], 1)], dim=-1)
+            S = torch.cat(
+                [S, sinks.float()[None, :, None, None].expand(*S.shape[:3], 1)], dim=-1
+            )
         P = S.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype)
         return P @ (v.half().to(v.dtype) if fault == "values" else v)
 
@@ -173,7 +187,9 @@ def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
     """What it says names the case, the tensor, and what is wrong with it."""
     case, tensor, words = QUICK[fault]
     given = {"backward": tensor.startswith("d"), "formats": "bfloat16"}
-    error = failing(BY_NAME[fault].function, cases=None if case == "default" else case, **given)
+    error = failing(
+        BY_NAME[fault].function, cases=None if case == "default" else case, **given
+    )
     message = " ".join(str(error).split())
     # By its name alone where another test has registered the same function.
     assert f"{fault} fails" in message
@@ -187,8 +203,11 @@ def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [name for name in BY_NAME if name not in QUICK])
 @pytest.mark.one_in(5)
-def test_the_default_cases_catch_every_other_planted_fault(fault: str, monkeypatch: Any) -> None:
-    """In a tensor it shows in, in one format. (QUICK has those that one of these cases shows.)"""
+def test_the_default_cases_catch_every_other_planted_fault(
+    fault: str, monkeypatch: Any
+) -> None:
+    """In a tensor it shows in, in one format. (QUICK has those that one of these cases
+    shows.)"""
     monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
     monkeypatch.setattr(testing, "reproduce", lambda *given, **more: [])
     entry = BY_NAME[fault]
@@ -199,18 +218,22 @@ def test_the_default_cases_catch_every_other_planted_fault(fault: str, monkeypat
 
 @pytest.mark.slow
 def test_a_delta_in_16_bits_is_caught_on_the_demo() -> None:
-    """By the rms of dq, which is a fifth and more above what is predicted, and its sound twin's is
-    not; with all rows alike it is less than a tenth above."""
+    """By the rms of dq, which is a fifth and more above what is predicted, and its sound
+    twin's is not; with all rows alike it is less than a tenth above."""
     report = numdev.audit(
         "demo", kernels=[planted.sound, planted.delta_rounded], layers=(0, 2), length=128,
         backward=True,
     )  # fmt: skip
-    wrong = {f.kernel.removeprefix("planted:") for f in report.findings if f.severity != "note"}
+    wrong = {
+        f.kernel.removeprefix("planted:") for f in report.findings if f.severity != "note"
+    }
     assert wrong == {"delta_rounded"}
     middle = {}
     for name in ("expected_ratio", "rms_ratio"):
         for kernel in ("sound", "delta_rounded"):
-            rows = [r for r in report.rows if r.kernel.endswith(kernel) and r.tensor == "dq"]
+            rows = [
+                r for r in report.rows if r.kernel.endswith(kernel) and r.tensor == "dq"
+            ]
             middle[kernel, name] = statistics.median(getattr(r, name) for r in rows)
     assert middle["delta_rounded", "rms_ratio"] > 1.2
     assert middle["delta_rounded", "expected_ratio"] < 1.1
@@ -219,7 +242,9 @@ def test_a_delta_in_16_bits_is_caught_on_the_demo() -> None:
 
 def flash_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal
+        )
 
 
 def larger_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -228,7 +253,8 @@ def larger_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> T
 
 @pytest.mark.gpu
 def test_on_a_gpu_too() -> None:
-    """FlashAttention-2 passes the default cases, forward and backward, and 2 % more is caught."""
+    """FlashAttention-2 passes the default cases, forward and backward, and 2 % more is
+    caught."""
     result = check_attention(flash_on_gpu, device="cuda")
     assert result.report.provenance.system["device"] == "cuda"
     failing(larger_on_gpu, device="cuda", cases="full")
@@ -250,7 +276,11 @@ def test_the_script_shows_it_in_a_bare_process(tmp_path: Path, monkeypatch: Any)
     monkeypatch.syspath_prepend(tmp_path)
     own = importlib.import_module("somebodys")
     error = failing(
-        own.halved, cases="decode", formats="float16", backward=False, reproducers=tmp_path / "kept"
+        own.halved,
+        cases="decode",
+        formats="float16",
+        backward=False,
+        reproducers=tmp_path / "kept",
     )
     script = error.result.reproducer
     assert str(script) in str(error)
@@ -264,7 +294,8 @@ def test_the_script_shows_it_in_a_bare_process(tmp_path: Path, monkeypatch: Any)
 
 
 def test_an_exceptions_words_are_harmless() -> None:
-    """Control characters are spelled out, in the message and in the line of pytest's summary."""
+    """Control characters are spelled out, in the message and in the line of pytest's
+    summary."""
 
     def raising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise RuntimeError("red \x1b[31m\u202e.")
@@ -273,7 +304,10 @@ def test_an_exceptions_words_are_harmless() -> None:
     for text in (str(error), error.result.in_short):
         words = " ".join(text.split())
         assert words.isprintable()
-        assert "(float16) failed in 1 of 2 calls: RuntimeError: red \\x1b[31m\\u202e." in words
+        assert (
+            "(float16) failed in 1 of 2 calls: RuntimeError: red \\x1b[31m\\u202e."
+            in words
+        )
 
 
 WRONG: dict[str, Mapping[str, Any]] = {
@@ -284,27 +318,34 @@ WRONG: dict[str, Mapping[str, Any]] = {
 }
 
 
-def told(q, k, v, is_causal=False, mask=None, scale=None, window=(99, 99), offset: int = 0):  # type: ignore
+def told(
+    q, k, v, is_causal=False, mask=None, scale=None, window=(99, 99), offset: int = 0
+):  # type: ignore
     """PyTorch's kernel, with all that is hidden in a mask."""
     far = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
     hidden = (far < -window[0]) | (far > window[1]) | (is_causal & (far > offset))
     bias = torch.zeros(hidden.shape, dtype=q.dtype) if mask is None else mask
     bias = bias.masked_fill(hidden, -math.inf)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, scale=scale
+    )
 
 
 def test_default_cases_set_what_a_function_can_be_told() -> None:
-    """One that ignores its scale, causality beside a mask or a side of a window fails, and so does
-    one that aligns causality bottom-right."""
+    """One that ignores its scale, causality beside a mask or a side of a window fails,
+    and so does one that aligns causality bottom-right."""
     given: dict[str, Any] = {"formats": "bfloat16", "backward": False}
     check_attention(told, cases=[*WRONG], **given)
     for case, wrong in WRONG.items():
-        changed = functools.wraps(told)(lambda *x, wrong=wrong, **how: told(*x, **{**how, **wrong}))
+        changed = functools.wraps(told)(
+            lambda *x, wrong=wrong, **how: told(*x, **{**how, **wrong})
+        )
         failing(changed, cases=case, **given)
 
 
 def test_heads_that_were_repeated_were_not_tested() -> None:
-    """That kv heads were repeated is said; wrong grouping is caught in a function that is told."""
+    """That kv heads were repeated is said; wrong grouping is caught in a function that is
+    told."""
 
     def swapped(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         group = q.shape[1] // k.shape[1]
@@ -320,9 +361,12 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
     assert left_out.startswith("Not tested: fewer kv heads than query heads (grouped).")
     assert check_attention(swapped, cases="full", **given).skipped == (
         "Not tested, since no call that ran sets it: is_causal.",
-        "Not tested, since no call that ran has it: a group size unlike the number of kv heads, "
-        "more queries than keys, more keys than queries, a single query, several tiles of keys, "
-        "the last one full, several tiles of keys, the last one partly full, a length equal to "
+        "Not tested, since no call that ran has it: a group size unlike the number "
+        "of kv heads, "
+        "more queries than keys, more keys than queries, a single query, several "
+        "tiles of keys, "
+        "the last one full, several tiles of keys, the last one partly full, a "
+        "length equal to "
         "head_dim, V of another width, several sequences.",
     )
     error = failing(told, cases="grouped", **given)
@@ -340,7 +384,8 @@ def attending(
 
 
 def heads_by_the_wrong_divisor(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """Query head h reads kv head h // kv_heads, which is right where a group has as many heads."""
+    """Query head h reads kv head h // kv_heads, which is right where a group has as many
+    heads."""
     shared = k.shape[1] if q.shape[1] > k.shape[1] else 1
     heads = torch.arange(q.shape[1]) // shared % k.shape[1]
     return attending(q, k[:, heads], v[:, heads], **{**how, "enable_gqa": False})
@@ -355,7 +400,9 @@ def four_heads_at_once(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
 def as_many_queries_as_keys(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """A grid of as many rows as there are keys."""
     out = attending(q, k, v, **how)
-    return torch.cat([out[:, :, : k.shape[2]], torch.zeros_like(out[:, :, k.shape[2] :])], dim=2)
+    return torch.cat(
+        [out[:, :, : k.shape[2]], torch.zeros_like(out[:, :, k.shape[2] :])], dim=2
+    )
 
 
 def transposed_where_square(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
@@ -384,11 +431,14 @@ def test_the_default_cases_have_the_sizes_that_code_takes_for_one_another(
 
     report = failing(kernel, formats="bfloat16", backward=False).result.report
     of_kernel = (r for r in report.rows if r.role == "kernel")
-    assert {r.case for r in of_kernel if (r.expected_ratio or 0) > 3 or r.nonfinite} == where
+    assert {
+        r.case for r in of_kernel if (r.expected_ratio or 0) > 3 or r.nonfinite
+    } == where
 
 
 def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:
-    """What a kernel declines is said by its shape; gradients of masks are not measured."""
+    """What a kernel declines is said by its shape; gradients of masks are not
+    measured."""
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False
@@ -401,7 +451,8 @@ def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:
              "length-of-head-dim", "continued"]  # fmt: skip
     left_out = check_attention(kernel, cases=cases, formats="bfloat16").skipped
     shapes = (
-        "Not tested, since no call that ran has it: more queries than keys, V of another width."
+        "Not tested, since no call that ran has it: more queries than keys, V "
+        "of another width."
     )
     assert shapes in left_out
     assert "Not tested: the gradients of additive masks (bias-by-head)." in left_out
@@ -409,8 +460,8 @@ def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:
 
 @pytest.mark.thorough
 def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
-    """Only a function that claims nothing, errs no more than a way of rounding may, and by no step
-    that has a name, is told how to declare one."""
+    """Only a function that claims nothing, errs no more than a way of rounding may, and
+    by no step that has a name, is told how to declare one."""
 
     def shaken(q: Tensor, k: Tensor, v: Tensor, size: float = 1e-3) -> Tensor:
         O = plain(q, k, v)
@@ -431,7 +482,9 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     (plain, {"cases": "padding"}, "no parameter for it: mask"),
     (without_backward, {"backward": True, "claims": EAGER}, "none could be measured"),
 ])  # fmt: skip
-def test_nothing_measured_raises(function: Any, given: dict[str, Any], words: str) -> None:
+def test_nothing_measured_raises(
+    function: Any, given: dict[str, Any], words: str
+) -> None:
     """A kernel that refuses every call, or every backward pass that was asked for."""
     error = failing(function, **{"cases": "full", "formats": "float16", **given})
     assert "no pass" in " ".join(str(error).split())
@@ -439,13 +492,19 @@ def test_nothing_measured_raises(function: Any, given: dict[str, Any], words: st
     assert "not measured" in error.result.in_short
 
 
-def names(cases: Any, seeds: tuple[int, ...] = (0,), gradients: bool = False) -> list[str]:
-    return [c.ref.case for c in CheckSource(cases, seeds, "cpu", gradients=gradients).cases]
+def names(
+    cases: Any, seeds: tuple[int, ...] = (0,), gradients: bool = False
+) -> list[str]:
+    return [
+        c.ref.case for c in CheckSource(cases, seeds, "cpu", gradients=gradients).cases
+    ]
 
 
 def test_cases_by_every_kind_of_name(tmp_path: Path) -> None:
     """A default case, a regime, a mapping with a grid, a file, and a call at hand."""
-    (tmp_path / "mine.yaml").write_text("cases: [{name: a, heads: 1, seq_len: 2, head_dim: 8}]")
+    (tmp_path / "mine.yaml").write_text(
+        "cases: [{name: a, heads: 1, seq_len: 2, head_dim: 8}]"
+    )
     call = next(iter(CheckSource(["decode"], (0,), "cpu", gradients=False).cases)).load()
     assert names(["causal"]) == ["causal"]
     assert names(["ties"]) == ["ties/causal=False", "ties/causal=True"]
@@ -468,17 +527,19 @@ def test_wrong_cases_are_named(cases: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(("wide", "says"), [
-    (lambda q, k, v: plain(q.double(), k.double(), v.double()), "float64 where {} (out)."),
-    (lambda q, k, v: plain(q, k, v).float(), "float32 where {} (out); all its values are repr"),
+    (lambda q, k, v: plain(q.double(), k.double(), v.double()), ("float64 where {} (out).")),
+    (lambda q, k, v: plain(q, k, v).float(), ("float32 where {} (out); all its values are repr")),
 ])  # fmt: skip
 def test_another_format_than_asked_for_is_said(wide: Any, says: str) -> None:
-    """What was rounded to bfloat16 before is held to bfloat16's floor, whatever its dtype."""
+    """What was rounded to bfloat16 before is held to bfloat16's floor, whatever its
+    dtype."""
     result = check_attention(wide, cases="full", formats="bfloat16", claims=EAGER)
     assert says.format("bfloat16 was requested") in " ".join(str(result).split())
 
 
 def test_thresholds_are_the_gates(tmp_path: Path) -> None:
-    """A mapping and a file say the same, a limit no kernel keeps fails; what is wrong is named."""
+    """A mapping and a file say the same, a limit no kernel keeps fails; what is wrong is
+    named."""
     strict = {"thresholds": [{"name": "tight", "metric": "floor_ratio", "at_most": 0.5}]}
     (tmp_path / "tight.yaml").write_text(json.dumps({"name": "given", **strict}))
     given: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}
@@ -500,9 +561,11 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_threads_and_autograd_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small calls run on one thread, a large one on all, as the report says; PyTorch's threads are
-    restored, also by a check that fails."""
+def test_threads_and_autograd_are_left_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small calls run on one thread, a large one on all, as the report says; PyTorch's
+    threads are restored, also by a check that fails."""
     monkeypatch.setattr(isolation, "SMALL", 4 * 40**2)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -524,13 +587,20 @@ def test_a_sound_kernel_passes_every_feature() -> None:
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["passed"], found["verdict"]) == (True, "PASS")
-    assert {r["tensor"] for r in found["report"]["rows"]} >= {"out", "lse", "dq", "dk", "dv"}
+    assert {r["tensor"] for r in found["report"]["rows"]} >= {
+        "out",
+        "lse",
+        "dq",
+        "dk",
+        "dv",
+    }
     assert any("soft cap" in words for words in found["not_tested"])
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_writing_into_the_inputs_is_wrong(backward: bool) -> None:
-    """A kernel that scales k in place is found out although its answer and gradients are right."""
+    """A kernel that scales k in place is found out although its answer and gradients are
+    right."""
 
     def careless(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         out = plain(q, k.clone(), v, is_causal)
@@ -542,8 +612,8 @@ def test_writing_into_the_inputs_is_wrong(backward: bool) -> None:
 
 
 def test_a_second_output_of_another_shape_is_said() -> None:
-    """Attention weights are not judged, as a wrong log-sum-exp would be; a check and an audit say
-    so."""
+    """Attention weights are not judged, as a wrong log-sum-exp would be; a check and an
+    audit say so."""
     odd = lambda q, k, v: (plain(q, k, v), q @ k.mT)  # noqa: E731
     result = check_attention(odd, cases="full", formats="bfloat16", backward=False)
     words = "attention weights [1, 4, 129, 129], expected the log-sum-exp [1, 4, 129]."
@@ -560,13 +630,19 @@ def test_a_second_output_of_another_shape_is_said() -> None:
      (lambda q: 0.0, "float"), (lambda q: q[..., 0].to_sparse(), "a torch.sparse_coo tensor")],
 )  # fmt: skip
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_log_sum_exp_that_is_none_does_not_pass(second: Any, got: str, backward: bool) -> None:
-    """Another shape or type in its place fails the call: dropped, nobody would have judged it."""
+def test_a_log_sum_exp_that_is_none_does_not_pass(
+    second: Any, got: str, backward: bool
+) -> None:
+    """Another shape or type in its place fails the call: dropped, nobody would have
+    judged it."""
     case = {"batch": 1, "heads": 2, "seq_len": 4, "head_dim": 8}
     odd = lambda q, k, v: (plain(q, k, v), second(q.detach()))  # noqa: E731
     result = numdev.check(odd, cases=case, formats="bfloat16", backward=backward)
     assert result.verdict != "PASS"
-    words = f"log-sum-exp: expected a floating-point tensor of shape [1, 2, 4] on cpu, got {got}"
+    words = (
+        "log-sum-exp: expected a floating-point tensor of shape [1, 2, 4] on "
+        f"cpu, got {got}"
+    )
     assert words in " ".join(str(result).split())
 
 
@@ -584,22 +660,33 @@ def test_what_is_found_in_one_call_is_held_against_all_others(monkeypatch: Any) 
 
 
 def test_a_small_fault_everywhere_hides_no_large_one() -> None:
-    """A factor in all calls, and a mask that is ignored: the worst call's comes first, with the
-    heads that it explains."""
+    """A factor in all calls, and a mask that is ignored: the worst call's comes first,
+    with the heads that it explains."""
 
     def two(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         return 1.003 * plain(q, k, v)
 
-    error = failing(two, cases=["full", "cross", "padding"], formats="bfloat16", backward=False)
-    causes = [(f.cause, f.count) for f in error.result.report.findings if f.rule == "function"]
-    assert causes == [("the mask is ignored", 2), ("the output is 1.003 times the exact one", 6)]
+    error = failing(
+        two, cases=["full", "cross", "padding"], formats="bfloat16", backward=False
+    )
+    causes = [
+        (f.cause, f.count) for f in error.result.report.findings if f.rule == "function"
+    ]
+    assert causes == [
+        ("the mask is ignored", 2),
+        ("the output is 1.003 times the exact one", 6),
+    ]
 
 
 def online(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by exp(S - m), whose P is cast before P V. In float16 the dq of
-    `bias-by-head` is beyond the limits of `fa2`, and as autograd rounds this."""
+    """Output and log-sum-exp by exp(S - m), whose P is cast before P V. In float16 the dq
+    of `bias-by-head` is beyond the limits of `fa2`, and as autograd rounds this."""
     S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
     if is_causal:
         S = S.masked_fill(torch.ones(S.shape[2:], dtype=torch.bool).triu(1), -math.inf)
@@ -615,30 +702,44 @@ def online(
 
 
 def test_a_wrong_log_sum_exp_is_one_finding_and_accuses_no_gradient() -> None:
-    """Of calls of more keys than gradients are searched on, of rows that see no key, and of one
-    whose dq is that of another way of rounding. The worst head is one that sees few keys."""
+    """Of calls of more keys than gradients are searched on, of rows that see no key, and
+    of one whose dq is that of another way of rounding. The worst head is one that sees
+    few keys."""
 
     def constant(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> tuple[Tensor, Tensor]:
         out, lse = online(q, k, v, attn_mask, is_causal)
         return out, lse + 0.2
 
-    error = failing(constant, cases=["full", "empty-rows", "bias-by-head"], formats="float16")
+    error = failing(
+        constant, cases=["full", "empty-rows", "bias-by-head"], formats="float16"
+    )
     report = error.result.report
     (finding,) = [f for f in report.findings if f.severity == "exceeded"]
     assert (finding.cause, finding.count) == ("in the log-sum-exp, +0.2 is added", 10)
     assert finding.place is not None
     assert finding.place.case == "empty-rows"
-    other = {r.case for r in report.rows if r.tensor == "dq" and "autograd" in (r.claim or "")}
+    other = {
+        r.case for r in report.rows if r.tensor == "dq" and "autograd" in (r.claim or "")
+    }
     assert other == {"bias-by-head"}
 
 
 def test_a_wrong_gradient_accuses_no_other() -> None:
-    """A dk without its scale is named; the dq beside it is held to the way that explains it."""
+    """A dk without its scale is named; the dq beside it is held to the way that explains
+    it."""
 
     def unscaled(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         k = k.clone()
         if k.requires_grad:
@@ -654,14 +755,18 @@ def test_a_wrong_gradient_accuses_no_other() -> None:
 
 
 def test_a_key_that_is_lost_in_one_call_is_sought_in_all() -> None:
-    """Its number is estimated, and then tried in calls that alone could not tell it: one finding,
-    in every head of every call that has such a key."""
+    """Its number is estimated, and then tried in calls that alone could not tell it: one
+    finding, in every head of every call that has such a key."""
 
     def lossy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keep = [j for j in range(k.shape[2]) if j != 140]
         return plain(q, k[:, :, keep], v[:, :, keep])
 
-    cases: Any = [{"name": "150", "seq_len": 150}, {"name": "200", "seq_len": 200}, "full"]
+    cases: Any = [
+        {"name": "150", "seq_len": 150},
+        {"name": "200", "seq_len": 200},
+        "full",
+    ]
     error = failing(lossy, cases=cases, formats="bfloat16", backward=False)
     (finding,) = [f for f in error.result.report.findings if f.severity == "exceeded"]
     assert (finding.cause, finding.count, finding.judged) == ("key 140 is dropped", 8, 12)
@@ -682,8 +787,8 @@ def test_keys_beyond_a_tile_are_one_finding() -> None:
 
 
 def test_a_kernel_is_held_to_the_way_that_explains_it_elsewhere() -> None:
-    """Plain attention where V is 1: what it errs there is too little to tell how it rounds, and
-    more than FlashAttention-2's roundings would."""
+    """Plain attention where V is 1: what it errs there is too little to tell how it
+    rounds, and more than FlashAttention-2's roundings would."""
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         S = torch.matmul(q, k.mT) * q.shape[-1] ** -0.5
@@ -695,17 +800,21 @@ def test_a_kernel_is_held_to_the_way_that_explains_it_elsewhere() -> None:
 
 
 def test_eager_attention_at_huge_scores() -> None:
-    """Near -5e4 a bfloat16 score holds no difference below 256; the error is predicted."""
+    """Near -5e4 a bfloat16 score holds no difference below 256; the error is
+    predicted."""
     case = {"heads": 2, "seq_len": 64, "head_dim": 64,
             "inputs": {"name": "far_below", "lse": -5.0e4, "q": 64.0}}  # fmt: skip
-    result = check_attention(find("baseline"), cases=case, formats="bfloat16", backward=False)
+    result = check_attention(
+        find("baseline"), cases=case, formats="bfloat16", backward=False
+    )
     rows = [r for r in result.report.rows if r.role == "kernel"]
     assert all(r.rel is not None and r.rel > 0.5 for r in rows)
     assert all(r.expected_ratio == pytest.approx(1.0, abs=0.1) for r in rows)
 
 
 def test_measure_is_the_definition() -> None:
-    """rms and the largest error against fp64 by hand; what has another shape is no output."""
+    """rms and the largest error against fp64 by hand; what has another shape is no
+    output."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 9, 8, generator=generator).half() for h in (4, 2, 2))
     out = torch.randn(2, 4, 9, 8, generator=generator).half()
@@ -725,11 +834,15 @@ def test_measure_is_the_definition() -> None:
 
 def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     """A report on disk that equals the returned one; and with no output, nothing."""
-    (tmp_path / "c.yaml").write_text("cases: [{name: a, heads: 1, seq_len: 9, head_dim: 8}]")
+    (tmp_path / "c.yaml").write_text(
+        "cases: [{name: a, heads: 1, seq_len: 9, head_dim: 8}]"
+    )
     given: dict[str, Any] = {"kernels": ["sdpa-math"], "device": "cpu", "seed": 3}
     found = numdev.audit(tmp_path / "c.yaml", output=tmp_path / "out", **given)
     assert (tmp_path / "out" / "report.html").exists()
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["request"]["seed"] == 3
+    assert (
+        json.loads((tmp_path / "out" / "report.json").read_text())["request"]["seed"] == 3
+    )
     again = numdev.audit(tmp_path / "c.yaml", **given)
     assert again.rows == found.rows
     assert numdev.compare(str(tmp_path / "out"), again).exit_code == 0
@@ -740,14 +853,24 @@ def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:
 
 
 def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
-    """A model, its calls, a function: one engine, and a source that says what it was. The model is
-    as it was; the same one continues, and another is refused."""
-    model, ids = models.gemma3(attn_implementation="eager"), torch.arange(40).view(2, 20) + 3
-    given: dict[str, Any] = {"formats": "float16", "backward": True, "layers": [1], "heads": [0, 1]}
+    """A model, its calls, a function: one engine, and a source that says what it was. The
+    model is as it was; the same one continues, and another is refused."""
+    model, ids = (
+        models.gemma3(attn_implementation="eager"),
+        torch.arange(40).view(2, 20) + 3,
+    )
+    given: dict[str, Any] = {
+        "formats": "float16",
+        "backward": True,
+        "layers": [1],
+        "heads": [0, 1],
+    }
     kernels = ["sdpa-math", lambda q, k, v, attn_mask=None: plain(q, k, v)]
     told: list[str] = []
     for words in ("", "Every task was finished before; --overwrite measures them again."):
-        found = numdev.audit(model, ids, kernels=kernels, output=tmp_path, say=told.append, **given)
+        found = numdev.audit(
+            model, ids, kernels=kernels, output=tmp_path, say=told.append, **given
+        )
         assert words in ("", *told)
     assert model.config._attn_implementation == "eager"
     assert not any(p.grad is not None for p in model.parameters())
@@ -769,7 +892,10 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
         (dict(target=model), "inputs: expected the model's inputs"),
         (dict(target=model, inputs=ids, length=8), "'length' does not apply: "),
         (dict(target=model, inputs=ids, lenght=8), "did you mean 'length'"),
-        (dict(target=[calls[0], calls[0]]), "2 cases are named 'model.layers.0.self_attn#0'"),
+        (
+            dict(target=[calls[0], calls[0]]),
+            "2 cases are named 'model.layers.0.self_attn#0'",
+        ),
         (dict(target=calls, kernels=[plain, plain]), "two functions are named '"),
         (dict(target="demo", cases=calls), "a target or cases"),
     ):
@@ -778,8 +904,9 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
 
 
 def test_a_report_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a line, as a table, as a page in a frame that its text cannot leave; where matplotlib is,
-    as a figure with a map for each kernel, and where it is not by a plain line."""
+    """In a line, as a table, as a page in a frame that its text cannot leave; where
+    matplotlib is, as a figure with a map for each kernel, and where it is not by a plain
+    line."""
     case = {"name": '"><b>', "heads": 3, "seq_len": 9, "head_dim": 8, "inputs": "normal"}
     report = numdev.audit(cases=case, kernels=["sdpa-math", twice])
     line = "<AuditReport cases: FAIL (test_api:twice); 15 rows; 1 finding>"
@@ -803,13 +930,17 @@ def test_a_report_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     axes = report.plot("rms")
     assert [a.get_title() for a in axes] == ["baseline", "sdpa-math", "test_api:twice"]
     drawn = axes[2].images[0].get_array()
-    assert drawn.tolist() == [[r.rms for r in report.rows if r.kernel == "test_api:twice"]]
+    assert drawn.tolist() == [
+        [r.rms for r in report.rows if r.kernel == "test_api:twice"]
+    ]
 
 
 class Wrong(TorchDispatchMode):
     """PyTorch's CPU kernel with an output 2 % too large."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if "flash_attention_for_cpu" in str(func) and "backward" not in str(func):
             result[0].mul_(1.02)
@@ -817,13 +948,17 @@ class Wrong(TorchDispatchMode):
 
 
 def trained(watched: bool, seen: list[dict[str, Any]], dropout: float) -> list[Tensor]:
-    """Weights, gradients and the generator's state after three steps of a model in bfloat16, one
-    of whose layers drops out of its attention too."""
+    """Weights, gradients and the generator's state after three steps of a model in
+    bfloat16, one of whose layers drops out of its attention too."""
     torch.manual_seed(0)
     layers = [torch.nn.TransformerEncoderLayer(16, 4, 16, rate, batch_first=True)
               for rate in (0.0, dropout)]  # fmt: skip
     model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.5)).train()
-    with numdev.watch(model, every=2, tell=seen.append) if watched else contextlib.nullcontext():
+    with (
+        numdev.watch(model, every=2, tell=seen.append)
+        if watched
+        else contextlib.nullcontext()
+    ):
         for _ in range(3):
             model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
@@ -834,12 +969,16 @@ def trained(watched: bool, seen: list[dict[str, Any]], dropout: float) -> list[T
                     p -= p.grad
             model.eval()(torch.randn(1, 3, 16))
             model.train()
-    return [torch.get_rng_state(), *model.parameters(), *(p.grad for p in model.parameters())]
+    return [
+        torch.get_rng_state(),
+        *model.parameters(),
+        *(p.grad for p in model.parameters()),
+    ]
 
 
 def test_watching_changes_no_number() -> None:
-    """Weights, gradients and random numbers are those of a training that nobody watches; of every
-    second step each attention call is measured, in other heads each time."""
+    """Weights, gradients and random numbers are those of a training that nobody watches;
+    of every second step each attention call is measured, in other heads each time."""
     seen: list[dict[str, Any]] = []
     plain, watched = (trained(is_on, seen, 0.1) for is_on in (False, True))
     assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))
@@ -855,24 +994,33 @@ def test_watching_changes_no_number() -> None:
 def test_watching_finds_a_fault(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a model itself computed is printed where it is wrong, with the place. Attention that
-    cannot be seen is logged; what is asked wrongly is refused; closed, nothing is looked at."""
-    model, x = torch.nn.TransformerEncoderLayer(16, 2, 16, 0.0).train(), torch.randn(40, 2, 16)
+    """What a model itself computed is printed where it is wrong, with the place.
+    Attention that cannot be seen is logged; what is asked wrongly is refused; closed,
+    nothing is looked at."""
+    model, x = (
+        torch.nn.TransformerEncoderLayer(16, 2, 16, 0.0).train(),
+        torch.randn(40, 2, 16),
+    )
     with numdev.watch(model, every=1) as watch, Wrong():
         model(x)
     told = capsys.readouterr().out
     assert told.startswith(
-        "numdev.watch, step 0: sdpa-flash (float32) does not compute the requested attention: "
+        "numdev.watch, step 0: sdpa-flash (float32) does not compute the requested "
+        "attention: "
     )
     assert "1.020 times" in told
     model(x)
     assert watch.step == 0
-    unseen = torch.nn.MultiheadAttention(16, 2)  # which multiplies by hand where it returns weights
+    # Which multiplies by hand where it returns weights
+    unseen = torch.nn.MultiheadAttention(16, 2)
     with numdev.watch(unseen):
         unseen(x, x, x)
     assert "attention ran but was not seen in MultiheadAttention" in caplog.text
     assert not capsys.readouterr().out
-    for wrong, words in (({"every": 0}, "every: expected at least 1"), ({}, "compiled model")):
+    for wrong, words in (
+        ({"every": 0}, "every: expected at least 1"),
+        ({}, "compiled model"),
+    ):
         if not wrong:
             model.compile()
         with pytest.raises(UsageError, match=words):
@@ -901,7 +1049,9 @@ def modes() -> int:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, ValueError, KeyboardInterrupt])
-def test_a_watched_models_own_error_is_what_comes(error: type[BaseException], caplog: Any) -> None:
+def test_a_watched_models_own_error_is_what_comes(
+    error: type[BaseException], caplog: Any
+) -> None:
     """As it was raised, and the next step is measured as if nothing had been."""
 
     def fail() -> None:
@@ -930,7 +1080,8 @@ def test_a_watched_models_own_error_is_what_comes(error: type[BaseException], ca
 def _saved(model: torch.nn.Module) -> torch.nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
-    assert b"numdev" not in file.getvalue()  # so that it is read where numdev is not installed
+    # So that it is read where numdev is not installed
+    assert b"numdev" not in file.getvalue()
     file.seek(0)
     loaded: torch.nn.Module = torch.load(file, weights_only=False)
     return loaded
@@ -941,8 +1092,13 @@ def _saved(model: torch.nn.Module) -> torch.nn.Module:
     ids=["deepcopy", "pickle", "torch.save"],
 )  # fmt: skip
 def test_a_watched_model_is_copied_and_saved(copied: Any) -> None:
-    """Before, between and after its steps; a copy computes the same, and is not watched."""
-    model, x, seen = torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0), torch.randn(2, 5, 8), []
+    """Before, between and after its steps; a copy computes the same, and is not
+    watched."""
+    model, x, seen = (
+        torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0),
+        torch.randn(2, 5, 8),
+        [],
+    )
     with numdev.watch(model.train(), every=1, tell=seen.append) as watch:
         for step in range(2):
             copy_of = copied(model)
@@ -1013,23 +1169,31 @@ def test_the_trainer_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_names_are_imported_when_asked_for() -> None:
-    """`import numdev` imports no torch; its names are there, and only `audit` is a module's too."""
+    """`import numdev` imports no torch; its names are there, and only `audit` is a
+    module's too."""
     code = (
         "import sys, numdev; assert not {'torch', 'pydantic'} & {*sys.modules}; "
-        "assert {'audit', 'check_attention'} <= {*dir(numdev)}; assert not hasattr(numdev, 'x'); "
+        "assert {'audit', 'check_attention'} <= {*dir(numdev)}; assert not "
+        "hasattr(numdev, 'x'); "
         "import numdev.sources.capture; assert callable(numdev.capture)"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
     assert answer.returncode == 0, answer.stderr
     assert all(callable(x) and x.__doc__ for x in map(numdev.__getattr__, numdev.__all__))
-    assert {p.stem for p in (ROOT / "numdev").iterdir()} & set(numdev.__all__) == {"audit"}
+    assert {p.stem for p in (ROOT / "numdev").iterdir()} & set(numdev.__all__) == {
+        "audit"
+    }
 
 
 def test_the_page_is_true() -> None:
     """Every example of docs/api.md gives what it says."""
     text = (ROOT / "docs" / "api.md").read_text()
     blocks = re.findall(r"^```pycon\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "api.md", None, 0)
+    examples = doctest.DocTestParser().get_doctest(
+        "\n".join(blocks), {}, "api.md", None, 0
+    )
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     said: list[str] = []
     result = doctest.DocTestRunner(optionflags=flags).run(examples, out=said.append)

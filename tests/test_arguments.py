@@ -1,4 +1,5 @@
-"""Wrong arguments of the Python API: one UsageError with the name, what it takes and what came."""
+"""Wrong arguments of the Python API: one UsageError with the name, what it takes and what
+came."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Model(nn.Module):
 
 def case(**changed: Any) -> AttentionCase:
     ref = CaseRef(case="a")
-    return AttentionCase(**{"ref": ref, "q": QKV, "k": QKV, "v": QKV, "scale": 0.3, **changed})
+    return AttentionCase(
+        **{"ref": ref, "q": QKV, "k": QKV, "v": QKV, "scale": 0.3, **changed}
+    )
 
 
 def kernel(*name: Any, **fields: Any) -> Any:
@@ -50,7 +53,13 @@ def audit(*target: Any, **changed: Any) -> Any:
 
 
 def varlen(**changed: Any) -> Any:
-    same = {"q": PACKED, "k": PACKED, "v": PACKED, "cu_seqlens_q": BEGINS, "cu_seqlens_k": BEGINS}
+    same = {
+        "q": PACKED,
+        "k": PACKED,
+        "v": PACKED,
+        "cu_seqlens_q": BEGINS,
+        "cu_seqlens_k": BEGINS,
+    }
     return numdev.varlen_cases(**{**same, **changed})
 
 
@@ -65,10 +74,10 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (audit, {"target": ""}, "target: expected a string, a path, .*, got an empty string"),
     (audit, {"target": [""]}, "target: expected .*, got a list of an empty string"),
     (audit, {"target": "demo", "output": ""}, "output: expected .*an empty string"),
-    (audit, {"target": "demo", "save_cases": ""}, "save_cases: expected .*an empty string"),
+    (audit, {"target": "demo", "save_cases": ""}, ("save_cases: expected .*an empty string")),
     (audit, {"target": "demo", "inputs": ""}, "inputs: expected .*an empty string"),
-    (audit, {"target": "demo", "text": [""]}, "text: expected a value, got an empty string"),
-    (audit, {"target": "demo", "tokenizer": ""}, "tokenizer: expected a value, got an empty str"),
+    (audit, {"target": "demo", "text": [""]}, ("text: expected a value, got an empty string")),
+    (audit, {"target": "demo", "tokenizer": ""}, ("tokenizer: expected a value, got an empty str")),
     (drawn, {"kernels": ""}, "kernels: expected .*an empty string"),
     (drawn, {"kernels": ["sdpa-math", ""]}, "kernels: expected .*"),
     (drawn, {"formats": ""}, "formats: expected .*an empty string"),
@@ -79,7 +88,7 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (check, {"reproducers": ""}, "reproducers: expected .*an empty string"),
     (check, {"invariant": ""}, "invariant: expected .*an empty string"),
     (lambda: numdev.compare("", ""), {}, "reports: expected .*an empty string"),
-    (numdev.save_cases, {"path": "", "cases": [case()]}, "path: expected .*an empty string"),
+    (numdev.save_cases, {"path": "", "cases": [case()]}, ("path: expected .*an empty string")),
     (kernel, {"name": ""}, "name: expected a string, got an empty string"),
     # of another type
     (audit, {"target": 3}, "target: expected .*, got 3"),
@@ -99,15 +108,15 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (audit, {"cases": [DRAWN, case()]}, "cases: expected .*, got a list of 2"),
     (audit, {"cases": [3]}, "cases: expected .*, got a list of 3"),
     (audit, {"cases": QKV}, "cases: expected .*, got a Tensor"),
-    (audit, {"target": "demo", "inputs": QKV}, "inputs: expected a safetensors file .* a Tensor"),
+    (audit, {"target": "demo", "inputs": QKV}, ("inputs: expected a safetensors file .* a Tensor")),
     (model, {"inputs": "words"}, "inputs: expected the model's inputs .*, got 'words'"),
     (model, {"inputs": 3}, "inputs: expected .*, got 3"),
     (model, {"inputs": [QKV, QKV]}, "inputs: too many positional arguments"),
-    (numdev.capture, {"model": None, "inputs": QKV}, "model: expected a Module, got None"),
+    (numdev.capture, {"model": None, "inputs": QKV}, ("model: expected a Module, got None")),
     (numdev.capture, {"model": Model(), "inputs": 3}, "inputs: expected .*, got 3"),
     (numdev.capture, {"model": Model(), "inputs": QKV, "seed": "a"}, "seed: expected an integer"),
-    (numdev.capture, {"model": Model()}, "capture: missing a required argument: 'inputs'"),
-    (lambda: numdev.compare(3, 4), {}, "reports: expected a string, a path or a Report, got 3"),
+    (numdev.capture, {"model": Model()}, ("capture: missing a required argument: 'inputs'")),
+    (lambda: numdev.compare(3, 4), {}, ("reports: expected a string, a path or a Report, got 3")),
     (lambda: numdev.compare("a", "b", allow=3), {}, "allow: expected .*, got 3"),
     (numdev.measure, {}, "measure: missing a required argument: 'out'"),
     *(
@@ -115,7 +124,7 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
         for name, wrong, words in (
             ("out", None, "out: expected a Tensor, got None"),
             ("q", [1.0], "q: expected a Tensor, got a list of 1.0"),
-            ("q", torch.tensor(1.0), r"q: expected \[batch, heads, length, head_dim\], got \[\]"),
+            ("q", torch.tensor(1.0), (r"q: expected \[batch, heads, length, head_dim\], got \[\]")),
             ("q", torch.ones(1, 2, 4, 0), r"q: expected .*, got \[1, 2, 4, 0\]"),
             ("q", QKV.long(), "q, k, v: expected one floating-point dtype"),
             ("q", META, "expected a dense tensor on meta"),
@@ -132,24 +141,24 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (case, {"window": "ab"}, "window: expected .*, got 'ab'"),
     (case, {"window": (1, 2, 3)}, "window: expected .*, got a tuple of 3"),
     (case, {"softcap": [1]}, "softcap: expected a number or None, got a list of 1"),
-    (numdev.check, {"function": "sdpa"}, "function: expected a function or a Kernel, got 'sdpa'"),
+    (numdev.check, {"function": "sdpa"}, ("function: expected a function or a Kernel, got 'sdpa'")),
     (check, {"cases": 3}, "cases: expected .*, got 3"),
     (check, {"cases": [3]}, "cases: expected .*, got a list of 3"),
     (check, {"formats": 3}, "formats: expected .*, got 3"),
     (check, {"seeds": "a"}, "seeds: expected .*, got 'a'"),
     (check, {"seeds": 1.5}, "seeds: expected .*, got 1.5"),
-    (check, {"backward": "always"}, "backward: expected True or False or 'auto', got 'always'"),
+    (check, {"backward": "always"}, ("backward: expected True or False or 'auto', got 'always'")),
     (check, {"thresholds": 3}, "thresholds: expected .*, got 3"),
     (check, {"claims": "fa2"}, "claims: expected a mapping or None, got 'fa2'"),
     (check, {"claims": {1: 2}}, "claims: expected .*, got a dict"),
-    (check, {"invariant": "nope"}, "invariant: expected an axis of invariance, got 'nope'"),
-    (partial(numdev.check_attention, sdpa), {"nope": 1}, "check: got an unexpected keyword"),
-    (numdev.save_cases, {"path": 3, "cases": []}, "path: expected a string or a path, got 3"),
+    (check, {"invariant": "nope"}, ("invariant: expected an axis of invariance, got 'nope'")),
+    (partial(numdev.check_attention, sdpa), {"nope": 1}, ("check: got an unexpected keyword")),
+    (numdev.save_cases, {"path": 3, "cases": []}, ("path: expected a string or a path, got 3")),
     (numdev.save_cases, {"path": "a", "cases": QKV}, "cases: expected .*, got a Tensor"),
-    (numdev.save_cases, {"path": "a", "cases": case()}, "cases: expected .*, got an AttentionCase"),
+    (numdev.save_cases, {"path": "a", "cases": case()}, ("cases: expected .*, got an AttentionCase")),
     (varlen, {"q": torch.tensor(1.0)}, r"q: expected a dense tensor of 3 axes, got \[\]"),
-    (varlen, {"cu_seqlens_q": [0, 2, 6]}, "cu_seqlens_q: expected a Tensor, got a list of 3"),
-    (varlen, {"cu_seqlens_q": BEGINS.float()}, "cu_seqlens_q: .* tensor of integers with 1 axis"),
+    (varlen, {"cu_seqlens_q": [0, 2, 6]}, ("cu_seqlens_q: expected a Tensor, got a list of 3")),
+    (varlen, {"cu_seqlens_q": BEGINS.float()}, ("cu_seqlens_q: .* tensor of integers with 1 axis")),
     (varlen, {"seqused_k": torch.ones(2, 2).long()}, "seqused_k: .* with 1 axis, got"),
     (varlen, {"block_table": torch.tensor(1)}, "k: expected a dense tensor of 4 axes"),
     (varlen, {"window_size": 3}, "window_size: expected .*, got 3"),
@@ -162,7 +171,7 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (kernel, {"name": "x", "options": 3}, "options: expected a mapping or None, got 3"),
     (kernel, {"name": "x", "supports": 3}, "supports: expected a function, got 3"),
     (kernel, {"name": "x", "nope": 3}, "kernel 'x': expected a field of .*, got 'nope'"),
-    (kernel, {"name": "x", "backward": "no"}, "backward: expected 'autograd', a function or None"),
+    (kernel, {"name": "x", "backward": "no"}, ("backward: expected 'autograd', a function or None")),
     (lambda: numdev.kernel("x")(3), {}, "function: expected a function, got 3"),
     (Kernel, {"name": "x", "function": 3}, "function: expected a function, got 3"),
     (plot, {"metric": 3}, "metric: expected a string, got 3"),
@@ -171,7 +180,9 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "arguments", "words"), WRONG, ids=[x[2] for x in WRONG])
+@pytest.mark.parametrize(
+    ("function", "arguments", "words"), WRONG, ids=[x[2] for x in WRONG]
+)
 def test_wrong_arguments_are_named(
     function: Callable[..., Any], arguments: dict[str, Any], words: str
 ) -> None:

@@ -32,10 +32,15 @@ def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> Atten
     return drawn_case(length, regime, head_dim=32, scale=0.3, **options)
 
 
-def training(length: int = 260, *, heads: int = 2, kv: int = 1, **options: Any) -> AttentionCase:
-    # In one draw of four the errors of dq's sites cancel in part, and their shares do not add up.
+def training(
+    length: int = 260, *, heads: int = 2, kv: int = 1, **options: Any
+) -> AttentionCase:
+    # In one draw of four the errors of dq's sites cancel in part, and their shares do not
+    # add up.
     shape: dict[str, Any] = {"heads": heads, "kv_heads": kv, "head_dim": 32, "scale": 0.2}
-    return drawn_case(length, is_causal=True, **shape, **{"logits": 3.0, "seed": 2, **options})
+    return drawn_case(
+        length, is_causal=True, **shape, **{"logits": 3.0, "seed": 2, **options}
+    )
 
 
 def explained(output: Tensor, case: AttentionCase) -> Any:
@@ -48,7 +53,9 @@ def explained(output: Tensor, case: AttentionCase) -> Any:
     ({"rounding": "toward_zero"}, {"regime": "normal"}),
     ({"exponential": "fexp_u20"}, {"regime": "ties", "strength": 24.0}),
 ])  # fmt: skip
-def test_other_exps_and_modes_are_tried(change: dict[str, str], regime: dict[str, Any]) -> None:
+def test_other_exps_and_modes_are_tried(
+    change: dict[str, str], regime: dict[str, Any]
+) -> None:
     """A truncating kernel, and one with PyTorch's fast exp, are told apart from fa2."""
     case = drawn(**regime)
     found = explained(find("emulated").attend(case, **change).out, case)
@@ -71,8 +78,11 @@ def test_what_is_no_rounding_is_unknown(spoil: Callable[[Tensor], Tensor]) -> No
 
 
 @pytest.mark.parametrize(("next_residual", "known"), [(0.33, False), (0.4, True)])
-def test_an_explanation_is_clearly_better_than_the_next(next_residual: float, known: bool) -> None:
-    """Of two that leave 0.3 and 0.33 of the errors neither is known; 0.3 beside 0.4 is."""
+def test_an_explanation_is_clearly_better_than_the_next(
+    next_residual: float, known: bool
+) -> None:
+    """Of two that leave 0.3 and 0.33 of the errors neither is known; 0.3 beside 0.4
+    is."""
     errors = torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(0)).double()
 
     def emulate(claim: Mapping[str, Any]) -> Tensor:
@@ -85,7 +95,8 @@ def test_an_explanation_is_clearly_better_than_the_next(next_residual: float, kn
 
 
 def test_the_scores_roundings_are_one_site() -> None:
-    """At a scale of a power of two S and scale * S round alike: neither alone explains anything."""
+    """At a scale of a power of two S and scale * S round alike: neither alone explains
+    anything."""
     case = drawn("normal", logits=4.0)
     found = explained(find("baseline").attend(case).out, case)
     assert found.best.preset == "eager"
@@ -114,7 +125,8 @@ def emulating(**recipe: Any) -> Kernel:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.one_in(3)
 def test_gradients_of_known_roundings_are_recognised(preset: str) -> None:
-    """All four tensors of all presets, with the tensor's own sites and shares that add up."""
+    """All four tensors of all presets, with the tensor's own sites and shares that add
+    up."""
     rows = rows_of(emulating(**PRESETS[preset]), training())
     assert list(rows) == ["out", "dq", "dk", "dv"]
     assert [row.heads for row in rows.values()] == [(0, 1), (0, 1), (0,), (0,)]
@@ -141,7 +153,9 @@ def test_gradients_of_known_roundings_are_recognised(preset: str) -> None:
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )  # fmt: skip
 @pytest.mark.one_in(5)
-def test_other_sums_and_deltas_are_found(recipe: dict[str, Any], tensors: Any, words: str) -> None:
+def test_other_sums_and_deltas_are_found(
+    recipe: dict[str, Any], tensors: Any, words: str
+) -> None:
     """What kernels do otherwise than fa2 is found without being claimed, and said."""
     rows = rows_of(emulating(**recipe), training())
     for tensor in tensors:
@@ -153,7 +167,8 @@ def test_other_sums_and_deltas_are_found(recipe: dict[str, Any], tensors: Any, w
 
 
 def test_a_wrong_gradient_is_unknown_and_a_right_one_is_not() -> None:
-    """One tensor's fault is its own; a kernel without a backward is not asked for more."""
+    """One tensor's fault is its own; a kernel without a backward is not asked for
+    more."""
 
     def spoilt(case: AttentionCase) -> Any:
         step = find("sdpa-flash").gradients(case)
@@ -168,15 +183,19 @@ def test_a_wrong_gradient_is_unknown_and_a_right_one_is_not() -> None:
 
 
 def test_delta_from_the_cast_output_explains_dq_on_wide_logits() -> None:
-    """Of real kernels: nearly all of flash attention's dQ error, where math's is one cast."""
+    """Of real kernels: nearly all of flash attention's dQ error, where math's is one
+    cast."""
     case = training(600, heads=1, logits=30.0)
-    flash, math = (rows_of(find(f"sdpa-{name}"), case)["dq"] for name in ("flash", "math"))
+    flash, math = (
+        rows_of(find(f"sdpa-{name}"), case)["dq"] for name in ("flash", "math")
+    )
     assert {s.site: s.share for s in flash.sites}["delta_o"] > 0.9
     assert (math.explained_by, math.sites[0].site) == ("one cast", "dq_out")
 
 
 def test_rows_that_underflow_are_left_out() -> None:
-    """A key nobody looks at: its dV underflows, off by all of it. (Else 5 to 25 % are left.)"""
+    """A key nobody looks at: its dV underflows, off by all of it. (Else 5 to 25 % are
+    left.)"""
     case = training(100, heads=4, kv=4, logits=30.0, seed=1)
     rows = rows_of(find("sdpa-flash"), case)
     terms = gradients(case).dv_terms.norm(dim=-1)
@@ -186,7 +205,8 @@ def test_rows_that_underflow_are_left_out() -> None:
 
 
 def test_heads_come_in_whole_groups() -> None:
-    """dK and dV are sums over a group, so all its query heads are compared, and no half."""
+    """dK and dV are sums over a group, so all its query heads are compared, and no
+    half."""
     assert whole_groups((0, 1, 2, 3), 1) == ((0, 1, 2, 3), (0, 1, 2, 3))
     assert whole_groups(tuple(range(12)), 1) == ((0, 3, 6, 9), (0, 3, 6, 9))
     assert whole_groups(tuple(range(12)), 2) == ((0, 1, 6, 7), (0, 3))
@@ -198,8 +218,12 @@ def test_heads_come_in_whole_groups() -> None:
 @pytest.mark.parametrize("preset", ["fa2", "fa2-consistent", "eager", "golden2024"])
 @pytest.mark.one_in(3)
 def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str) -> None:
-    """By brute force, with every site rounding: a coarser one changes tensor or answer."""
-    mask, sinks = torch.linspace(-1, 1, 20).bfloat16(), torch.tensor([0.3, 0.7]).bfloat16()
+    """By brute force, with every site rounding: a coarser one changes tensor or
+    answer."""
+    mask, sinks = (
+        torch.linspace(-1, 1, 20).bfloat16(),
+        torch.tensor([0.3, 0.7]).bfloat16(),
+    )
     more: dict[str, Any] = {"scale": 0.4, "softcap": 3.0, "mask": mask, "sinks": sinks}
     case = drawn_case(20, kv_heads=1, head_dim=8, **more)
     tiles = {} if preset == "eager" else {"block_kv": 8}
@@ -217,10 +241,21 @@ def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str
 
 
 def test_audit_explains(tmp_path: Path) -> None:
-    """`--explain`: a row for each kernel and call, sentences, and the same from the journal."""
+    """`--explain`: a row for each kernel and call, sentences, and the same from the
+    journal."""
     config = tmp_path / "c.yaml"
-    config.write_text("cases: [{name: one, heads: 2, seq_len: 130, head_dim: 32, causal: true}]")
-    command = ["audit", str(config), "--explain", "--format", "bfloat16", "--format", "float32"]
+    config.write_text(
+        "cases: [{name: one, heads: 2, seq_len: 130, head_dim: 32, causal: true}]"
+    )
+    command = [
+        "audit",
+        str(config),
+        "--explain",
+        "--format",
+        "bfloat16",
+        "--format",
+        "float32",
+    ]
     command += ["--kernel", "sdpa-flash", "--output", str(tmp_path / "out"), "--json"]
     texts = []
     for _ in range(2):
@@ -230,7 +265,9 @@ def test_audit_explains(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     found = read(tmp_path / "out")
     by = {(a.kernel, a.format): a for a in found.attributions}  # type: ignore[union-attr]
-    assert set(by) == {(k, f) for k in ("baseline", "sdpa-flash") for f in ("bfloat16", "float32")}
+    assert set(by) == {
+        (k, f) for k in ("baseline", "sdpa-flash") for f in ("bfloat16", "float32")
+    }
     assert by["sdpa-flash", "bfloat16"].explained_by == "fa2"
     assert by["sdpa-flash", "bfloat16"].recipe["block_kv"] == 512
     assert by["baseline", "bfloat16"].explained_by == "eager"
@@ -243,8 +280,11 @@ def test_audit_explains(tmp_path: Path) -> None:
     assert [(a.heads, a.explained_by) for a in some] == [((1,), "eager"), ((1,), "fa2")]
 
 
-def errors_of(shares: Mapping[str, float]) -> tuple[Tensor, Callable[[Mapping[str, Any]], Tensor]]:
-    """Errors of size 1, and emulations that leave these shares of them; 0.9 where none is given."""
+def errors_of(
+    shares: Mapping[str, float],
+) -> tuple[Tensor, Callable[[Mapping[str, Any]], Tensor]]:
+    """Errors of size 1, and emulations that leave these shares of them; 0.9 where none is
+    given."""
     errors = torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(0)).double()
 
     def emulate(claim: Mapping[str, Any]) -> Tensor:
@@ -254,7 +294,8 @@ def errors_of(shares: Mapping[str, float]) -> tuple[Tensor, Callable[[Mapping[st
 
 
 def test_residuals_and_sizes_are_of_what_they_say() -> None:
-    """The best first; the kernel's error over the emulation's, which is 1 / (1 - 0.2) = 1.25."""
+    """The best first; the kernel's error over the emulation's, which is 1 / (1 - 0.2) =
+    1.25."""
     fmt, scale = format_named("bfloat16"), torch.ones(1, 1, 8)
     errors, emulate = errors_of({"eager": 0.2, "qiu2025": 0.23})
     found = attribute(errors, torch.zeros_like(errors), scale, fmt, None, emulate)
@@ -267,8 +308,8 @@ def test_residuals_and_sizes_are_of_what_they_say() -> None:
 
 
 def test_a_sites_share_is_what_its_roundings_add() -> None:
-    """Without P's roundings a quarter of the squared error is left, without the output's three
-    quarters: shares of 75 and 25 %, the largest first."""
+    """Without P's roundings a quarter of the squared error is left, without the output's
+    three quarters: shares of 75 and 25 %, the largest first."""
     errors, _ = errors_of({})
 
     def emulate(claim: Mapping[str, Any]) -> Tensor:
@@ -281,12 +322,18 @@ def test_a_sites_share_is_what_its_roundings_add() -> None:
                       format_named("bfloat16"), None, emulate)  # fmt: skip
     assert found.best.preset == "fa2"
     shares = {s.site: s.share for s in found.sites if s.share > 0.01}
-    assert list(shares.items()) == [("p", pytest.approx(0.75)), ("out", pytest.approx(0.25))]
+    assert list(shares.items()) == [
+        ("p", pytest.approx(0.75)),
+        ("out", pytest.approx(0.25)),
+    ]
 
 
 @pytest.mark.parametrize(("size", "counts"), [(2.0**-127, False), (2.0**-126, True)])
-def test_a_row_below_the_smallest_normal_number_is_not_compared(size: float, counts: bool) -> None:
-    """An error as large as such a row, which no emulation makes, outweighs those of no other."""
+def test_a_row_below_the_smallest_normal_number_is_not_compared(
+    size: float, counts: bool
+) -> None:
+    """An error as large as such a row, which no emulation makes, outweighs those of no
+    other."""
     errors, emulate = errors_of({"eager": 0.2})
     scale, output = torch.ones(1, 1, 8, dtype=torch.float64), errors.clone()
     scale[..., 0], output[..., 0, :] = size, size
@@ -307,8 +354,9 @@ def attributed(**changes: Any) -> AttributionRow:
 
 
 def test_calls_together_are_their_majority_and_their_medians() -> None:
-    """Half of the calls are enough; those that were not compared do not count; the commonest
-    variant, its median residual and shares, those under half a per cent left out."""
+    """Half of the calls are enough; those that were not compared do not count; the
+    commonest variant, its median residual and shares, those under half a per cent left
+    out."""
 
     def site(name: str, share: float) -> SiteShare:
         return SiteShare(site=name, rounds="x", share=share, residual=0.5)
@@ -324,4 +372,7 @@ def test_calls_together_are_their_majority_and_their_medians() -> None:
     calls += [attributed(nearest="eager", explained_by="eager", residual=0.3)]
     (one,) = explanations(calls)
     assert (one.nearest, one.residual, one.explained) == ("`fa2`", 0.2, 4)
-    assert [(s.site, s.share) for s in one.sites] == [("out", pytest.approx(0.7)), ("p", 0.3)]
+    assert [(s.site, s.share) for s in one.sites] == [
+        ("out", pytest.approx(0.7)),
+        ("p", 0.3),
+    ]

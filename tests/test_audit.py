@@ -36,7 +36,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor
     return (torch.softmax(S, dim=-1) @ v.float()).to(q.dtype)
 
 
-def scaled(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, by: float = 1.01) -> Tensor:
+def scaled(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, by: float = 1.01
+) -> Tensor:
     """Wrong by a factor."""
     return plain(q, k, v, is_causal=is_causal) * by
 
@@ -80,7 +82,13 @@ def strange_options(
 
 
 def case(name: str = "tiny", **changes: Any) -> CaseConfig:
-    fields: dict[str, Any] = {"batch": 2, "heads": 2, "seq_len": 12, "head_dim": 8, "causal": True}
+    fields: dict[str, Any] = {
+        "batch": 2,
+        "heads": 2,
+        "seq_len": 12,
+        "head_dim": 8,
+        "causal": True,
+    }
     return CaseConfig(name=name, **{**fields, **changes})
 
 
@@ -89,7 +97,9 @@ def request(*kernels: str | Choice, **changes: Any) -> AuditRequest:
     fields: dict[str, Any] = {
         "target": "tiny.yaml",
         "cases": (case(),),
-        "kernels": tuple(k if isinstance(k, Choice) else Choice(name=own(k)) for k in names),
+        "kernels": tuple(
+            k if isinstance(k, Choice) else Choice(name=own(k)) for k in names
+        ),
         "device": "cpu",
     }
     return AuditRequest(**{**fields, **changes})
@@ -128,8 +138,9 @@ ODD = ("returns_nan", "in_fp32", "strange_options", "plain")
 
 
 def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
-    """Among kernels that go wrong in every way sound ones have the rows they have alone; what goes
-    wrong has its reason or its counts; fp32 for bf16 inputs is held to fp32's floor."""
+    """Among kernels that go wrong in every way sound ones have the rows they have alone;
+    what goes wrong has its reason or its counts; fp32 for bf16 inputs is held to fp32's
+    floor."""
     found, alone = run(*FAILING, *ODD, *SDPA), run(*SDPA)
     theirs = {own(name) for name in (*FAILING, *ODD)}
     assert [row for row in found.rows if row.kernel not in theirs] == list(alone.rows)
@@ -142,7 +153,9 @@ def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
     rows = rows_of(found, "returns_nan")
     assert [(row.nonfinite, row.rms) for row in rows] == [(2 * 12 * 8, None)] * 2
     finding = next(f for f in found.findings if f.rule == "finiteness")
-    assert finding.sentence.startswith(f"{own('returns_nan')} (bfloat16) returns 384 elements")
+    assert finding.sentence.startswith(
+        f"{own('returns_nan')} (bfloat16) returns 384 elements"
+    )
     wide, narrow = rows_of(found, "in_fp32"), rows_of(found, "plain")
     assert {row.out_format for row in wide} == {"float32"}
     assert all(row.floor_ratio > 0.5 for row in wide)
@@ -154,7 +167,8 @@ def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
 
 
 def test_heads_are_selected_by_number(run: Run) -> None:
-    """Chosen heads have the rows they have among all, in any order, named twice, or not there."""
+    """Chosen heads have the rows they have among all, in any order, named twice, or not
+    there."""
     whole = run("sdpa-math", cases=(case(heads=4, kv_heads=2),))
     for chosen in ((1, 2), (2, 1), (2, 1, 1, 99)):
         part = run("sdpa-math", cases=(case(heads=4, kv_heads=2),), heads=chosen)
@@ -164,8 +178,8 @@ def test_heads_are_selected_by_number(run: Run) -> None:
 
 
 def test_the_request_is_in_the_report(run: Run, tmp_path: Path) -> None:
-    """Enough to run it again: the report's request, read back, is the request with its formats by
-    their names in rows, and gives the same rows."""
+    """Enough to run it again: the report's request, read back, is the request with its
+    formats by their names in rows, and gives the same rows."""
     asked = request("scaled", "sdpa-math", formats=("bf16", "fp32"), heads=(1,), seed=7)
     found = audit(asked, tmp_path / "first", command="numdev audit tiny.yaml")
     report.write(found, tmp_path / "first")
@@ -179,14 +193,19 @@ def test_the_request_is_in_the_report(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
-    """The same request calls no kernel and gives the same report; other threads are another run."""
+    """The same request calls no kernel and gives the same report; other threads are
+    another run."""
     first = audit(request("plain"), tmp_path)
     calls.clear()
     said: list[str] = []
     second = audit(request("plain"), tmp_path, say=said.append)
     assert calls == []
     assert said == ["Every task was finished before; --overwrite measures them again."]
-    assert (second.rows, second.summary, second.cases) == (first.rows, first.summary, first.cases)
+    assert (second.rows, second.summary, second.cases) == (
+        first.rows,
+        first.summary,
+        first.cases,
+    )
     audit(request("plain"), tmp_path, overwrite=True)
     assert calls == ["plain"] * 2  # its noise is measured
     threads = torch.get_num_threads()
@@ -198,7 +217,9 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_kernel_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of the old code must not be taken for the new code's."""
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "edited_kernel.py"
@@ -218,12 +239,15 @@ def test_another_file_at_the_same_path_is_another_run(tmp_path: Path) -> None:
         save_file(tensors, path, metadata={"numdev": '{"version": 1}'})
         if value == 1.0:
             audit(asked, tmp_path / "out")
-    with pytest.raises(UsageError, match="holds a run with a different source: sha256 was"):
+    with pytest.raises(
+        UsageError, match="holds a run with a different source: sha256 was"
+    ):
         audit(asked, tmp_path / "out")
 
 
 def test_a_checkpoint_is_audited_by_layer_and_head(tmp_path: Path) -> None:
-    """The chosen layers of the demo, all their heads, eight sequences; sound kernels near floor."""
+    """The chosen layers of the demo, all their heads, eight sequences; sound kernels near
+    floor."""
     asked = request(target="demo", checkpoint="demo", cases=(), layers=(1, 2), length=24)
     found = audit(asked, tmp_path)
     assert {row.layer for row in found.rows} == {1, 2}
@@ -239,18 +263,25 @@ def test_each_kernel_is_held_to_its_own_tiles() -> None:
     bench = prepare(make_case(dtype=torch.bfloat16, q_len=200, kv_len=200))
     for size in (16, 128):
         claim = {"preset": "fa2", "block_kv": size}
-        assert torch.equal(bench.predicted(claim)["out"], emulation(bench.restricted, claim))
+        assert torch.equal(
+            bench.predicted(claim)["out"], emulation(bench.restricted, claim)
+        )
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32", "float64"])
 def test_every_format(run: Run, fmt: str) -> None:
-    """Each format is audited in its own dtype; in float64 every row says reference-limited."""
+    """Each format is audited in its own dtype; in float64 every row says
+    reference-limited."""
     found = run("plain", "sdpa-math", formats=(fmt,))
     assert {row.format for row in found.rows} == {fmt}
     rows = rows_of(found, "sdpa-math")
     assert {row.out_format for row in rows} == {fmt}
-    assert {row.reason for row in rows} == ({"reference-limited"} if fmt == "float64" else {None})
-    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "float64": 2**-53}[fmt]
+    assert {row.reason for row in rows} == (
+        {"reference-limited"} if fmt == "float64" else {None}
+    )
+    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "float64": 2**-53}[
+        fmt
+    ]
     assert all(0 < row.rms < 8 * unit for row in rows)
     (costs,) = {row.precision_rms == 0 for row in rows}
     assert costs == (fmt in ("float32", "float64"))  # inputs are drawn in fp32

@@ -1,4 +1,5 @@
-"""`numdev audit` of models of other kinds or that write, and what a model is given to read."""
+"""`numdev audit` of models of other kinds or that write, and what a model is given to
+read."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def layers(found: Any) -> list[str]:
 
 
 def test_an_encoder_decoder_model(tmp_path: Path, capsys: Any) -> None:
-    """Its three attentions are rows of their own in the map, under its layer and what it is."""
+    """Its three attentions are rows of their own in the map, under its layer and what it
+    is."""
     found, shown = audit(capsys, models.saved("t5_seq2seq", tmp_path))
     assert len(kernel_rows(found)) == 6 * 4
     names = layers(found)
@@ -73,7 +75,9 @@ def test_sinks_that_no_kernel_takes_are_told_of_with_those_that_do(
     assert TAKE_SINKS not in found.tested
 
 
-def test_layers_without_a_softmax_are_on_the_first_page(tmp_path: Path, capsys: Any) -> None:
+def test_layers_without_a_softmax_are_on_the_first_page(
+    tmp_path: Path, capsys: Any
+) -> None:
     found, shown = audit(capsys, models.saved("minimax", tmp_path))
     said = "layer 0 (MiniMaxLightningAttention): no softmax attention"
     assert found.provenance.source["not_audited"] == said
@@ -83,7 +87,8 @@ def test_layers_without_a_softmax_are_on_the_first_page(tmp_path: Path, capsys: 
 
 
 def test_images_from_a_file(tmp_path: Path, capsys: Any) -> None:
-    """The tensors given are what the model reads, as many as there are; the rest is drawn."""
+    """The tensors given are what the model reads, as many as there are; the rest is
+    drawn."""
     target = models.saved("clip", tmp_path)
     given = tmp_path / "cats.safetensors"
     save_file({"pixel_values": torch.rand(3, 3, 12, 12)}, given)
@@ -103,7 +108,9 @@ def test_a_model_that_writes(tmp_path: Path, capsys: Any) -> None:
     found, shown = audit(capsys, models.saved("llama", tmp_path), "--generate", "2")
     rows = kernel_rows(found)
     assert [sum(r.phase == p for r in rows) for p in ("prefill", "decode")] == [16, 32]
-    assert [(c.q_len, c.kv_len) for c in found.cases] == [(6, 6)] * 2 + [(1, 7)] * 2 + [(1, 8)] * 2
+    assert [(c.q_len, c.kv_len) for c in found.cases] == [(6, 6)] * 2 + [(1, 7)] * 2 + [
+        (1, 8)
+    ] * 2
     assert layers(found) == ["0 prefill", "1 prefill", "0 decode", "1 decode"]
     assert "0 decode" in shown
     assert found.request["generate"] == 2
@@ -111,11 +118,14 @@ def test_a_model_that_writes(tmp_path: Path, capsys: Any) -> None:
     assert "phase" in csv[0].split(",")
 
 
-@pytest.mark.parametrize(("name", "generate", "length"), [("gpt2", 60, 4), ("t5_seq2seq", 60, 99)])
+@pytest.mark.parametrize(
+    ("name", "generate", "length"), [("gpt2", 60, 4), ("t5_seq2seq", 60, 99)]
+)
 def test_what_is_written_fits_after_what_is_read(
     name: str, generate: int, length: int, tmp_path: Path
 ) -> None:
-    """A model of 64 positions that writes 60 tokens reads 4; an encoder is not so limited."""
+    """A model of 64 positions that writes 60 tokens reads 4; an encoder is not so
+    limited."""
     checkpoint = open_checkpoint(models.saved(name, tmp_path))
     model = checkpoint.load_model(dtype=torch.float32, device="cpu")
     how: dict[str, Any] = {"length": 99, "sequences": 1, "generate": generate}
@@ -139,9 +149,11 @@ def test_requests_that_cannot_be_met(
     assert words in refusal(capsys, 2, models.saved(name, tmp_path), *SMALL, *flags)
 
 
-def test_what_is_not_finite_in_a_model_is_in_the_report(tmp_path: Path, capsys: Any) -> None:
-    """The weight as it is stored, the inputs of the layer that it spoils, and elements that only
-    float16 cannot hold, which are no fault of the weights."""
+def test_what_is_not_finite_in_a_model_is_in_the_report(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """The weight as it is stored, the inputs of the layer that it spoils, and elements
+    that only float16 cannot hold, which are no fault of the weights."""
     target = models.saved("llama", tmp_path)
     weights = load_file(target / "model.safetensors")
     weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
@@ -154,7 +166,11 @@ def test_what_is_not_finite_in_a_model_is_in_the_report(tmp_path: Path, capsys: 
     assert first.nonfinite == {}
     assert first.overflows.keys() == {"float16"}
     assert second.nonfinite.keys() == {"q"}
-    assert 0 < second.nonfinite["q"] <= second.batch * second.heads * second.q_len * second.head_dim
+    assert (
+        0
+        < second.nonfinite["q"]
+        <= second.batch * second.heads * second.q_len * second.head_dim
+    )
     sound, _ = audit(capsys, models.saved("gpt2", tmp_path))
     assert sound.provenance.source["nonfinite_weights"] == {}
     assert not any(case.nonfinite or case.overflows for case in sound.cases)
@@ -165,7 +181,8 @@ IMAGES = "3 images of 3 x 12 x 12, random, seed 5"
 
 
 def tokenizer(*, special: bool = False, **options: Any) -> PreTrainedTokenizerFast:
-    """Words w0, w1, ... are the ids 10, 11, ...; with `special`, [CLS] and [SEP] around a text."""
+    """Words w0, w1, ... are the ids 10, 11, ...; with `special`, [CLS] and [SEP] around a
+    text."""
     vocab = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[UNK]": UNKNOWN}
     vocab |= {f"w{i}": 10 + i for i in range(100)}
     words = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
@@ -186,13 +203,17 @@ def test_every_chunk_carries_the_special_tokens(tmp_path: Path) -> None:
     file = text(tmp_path, "a.txt", range(6))
     prompt = from_text([file], tokenizer(special=True), length=4, sequences=8)
     assert prompt.inputs["input_ids"].dtype == torch.int64
-    assert prompt.inputs["input_ids"].tolist() == [[CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)]
+    assert prompt.inputs["input_ids"].tolist() == [
+        [CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)
+    ]
 
 
 class CutsNothing(PreTrainedTokenizerFast):
     """As in some versions of transformers: a single chunk, whatever is asked for."""
 
-    def __call__(self, *args: Any, return_overflowing_tokens: bool = False, **how: Any) -> Any:
+    def __call__(
+        self, *args: Any, return_overflowing_tokens: bool = False, **how: Any
+    ) -> Any:
         if not return_overflowing_tokens:
             return super().__call__(*args, **how)
         encoded = super().__call__(*args, **how)
@@ -230,8 +251,8 @@ def test_a_tokenizer_written_in_python_is_read_too(tmp_path: Path) -> None:
 
 
 def test_a_short_text_is_less_than_was_asked_for(tmp_path: Path, capsys: Any) -> None:
-    """The report has both numbers: of a text, of random tokens, of a model's positions, and of
-    what is padded."""
+    """The report has both numbers: of a text, of random tokens, of a model's positions,
+    and of what is padded."""
     words = text(tmp_path, "w.txt", range(2))
     padded = tmp_path / "padded.safetensors"
     ids, mask = torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int64)
@@ -248,7 +269,11 @@ def test_a_short_text_is_less_than_was_asked_for(tmp_path: Path, capsys: Any) ->
     for flags, counts in table.items():
         found, _ = audit(capsys, reading, *flags)
         source = found.provenance.source
-        names = (f"{what}_{how}" for what in ("sequences", "tokens") for how in ("asked", "read"))
+        names = (
+            f"{what}_{how}"
+            for what in ("sequences", "tokens")
+            for how in ("asked", "read")
+        )
         assert tuple(source.get(name) for name in names) == counts, flags
 
 
@@ -279,13 +304,16 @@ def test_images_and_spectrograms_have_the_configs_size(
     model = getattr(models, name)()
     assert argument in wanted(model)
     state = torch.get_rng_state()
-    prompt, same, other = (draw(argument, model, count=3, length=9, seed=s) for s in (5, 5, 6))
+    prompt, same, other = (
+        draw(argument, model, count=3, length=9, seed=s) for s in (5, 5, 6)
+    )
     assert prompt.inputs[argument].shape == shape
     assert prompt.description == words
     x, again, another = (p.inputs[argument] for p in (prompt, same, other))
     assert torch.equal(x, again)
     assert not torch.equal(x, another)
-    # 1000 values and more: the mean is within 4 standard errors of 0 and the variance near 1.
+    # 1000 values and more: the mean is within 4 standard errors of 0 and the variance
+    # near 1.
     assert abs(x.mean()) < 4 / x.numel() ** 0.5
     assert abs(x.var() - 1) < 4 * (2 / x.numel()) ** 0.5
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,5 +1,6 @@
-"""Every file of benchmarks/ and scripts/ can be imported and run: each at its smallest, in this
-process, or in the test that is named. A new file has to be in one of these tables."""
+"""Every file of benchmarks/ and scripts/ can be imported and run: each at its smallest,
+in this process, or in the test that is named. A new file has to be in one of these
+tables."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ QUICK = {
         "planted --small --seeds 1 --steps 1 --device cpu",
         "| planted 30 |",
     ),
-    "benchmarks/exact_predictions.py": ("--seeds 1 --only matmul", "| matmul | yes | 1.0"),
+    "benchmarks/exact_predictions.py": (
+        "--seeds 1 --only matmul",
+        "| matmul | yes | 1.0",
+    ),
     "benchmarks/gate_speed.py": ("--rows 100 --repeats 1", "| 100 |"),
     "benchmarks/heavy_tails.py": ("--length 100 --samples 2", "every 32nd"),
     "benchmarks/instability.py": ("tests/data/reports/train.json", "|"),
@@ -41,16 +45,25 @@ QUICK = {
         "the model's forward pass",
     ),
     "benchmarks/power.py": ("--one 0 --small --to {tmp}/units", ""),
-    "benchmarks/sampling_coverage.py": ("--length 300 --samples 2", "two bad rows, causal"),
+    "benchmarks/sampling_coverage.py": (
+        "--length 300 --samples 2",
+        "two bad rows, causal",
+    ),
     "benchmarks/suspicion_rates.py": ("--small", "| sdpa-math | 1 |"),
     "benchmarks/wasserstein.py": ("--repeats 1 --count 1000", "0.001 M"),
     "scripts/budget.py": ("", "numdev/metrics"),
-    "scripts/golden.py": ("compare tests/data/reports tests/data/reports", "0 differences"),
+    "scripts/golden.py": (
+        "compare tests/data/reports tests/data/reports",
+        "0 differences",
+    ),
     "scripts/models_table.py": ("LlamaForCausalLM", "| LlamaForCausalLM | audited: "),
     "scripts/mutate.py": ("--check rel-mean-over-sum", "1 "),
 }
 SLOW = {
-    "benchmarks/bias_calibration.py": ("--power --sequences 4 --length 16", "| 0.5; nothing |"),
+    "benchmarks/bias_calibration.py": (
+        "--power --sequences 4 --length 16",
+        "| 0.5; nothing |",
+    ),
     "benchmarks/effects_large.py": (
         "{tmp}/model --layers 1 --length 16 --width 128",
         "numdev effects, sdpa-flash",
@@ -67,7 +80,10 @@ THOROUGH = {  # several runs of numdev
     ),
     "benchmarks/names.py": ("--only sound --doors check", "check, "),
     "benchmarks/gate_rates.py": ("--seeds 1 --small", "sdpa-math"),
-    "benchmarks/false_alarms.py": ("--seeds 1 --only sdpa-math", "1 kernels: 0 of 2 accused"),
+    "benchmarks/false_alarms.py": (
+        "--seeds 1 --only sdpa-math",
+        "1 kernels: 0 of 2 accused",
+    ),
 }
 RUNS = {**QUICK, **SLOW, **THOROUGH}
 # What a run needs that a machine may lack, and its line then.
@@ -105,7 +121,9 @@ def as_a_script(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.set_num_threads(threads)
 
 
-def run(file: str, arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def run(
+    file: str, arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Any:
     monkeypatch.setattr(sys, "argv", [file, *arguments.format(tmp=tmp_path).split()])
     return load(file).main()
 
@@ -113,7 +131,9 @@ def run(file: str, arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_is_imported_and_run_somewhere(file: str) -> None:
     load(file)
-    tables = [table for table in (QUICK, SLOW, THOROUGH, NEEDS, ELSEWHERE) if file in table]
+    tables = [
+        table for table in (QUICK, SLOW, THOROUGH, NEEDS, ELSEWHERE) if file in table
+    ]
     assert len(tables) == 1
     if file in ELSEWHERE:
         assert Path(file).stem in (ROOT / ELSEWHERE[file]).read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """The bias statistic: its arithmetic by hand, and whom it accuses.
 
-The second half is the quick version of benchmarks/bias_calibration.py, whose kernels it uses."""
+The second half is the quick version of benchmarks/bias_calibration.py, whose kernels it
+uses."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def judged(ulps: torch.Tensor) -> Metrics:
 
 
 def test_large_biases_come_before_certain_ones() -> None:
-    """A certain bias of 0.01 ulp does not hide a less certain one above the least size."""
+    """A certain bias of 0.01 ulp does not hide a less certain one above the least
+    size."""
     ulps = torch.zeros(8, 200, 2, dtype=torch.float64)
     ulps[:, 0, 0] = 1.0  # 0.005 ulp in every sequence, feature 0, without spread
     ulps[:6, :, 1] = 1.0  # 1 ulp in six of eight sequences, feature 1
@@ -50,7 +52,8 @@ def test_large_biases_come_before_certain_ones() -> None:
 
 
 def test_agreement_of_a_few_coarse_values_is_no_certainty() -> None:
-    """Eight sequences of one row that round one feature up: by chance once in 128 tries."""
+    """Eight sequences of one row that round one feature up: by chance once in 128
+    tries."""
     head = judged(torch.ones(8, 1, 1, dtype=torch.float64))
     assert math.isfinite(head["bias_t"])
     assert head["bias_p"] > 2.0**-10
@@ -65,7 +68,8 @@ def yardstick_of(case: AttentionCase) -> Yardstick:
 
 
 def test_v_of_ones_is_no_repetition() -> None:
-    """Equal results of different scores still count: V = 1 shows a row sum that does not fit P."""
+    """Equal results of different scores still count: V = 1 shows a row sum that does not
+    fit P."""
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(8, 1, 8, 16, generator=g) for _ in range(2))
     v = torch.ones(8, 1, 8, 4)
@@ -76,7 +80,8 @@ def test_v_of_ones_is_no_repetition() -> None:
 
 
 def test_holm_by_hand() -> None:
-    """Step-down at 0.05: 0.01 <= 0.05/4, 0.013 <= 0.05/3, 0.03 > 0.05/2, and so the last one."""
+    """Step-down at 0.05: 0.01 <= 0.05/4, 0.013 <= 0.05/3, 0.03 > 0.05/2, and so the last
+    one."""
     for p, rejected in (
         ([0.04, 0.01, 0.03, 0.013], [False, True, False, True]), ([0.05], [True]),
         ([0.050001], [False]), ([0.02] * 3, [False] * 3), ([0.0, 0.024, 0.024], [True] * 3),
@@ -91,12 +96,17 @@ HEADS = QUICK["reports"] * QUICK["heads"]
 
 @pytest.mark.parametrize(
     ("regime", "fmt"),
-    [("normal", "bfloat16"), ("ties, strength 16", "bfloat16"), ("ties, strength 16", "float16")],
+    [
+        ("normal", "bfloat16"),
+        ("ties, strength 16", "bfloat16"),
+        ("ties, strength 16", "float16"),
+    ],
 )
 @pytest.mark.thorough
 def test_the_sound_go_free_and_the_guilty_do_not(regime: str, fmt: str) -> None:
-    """Of 104 heads sound kernels are accused in none, truncation and a drift of 0.1 ulp in all; the
-    un-normalised product where few terms are added and the format keeps the tail of P."""
+    """Of 104 heads sound kernels are accused in none, truncation and a drift of 0.1 ulp
+    in all; the un-normalised product where few terms are added and the format keeps the
+    tail of P."""
     kernels = [*benchmark.SOUND, *benchmark.GUILTY]
     tallies = benchmark.calibrate(benchmark.REGIMES[regime], fmt, kernels, **QUICK)
     assert {tally.heads for tally in tallies.values()} == {HEADS}
@@ -108,10 +118,15 @@ def test_the_sound_go_free_and_the_guilty_do_not(regime: str, fmt: str) -> None:
 
 
 def test_against_the_truth_even_the_floor_looks_biased() -> None:
-    """Why the floor is subtracted: on sharp ties correct rounding itself errs to one side."""
-    shapes = Shapes(batch=8, heads=4, kv_heads=4, q_len=32, kv_len=32, head_dim=32, v_dim=32)
+    """Why the floor is subtracted: on sharp ties correct rounding itself errs to one
+    side."""
+    shapes = Shapes(
+        batch=8, heads=4, kv_heads=4, q_len=32, kv_len=32, head_dim=32, v_dim=32
+    )
     q, k, v = draw("ties", shapes, seed=0, options={"strength": 16.0})
-    y = yardstick_of(AttentionCase(ref=CaseRef(case="ties"), q=q, k=k, v=v, scale=32**-0.5))
+    y = yardstick_of(
+        AttentionCase(ref=CaseRef(case="ties"), q=q, k=k, v=v, scale=32**-0.5)
+    )
     per_sequence = ((y.floor - y.reference) / y.spacing).mean(dim=(1, 2, 3)).numpy()
     assert stats.ttest_1samp(per_sequence, 0.0).pvalue < 1e-6
     assert np.abs(per_sequence).mean() > BIAS_ULP

@@ -1,6 +1,7 @@
 """Bounds: what is known of curves made by hand comes back, and what is wrong is seen.
 
-Curves follow the logistic model of `chaotic`, of which ratio and bend can be written down."""
+Curves follow the logistic model of `chaotic`, of which ratio and bend can be written
+down."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from numdev.report.document import Table
 from numdev.training.bounds import study
 from numdev.training.bounds import view as views
 from numdev.training.bounds.ladder import pooled, read, saturation
-from numdev.training.bounds.report import MERGED, BoundsReport, Comparison, Dose, Saturation
+from numdev.training.bounds.report import (
+    MERGED,
+    BoundsReport,
+    Comparison,
+    Dose,
+    Saturation,
+)
 from numdev.training.bounds.study import COLUMNS, ratios
 from numdev.training.bounds.words import amount, ratio
 from numdev.training.report import (
@@ -67,10 +74,13 @@ def distance(variant: str, step: int, mean: float, **changes: Any) -> DistanceRo
 def curves(
     starts: Mapping[str, float] = STARTS, steps: Sequence[int] = STEPS, **changes: Any
 ) -> list[DistanceRow]:
-    """Every perturbed run by its start; another seed, far away from the first step; a repeat."""
+    """Every perturbed run by its start; another seed, far away from the first step; a
+    repeat."""
     found = []
     for step in steps:
-        means = {name: chaotic(start)(step) if step else 0.0 for name, start in starts.items()}
+        means = {
+            name: chaotic(start)(step) if step else 0.0 for name, start in starts.items()
+        }
         means |= {"other-seed": 2 * LEVEL, "null-repeat": 0.0}
         found += [distance(name, step, mean, **changes) for name, mean in means.items()]
     return found
@@ -81,12 +91,16 @@ def several(seeds: int = 3, scatter: float = 0.2) -> list[DistanceRow]:
     rows = []
     for seed in range(seeds):
         draw = random.Random(seed)
-        starts = {name: x * math.exp(draw.gauss(0, scatter)) for name, x in STARTS.items()}
+        starts = {
+            name: x * math.exp(draw.gauss(0, scatter)) for name, x in STARTS.items()
+        }
         rows += curves(starts, seed=seed)
     return rows
 
 
-def changed(rows: list[DistanceRow], which: Callable[[DistanceRow], Any], **update: Any) -> Any:
+def changed(
+    rows: list[DistanceRow], which: Callable[[DistanceRow], Any], **update: Any
+) -> Any:
     """The rows, with fields of some as a function makes them of what they are."""
 
     def of(r: DistanceRow) -> DistanceRow:
@@ -105,7 +119,12 @@ def run_of(distances: Sequence[DistanceRow], names: Sequence[str] = NAMES) -> Tr
         provenance=Provenance(numdev="0", command="", created="", system={}, source={}),
         request={"target": "a"},
         summary=TrainSummary(
-            answer=(), steps=max(STEPS), seeds=(0,), parameters=1000, model="gpt", data="d"
+            answer=(),
+            steps=max(STEPS),
+            seeds=(0,),
+            parameters=1000,
+            model="gpt",
+            data="d",
         ),
         variants=tuple(
             VariantRecord(
@@ -129,7 +148,9 @@ Found = Callable[..., BoundsReport]
 def bounds(tmp_path: Path) -> Found:
     """The bounds of a run with these distances."""
 
-    def found(distances: Sequence[DistanceRow], names: Sequence[str] = NAMES) -> BoundsReport:
+    def found(
+        distances: Sequence[DistanceRow], names: Sequence[str] = NAMES
+    ) -> BoundsReport:
         reports.write(run_of(distances, names), tmp_path)
         return study.bounds(tmp_path)
 
@@ -154,8 +175,8 @@ def shown(found: BoundsReport) -> str:
 
 
 def marks(one: Any, sixteen: Any = (), **others: Any) -> Saturation:
-    """Of runs re-rounded at one and at sixteen floors and of other roles, by seed: step to the
-    distance of one run, or those of several."""
+    """Of runs re-rounded at one and at sixteen floors and of other roles, by seed: step
+    to the distance of one run, or those of several."""
     roles = [("null_rounding", 1.0, one), ("null_rounding", 16.0, sixteen)]
     roles += [(role, math.nan, seeds) for role, seeds in others.items()]
     lines = [
@@ -169,9 +190,9 @@ def marks(one: Any, sixteen: Any = (), **others: Any) -> Saturation:
 
 
 def test_proportion_is_lost_where_the_model_says() -> None:
-    """With x = e - 1 the two doses are r^2 (L + n x)/(L + a x) apart, where r^2 = a/n: they have
-    lost half of their lead (r) at x = L (r - 1)/(a - r n), and are merged (m) at
-    x = L (r^2 - m)/(a (m - 1))."""
+    """With x = e - 1 the two doses are r^2 (L + n x)/(L + a x) apart, where r^2 = a/n:
+    they have lost half of their lead (r) at x = L (r - 1)/(a - r n), and are merged (m)
+    at x = L (r^2 - m)/(a (m - 1))."""
     a, n = 1e-6, 1e-7
     large, small = ([{s: chaotic(start)(s) for s in range(1, 301)}] for start in (a, n))
     mark = marks(small, large)
@@ -188,13 +209,16 @@ def test_proportion_is_lost_where_the_model_says() -> None:
     [
         ((4.0, 2.1, 4.0, 4.0, 4.0), None, None, (1, 2, 4, 8, 16)),
         ((4.0, 3.0, 1.9, 1.2, 1.0), 4, 8, (1, 2)),
-        ((3.0, 9.0, 16.0, 3.9, 1.0), 8, 16, (1, 2, 4)),  # a rise is early, and its peak counts
+        # A rise is early, and its peak counts
+        ((3.0, 9.0, 16.0, 3.9, 1.0), 8, 16, (1, 2, 4)),
         ((1.1, 1.1, 1.1, 1.1, 1.1), 1, 1, ()),  # two doses that were never apart
     ],
 )
-def test_marks_are_of_two_doses(sixteen: Any, bends: Any, saturated: Any, early: Any) -> None:
-    """Over one floor of distance 1. A scale changes no mark, nor does any run of another role, nor
-    how long the record is: marks of its first steps are those of the whole."""
+def test_marks_are_of_two_doses(
+    sixteen: Any, bends: Any, saturated: Any, early: Any
+) -> None:
+    """Over one floor of distance 1. A scale changes no mark, nor does any run of another
+    role, nor how long the record is: marks of its first steps are those of the whole."""
     steps = (1, 2, 4, 8, 16)
     for scale in (1.0, 1e3):
         curve = {s: scale * v for s, v in zip(steps, sixteen, strict=True)}
@@ -210,9 +234,9 @@ def test_marks_are_of_two_doses(sixteen: Any, bends: Any, saturated: Any, early:
 
 
 def test_chance_decides_where_equal_causes_part() -> None:
-    """The early window ends where runs re-rounded alike are in one seed twice as far apart as at
-    first; runs of other strengths and roles say nothing, and those of one ulp where there is no
-    other pair."""
+    """The early window ends where runs re-rounded alike are in one seed twice as far
+    apart as at first; runs of other strengths and roles say nothing, and those of one ulp
+    where there is no other pair."""
     steps = (1, 2, 4, 8)
     far = [dict.fromkeys(steps, 10.0)] * 2
     equal: list[Any] = [
@@ -231,7 +255,7 @@ def test_chance_decides_where_equal_causes_part() -> None:
     assert (mark.chance, mark.early) == (None, steps)
 
 
-# --- doses ---------------------------------------------------------------------------------------
+# --- doses ----------------------------------------------------------------------------
 
 
 LADDER = {1 / 16: 0.4, 1 / 4: 0.7, 1.0: 1.0, 4.0: 1.3, 16.0: 2.6}
@@ -253,8 +277,8 @@ def test_a_dose_is_read_off_the_ladder(distance: float, dose: float, end: str) -
 
 
 def test_between_rungs_a_dose_is_on_a_monotone_cubic() -> None:
-    """Of the logarithms, as scipy has it: its value at the dose is the distance. With two rungs
-    that is a line."""
+    """Of the logarithms, as scipy has it: its value at the dose is the distance. With two
+    rungs that is a line."""
     curve = PchipInterpolator(*[[math.log(x) for x in xs] for xs in zip(*LADDER.items())])  # noqa: B905
     for distance in (0.41, 0.8, 1.1, 1.9, 2.59):
         dose, where = read(distance, LADDER)
@@ -275,8 +299,8 @@ def dose_of(found: BoundsReport, variant: str, window: str) -> Dose:
 
 
 def test_doses_come_back(bounds: Found) -> None:
-    """Between two rungs of the model the exponent is that of the starts; three seeds have an
-    interval, fewer are undecided; what is beyond an end is said to be."""
+    """Between two rungs of the model the exponent is that of the starts; three seeds have
+    an interval, fewer are undecided; what is beyond an end is said to be."""
     exact = 16 ** (math.log(STARTS["flash"] / FLOOR) / math.log(6e-7 / FLOOR))
     found = bounds(several(3, 0.0))
     dose = dose_of(found, "flash", "first")
@@ -284,22 +308,31 @@ def test_doses_come_back(bounds: Found) -> None:
     assert (dose.why, dose.below, dose.above) == (None, 0.0, 0.0)
     assert amount(dose_of(found, "null: one ulp", "first")) == "below 1 floors"
     assert amount(dose_of(found, "low-precision", "first")) == "above 16 floors"
-    assert "Dose: flash moves the weights as far as re-rounding attention's output at 8." in said(
-        found
+    assert (
+        "Dose: flash moves the weights as far as re-rounding attention's output at 8."
+        in said(found)
     )
     one = dose_of(bounds(curves()), "flash", "first")
     assert (one.low, one.why) == (None, "1 seed, and an interval needs 3")
     ladder = {r.times: r.ratio for r in found.ladder if r.window == "first"}
-    assert ladder == {1.0: pytest.approx(1.0), 16.0: pytest.approx(6e-7 / FLOOR, rel=1e-3)}
+    assert ladder == {
+        1.0: pytest.approx(1.0),
+        16.0: pytest.approx(6e-7 / FLOOR, rel=1e-3),
+    }
 
 
 def test_a_flat_ladder_tells_no_dose(bounds: Found) -> None:
     """Nor does an interval over more than a factor of eight."""
     sizes = (("flash", 1.05), ("null-rounding-1", 1.0), ("null-rounding-16", 1.2))
-    start = [distance(v, 0, x, of="gradient", seed=seed) for v, x in sizes for seed in range(3)]
+    start = [
+        distance(v, 0, x, of="gradient", seed=seed) for v, x in sizes for seed in range(3)
+    ]
     found = bounds([*several(3, 0.05), *start])
     why = dose_of(found, "flash", "start").why
-    assert why == "the ladder is flat there: 16 floors move the weights 1.20 times as far as 1"
+    assert (
+        why
+        == "the ladder is flat there: 16 floors move the weights 1.20 times as far as 1"
+    )
     none = dose_of(bounds(curves(SAME)), "flash", "early")
     assert (none.dose, none.why) == (
         None, "no step is early: two doses lie together from the first recorded one on"
@@ -314,7 +347,7 @@ def test_a_flat_ladder_tells_no_dose(bounds: Found) -> None:
     assert why == "its interval over seeds, 1 to 16 floors, spans a factor above 8"
 
 
-# --- the paper's question ------------------------------------------------------------------------
+# --- the paper's question -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -330,8 +363,11 @@ def test_a_flat_ladder_tells_no_dose(bounds: Found) -> None:
 def test_the_papers_question_has_an_answer(
     bounds: Found, times: float, seeds: int, scatter: float, verdict: str
 ) -> None:
-    """By the interval of W1 over the early steps, whatever the other metrics say; first of all."""
-    rows = changed(several(seeds, scatter), lambda r: r.variant == "flash", w1=lambda x: times * x)
+    """By the interval of W1 over the early steps, whatever the other metrics say; first
+    of all."""
+    rows = changed(
+        several(seeds, scatter), lambda r: r.variant == "flash", w1=lambda x: times * x
+    )
     found = bounds(rows)
     assert [a.verdict for a in found.answers] == [verdict]
     first = found.summary.answer[0]
@@ -340,7 +376,10 @@ def test_the_papers_question_has_an_answer(
         if seeds == 2
         else {"undecided": " (its interval reaches across an end)"}
     )
-    begins = f"{verdict.capitalize()} in this run{why.get(verdict, '')}: the paper's 0.2 to 0.5"
+    begins = (
+        f"{verdict.capitalize()} in this run{why.get(verdict, '')}: the "
+        "paper's 0.2 to 0.5"
+    )
     assert first.startswith(begins)
     for metric, words in (
         ("w1", "in pooled W1"),
@@ -352,7 +391,9 @@ def test_the_papers_question_has_an_answer(
     c = compared(found, "low-precision", "early", "w1")
     if c.low is not None:
         within, outside = c.low >= 0.2 and c.high <= 0.5, c.high < 0.2 or c.low > 0.5
-        assert verdict == ("reproduced" if within else "not reproduced" if outside else "undecided")
+        assert verdict == (
+            "reproduced" if within else "not reproduced" if outside else "undecided"
+        )
 
 
 def test_every_format_is_answered(bounds: Found) -> None:
@@ -366,7 +407,12 @@ def test_every_format_is_answered(bounds: Found) -> None:
 
 
 def at_output(variant: str, seed: int, **values: Any) -> OutputRow:
-    fields: dict[str, Any] = {"floors": 1.0, "apart": 1.2, "bias": 0.0, "slope": 0.0} | values
+    fields: dict[str, Any] = {
+        "floors": 1.0,
+        "apart": 1.2,
+        "bias": 0.0,
+        "slope": 0.0,
+    } | values
     return OutputRow(seed=seed, variant=variant, calls=2, elements=1000, **fields)
 
 
@@ -375,11 +421,15 @@ def at_output(variant: str, seed: int, **values: Any) -> OutputRow:
     [
         ({}, None),
         ({"slope": 0.02}, "is off by a scale of +2 % (sound kernels: below 0.2 %)"),
-        ({"bias": -0.5}, "is biased by -0.50 ulp along its sign (the golden run's: +0.00)"),
+        (
+            {"bias": -0.5},
+            "is biased by -0.50 ulp along its sign (the golden run's: +0.00)",
+        ),
         ({"floors": 9.0}, "errs 9.00 floors (the golden run's: 1.00)"),
         (
             {"sharp": 7.5},
-            "errs 7.50 floors where q is scaled until scores reach 8 (the golden run's: 1.00), as "
+            "errs 7.50 floors where q is scaled until scores reach 8 (the golden "
+            "run's: 1.00), as "
             "with a wrong scale",
         ),
         (
@@ -388,7 +438,9 @@ def at_output(variant: str, seed: int, **values: Any) -> OutputRow:
         ),
     ],
 )
-def test_what_is_at_the_output_is_said(tmp_path: Path, values: Any, words: str | None) -> None:
+def test_what_is_at_the_output_is_said(
+    tmp_path: Path, values: Any, words: str | None
+) -> None:
     """More than a rounding comes first; what is a rounding stands beside the dose."""
     outputs = [at_output("golden", seed) for seed in (0, 1)]
     outputs += [at_output("flash", seed, **values) for seed in (0, 1)]
@@ -401,15 +453,18 @@ def test_what_is_at_the_output_is_said(tmp_path: Path, values: Any, words: str |
         beside = "At its output it lies 1.20 floors from the golden run's, and errs 1.00."
         assert beside in said(found)
     else:
-        assert first == f"NOT ROUNDING ALONE: at its output flash {words}, before any update."
+        assert (
+            first
+            == f"NOT ROUNDING ALONE: at its output flash {words}, before any update."
+        )
 
 
-# --- ratios --------------------------------------------------------------------------------------
+# --- ratios ---------------------------------------------------------------------------
 
 
 def test_the_known_ratios_come_back(bounds: Found) -> None:
-    """Early ratios are those of the starts, late ones are 1; one seed has no interval; a null of
-    flash's size, and a late curve that stays apart, are seen."""
+    """Early ratios are those of the starts, late ones are 1; one seed has no interval; a
+    null of flash's size, and a late curve that stays apart, are seen."""
     found = bounds(curves())
     for against in ("low-precision", "attention-precision"):
         exact = STARTS["flash"] / STARTS[against]
@@ -419,21 +474,29 @@ def test_the_known_ratios_come_back(bounds: Found) -> None:
         assert late.ratio == pytest.approx(1.0, abs=0.05)
         assert late.nulls == dict.fromkeys(("low", "high"), "fewer than 3 seeds")
     for null, start in (("null: one ulp", 1e-9), ("null: re-rounded", 3e-8)):
-        assert compared(found, null, "first").ratio == pytest.approx(3e-7 / start, rel=1e-3)
+        assert compared(found, null, "first").ratio == pytest.approx(
+            3e-7 / start, rel=1e-3
+        )
     [by_step] = [f for f in found.figures if f.relative]
     assert [c.label for c in by_step.curves] == [
         f"flash over {kind}-precision" for kind in ("low", "attention")
     ]
     assert by_step.curves[0].points[0].mean == pytest.approx(0.3, rel=1e-3)
     equal = {"null-rounding-16": 3e-8}
-    assert compared(bounds(curves({**STARTS, **equal})), "low-precision", "early").ratio is None
-    apart = changed(curves(), lambda r: r.variant.endswith("-16"), mean_abs=lambda x: 9 * x)
+    assert (
+        compared(bounds(curves({**STARTS, **equal})), "low-precision", "early").ratio
+        is None
+    )
+    apart = changed(
+        curves(), lambda r: r.variant.endswith("-16"), mean_abs=lambda x: 9 * x
+    )
     assert bounds(apart).saturation.saturated is None
 
 
 @pytest.mark.parametrize("seeds", [2, 5])
 def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int) -> None:
-    """By scipy's own function; a ratio that is off lies outside. Two seeds have none, as said."""
+    """By scipy's own function; a ratio that is off lies outside. Two seeds have none, as
+    said."""
     rows = several(seeds)
     found = bounds(rows)
     c = compared(found, "low-precision", "first")
@@ -451,18 +514,23 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int
 
 
 def test_the_answer_comes_first(bounds: Found) -> None:
-    """The paper's number in three metrics, the controls, the dose, chance and another seed."""
+    """The paper's number in three metrics, the controls, the dose, chance and another
+    seed."""
     found = bounds(several(3, 0.02))
     paper, controls, dose, second, last = found.summary.answer
     w1, mean, largest = (
-        ratio(compared(found, "low-precision", "early", m)) for m in ("w1", "mean_abs", "max_abs")
+        ratio(compared(found, "low-precision", "early", m))
+        for m in ("w1", "mean_abs", "max_abs")
     )
     assert paper == (
-        "Reproduced in this run: the paper's 0.2 to 0.5 (pooled W1). flash over low-precision is "
-        f"{w1} in pooled W1, {mean} in the mean, {largest} in the largest, at steps 1 to 100."
+        "Reproduced in this run: the paper's 0.2 to 0.5 (pooled W1). flash over "
+        "low-precision is "
+        f"{w1} in pooled W1, {mean} in the mean, {largest} in the largest, at steps "
+        "1 to 100."
     )
     assert controls.startswith(
-        "Controls, of the distance of low-precision in the mean: attention alone in bfloat16 0.5"
+        "Controls, of the distance of low-precision in the mean: attention alone in "
+        "bfloat16 0.5"
     )
     assert "an ulp on every weight " in controls
     assert dose.startswith("Dose: flash moves the weights as far as re-rounding")
@@ -493,7 +561,7 @@ PARTING = changed(
          "all steps, with no sign that curves merge.", 40,
          "no curve has merged with the null by step 40"),
         (curves(SAME), NAMES,
-         "Undecided: the paper's 0.2 to 0.5 (pooled W1): nothing can be said of flash", None, None),
+         ("Undecided: the paper's 0.2 to 0.5 (pooled W1): nothing can be said of flash"), None, None),
     ],
     ids=["chance", "no null", "not merged", "merged at once"],
 )  # fmt: skip
@@ -503,7 +571,9 @@ def test_which_steps_are_early(
     """Without a null, where curves merge is not known: only the first step is quoted."""
     found = bounds(changed(rows, lambda r: not r.equal, w1=lambda x: 1.0), names)
     assert words in shown(found)
-    paired, w1 = (compared(found, "low-precision", "early", m) for m in ("mean_abs", "w1"))
+    paired, w1 = (
+        compared(found, "low-precision", "early", m) for m in ("mean_abs", "w1")
+    )
     assert w1.steps == paired.steps
     assert paired.steps[-1:] == ((last,) if last else ())
     assert compared(found, "low-precision", "saturated").nulls.get("ratio") == late
@@ -516,8 +586,15 @@ def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
     rows = changed(several(), lambda r: r.variant == "flash", w1=lambda x: 2 * x)
     found = bounds(rows + start)
     metrics, windows, *_ = [n for n in views.blocks(found) if isinstance(n, Table)]
-    assert [c.title for c in metrics.columns[2:]] == ["mean, ×", "pooled W1, ×", "largest, ×"]
-    early = [compared(found, "low-precision", "early", m) for m in ("mean_abs", "w1", "max_abs")]
+    assert [c.title for c in metrics.columns[2:]] == [
+        "mean, ×",
+        "pooled W1, ×",
+        "largest, ×",
+    ]
+    early = [
+        compared(found, "low-precision", "early", m)
+        for m in ("mean_abs", "w1", "max_abs")
+    ]
     expected = ["flash", "low-precision", *map(ratio, early)]
     assert [cell.text for cell in metrics.rows[0].cells] == expected
     assert early[1].ratio == pytest.approx(2 * early[0].ratio)
@@ -532,16 +609,21 @@ def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
 
 
 def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
-    """A run that is not deterministic, by one weight at any step, or that diverged, and where."""
+    """A run that is not deterministic, by one weight at any step, or that diverged, and
+    where."""
     off = changed(
-        several(), lambda r: (r.variant, r.step) == ("null-repeat", 70), max_abs=lambda x: 1e-30
+        several(),
+        lambda r: (r.variant, r.step) == ("null-repeat", 70),
+        max_abs=lambda x: 1e-30,
     )
     found = bounds(off)
     assert said(found).startswith("NOT REPRODUCIBLE from step 70 on: ")
     assert views.styles(found) == ("bad", "", "", "", "", "")
     assert "gives the same bits" not in str(list(views.blocks(found)))
     none = dict.fromkeys(("mean_abs", "w1"), lambda x: None)
-    found = bounds(changed(several(), lambda r: (r.seed, r.variant) == (2, "flash"), **none))
+    found = bounds(
+        changed(several(), lambda r: (r.seed, r.variant) == (2, "flash"), **none)
+    )
     assert found.summary.answer[0].startswith(
         "NOT FINITE: flash has no finite distance in seed 2 from step 0 on"
     )
@@ -569,14 +651,19 @@ def test_nulls_may_have_distances_at_step_0_alone(bounds: Found) -> None:
 
 
 def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:
-    """Over the steps asked for, where neither is zero; 0 where the first alone is always zero."""
+    """Over the steps asked for, where neither is zero; 0 where the first alone is always
+    zero."""
 
     def curve(*values: tuple[int, int, float]) -> Any:
         """Seed, step and distance."""
-        return pd.DataFrame(values, columns=["seed", "step", 0]).set_index(["seed", "step"])[0]
+        return pd.DataFrame(values, columns=["seed", "step", 0]).set_index(
+            ["seed", "step"]
+        )[0]
 
     a = curve((0, 0, 0.0), (0, 1, 1.0), (0, 2, 8.0), (0, 3, 5.0), (1, 1, 3.0))
-    b = curve((0, 0, 0.0), (0, 1, 2.0), (0, 2, 4.0), (0, 3, 1.0), (1, 1, 4.0), (2, 1, 9.0))
+    b = curve(
+        (0, 0, 0.0), (0, 1, 2.0), (0, 2, 4.0), (0, 3, 1.0), (1, 1, 4.0), (2, 1, 9.0)
+    )
     assert ratios(a, b, (0, 1, 2)) == pytest.approx({0: math.sqrt(0.5 * 2.0), 1: 0.75})
     assert ratios(a, b, (7,)) == {}
     assert ratios(b, 0 * b, (1,)) == {}

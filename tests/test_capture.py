@@ -1,4 +1,5 @@
-"""Capturing a model's attention: what is handed over is what it computed. Oracles: `capturing`."""
+"""Capturing a model's attention: what is handed over is what it computed. Oracles:
+`capturing`."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ from numdev.sources.mixers import in_words
 B, N, STEPS = 3, 12, 3
 IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
 DRAWN = torch.randn(2, B, 3, 12, 12, generator=torch.Generator().manual_seed(2)).double()
-PIXELS, FRAMES = {"pixel_values": DRAWN[0]}, {"input_features": DRAWN[1].reshape(B, -1, 24)[:, :8]}
+PIXELS, FRAMES = (
+    {"pixel_values": DRAWN[0]},
+    {"input_features": DRAWN[1].reshape(B, -1, 24)[:, :8]},
+)
 DECODER = {"decoder_input_ids": IDS[:, :6]}
 
 
@@ -52,7 +56,9 @@ def text(padding: str | None = None) -> dict[str, Tensor]:
     return {"input_ids": IDS * mask, "attention_mask": mask}
 
 
-def cases_of(model: nn.Module, given: dict[str, Tensor], **options: Any) -> list[AttentionCase]:
+def cases_of(
+    model: nn.Module, given: dict[str, Tensor], **options: Any
+) -> list[AttentionCase]:
     cases: list[AttentionCase] = []
     capture(model, given, cases.append, source="test", **options)
     return cases
@@ -61,7 +67,8 @@ def cases_of(model: nn.Module, given: dict[str, Tensor], **options: Any) -> list
 def agrees(
     name: str, given: dict[str, Tensor], tmp_path: Path, steps: int | None = None
 ) -> list[AttentionCase]:
-    """Hold every case, answered here and by the reference, against eager output and logits."""
+    """Hold every case, answered here and by the reference, against eager output and
+    logits."""
     captured = Run(opened(name, tmp_path), name, given, steps)
     own = Run(eager(name, tmp_path), name, given, steps, eager=True)
     assert len(captured.cases) == len(own.outputs) > 0
@@ -107,7 +114,8 @@ CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
 def test_a_captured_call_computes_what_the_models_own_attention_does(
     name: str, given: dict[str, Tensor], steps: int | None, calls: int, tmp_path: Path
 ) -> None:
-    """Every call's case is that layer's eager output, in the prefill and in every decode step."""
+    """Every call's case is that layer's eager output, in the prefill and in every decode
+    step."""
     assert len(agrees(name, given, tmp_path, steps)) == calls
 
 
@@ -121,7 +129,8 @@ def test_the_comparison_rejects_a_wrong_case(tmp_path: Path) -> None:
 
 
 def test_calls_come_as_sdpa_would_have_had_them(tmp_path: Path) -> None:
-    """Grouped keys stay grouped, with a causal flag; a mask brings them repeated, with no flag."""
+    """Grouped keys stay grouped, with a causal flag; a mask brings them repeated, with no
+    flag."""
     model = opened("llama", tmp_path)
     bare, padded = (cases_of(model, text(p))[0] for p in (None, "right"))
     assert (bare.kv_heads, bare.is_causal, bare.mask) == (2, True, None)
@@ -130,7 +139,8 @@ def test_calls_come_as_sdpa_would_have_had_them(tmp_path: Path) -> None:
 
 
 def test_soft_cap_and_window_are_delivered(tmp_path: Path) -> None:
-    """Gemma 2's cap is on every call; a window that hides nothing is none, so flash can run it."""
+    """Gemma 2's cap is on every call; a window that hides nothing is none, so flash can
+    run it."""
     model = opened("gemma2", tmp_path)
     first, second = cases_of(model, text())
     assert (first.softcap, second.softcap) == (0.5, 0.5)
@@ -146,10 +156,14 @@ def test_soft_cap_and_window_are_delivered(tmp_path: Path) -> None:
 
 
 def test_a_single_query_keeps_its_heads(tmp_path: Path) -> None:
-    """transformers lays its grouped heads out as rows; they and a mask per head come back."""
+    """transformers lays its grouped heads out as rows; they and a mask per head come
+    back."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    given = {"input_ids": torch.tensor([[5], [7]]), "attention_mask": torch.tensor([[1], [0]])}
+    given = {
+        "input_ids": torch.tensor([[5], [7]]),
+        "attention_mask": torch.tensor([[1], [0]]),
+    }
     for name in ("llama", "gemma2", "gpt_oss"):
         case = agrees(name, given, tmp_path)[0]
         assert case.q.shape[1:3] == (8 if name == "llama" else 4, 1)
@@ -159,21 +173,31 @@ def test_a_single_query_keeps_its_heads(tmp_path: Path) -> None:
         num_key_value_groups = 2
 
         def forward(self, **qkvm: Tensor) -> Tensor:
-            return ALL_ATTENTION_FUNCTIONS["numdev"](self, *qkvm.values(), is_causal=False)[0]
+            return ALL_ATTENTION_FUNCTIONS["numdev"](
+                self, *qkvm.values(), is_causal=False
+            )[0]
 
     draw = torch.Generator().manual_seed(0)
     shapes = ((4, 1, 8), (2, 5, 8), (2, 5, 8), (4, 1, 5))
-    q, k, v, bias = (torch.randn(2, *s, dtype=torch.float64, generator=draw) for s in shapes)
+    q, k, v, bias = (
+        torch.randn(2, *s, dtype=torch.float64, generator=draw) for s in shapes
+    )
     (case,) = cases_of(Grouped(), {"q": q, "k": k, "v": v, "bias": bias})
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     assert worst(attend(case), F.scaled_dot_product_attention(q, k, v, bias)) < TOLERANCE
 
 
 def test_calls_are_named_by_module_layer_and_phase(tmp_path: Path) -> None:
-    """Names are unique; a decode step has one query, and a key more than the one before."""
+    """Names are unique; a decode step has one query, and a key more than the one
+    before."""
     model = opened("llama", tmp_path)
-    refs, name = [case.ref for case in cases_of(model, text())], "model.layers.{}.self_attn#{}"
-    assert [(r.case, r.layer, r.call) for r in refs] == [(name.format(i, 0), i, 0) for i in (0, 1)]
+    refs, name = (
+        [case.ref for case in cases_of(model, text())],
+        "model.layers.{}.self_attn#{}",
+    )
+    assert [(r.case, r.layer, r.call) for r in refs] == [
+        (name.format(i, 0), i, 0) for i in (0, 1)
+    ]
     assert attention_modules(model) == [r.module for r in refs]
     first = [c for c in cases_of(model, text(), generate=2) if c.ref.layer == 0]
     assert [(c.ref.case, c.ref.phase, c.ref.call, c.q_len, c.kv_len) for c in first] == [
@@ -183,14 +207,17 @@ def test_calls_are_named_by_module_layer_and_phase(tmp_path: Path) -> None:
     ]
 
 
-# --- generations ----------------------------------------------------------------------------------
+# --- generations ----------------------------------------------------------------------
 
 
 def test_the_prefill_is_called_as_a_forward_pass_is(tmp_path: Path) -> None:
-    """Ids that happen to be the padding token are read like any other, so that no mask appears."""
+    """Ids that happen to be the padding token are read like any other, so that no mask
+    appears."""
     given, model = {"input_ids": IDS % 5}, opened("llama", tmp_path)
     assert (given["input_ids"] == 0).any()
-    for a, b in zip(cases_of(model, given), cases_of(model, given, generate=1), strict=False):
+    for a, b in zip(
+        cases_of(model, given), cases_of(model, given, generate=1), strict=False
+    ):
         assert (a.mask, a.is_causal) == (b.mask, b.is_causal) == (None, True)
         assert torch.equal(a.q, b.q)
 
@@ -205,13 +232,14 @@ def test_a_sliding_layers_cache_holds_its_window(tmp_path: Path) -> None:
 def test_a_generation_repeats_itself_and_never_stops_early(tmp_path: Path) -> None:
     """Greedy, even where the end token is the likeliest."""
     model = opened("gpt2", tmp_path)
-    model.lm_head.weight.data[2] = 1e3  # the end token: a huge logit of one sign or the other
+    # The end token: a huge logit of one sign or the other
+    model.lm_head.weight.data[2] = 1e3
     runs = [cases_of(model, text(), generate=4) for _ in "ab"]
     assert len(runs[0]) == 2 * 5
     assert all(torch.equal(a.q, b.q) for a, b in zip(*runs, strict=True))
 
 
-# --- what capturing leaves alone ------------------------------------------------------------------
+# --- what capturing leaves alone ------------------------------------------------------
 
 
 class Stop(BaseException):
@@ -219,7 +247,8 @@ class Stop(BaseException):
 
 
 def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The logits are those of a run without capture; hooks and modes are gone, also on an error."""
+    """The logits are those of a run without capture; hooks and modes are gone, also on an
+    error."""
     model, given = opened("gemma2", tmp_path), text("left")
     before = model(**given).logits
     with pytest.raises(MeasurementError, match="failed on its inputs: Stop"):
@@ -232,7 +261,8 @@ def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 def test_what_runs_while_a_call_is_handled_is_not_captured(tmp_path: Path) -> None:
-    """`on_call` may call SDPA, or run another model, whose soft cap is applied all the same."""
+    """`on_call` may call SDPA, or run another model, whose soft cap is applied all the
+    same."""
     model, inside, seen = opened("gemma2", tmp_path), [], []
 
     def measure(case: AttentionCase) -> None:
@@ -246,7 +276,8 @@ def test_what_runs_while_a_call_is_handled_is_not_captured(tmp_path: Path) -> No
 
 
 def test_a_run_is_gone_through_item_by_item() -> None:
-    """One side runs at a time; an error comes out where it is waited for; leaving early ends it."""
+    """One side runs at a time; an error comes out where it is waited for; leaving early
+    ends it."""
     events: list[str] = []
 
     def run(hand_over: Callable[[int], None]) -> None:
@@ -264,7 +295,9 @@ def test_a_run_is_gone_through_item_by_item() -> None:
 
     with pytest.raises(Stop):
         meet_all()
-    assert events == [f"{what} {i}" for i in range(3) for what in ("made", "met")] + ["ended"]
+    assert events == [f"{what} {i}" for i in range(3) for what in ("made", "met")] + [
+        "ended"
+    ]
     events.clear()
     items = handed_over(run)
     next(items)
@@ -272,10 +305,12 @@ def test_a_run_is_gone_through_item_by_item() -> None:
     assert events == ["made 0", "ended"]
 
 
-# --- what cannot be captured ----------------------------------------------------------------------
+# --- what cannot be captured ----------------------------------------------------------
 
 
-BY_HAND = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2))
+BY_HAND = nn.Sequential(
+    models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2)
+)
 
 
 @pytest.mark.parametrize(("model", "says"), [
@@ -284,7 +319,9 @@ BY_HAND = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softma
     (nn.Sequential(nn.Embedding(96, 4)), "no attention call"),
     (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
 ])  # fmt: skip
-def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(model: Any, says: str) -> None:
+def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(
+    model: Any, says: str
+) -> None:
     """A shorter report is not an answer: every run of a layer must have made a call."""
     name = "input" if isinstance(model, nn.Sequential) else "input_ids"
     with pytest.raises(MeasurementError, match=says):
@@ -299,7 +336,9 @@ def test_every_run_of_a_layer_must_make_a_call() -> None:
 
 def test_an_unknown_argument_is_an_error_that_names_it(tmp_path: Path) -> None:
     """Nothing a model passes to its attention is dropped silently."""
-    with pytest.raises(MeasurementError, match=r"LlamaAttention .* does not know: tree_bias"):
+    with pytest.raises(
+        MeasurementError, match=r"LlamaAttention .* does not know: tree_bias"
+    ):
         cases_of(opened("llama", tmp_path), {**text(), "tree_bias": torch.zeros(1)})
 
 
@@ -324,18 +363,25 @@ def test_a_window_that_the_mask_lacks_is_an_error(
 
 def test_inputs_that_do_not_fit_are_an_error_in_one_line(tmp_path: Path) -> None:
     """What the model raises on them is passed on as a message."""
-    with pytest.raises(MeasurementError, match="ViTForImageClassification: failed on") as caught:
+    with pytest.raises(
+        MeasurementError, match="ViTForImageClassification: failed on"
+    ) as caught:
         cases_of(opened("vit", tmp_path), {"pixel_values": torch.zeros(1, 3, 16, 16)})
     assert "\n" not in str(caught.value)
 
 
 def test_a_layer_without_a_softmax_is_named_and_refuses_no_model() -> None:
-    """A linear attention with projections of its own; by its layer, where names have numbers."""
+    """A linear attention with projections of its own; by its layer, where names have
+    numbers."""
 
     class LinearAttention(models.Attending.Layer):
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.q_proj(x).exp(), self.k_proj(x).exp(), self.v_proj(x)
-            scores = torch.softmax(q @ k.mT, -1) if self.how == "softmax" else (q @ k.mT).tril()
+            scores = (
+                torch.softmax(q @ k.mT, -1)
+                if self.how == "softmax"
+                else (q @ k.mT).tril()
+            )
             return scores @ v
 
     layers = nn.ModuleList(
@@ -409,16 +455,26 @@ def test_projections_are_known_by_their_names(children: str, owns: bool) -> None
 
 def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     """`--layers 1,99` audits layer 1, and says once that there is no layer 99."""
-    small: dict[str, Any] = {"length": 16, "sequences": 1, "device": "cpu", "reproducers": 0}
-    demo = {"target": "demo", "checkpoint": "demo", "kernels": (Choice(name="sdpa-math"),)}
+    small: dict[str, Any] = {
+        "length": 16,
+        "sequences": 1,
+        "device": "cpu",
+        "reproducers": 0,
+    }
+    demo = {
+        "target": "demo",
+        "checkpoint": "demo",
+        "kernels": (Choice(name="sdpa-math"),),
+    }
     request = AuditRequest(**demo, **small, layers=(1, 99))
     said: list[str] = []
     assert {row.layer for row in audit(request, tmp_path, say=said.append).rows} == {1}
     assert sum("no attention call in layers 99" in line for line in said) == 1
 
 
-# --- PyTorch's own attention modules -------------------------------------------------------------
-# The oracle is the module itself: its output is the projection of what the captured case computes.
+# --- PyTorch's own attention modules --------------------------------------------------
+# The oracle is the module itself: its output is the projection of what the captured case
+# computes.
 
 PAIR, ROW, E, HEADS = 2, 5, 16, 4
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(ROW, dtype=torch.float64)
@@ -432,7 +488,9 @@ class One(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.call = call or {}
-        self.mha = nn.MultiheadAttention(E, HEADS, **{"batch_first": True, **options}).double()
+        self.mha = nn.MultiheadAttention(
+            E, HEADS, **{"batch_first": True, **options}
+        ).double()
         for p in self.mha.parameters():  # biases start at zero, which hides a lost one
             nn.init.normal_(p, std=0.5)
         self.eval()
@@ -443,7 +501,8 @@ class One(nn.Module):
 
 
 def agrees_projected(model: One) -> None:
-    """The module's one call, projected, is its output in a run of its own, and while captured."""
+    """The module's one call, projected, is its output in a run of its own, and while
+    captured."""
     x = normal(PAIR, ROW, E) if model.mha.batch_first else normal(ROW, PAIR, E)
     with torch.no_grad():
         own = model(x)
@@ -472,7 +531,9 @@ def mask_of(kind: str) -> Tensor:
     if kind == "float":
         return torch.where(hidden, -math.inf, normal(ROW, ROW, seed=9))
     if kind == "3d":
-        return hidden.repeat(PAIR * HEADS, 1, 1) & (normal(PAIR * HEADS, ROW, 1, seed=4) > 0)
+        return hidden.repeat(PAIR * HEADS, 1, 1) & (
+            normal(PAIR * HEADS, ROW, 1, seed=4) > 0
+        )
     return hidden
 
 
@@ -493,14 +554,19 @@ OPTIONS = [{}, {"batch_first": False}, {"add_bias_kv": True}, {"add_zero_attn": 
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
 @pytest.mark.parametrize("call", MASKED.values(), ids=MASKED)
 @pytest.mark.parametrize("options", [*OPTIONS, {"bias": False}], ids=str)
-def test_the_case_is_the_modules_own_attention(options: Any, call: Any, need_weights: bool) -> None:
+def test_the_case_is_the_modules_own_attention(
+    options: Any, call: Any, need_weights: bool
+) -> None:
     """Every kind of mask, with every option, with and without the weights asked for."""
     agrees_projected(One({**call, "need_weights": need_weights}, **options))
 
 
 def test_a_hint_that_belies_its_mask_is_taken_as_the_module_takes_it() -> None:
-    """The module with weights applies the mask, whatever the hint says, and so does the case."""
-    agrees_projected(One({"attn_mask": mask_of("bool"), "is_causal": True, "need_weights": True}))
+    """The module with weights applies the mask, whatever the hint says, and so does the
+    case."""
+    agrees_projected(
+        One({"attn_mask": mask_of("bool"), "is_causal": True, "need_weights": True})
+    )
 
 
 class Layers(nn.Module):
@@ -509,7 +575,9 @@ class Layers(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(E, HEADS, 32, **{"batch_first": True, **options})
+        layer = nn.TransformerEncoderLayer(
+            E, HEADS, 32, **{"batch_first": True, **options}
+        )
         self.encoder = nn.TransformerEncoder(layer, 2)
         self.double().eval()
 
@@ -518,9 +586,13 @@ class Layers(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("options", [{}, {"batch_first": False}, {"norm_first": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": False}, {"norm_first": True}], ids=str
+)
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
-def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], padding: bool) -> None:
+def test_an_encoder_makes_a_call_for_every_layer(
+    options: dict[str, Any], padding: bool
+) -> None:
     """In eval mode, where it would take its fast path and make none."""
     model, x = Layers(**options), normal(PAIR, ROW, E)
     given = {"x": x if options.get("batch_first", True) else x.transpose(0, 1)}
@@ -530,7 +602,9 @@ def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], paddin
     outputs: list[Tensor] = []
     model.register_forward_hook(lambda *call: outputs.append(call[2]))
     capture(model, given, cases.append, source="")
-    assert [c.ref.module for c in cases] == [f"encoder.layers.{i}.self_attn" for i in (0, 1)]
+    assert [c.ref.module for c in cases] == [
+        f"encoder.layers.{i}.self_attn" for i in (0, 1)
+    ]
     assert [c.ref.layer for c in cases] == [0, 1]
     assert all((c.mask is not None) == padding for c in cases)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -547,7 +621,12 @@ def test_nothing_of_torch_is_changed() -> None:
         torch.backends.mha.set_fastpath_enabled(enabled)
         try:
             with pytest.raises(MeasurementError, match="failed on its inputs: Stop"):
-                capture(Layers(), {"x": normal(PAIR, ROW, E)}, Mock(side_effect=Stop), source="")
+                capture(
+                    Layers(),
+                    {"x": normal(PAIR, ROW, E)},
+                    Mock(side_effect=Stop),
+                    source="",
+                )
             assert torch.backends.mha.get_fastpath_enabled() == enabled
         finally:
             torch.backends.mha.set_fastpath_enabled(True)

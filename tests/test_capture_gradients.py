@@ -1,8 +1,8 @@
 """Upstream gradients out of a running model are autograd's own, or said to be drawn.
 
-The oracle is an ordinary training step: eager attention in fp64, parameters that learn, and the
-gradient at the input of the attention's output layer. transformers computes losses from fp32
-logits, so gradients agree to 1e-5; models written here to 1e-12."""
+The oracle is an ordinary training step: eager attention in fp64, parameters that learn,
+and the gradient at the input of the attention's output layer. transformers computes
+losses from fp32 logits, so gradients agree to 1e-5; models written here to 1e-12."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def text(padding: bool = False) -> dict[str, Tensor]:
 
 
 def task(name: str, padding: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """What a model reads, and its labels: -100 where there is none, a decoder's last too."""
+    """What a model reads, and its labels: -100 where there is none, a decoder's last
+    too."""
     given = text(padding)
     labels = given["input_ids"].clone()
     if padding:
@@ -59,9 +60,13 @@ def task(name: str, padding: bool) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def trained(
-    model: nn.Module, given: dict[str, Tensor], out: str | tuple[str, ...], loss: Callable[..., Any]
+    model: nn.Module,
+    given: dict[str, Tensor],
+    out: str | tuple[str, ...],
+    loss: Callable[..., Any],
 ) -> list[Tensor]:
-    """The gradients at the attentions' outputs, [batch, length, width], of one training step."""
+    """The gradients at the attentions' outputs, [batch, length, width], of one training
+    step."""
     outputs: list[Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -69,7 +74,9 @@ def trained(
         outputs.append(args[0])
 
     hooks = [
-        m.register_forward_pre_hook(keep) for name, m in model.named_modules() if name.endswith(out)
+        m.register_forward_pre_hook(keep)
+        for name, m in model.named_modules()
+        if name.endswith(out)
     ]
     with DoubleSoftmax():
         loss(model(**given)).backward()
@@ -94,12 +101,18 @@ def apart(case: AttentionCase, own: Tensor) -> float:
 
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_gradients_are_those_of_a_training_step(name: str, padding: bool, tmp_path: Path) -> None:
-    """Of language models of every kind, padded or not, every call's grad_out is autograd's."""
+def test_gradients_are_those_of_a_training_step(
+    name: str, padding: bool, tmp_path: Path
+) -> None:
+    """Of language models of every kind, padded or not, every call's grad_out is
+    autograd's."""
     model = opened(name, tmp_path)
     given, labels = task(name, padding)
     own = trained(
-        eager(name, tmp_path), {**given, "labels": labels}, OUT[name], lambda answer: answer.loss
+        eager(name, tmp_path),
+        {**given, "labels": labels},
+        OUT[name],
+        lambda answer: answer.loss,
     )
     cases, drawn, upstream = handed_over(model, given)
     assert upstream.loss == LANGUAGE
@@ -112,7 +125,8 @@ def test_gradients_are_those_of_a_training_step(name: str, padding: bool, tmp_pa
 
 
 class Scored(nn.Module):
-    """A hand-written attention and a loss; `how` the loss comes back, and what else happens."""
+    """A hand-written attention and a loss; `how` the loss comes back, and what else
+    happens."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -132,12 +146,18 @@ class Scored(nn.Module):
         loss = (x**3).mean()
         if self.how == "nan":
             loss = loss * math.nan
-        shapes = {"dict": {"loss": loss}, "tuple": (x, loss), "none": x, "list": [x, x.sum(), loss]}
+        shapes = {
+            "dict": {"loss": loss},
+            "tuple": (x, loss),
+            "none": x,
+            "list": [x, x.sum(), loss],
+        }
         return shapes.get(self.how, loss)
 
 
 def test_an_output_that_is_overwritten_keeps_its_own_gradient() -> None:
-    """The gradient is that of the attention's output, three times that of what it became."""
+    """The gradient is that of the attention's output, three times that of what it
+    became."""
     model = Scored("in_place").double()
     cases, drawn, _ = handed_over(model, text())
     assert drawn == ()
@@ -158,7 +178,9 @@ def test_a_call_the_loss_does_not_reach_is_not_lost(how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "times"), [("zero", 0.0), ("overflow", math.inf)])
-def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(how: str, times: float) -> None:
+def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(
+    how: str, times: float
+) -> None:
     """A contrastive loss of one pair is constant; in float16 a gradient may overflow."""
 
     def scaled(model: nn.Module, inputs: Any, loss: Tensor) -> None:
@@ -174,10 +196,12 @@ def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(how: str, times:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("none", ""), ("list", ""), ("nan", " (the model's own loss is nan)")]
+    ("how", "why"),
+    [("none", ""), ("list", ""), ("nan", " (the model's own loss is nan)")],
 )
 def test_without_a_usable_loss_gradients_are_drawn(how: str, why: str) -> None:
-    """No number, more than one, or none that is finite: N(0, 1) from the seed, and why is said."""
+    """No number, more than one, or none that is finite: N(0, 1) from the seed, and why is
+    said."""
     model = Scored(how)
     cases, drawn, upstream = handed_over(model, text(), seed=5)
     assert upstream.loss is None
@@ -194,7 +218,8 @@ def test_without_a_usable_loss_gradients_are_drawn(how: str, why: str) -> None:
 
 
 def test_drawn_gradients_are_normal_and_in_the_cases_format() -> None:
-    """Mean 0 and variance 1 within five standard errors; bfloat16 values for a bfloat16 case."""
+    """Mean 0 and variance 1 within five standard errors; bfloat16 values for a bfloat16
+    case."""
     q = torch.zeros(2, 4, 512, 16, dtype=torch.bfloat16)
     case = with_drawn(AttentionCase(ref=CaseRef(case="c"), q=q, k=q, v=q, scale=1.0), 0)
     assert case.grad_out.dtype == torch.bfloat16
@@ -220,7 +245,8 @@ def test_what_the_model_overwrites_is_an_error() -> None:
 
 
 def test_calls_are_dropped_once_handed_over(tmp_path: Path) -> None:
-    """When a call comes, nothing of the earlier ones is alive, and no activation of the model's."""
+    """When a call comes, nothing of the earlier ones is alive, and no activation of the
+    model's."""
     model = opened("llama", tmp_path, torch.float32)
     upstream = find_upstream(model, text(), 0)
     seen: list[weakref.ref[Tensor]] = []
@@ -241,7 +267,9 @@ FP32_TEN = 1e-6  # of the largest element: ten roundings to fp32
 IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(5))
 
 
-def stepped(model: nn.Module, inputs: dict[str, Tensor], monkeypatch: Any) -> list[Tensor]:
+def stepped(
+    model: nn.Module, inputs: dict[str, Tensor], monkeypatch: Any
+) -> list[Tensor]:
     """One training step: dQ of every call in order, and gradients in the parameters."""
     queries: list[Tensor] = []
     original = F.scaled_dot_product_attention
@@ -268,7 +296,9 @@ def captured(
     def on_call(case: AttentionCase) -> None:
         found.append((case, projections.of(case)))
 
-    capture(model, inputs, on_call, source="test", upstream=upstream, on_met=projections.met)
+    capture(
+        model, inputs, on_call, source="test", upstream=upstream, on_met=projections.met
+    )
     return found
 
 
@@ -293,12 +323,19 @@ def built(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_dw_q_is_that_of_a_training_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Summed over tokens, pull(dQ) outer x is the gradient of W_Q, and the model is as before."""
+def test_dw_q_is_that_of_a_training_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Summed over tokens, pull(dQ) outer x is the gradient of W_Q, and the model is as
+    before."""
     model, inputs = built(name)
-    before = {name: (p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
+    before = {
+        name: (p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()
+    }
     calls = captured(model, inputs)
-    assert {n: (p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()} == before
+    assert {
+        n: (p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()
+    } == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     grads = stepped(model, inputs, monkeypatch)
     assert len(calls) == len(grads) == 2
@@ -315,7 +352,8 @@ def test_dw_q_is_that_of_a_training_step(name: str, monkeypatch: pytest.MonkeyPa
 
 
 class Low(nn.Module):
-    """Queries of a linear layer and of two of low rank beside it, as an adapter adds them."""
+    """Queries of a linear layer and of two of low rank beside it, as an adapter adds
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +363,8 @@ class Low(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q_proj(x) + self.up(self.down(x))
         heads = [
-            y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (q, self.k_proj(x), self.v_proj(x))
+            y.unflatten(-1, (2, 8)).transpose(1, 2)
+            for y in (q, self.k_proj(x), self.v_proj(x))
         ]
         return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
@@ -344,7 +383,8 @@ class Restless(models.Attending.Layer):
     (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), "0 linear layers"),
 ])  # fmt: skip
 def test_where_there_is_no_projection(attention: nn.Module, says: str) -> None:
-    """Queries that are not one linear layer's, or not the same again; the reason names the call."""
+    """Queries that are not one linear layer's, or not the same again; the reason names
+    the call."""
     model = nn.Sequential(nn.Embedding(96, 16), attention).double().eval()
     with pytest.raises(MeasurementError, match=re.escape(says)):
         captured(model, {"input": IDS}, drawn=True)

@@ -1,4 +1,5 @@
-"""Attention cases: what they refuse, which keys a query sees, rounding, and choosing heads."""
+"""Attention cases: what they refuse, which keys a query sees, rounding, and choosing
+heads."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ zeros = torch.zeros
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    ({"q": zeros(2, 4, 4)}, r"q: expected \[batch, heads, length, head_dim\], got \[2, 4, 4\]"),
+    ({"q": zeros(2, 4, 4)}, (r"q: expected \[batch, heads, length, head_dim\], got \[2, 4, 4\]")),
     ({"v": zeros(1, 2, 5, 0)}, "v: expected"),
     ({"q": zeros(1, 2, 4, 4, dtype=torch.float64)}, "expected one floating-point dtype"),
     ({"q": zeros(3, 2, 4, 4)}, "do not fit together"),
@@ -33,7 +34,7 @@ zeros = torch.zeros
     ({"sinks": zeros(3)}, r"sinks: expected \[2\], one per head, got \[3\]"),
     ({"grad_out": zeros(1, 2, 4, 3)}, r"grad_out: .* got \[1, 2, 4, 3\]"),
     ({"positions": torch.tensor([0, 1])}, r"positions: expected int64 \[4\]"),
-    ({"mask": zeros(4, 4)}, r"mask has shape \[4, 4\], which does not broadcast to \[1, 2"),
+    ({"mask": zeros(4, 4)}, (r"mask has shape \[4, 4\], which does not broadcast to \[1, 2")),
     ({"mask": zeros(1, 1, 1, 4, 5)}, "does not broadcast"),
     ({"mask": zeros(4, 5, dtype=torch.int64)}, "mask: expected bool .* got torch.int64"),
 ])  # fmt: skip
@@ -49,13 +50,17 @@ def brute_force(case: AttentionCase, rows: slice, keys: slice) -> torch.Tensor:
     r, c = range(rows.start, rows.stop), range(keys.start, keys.stop)
     if case.mask is not None and case.mask.dtype != torch.bool:
         case = dataclasses.replace(case, mask=None)
-    seen = [[[[sees(case, x, y, i, j) for j in c] for i in r] for y in range(h)] for x in range(b)]
+    seen = [
+        [[[sees(case, x, y, i, j) for j in c] for i in r] for y in range(h)]
+        for x in range(b)
+    ]
     return torch.tensor(seen, dtype=torch.bool).reshape(b, h, len(r), len(c))
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_visible_is_what_the_definition_says(name: str) -> None:
-    """Whole and in blocks, `visible` agrees with the definition; None means everything."""
+    """Whole and in blocks, `visible` agrees with the definition; None means
+    everything."""
     case = make_case(**FEATURES[name])
     n, m = case.q_len, case.kv_len
     for rows, keys in (
@@ -87,7 +92,8 @@ def test_rounding_rounds_every_tensor_once() -> None:
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP32])
 @pytest.mark.parametrize("wide", [torch.float64, torch.float32])
 def test_the_lowest_number_in_a_mask_stays_finite(fmt: Any, wide: torch.dtype) -> None:
-    """The way models write "hidden" must not become -inf, and -inf must not become finite."""
+    """The way models write "hidden" must not become -inf, and -inf must not become
+    finite."""
     row = torch.tensor([torch.finfo(wide).min, -math.inf, 0.0, 0.0, 0.0], dtype=wide)
     rounded = make_case(mask=row, dtype=wide).rounded_to(fmt).mask
     assert rounded.tolist() == [-fmt.largest, -math.inf, 0.0, 0.0, 0.0]
@@ -95,8 +101,11 @@ def test_the_lowest_number_in_a_mask_stays_finite(fmt: Any, wide: torch.dtype) -
 
 @pytest.mark.parametrize("name", ["e5m4", "e8m10"])
 def test_what_a_mask_hides_stays_hidden_in_a_wider_dtype(name: str) -> None:
-    """A format that is stored in fp32: hidden is then the lowest number of fp32, not of it."""
-    row = torch.tensor([torch.finfo(torch.float64).min, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    """A format that is stored in fp32: hidden is then the lowest number of fp32, not of
+    it."""
+    row = torch.tensor(
+        [torch.finfo(torch.float64).min, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64
+    )
     rounded = make_case(mask=row).rounded_to(format_named(name))
     shown = visible(rounded, slice(0, 4), slice(0, 5))
     assert not shown[..., 0].any()
@@ -120,7 +129,9 @@ def tensors() -> list[Tensor]:
 def case_in(layout: str) -> AttentionCase:
     q, k, v = laid_out(layout, *tensors())
     grad_out = transposed(torch.ones(B, H, N, D))
-    return AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=1.0, grad_out=grad_out)
+    return AttentionCase(
+        ref=CaseRef(case="c"), q=q, k=k, v=v, scale=1.0, grad_out=grad_out
+    )
 
 
 @pytest.mark.parametrize("layout", STRIDES)
@@ -140,7 +151,8 @@ def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", STRIDES)
 def test_a_kernel_sees_the_strides(layout: str) -> None:
-    """What a kernel under audit is given is laid out as the case, and is a copy of its own."""
+    """What a kernel under audit is given is laid out as the case, and is a copy of its
+    own."""
     case = case_in(layout)
     met = []
 

@@ -1,5 +1,5 @@
-"""The numbers of a diagnosis against known answers, definitions and loops over rows and keys, what
-cures change in them, and what of it a real kernel shows from outside."""
+"""The numbers of a diagnosis against known answers, definitions and loops over rows and
+keys, what cures change in them, and what of it a real kernel shows from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from numdev.diagnose.chain import Diagnosis, diagnosed
 from numdev.diagnose.cures import CURES, NONE, cured, seen_from_outside
 from numdev.diagnose.passes import computed, truth_of
 from numdev.diagnose.report import CureRow
-from numdev.diagnose.statistics import BLOCKS, STEPS, by_head, largest_eigenvalue, mean, t_of
+from numdev.diagnose.statistics import (
+    BLOCKS,
+    STEPS,
+    by_head,
+    largest_eigenvalue,
+    mean,
+    t_of,
+)
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, round_to, ulp
 from numdev.kernels import Kernel, Output, find
@@ -43,7 +50,9 @@ def drawn(**fields: Any) -> AttentionCase:
 def tying(**fields: Any) -> AttentionCase:
     """Scores of which many are equal: q and k hold few numbers."""
     case = drawn(**fields)
-    few = {name: getattr(case, name).float().round().clamp(-1, 1).bfloat16() for name in "qk"}
+    few = {
+        name: getattr(case, name).float().round().clamp(-1, 1).bfloat16() for name in "qk"
+    }
     return dataclasses.replace(case, **few, scale=0.5)
 
 
@@ -91,7 +100,9 @@ def told(case: AttentionCase, made: Recipe, h: int) -> dict[str, float]:
     order = starts[::-1] if made.kv_order == "descending" else starts
     rows: dict[str, list[float]] = {name: [] for name in TOLD}
     for b, i in itertools.product(range(len(case.q)), range(case.q_len)):
-        exact = torch.tensor([score(case, b, h, i, j) for j in range(case.kv_len)]).double()
+        exact = torch.tensor(
+            [score(case, b, h, i, j) for j in range(case.kv_len)]
+        ).double()
         S = [float(r("scaled", r("scores", x / case.scale) * case.scale)) for x in exact]
         seen = [j for j, x in enumerate(S) if x > -math.inf]
         if len(seen) < 2:
@@ -100,7 +111,9 @@ def told(case: AttentionCase, made: Recipe, h: int) -> dict[str, float]:
         near = [j for j in seen if S[j] >= top - 1e-3]
         rows["tied"].append(S.count(top) > 1)
         if len(near) > 1:
-            signs = case.v[b, h // case.group, near].double().sign().sum(0).abs() == len(near)
+            signs = case.v[b, h // case.group, near].double().sign().sum(0).abs() == len(
+                near
+            )
             rows["one_signed"].append(float(signs.double().mean()))
         met, ones, powers = -math.inf, 0, 0.0
         for start, weights in zip(order, r.weights, strict=True):
@@ -137,9 +150,17 @@ RECIPES: dict[str, Recipe] = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_ties_and_powers_are_those_that_loops_find(name: str) -> None:
-    """Of tied maxima, P-bar of 1, powers of two and V's signs, by tile; hidden keys are none."""
-    more = {"is_causal": True} if name == "fa2" else {"mask": ("bool", "b11k"), "kv_heads": 1}
-    case, made = tying(batch=2, **(more if name in ("fa2", "eager") else {})), RECIPES[name]
+    """Of tied maxima, P-bar of 1, powers of two and V's signs, by tile; hidden keys are
+    none."""
+    more = (
+        {"is_causal": True}
+        if name == "fa2"
+        else {"mask": ("bool", "b11k"), "kv_heads": 1}
+    )
+    case, made = (
+        tying(batch=2, **(more if name in ("fa2", "eager") else {})),
+        RECIPES[name],
+    )
     row, expected = diagnosed(case, made).heads[1], told(case, made, 1)
     assert row.tied
     assert row.powers
@@ -157,7 +178,8 @@ TAIL = 1815 / 2**21
 
 
 def paper() -> AttentionCase:
-    """The paper's two tied keys and a tail: scores 0, 0 and log(121 / 2^18) to 24 bits."""
+    """The paper's two tied keys and a tail: scores 0, 0 and log(121 / 2^18) to 24
+    bits."""
     score = math.log(121 / 2**18)
     parts, rest = [], score
     for _ in range(3):
@@ -184,12 +206,17 @@ def test_the_papers_vector_rounds_away_from_zero() -> None:
 
 
 def one_signed(tail: float, heads: int = 8, width: int = 128) -> AttentionCase:
-    """Rows of two tied keys of one exponent, V in [-4, -2), and a tail of `tail` ulp of the sum."""
+    """Rows of two tied keys of one exponent, V in [-4, -2), and a tail of `tail` ulp of
+    the sum."""
     g = torch.Generator().manual_seed(3)
     v = -2 - 2 * torch.rand(1, heads, 2, width, generator=g, dtype=torch.float64)
     v = round_to(v, FORMATS["bfloat16"]).clamp(-3.984375, -2.0)
     last = torch.full((1, heads, 1, width), -tail * 2**-5 * 2**10, dtype=torch.float64)
-    k = torch.tensor([0.0, 0.0, -10 * math.log(2.0)]).view(1, 1, 3, 1).expand(1, heads, 3, 1)
+    k = (
+        torch.tensor([0.0, 0.0, -10 * math.log(2.0)])
+        .view(1, 1, 3, 1)
+        .expand(1, heads, 3, 1)
+    )
     q = torch.ones(1, heads, 20, 1)
     dO = torch.ones(1, heads, 20, width)
     made = {"q": q, "k": k, "v": torch.cat([v, last], dim=2), "grad_out": dO}
@@ -199,7 +226,8 @@ def one_signed(tail: float, heads: int = 8, width: int = 128) -> AttentionCase:
 
 @pytest.mark.parametrize("tail", [0.03, 0.125])
 def test_two_terms_and_a_tail_err_by_a_quarter_ulp(tail: float) -> None:
-    """Outward, to four standard errors of 1024 sums; by nothing once the product is exact."""
+    """Outward, to four standard errors of 1024 sums; by nothing once the product is
+    exact."""
     made = UNNORMALISED
     rows = diagnosed(one_signed(tail), made).heads
     found = sum(row.pv_bias or 0.0 for row in rows) / len(rows)
@@ -223,25 +251,35 @@ MADE = {
 def test_biases_are_means_of_errors_in_ulps(name: str) -> None:
     """P V and O by their definitions, over the rows that see more than one key."""
     case, made = drawn(is_causal=True), MADE[name]
-    row, found, truth = diagnosed(case, made).heads[0], computed(case, made), truth_of(case, None)
+    row, found, truth = (
+        diagnosed(case, made).heads[0],
+        computed(case, made),
+        truth_of(case, None),
+    )
     exact, scale = truth.exact.out[0, 0, 1:], truth.exact.term_scale[0, 0, 1:]
     assert_bias(row.out_bias, found.out[0, 0, 1:] - exact, exact, scale)
     product, rounded = found.product_exact[0, 0, 1:], found.product[0, 0, 1:]
     l = (truth.exact.lse - found.kept.m)[0, 0, 1:, None].exp()
-    assert_bias(row.pv_bias, rounded - product, product, scale * (1.0 if name == "plain" else l))
+    assert_bias(
+        row.pv_bias, rounded - product, product, scale * (1.0 if name == "plain" else l)
+    )
 
 
 def assert_bias(bias: float | None, error: Tensor, exact: Tensor, scale: Tensor) -> None:
     """The sum, element by element, of one sequence."""
     parts = (x.flatten().tolist() for x in (error, exact, scale))
     outward = [
-        e / 2.0 ** (math.floor(math.log2(max(abs(x), terms / 16))) - 7) * math.copysign(1.0, x)
+        e
+        / 2.0 ** (math.floor(math.log2(max(abs(x), terms / 16))) - 7)
+        * math.copysign(1.0, x)
         for e, x, terms in zip(*parts, strict=True)
     ]
     assert_same([bias], [math.fsum(outward) / len(outward)])
 
 
-GENTLE = {n: f for n, f in FEATURES.items() if f.get("kv_len", 5) > 1 and "no key" not in n}
+GENTLE = {
+    n: f for n, f in FEATURES.items() if f.get("kv_len", 5) > 1 and "no key" not in n
+}
 
 
 @pytest.mark.parametrize("name", GENTLE)
@@ -257,11 +295,14 @@ def test_formula_2_is_the_whole_error_where_only_delta_errs(name: str) -> None:
     both = recipe("exact", sites={"delta": "bfloat16", "ds": "bfloat16"})
     apart = [r for r in diagnosed(case, both, projection).heads if r.dw_q_error]
     assert bool(apart) == bool(counted)
-    assert not apart or any(abs((r.moved or 0.0) / (r.dw_q_error or 1.0) - 1) > 1e-6 for r in apart)
+    assert not apart or any(
+        abs((r.moved or 0.0) / (r.dw_q_error or 1.0) - 1) > 1e-6 for r in apart
+    )
 
 
 def test_numbers_of_delta_and_dw_q_are_their_definitions() -> None:
-    """Densely, where delta and dQ alone are rounded; a row that sees one key does not count."""
+    """Densely, where delta and dQ alone are rounded; a row that sees one key does not
+    count."""
     case = drawn(batch=2, heads=4, kv_heads=2, is_causal=True)
     projection = plain_projection(case)
     made = recipe("exact", sites={"delta": "bfloat16", "dq_out": "bfloat16"})
@@ -298,7 +339,8 @@ def test_numbers_of_delta_and_dw_q_are_their_definitions() -> None:
 
 
 def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
-    """Delta from rounded S and dP is wrong and in balance; with l rounded it no longer is."""
+    """Delta from rounded S and dP is wrong and in balance; with l rounded it no longer
+    is."""
     for fields in ({}, FEATURES["sinks"]):
         case = step(dtype=torch.bfloat16, **fields)
         sites = {"scaled": "bfloat16", "dp": "bfloat16"}
@@ -315,19 +357,25 @@ def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) -> None:
-    """Every number is finite or null with its reason; and whatever has a reason is null."""
+    """Every number is finite or null with its reason; and whatever has a reason is
+    null."""
     case = step(dtype=dtype, **FEATURES[name])
     for made in (recipe("qiu2025"), recipe("eager")):
         found = diagnosed(case, made, plain_projection(case))
         for row in found.heads:
-            missing = {n for n, x in vars(row).items() if x is None and n not in ("step", "layer")}
+            missing = {
+                n
+                for n, x in vars(row).items()
+                if x is None and n not in ("step", "layer")
+            }
             assert missing == set(row.nulls), row.nulls
             assert all(row.nulls.values())
             assert row.model_validate_json(row.model_dump_json()) == row
 
 
 def test_what_cannot_be_known_is_null() -> None:
-    """W_Q without a projection, the row sums of dS with a soft cap or a sink, P V of splits."""
+    """W_Q without a projection, the row sums of dS with a soft cap or a sink, P V of
+    splits."""
     row = diagnosed(drawn(), recipe("qiu2025")).heads[0]
     assert row.similarity is row.spectral_norm is row.dw_q_error is row.moved is None
     assert "not known" in row.nulls["similarity"]
@@ -351,7 +399,8 @@ def test_a_case_that_cannot_be_diagnosed_is_refused() -> None:
 
 
 def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
-    """P is drawn alike with the product rounded and not, and P V differs by under an ulp of it."""
+    """P is drawn alike with the product rounded and not, and P V differs by under an ulp
+    of it."""
     case = drawn(is_causal=True)
     found = computed(case, recipe("qiu2025", rounding="stochastic"))
     off = (found.product - found.product_exact).abs()
@@ -361,7 +410,8 @@ def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
 
 @pytest.mark.gpu
 def test_cuda_and_cpu_agree() -> None:
-    """Sizes to 2 %: the device sums in another order, and some roundings fall elsewhere."""
+    """Sizes to 2 %: the device sums in another order, and some roundings fall
+    elsewhere."""
     case = tying(batch=3, heads=4, kv_heads=2, is_causal=True)
     projection = plain_projection(case)
     found = diagnosed(case, recipe("qiu2025"), projection)
@@ -383,13 +433,16 @@ def test_t_is_scipys_over_means_of_blocks() -> None:
     found = t_of(x, everything(x))
     for head in range(3):
         blocks = x[:, head].reshape(2 * BLOCKS, -1).mean(dim=-1)
-        assert float(found[head]) == pytest.approx(stats.ttest_1samp(blocks, 0.0).statistic)
+        assert float(found[head]) == pytest.approx(
+            stats.ttest_1samp(blocks, 0.0).statistic
+        )
         rows = stats.ttest_1samp(x[:, head].flatten(), 0.0).statistic
         assert float(found[head]) != pytest.approx(rows, rel=1e-3)
 
 
 def test_a_spread_below_half_a_step_is_not_measured() -> None:
-    """Rows that all err alike give no endless t where a grid is known, and none where it is not."""
+    """Rows that all err alike give no endless t where a grid is known, and none where it
+    is not."""
     x = torch.full((1, 1, 64), 0.25, dtype=torch.float64)
     half_step = 0.5 / 4  # of a block's mean, of 4 rows
     expected = 0.25 / (half_step / math.sqrt(BLOCKS))
@@ -408,7 +461,8 @@ def test_few_blocks_have_no_t() -> None:
 
 
 def test_the_largest_eigenvalue_is_numpys() -> None:
-    """To fp64 rounding where the steps span the space, or its rank; nearly where they do not."""
+    """To fp64 rounding where the steps span the space, or its rank; nearly where they do
+    not."""
     for n, rank in ((STEPS, STEPS), (100, 7), (1, 1)):
         x = normal(2, n, rank)
         gram = x @ x.mT
@@ -425,7 +479,9 @@ def test_the_largest_eigenvalue_is_numpys() -> None:
 @pytest.fixture(scope="module")
 def found() -> Diagnosis:
     case = tying(heads=4, kv_heads=2, is_causal=True)
-    return diagnosed(case, recipe("qiu2025"), plain_projection(case), checkpoint="c", step=7)
+    return diagnosed(
+        case, recipe("qiu2025"), plain_projection(case), checkpoint="c", step=7
+    )
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +494,9 @@ def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
     return row
 
 
-def test_dq_errs_as_that_of_the_kernel(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
+def test_dq_errs_as_that_of_the_kernel(
+    found: Diagnosis, rows: tuple[CureRow, ...]
+) -> None:
     """|error| / |exact| of dq of `emulated`."""
     case = found.truth.case
     given, exact = (find(n).gradients(case, **o).dq.double() for n, o in
@@ -458,7 +516,8 @@ def test_a_contradiction_has_its_reason() -> None:
 
 
 def test_where_a_cure_breaks_it_is_counted() -> None:
-    """Of large tied scores the stabilised softmax loses two heads' rows, and no others."""
+    """Of large tied scores the stabilised softmax loses two heads' rows, and no
+    others."""
     case = dataclasses.replace(drawn(q_len=6, kv_len=6, heads=4, kv_heads=2), scale=1.0)
     q, k = torch.ones_like(case.q) * 8, torch.ones_like(case.k)
     k[:, 1] = 8  # scores 64 and 512

@@ -1,5 +1,5 @@
-"""Opening a checkpoint, a state dict with its factory, or a torch.distributed one: what is stored
-comes out, all of it or it is said why, and nothing in it is trusted."""
+"""Opening a checkpoint, a state dict with its factory, or a torch.distributed one: what
+is stored comes out, all of it or it is said why, and nothing in it is trusted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def rewrite(directory: Path, change: Any) -> None:
 
 
 def stored(directory: Path, way: str) -> dict[str, Tensor]:
-    """The same checkpoint stored in this way, a tied weight of a pickle under both names."""
+    """The same checkpoint stored in this way, a tied weight of a pickle under both
+    names."""
     state = load_file(directory / "model.safetensors")
     if way == "whole":
         return state
@@ -93,10 +94,13 @@ def fails(action: Callable[[], Any], kind: type[NumdevError], *words: str) -> No
 
 
 def test_the_model_has_the_stored_weights_and_answers_alike(llama: Path) -> None:
-    """Built here or by transformers, the same weights give the same logits; eval mode, no cache."""
+    """Built here or by transformers, the same weights give the same logits; eval mode, no
+    cache."""
     model = load(llama)
     ids = torch.arange(3, 15)[None]
-    assert torch.allclose(model(ids).logits, models.llama(tie_word_embeddings=True)(ids).logits)
+    assert torch.allclose(
+        model(ids).logits, models.llama(tie_word_embeddings=True)(ids).logits
+    )
     assert model.config._attn_implementation == NAME
     assert not model.training
     assert model(ids).past_key_values is None
@@ -105,7 +109,8 @@ def test_the_model_has_the_stored_weights_and_answers_alike(llama: Path) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_storing_gives_the_same_model(llama: Path, way: str) -> None:
-    """And its tensors, of which tied ones come once, though a pickle stores them twice."""
+    """And its tensors, of which tied ones come once, though a pickle stores them
+    twice."""
     model, tensors = load(llama).state_dict(), load_file(llama / "model.safetensors")
     assert len(stored(llama, way)) == len(tensors) + ("pickle" in way)
     checkpoint = open_checkpoint(llama)
@@ -117,7 +122,8 @@ def test_every_way_of_storing_gives_the_same_model(llama: Path, way: str) -> Non
 
 
 def test_opening_says_how_much_the_model_reads() -> None:
-    """RoBERTa numbers positions from pad_token_id + 1, so two of its rows are never read."""
+    """RoBERTa numbers positions from pad_token_id + 1, so two of its rows are never
+    read."""
 
     def opened(**config: Any) -> Checkpoint:
         return Checkpoint(path=Path(), name="", config=config, files=())
@@ -131,7 +137,9 @@ def test_opening_says_how_much_the_model_reads() -> None:
     assert opened(text_config={"vocab_size": 7}).vocab_size == 7
 
 
-def test_loading_never_asks_the_network(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_never_asks_the_network(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         pytest.fail("loading a checkpoint went to the network")
 
@@ -151,22 +159,33 @@ def test_a_truncated_safetensors_file(llama: Path, keep: int) -> None:
     failure(llama, UsageError, "no weights", "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "shard.pkl", ".."])
-def test_a_shard_that_is_not_a_weight_file_beside_its_index(llama: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "shard.pkl", ".."]
+)
+def test_a_shard_that_is_not_a_weight_file_beside_its_index(
+    llama: Path, name: str
+) -> None:
     """It is not opened; one that is missing is named."""
     stored(llama, "shards")
     (llama / "model-00002-of-00002.safetensors").unlink()
     index = llama / "model.safetensors.index.json"
-    failure(llama, MeasurementError, index.name, "model-00002-of-00002.safetensors", "missing")
+    failure(
+        llama, MeasurementError, index.name, "model-00002-of-00002.safetensors", "missing"
+    )
     save_file({"x": torch.zeros(1)}, llama.parent / "secret.safetensors")
     edit(index, weight_map={"x": name})
-    failure(llama, MeasurementError, index.name, f"{name!r} is not the name of a weight file")
+    failure(
+        llama, MeasurementError, index.name, f"{name!r} is not the name of a weight file"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("kind", ["torch", "old torch", "plain pickle"])
-def test_a_pickle_that_would_run_code_does_not(llama: Path, tmp_path: Path, kind: str) -> None:
-    """The payload works when it is let, and is not let: an error that names the file instead."""
+def test_a_pickle_that_would_run_code_does_not(
+    llama: Path, tmp_path: Path, kind: str
+) -> None:
+    """The payload works when it is let, and is not let: an error that names the file
+    instead."""
     state: dict[str, Any] = stored(llama, "pickle")
     path, target = llama / "pytorch_model.bin", tmp_path / "payload"
     payload = Calls(os.mkdir, str(target))
@@ -195,7 +214,10 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(
     auto: dict[str, Any] = {kind: "evil.Evil" for kind in kinds}
     auto["AutoTokenizer"] = ["evil.Slow", "evil.Fast"]
     (llama / "tokenizer.json").write_bytes((demo / "tokenizer.json").read_bytes())
-    own = {"tokenizer_class": "PreTrainedTokenizerFast" if known else "Evil", "auto_map": auto}
+    own = {
+        "tokenizer_class": "PreTrainedTokenizerFast" if known else "Evil",
+        "auto_map": auto,
+    }
     (llama / "tokenizer_config.json").write_text(json.dumps(own))
     if known:
         edit(llama / "config.json", auto_map=auto)
@@ -205,7 +227,10 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(
         source = report(tmp_path / "o")["provenance"]["source"]
         assert source["auto_map"] == "not run"
         assert "the tokenizer's own code is not run" in source["prompt"]
-        said = "The checkpoint's own code (auto_map) is not run: it is LlamaForCausalLM of transf"
+        said = (
+            "The checkpoint's own code (auto_map) is not run: it is "
+            "LlamaForCausalLM of transf"
+        )
         assert said in capsys.readouterr().err
     else:
         edit(llama / "config.json", auto_map=auto, model_type="evil")
@@ -216,11 +241,14 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_fp8_weights_are_read_times_their_scales(llama: Path, stream: bool) -> None:
-    """Scales of blocks, which do not divide the weight; another way of quantising is refused."""
+    """Scales of blocks, which do not divide the weight; another way of quantising is
+    refused."""
     state, expected = load_file(llama / "model.safetensors"), {}
     for name in [n for n in state if n.endswith("proj.weight")]:
         x = state[name] = state[name].to(torch.float8_e4m3fn)
-        scale = state[f"{name}_scale_inv"] = torch.rand(*((n + 23) // 24 for n in x.shape)) + 0.5
+        scale = state[f"{name}_scale_inv"] = (
+            torch.rand(*((n + 23) // 24 for n in x.shape)) + 0.5
+        )
         whole = scale.repeat_interleave(24, 0).repeat_interleave(24, 1)
         expected[name] = x.float() * whole[: x.shape[0], : x.shape[1]]
     save_file(state, llama / "model.safetensors", metadata={"format": "pt"})
@@ -240,7 +268,8 @@ def test_fp8_weights_are_read_times_their_scales(llama: Path, stream: bool) -> N
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_tensor_that_holds_no_real_numbers_is_named(tmp_path: Path) -> None:
-    """Not read as if it were one; nor is a pickle compressed, which could fill the memory."""
+    """Not read as if it were one; nor is a pickle compressed, which could fill the
+    memory."""
     name, x = "h.0.c_proj.weight", state()["h.0.c_proj.weight"]
     for bad, kind in (
         (x.to_sparse(), "sparse_coo"), (x.to_sparse_csr(), "sparse_csr"), (x.to("meta"), "meta"),
@@ -248,7 +277,9 @@ def test_a_tensor_that_holds_no_real_numbers_is_named(tmp_path: Path) -> None:
         (x.to(torch.complex64), "complex64"), (x.to(torch.int8), "int8"),
     ):  # fmt: skip
         path = torch_saved(tmp_path / "w.pt", {**state(), name: bad})
-        fails(partial(built, path), MeasurementError, f"{name}: expected real numbers", kind)
+        fails(
+            partial(built, path), MeasurementError, f"{name}: expected real numbers", kind
+        )
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "z.pt", "w", 8) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
@@ -259,7 +290,10 @@ def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     """Numbers that JSON has no word for are objects there; any other object stays one."""
     stored = {
         "limit": [0.0, {"__float__": "Infinity"}],
-        "text_config": {"least": {"__float__": "-Infinity"}, "none": {"__float__": "NaN"}},
+        "text_config": {
+            "least": {"__float__": "-Infinity"},
+            "none": {"__float__": "NaN"},
+        },
         "other": [{"__float__": "1.5"}, {"__float__": 3}, {"__float__": "NaN", "x": 1}],
     }
     path = tmp_path / "config.json"
@@ -279,11 +313,17 @@ def test_an_unknown_architecture(llama: Path) -> None:
         failure(llama, MeasurementError, "config.json", f"no model {value} of type llama")
     edit(llama / "config.json", architectures=None)
     failure(llama, MeasurementError, 'config.json: names no model in "architectures"')
-    edit(llama / "config.json", architectures=["LlamaForCausalLM"], model_type="no_such_type")
+    edit(
+        llama / "config.json",
+        architectures=["LlamaForCausalLM"],
+        model_type="no_such_type",
+    )
     failure(llama, MeasurementError, "config.json", "of type no_such_type")
     edit(llama / "config.json", model_type=None)
     failure(
-        llama, MeasurementError, "expected a config of transformers, got one without model_type"
+        llama,
+        MeasurementError,
+        "expected a config of transformers, got one without model_type",
     )
 
 
@@ -294,7 +334,9 @@ def test_an_unknown_architecture(llama: Path) -> None:
     ({"config.json": '{"architecture": "vit", "pretrained_cfg": {}}'}, "a timm model's"),
     ({"config.json": '{"model_type": "llama"}', "model.gguf": ""}, "a GGUF model"),
 ])  # fmt: skip
-def test_a_format_that_is_not_read_is_named(tmp_path: Path, files: Any, what: str) -> None:
+def test_a_format_that_is_not_read_is_named(
+    tmp_path: Path, files: Any, what: str
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     fails(lambda: open_checkpoint(tmp_path), NumdevError, what)
@@ -304,16 +346,23 @@ def test_a_file_that_is_not_read_is_named(tmp_path: Path) -> None:
     """And weights that need a factory say so, with nothing that is None."""
     for suffix, what in ((".gguf", "a GGUF file"), (".xyz", "a file *.xyz")):
         fails(
-            lambda suffix=suffix: open_state_dict(tmp_path / f"w{suffix}", "a:b"), UsageError, what
+            lambda suffix=suffix: open_state_dict(tmp_path / f"w{suffix}", "a:b"),
+            UsageError,
+            what,
         )
     path = torch_saved(tmp_path / "w.pt", state())
     with pytest.raises(UsageError) as caught:
         open_state_dict(path, None)
-    assert caught.value.message.endswith("w.pt: weights alone need --model package.module:factory")
+    assert caught.value.message.endswith(
+        "w.pt: weights alone need --model package.module:factory"
+    )
 
 
-def test_a_pointer_of_git_lfs_is_recognised_everywhere(llama: Path, tmp_path: Path) -> None:
-    """Weights, shards, configs, pickles, tokenizers, texts, pieces of distributed checkpoints."""
+def test_a_pointer_of_git_lfs_is_recognised_everywhere(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Weights, shards, configs, pickles, tokenizers, texts, pieces of distributed
+    checkpoints."""
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n"
     said = "is a pointer of git-lfs, not the file it stands for"
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -347,7 +396,8 @@ def test_sizes_far_beyond_what_is_stored_are_refused(llama: Path) -> None:
     "model.norm.scale",
 ])  # fmt: skip
 def test_a_weight_the_model_has_no_place_for_is_named(llama: Path, name: str) -> None:
-    """One layer too many, a normalisation not applied, an unknown parameter, another shape."""
+    """One layer too many, a normalisation not applied, an unknown parameter, another
+    shape."""
     rewrite(llama, lambda state: state.update({name: torch.zeros(4)}))
     failure(llama, MeasurementError, "does not use", name)
     rewrite(llama, lambda state: state.update({"model.norm.weight": torch.zeros(4)}))
@@ -361,10 +411,16 @@ def test_a_weight_the_model_has_no_place_for_is_named(llama: Path, name: str) ->
         ("gpt2", {"transformer.h.0.attn.bias": (64, 64), "transformer.h.0.attn.masked_bias": ()}),
     ],
 )  # fmt: skip
-def test_what_changes_nothing_may_be_left_over(tmp_path: Path, name: str, extra: Any) -> None:
-    """bert-base-uncased stores a pooler and another head too; older files hold causal masks."""
+def test_what_changes_nothing_may_be_left_over(
+    tmp_path: Path, name: str, extra: Any
+) -> None:
+    """bert-base-uncased stores a pooler and another head too; older files hold causal
+    masks."""
     directory = models.save(getattr(models, name)(), tmp_path)
-    rewrite(directory, lambda state: state.update({n: torch.ones(s) for n, s in extra.items()}))
+    rewrite(
+        directory,
+        lambda state: state.update({n: torch.ones(s) for n, s in extra.items()}),
+    )
     assert not load(directory).training
 
 
@@ -379,16 +435,23 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
 
 
 def test_identity_is_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files, of two pieces and a half and of nothing: by name, each piece by its own SHA-256;
-    a byte more or another one anywhere is another identity."""
+    """Two files, of two pieces and a half and of nothing: by name, each piece by its own
+    SHA-256; a byte more or another one anywhere is another identity."""
     monkeypatch.setattr(files, "PIECE", 1000)
     monkeypatch.setattr(files, "CHUNK", 300)
     content = bytes(range(250)) * 10
     (tmp_path / "a").write_bytes(content)
     (tmp_path / "b").write_bytes(b"")
     both = [tmp_path / "a", tmp_path / "b"]
-    pieces = [("a", content[:1000]), ("a", content[1000:2000]), ("a", content[2000:]), ("b", b"")]
-    text = "".join(f"{name} {hashlib.sha256(piece).hexdigest()}\n" for name, piece in pieces)
+    pieces = [
+        ("a", content[:1000]),
+        ("a", content[1000:2000]),
+        ("a", content[2000:]),
+        ("b", b""),
+    ]
+    text = "".join(
+        f"{name} {hashlib.sha256(piece).hexdigest()}\n" for name, piece in pieces
+    )
     first = files.identity(both)
     assert first == hashlib.sha256(text.encode()).hexdigest()
     seen = {first}
@@ -447,14 +510,19 @@ STORED: dict[str, Callable[[Path], Path]] = {
     "module._orig_mod.": lambda path: torch_saved(path / "w.pt", wrapped()),
     "sharded": lambda path: sharded(path, {n: state()[n] for n in UNTIED}),
     "model.": lambda path: distributed(path / "d", nested()),
-    "state_dict.module._orig_mod.": lambda path: distributed(path / "d", {"state_dict": wrapped()}),
+    "state_dict.module._orig_mod.": lambda path: distributed(
+        path / "d", {"state_dict": wrapped()}
+    ),
 }
 """By what stands before the names."""
 
 
 @pytest.mark.parametrize("way", STORED)
-def test_every_way_of_storing_a_state_dict_gives_the_same_model(tmp_path: Path, way: str) -> None:
-    """Bit for bit, under the model's names, tied ones of a pickle once; the rest is left out."""
+def test_every_way_of_storing_a_state_dict_gives_the_same_model(
+    tmp_path: Path, way: str
+) -> None:
+    """Bit for bit, under the model's names, tied ones of a pickle once; the rest is left
+    out."""
     path = STORED[way](tmp_path)
     opened, model = open_state_dict(path, "factories:gpt"), built(path)
     assert not model.training
@@ -462,7 +530,9 @@ def test_every_way_of_storing_a_state_dict_gives_the_same_model(tmp_path: Path, 
     tensors = dict(opened.tensors())
     assert sorted(tensors) == (sorted(state()) if path.name == "d" else UNTIED)
     assert all(torch.equal(x, state()[n]) for n, x in tensors.items())
-    assert opened.fitted(model).describe().get("prefix_removed", "sharded") == (way or "sharded")
+    assert opened.fitted(model).describe().get("prefix_removed", "sharded") == (
+        way or "sharded"
+    )
 
 
 def test_weights_are_not_rounded_to_the_factorys_format(tmp_path: Path) -> None:
@@ -483,32 +553,47 @@ def test_a_model_whose_own_names_have_the_prefix_keeps_it(tmp_path: Path) -> Non
 
 
 def test_a_nanogpt_checkpoint_needs_a_two_line_factory(tmp_path: Path) -> None:
-    """The file's model_args make the model; ids go to `idx`, no longer than the block size."""
+    """The file's model_args make the model; ids go to `idx`, no longer than the block
+    size."""
     content = {
         "model": {f"_orig_mod.{n}": x for n, x in state().items()},
-        "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3}]},
+        "optimizer": {
+            "state": {0: {"exp_avg": torch.zeros(3)}},
+            "param_groups": [{"lr": 1e-3}],
+        },
         "model_args": factories.NANO,
         "best_val_loss": torch.tensor(2.5),
         "config": {"dataset": "shakespeare", "batch_size": 12},
     }
     path = torch_saved(tmp_path / "ckpt.pt", content)
-    assert run("audit", path, "--model", "factories:nanogpt", *KERNELS, "-o", tmp_path / "o") == 0
+    assert (
+        run("audit", path, "--model", "factories:nanogpt", *KERNELS, "-o", tmp_path / "o")
+        == 0
+    )
     found = report(tmp_path / "o")
     source = found["provenance"]["source"]
     assert source["prompt"] == "8 x 24 random token ids, seed 0"
-    assert (source["model"], source["prefix_removed"]) == ("factories:nanogpt", "_orig_mod.")
+    assert (source["model"], source["prefix_removed"]) == (
+        "factories:nanogpt",
+        "_orig_mod.",
+    )
     cases = [(c["case"], c["is_causal"], c["q_len"]) for c in found["cases"]]
     assert cases == [("h.0#0", True, 24), ("h.1#0", True, 24)]
     assert sorted({w["tensor"] for w in found["weights"]}) == UNTIED
 
 
 def test_a_models_length_is_known_by_many_names(tmp_path: Path, capsys: Any) -> None:
-    """On the model or in its configuration, which may be a dict; else the error names --length."""
+    """On the model or in its configuration, which may be a dict; else the error names
+    --length."""
     weights, model = STORED[""](tmp_path), factories.gpt()
     opened = open_state_dict(weights, "factories:gpt")
     request = AuditRequest(target="x", checkpoint=str(weights), length=99, sequences=2)
     del model.config
-    for holder in (SimpleNamespace(seq_length=24), {"n_ctx": 24}, {"model": 1, "max_seq_len": 24}):
+    for holder in (
+        SimpleNamespace(seq_length=24),
+        {"n_ctx": 24},
+        {"model": 1, "max_seq_len": 24},
+    ):
         for place in ("config", "args", "hparams"):
             setattr(model, place, holder)
             assert model_inputs(request, opened, model).inputs["idx"].shape == (2, 24)
@@ -522,7 +607,8 @@ def test_a_models_length_is_known_by_many_names(tmp_path: Path, capsys: Any) -> 
 
 
 def test_a_soft_cap_of_transformers_is_not_lost(tmp_path: Path) -> None:
-    """Out of a factory Gemma 2 attends eagerly, or drops its cap; here it does neither."""
+    """Out of a factory Gemma 2 attends eagerly, or drops its cap; here it does
+    neither."""
     directory = models.save(models.gemma2(), tmp_path / "gemma2")
     arguments = (directory / "model.safetensors", "--model", "factories:gemma2", *SMALL)
     assert run("audit", *arguments, "-o", tmp_path / "o", "-q") == 3
@@ -531,18 +617,22 @@ def test_a_soft_cap_of_transformers_is_not_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("factory", "kind", "words"), [
     ("factories:raises", MeasurementError, ("factories:raises", "KeyError", "no such")),
-    ("factories:returns_nothing", UsageError, ("expected a torch.nn.Module, got NoneType",)),
+    ("factories:returns_nothing", UsageError, (("expected a torch.nn.Module, got NoneType"),)),
     ("factories:nanogpt", MeasurementError, ("raised TypeError", "'model_args'")),
     ("no_such_package:build", UsageError, ("no_such_package", "PYTHONPATH")),
     (None, UsageError, ("--model",)),
 ])  # fmt: skip
-def test_a_factory_that_gives_no_model(tmp_path: Path, factory: Any, kind: Any, words: Any) -> None:
+def test_a_factory_that_gives_no_model(
+    tmp_path: Path, factory: Any, kind: Any, words: Any
+) -> None:
     path = STORED[""](tmp_path)
     opened = lambda: open_state_dict(path, factory)  # noqa: E731
     fails(lambda: opened().load_model(dtype=torch.float32, device="cpu"), kind, *words)
 
 
-def test_missing_left_over_and_misshapen_weights_are_named_together(tmp_path: Path) -> None:
+def test_missing_left_over_and_misshapen_weights_are_named_together(
+    tmp_path: Path,
+) -> None:
     """What the model computes may be left over: an older file stores a buffer."""
     path = torch_saved(tmp_path / "w.pt", {**state(), "steps": torch.zeros(24)})
     assert torch.equal(built(path).steps, torch.arange(24))
@@ -551,16 +641,27 @@ def test_missing_left_over_and_misshapen_weights_are_named_together(tmp_path: Pa
     changed["wpe.weight"] = torch.zeros(5, 16)
     path = torch_saved(tmp_path / "w.pt", changed)
     words = ("lacks weights h.1.c_proj.bias,", "does not use h.7.extra")
-    fails(lambda: built(path), MeasurementError, *words, "wpe.weight [5, 16] instead of [24, 16]")
+    fails(
+        lambda: built(path),
+        MeasurementError,
+        *words,
+        "wpe.weight [5, 16] instead of [24, 16]",
+    )
 
 
 def test_an_audit_gives_the_rows_of_the_state_dict(tmp_path: Path, capsys: Any) -> None:
-    """As torch.save's file, but for the source; a prefix is said; a torn save is refused."""
+    """As torch.save's file, but for the source; a prefix is said; a torn save is
+    refused."""
     distributed(tmp_path / "d", nested())
     torch_saved(tmp_path / "d.pt", state())
     rows = []
     for target in ("d.pt", "d"):
-        assert run("audit", tmp_path / target, *GPT, *SMALL, "-o", tmp_path / f"{target}-out") == 0
+        assert (
+            run(
+                "audit", tmp_path / target, *GPT, *SMALL, "-o", tmp_path / f"{target}-out"
+            )
+            == 0
+        )
         found = report(tmp_path / f"{target}-out")
         rows.append([{**row, "source": ""} for row in found["rows"]])
     assert rows[0] == rows[1]
@@ -596,8 +697,8 @@ def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
 def test_a_config_far_beyond_its_tensors_is_refused_first(
     given: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In one line, before transformers makes anything of it: a thousand million labels are named
-    one by one."""
+    """In one line, before transformers makes anything of it: a thousand million labels
+    are named one by one."""
     models.save(models.llama(), tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **given}))

@@ -28,14 +28,17 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 
 
 def commands_in(step: dict[str, Any]) -> list[list[str]]:
-    """The arguments of every `numdev` in a step, whose script bash runs with a stand-in for it."""
+    """The arguments of every `numdev` in a step, whose script bash runs with a stand-in
+    for it."""
     script = step.get("run", "")
     if not re.search(r"^numdev ", script, re.MULTILINE):
         return []
     stand_in = 'numdev() { printf "%s\\n" "$@" ""; }\n'  # an empty line ends a command
     shell = ["bash", "-eo", "pipefail", "-c", stand_in + script]
     env = {"PATH": os.environ["PATH"], **step.get("env", {})}
-    out = subprocess.run(shell, env=env, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        shell, env=env, capture_output=True, text=True, check=True
+    ).stdout
     return [command.split("\n") for command in out.split("\n\n")[:-1]]
 
 
@@ -60,7 +63,8 @@ def acted(given: dict[str, Any]) -> list[dict[str, Any]]:
      "audit demo --rows 0", "audit --time-limit -1", "gate report --junit"],
 )  # fmt: skip
 def test_a_wrong_command_line_is_seen(wrong: str) -> None:
-    """Of the check: it refuses unknown commands, options and values, and what is missing."""
+    """Of the check: it refuses unknown commands, options and values, and what is
+    missing."""
     assert refused(wrong.split()) is not None
 
 
@@ -73,7 +77,8 @@ def steps(flow: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_every_command_of_a_workflow_is_accepted() -> None:
-    """Each workflow audits and judges in one command, and keeps what it wrote, come what may."""
+    """Each workflow audits and judges in one command, and keeps what it wrote, come what
+    may."""
     for flow in WORKFLOWS:
         lines = [line for step in steps(flow) for line in commands_in(step)]
         for line in lines:
@@ -87,7 +92,8 @@ def test_every_command_of_a_workflow_is_accepted() -> None:
 
 
 def test_inputs_of_the_action() -> None:
-    """Every input reaches the command as it is, and none is run; its defaults are accepted."""
+    """Every input reaches the command as it is, and none is run; its defaults are
+    accepted."""
     given = {"target": "my model", "kernel": "* b:c", "format": "float16", "backward": "true",
              "thresholds": "x y.yaml", "options": "--rows 256", "output": "$(touch o)"}  # fmt: skip
     (line,) = (line for step in acted(given) for line in commands_in(step))
@@ -104,9 +110,11 @@ def test_inputs_of_the_action() -> None:
 
 
 def outcome(given: dict[str, Any]) -> tuple[int, str]:
-    """The exit code of the Action with these inputs, and what its steps print, with a stand-in for
-    numdev that prints its arguments."""
-    (step,) = (s for s in acted(given) if re.search(r"^numdev ", s.get("run", ""), re.MULTILINE))
+    """The exit code of the Action with these inputs, and what its steps print, with a
+    stand-in for numdev that prints its arguments."""
+    (step,) = (
+        s for s in acted(given) if re.search(r"^numdev ", s.get("run", ""), re.MULTILINE)
+    )
     shell = ["bash", "-eo", "pipefail", "-c", f'numdev() {{ echo "$@"; }}\n{step["run"]}']
     env = {"PATH": os.environ["PATH"], **step["env"]}
     done = subprocess.run(shell, env=env, capture_output=True, text=True, check=False)
@@ -141,7 +149,9 @@ def test_a_truth_value_of_the_action(words: str, asks: bool) -> None:
      ({"options": "-h"}, "options: expected no --help, got -h"),
      ({"options": "--dry-run --version"}, "options: expected no --help")],
 )  # fmt: skip
-def test_an_input_of_the_action_that_would_audit_nothing(given: dict[str, Any], words: str) -> None:
+def test_an_input_of_the_action_that_would_audit_nothing(
+    given: dict[str, Any], words: str
+) -> None:
     """It is refused in one line: `--help` would end in success."""
     code, out = outcome(given)
     assert code == 2
@@ -164,7 +174,9 @@ def test_rule_files_are_read(text: str, tmp_path: Path) -> None:
 def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     """Every key that `--json` has, and no key that it has not, stands in docs/gate.md."""
     page = (ROOT / "docs" / "gate.md").read_text()
-    (section,) = re.findall(r"^## The verdict as JSON\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        r"^## The verdict as JSON\n(.*?)^## ", page, re.MULTILINE | re.DOTALL
+    )
     told = {name for line in re.findall(r"^(\|.*)", section, re.MULTILINE)
             for name in re.findall(r"`(\w+)`", line)}  # fmt: skip
     records = (judgement.Judgement, judgement.Test, judgement.Power, judgement.Dose)
@@ -184,7 +196,10 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     write(report(row(expected_ratio=9.0)), tmp_path)
     assert run("gate", tmp_path, "--json") == 1
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == judgement.Judgement.model_fields.keys() | {"exit_code", "findings"}
+    assert found.keys() == judgement.Judgement.model_fields.keys() | {
+        "exit_code",
+        "findings",
+    }
     assert found["findings"][0].keys() == Finding.model_fields.keys()
 
 
@@ -195,7 +210,10 @@ def said(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
     """What `numdev gate --json` says of kernels with these errors."""
     kernels = {"planted:sound": ratios.get("sound"), "planted:p_truncated": ratios.get("faulty"),
                "sdpa-flash": ratios.get("flash")}  # fmt: skip
-    write(report(*(row(kernel=k, expected_ratio=x) for k, x in kernels.items() if x)), tmp_path)
+    write(
+        report(*(row(kernel=k, expected_ratio=x) for k, x in kernels.items() if x)),
+        tmp_path,
+    )
     code = run("gate", tmp_path, "--json")
     return {**json.loads(capsys.readouterr().out), "returned": code}
 
@@ -208,9 +226,16 @@ def test_sound_kernels_have_to_pass(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_the_planted_fault_has_to_fail(tmp_path: Path, capsys: Any) -> None:
-    """With exit code 1 and its name in a message; and the kernel beside it has to be cleared."""
+    """With exit code 1 and its name in a message; and the kernel beside it has to be
+    cleared."""
     assert own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, faulty=1.5)) is None
-    assert "not caught" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, faulty=1.0))
-    assert "no message" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, flash=1.5))
-    assert "accused" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.3, faulty=1.5))
+    assert "not caught" in own.wrong_with_planted(
+        said(tmp_path, capsys, sound=1.0, faulty=1.0)
+    )
+    assert "no message" in own.wrong_with_planted(
+        said(tmp_path, capsys, sound=1.0, flash=1.5)
+    )
+    assert "accused" in own.wrong_with_planted(
+        said(tmp_path, capsys, sound=1.3, faulty=1.5)
+    )
     assert "not judged" in own.wrong_with_planted(said(tmp_path, capsys, faulty=1.5))

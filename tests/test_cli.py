@@ -62,7 +62,9 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Run a command in an empty directory with `tiny.yaml` and `many.yaml`."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "wrong.yaml").write_text(TINY.replace("heads", "hedas"))
@@ -75,7 +77,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "80")
 
     def command(*arguments: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["numdev", *arguments])  # what a report says of itself
+        # What a report says of itself
+        monkeypatch.setattr(sys, "argv", ["numdev", *arguments])
         return Ran(*ran(capsys, *arguments))
 
     yield command
@@ -112,12 +115,28 @@ def assert_one_line(ran: Ran, code: int, *parts: str) -> None:
 
 USAGE = [
     ("audit no/where", "no/where: no such file", "give a checkpoint"),
-    ("audit wrong.yaml", "wrong.yaml, line 3: unknown key 'cases.0.hedas'", "did you mean 'heads'"),
+    (
+        "audit wrong.yaml",
+        "wrong.yaml, line 3: unknown key 'cases.0.hedas'",
+        "did you mean 'heads'",
+    ),
     ("audit .", "has no config.json", "give"),
-    ("audit tiny.yaml --kernel sdpa-flsh", "unknown kernel 'sdpa-flsh'", "did you mean 'sdpa-fl"),
+    (
+        "audit tiny.yaml --kernel sdpa-flsh",
+        "unknown kernel 'sdpa-flsh'",
+        "did you mean 'sdpa-fl",
+    ),
     ("audit tiny.yaml --kernel nowhere:attend", "cannot import 'nowhere'", "PYTHONPATH"),
-    ("audit tiny.yaml --kernel slow_kernel:atend", "no function 'atend'", "did you mean 'attend'?"),
-    ("audit tiny.yaml --kernel os:getcwd", "os:getcwd", "a kernel is a function of q, k, v"),
+    (
+        "audit tiny.yaml --kernel slow_kernel:atend",
+        "no function 'atend'",
+        "did you mean 'attend'?",
+    ),
+    (
+        "audit tiny.yaml --kernel os:getcwd",
+        "os:getcwd",
+        "a kernel is a function of q, k, v",
+    ),
     ("audit tiny.yaml --format bf17", "unknown format 'bf17'", "did you mean 'bf16'?"),
     ("audit tiny.yaml --format float8_e4m3fn", "no kernel takes plain 8-bit", "float16"),
     ("audit tiny.yaml --format tf32", "format tf32: PyTorch has no dtype", "use float64"),
@@ -138,7 +157,10 @@ USAGE = [
     ("gate out --init --json", "--init only writes rules", "-o"),
     ("report out --json --format csv", "exclude each other", ""),
     ("audit \x1b[2Jevil", "[2Jevil: no such file", ""),  # no escape sequence is sent on
-    *((f"{name} ", "an argument is empty", "not set?") for name in ("diagnose", "audit", "gate")),
+    *(
+        (f"{name} ", "an argument is empty", "not set?")
+        for name in ("diagnose", "audit", "gate")
+    ),
 ]
 
 
@@ -158,16 +180,31 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     [
         ("audit tiny.yaml --heads 7", 2, "no attention call was selected; "),
         ("check sdpa-cudnn --device cpu", 3, "sdpa-cudnn cannot run here: needs CUDA"),
-        ("audit demo --layers 9 --device cpu", 2, "no attention call in layers 9; there are"),
+        (
+            "audit demo --layers 9 --device cpu",
+            2,
+            "no attention call in layers 9; there are",
+        ),
         # Code that exits while it is imported does not pass for a success.
         ("audit tiny.yaml --kernel exits:attend", 3, f"{FOREIGN} ended the program"),
         # What it raises is no Ctrl-C that somebody pressed, and no traceback.
-        ("audit tiny.yaml --kernel interrupts:attend", 3, f"{FOREIGN} raised KeyboardInterrupt: x"),
-        ("audit tiny.yaml --kernel strange:attend", 3, f"{FOREIGN} raised GeneratorExit: x"),
+        (
+            "audit tiny.yaml --kernel interrupts:attend",
+            3,
+            f"{FOREIGN} raised KeyboardInterrupt: x",
+        ),
+        (
+            "audit tiny.yaml --kernel strange:attend",
+            3,
+            f"{FOREIGN} raised GeneratorExit: x",
+        ),
     ],
 )
-def test_what_cannot_be_measured_is_exit_code_3(run: Any, line: str, code: int, what: str) -> None:
-    """The request is sound, and nothing could be measured; or it asks for what is not there."""
+def test_what_cannot_be_measured_is_exit_code_3(
+    run: Any, line: str, code: int, what: str
+) -> None:
+    """The request is sound, and nothing could be measured; or it asks for what is not
+    there."""
     Path("exits.py").write_text("raise SystemExit(0)\n")
     Path("interrupts.py").write_text("raise KeyboardInterrupt('x')\n")
     Path("strange.py").write_text("raise GeneratorExit('x')\n")
@@ -175,8 +212,8 @@ def test_what_cannot_be_measured_is_exit_code_3(run: Any, line: str, code: int, 
 
 
 @pytest.mark.parametrize(("error", "says", "is_bug"), [
-    (ZeroDivisionError("by\nzero \x1b[31m"), "unexpected ZeroDivisionError: by zero", True),
-    (OSError(28, "No space left on device", "out/x"), "out/x: No space left on device", False),
+    (ZeroDivisionError("by\nzero \x1b[31m"), ("unexpected ZeroDivisionError: by zero"), True),
+    (OSError(28, "No space left on device", "out/x"), ("out/x: No space left on device"), False),
 ])  # fmt: skip
 def test_an_unexpected_error_is_one_line_and_exit_code_3(
     run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str, is_bug: bool
@@ -193,7 +230,8 @@ def test_an_unexpected_error_is_one_line_and_exit_code_3(
 
 
 def test_the_result_is_on_stdout_and_the_rest_on_stderr(run: Any) -> None:
-    """The table on stdout; where the report is, on stderr; three files in the directory."""
+    """The table on stdout; where the report is, on stderr; three files in the
+    directory."""
     ran = run("audit", "tiny.yaml", "-o", "out")
     assert ran.code == 0
     assert "sdpa-math" in ran.out
@@ -208,30 +246,42 @@ def test_json_is_the_report_and_nothing_else(run: Any) -> None:
         "print('imported')\n\ndef attend(q, k, v, is_causal=False):\n"
         "    print('hello')\n    return v * 1.0\n"
     )
-    ran = run("audit", "tiny.yaml", "-o", "out", "--json", "--kernel", "chatty_kernel:attend")
+    ran = run(
+        "audit", "tiny.yaml", "-o", "out", "--json", "--kernel", "chatty_kernel:attend"
+    )
     assert ran.code == 0
     assert ran.out.strip() == Path("out", "report.json").read_text()
     assert json.loads(ran.out)["request"]["target"] == "tiny.yaml"
     assert "hello" in ran.err
 
 
-def test_a_model_that_was_downloaded_is_found_by_its_name(run: Any, monkeypatch: Any) -> None:
+def test_a_model_that_was_downloaded_is_found_by_its_name(
+    run: Any, monkeypatch: Any
+) -> None:
     """In the cache of Hugging Face, as `hf download org/tiny` leaves it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
     model = Path("cache/models--org--tiny")
     (model / "refs").mkdir(parents=True)
     (model / "refs/main").write_text("1" * 40)
     shutil.copytree(demo_checkpoint(), model / "snapshots" / ("1" * 40))
-    ran = run("audit", "org/tiny", "--layers", "0", "--kernel", "sdpa-math", "--length", "9")
+    ran = run(
+        "audit", "org/tiny", "--layers", "0", "--kernel", "sdpa-math", "--length", "9"
+    )
     assert (ran.code, "org/tiny, 8 x 9 random token ids" in ran.out) == (0, True)
 
 
 def test_an_audit_judges_itself(run: Any) -> None:
     """With the gate's code, page and files; a wrong rule file costs no measurement."""
-    Path("doubled.py").write_text("def twice(q, k, v, is_causal=False):\n    return 2 * v\n")
+    Path("doubled.py").write_text(
+        "def twice(q, k, v, is_causal=False):\n    return 2 * v\n"
+    )
     wrong = ("--kernel", "doubled:twice", "--reproducers", "0")
     ran = run("audit", "tiny.yaml", "-o", "out", "--gate", "--junit", "files/out.xml")
-    assert (ran.code, ran.out.strip()[:4], ran.err) == (0, "PASS", "Report: out/report.html\n")
+    assert (ran.code, ran.out.strip()[:4], ran.err) == (
+        0,
+        "PASS",
+        "Report: out/report.html\n",
+    )
     assert ran.out == run("gate", "out").out
     assert "<testsuite" in Path("files/out.xml").read_text()
     ran = run("audit", "tiny.yaml", "-o", "bad", "--github", *wrong)
@@ -243,8 +293,9 @@ def test_an_audit_judges_itself(run: Any) -> None:
 
 
 def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
-    """A function in a file of a package: PASS, FAIL, or NOT JUDGED where gradients were asked for
-    and there are none; the cause; the same as data; a script that runs from anywhere."""
+    """A function in a file of a package: PASS, FAIL, or NOT JUDGED where gradients were
+    asked for and there are none; the cause; the same as data; a script that runs from
+    anywhere."""
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
     (tmp_path / "pkg" / "mine.py").write_text(
@@ -254,14 +305,25 @@ def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
     )
     small = ("--case", "full", "--case", "padding", "--claim", "preset=eager", "-o", "out",
              "--format", "bfloat16")  # fmt: skip
-    judged = {"PASS": (0, "right"), "NOT JUDGED": (3, "right", "--backward"), "FAIL": (1, "wrong")}
+    judged = {
+        "PASS": (0, "right"),
+        "NOT JUDGED": (3, "right", "--backward"),
+        "FAIL": (1, "wrong"),
+    }
     for verdict, (code, name, *more) in judged.items():
         found = run("check", f"pkg/mine.py:{name}", *small, *more, "--json")
         data = json.loads(found.out)
-        assert (found.code, data["verdict"], data["kernel"]) == (code, verdict, f"pkg.mine:{name}")
+        assert (found.code, data["verdict"], data["kernel"]) == (
+            code,
+            verdict,
+            f"pkg.mine:{name}",
+        )
         assert "no parameter for it: mask" in data["not_tested"][0]
     assert data["findings"][0]["cause"].startswith("the scale is 0.800 times")
-    assert run("check", "pkg/mine.py:wrong", *small).out.split()[:2] == ["FAIL", "pkg.mine:wrong"]
+    assert run("check", "pkg/mine.py:wrong", *small).out.split()[:2] == [
+        "FAIL",
+        "pkg.mine:wrong",
+    ]
     shown = subprocess.run([sys.executable, data["reproducer"]], capture_output=True)
     assert shown.returncode == 1, shown.stderr
 
@@ -277,7 +339,9 @@ def test_kernels_are_listed_with_reasons(run: Any) -> None:
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in sorted(COMMANDS))])
-def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str]) -> None:
+def test_every_help_ends_with_an_example_that_parses(
+    run: Any, command: list[str]
+) -> None:
     """The last line is an example; its command exists and accepts its options."""
     ran = run(*command, "--help")
     assert (ran.code, ran.err) == (0, "")
@@ -289,14 +353,24 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
     cli.get_command(Mock(), name).make_context(name, list(arguments))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"]
+)
 @pytest.mark.one_in(3)
-def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path, number: int) -> None:
-    """SIGINT: exit code 130, one line, finished rows stay. The same command finishes a run that was
-    stopped with the rows and the summary of the undisturbed one."""
+def test_stopped_at_any_moment_it_continues(
+    run: Any, tmp_path: Path, number: int
+) -> None:
+    """SIGINT: exit code 130, one line, finished rows stay. The same command finishes a
+    run that was stopped with the rows and the summary of the undisturbed one."""
     assert run("audit", "many.yaml", "-o", "whole", "-q").code == 0
-    undisturbed, expected = (tmp_path / "whole" / JOURNAL).read_bytes(), report.read(Path("whole"))
-    process, journal = spawn("audit", "many.yaml", "-o", "cut", cwd=tmp_path), Path("cut") / JOURNAL
+    undisturbed, expected = (
+        (tmp_path / "whole" / JOURNAL).read_bytes(),
+        report.read(Path("whole")),
+    )
+    process, journal = (
+        spawn("audit", "many.yaml", "-o", "cut", cwd=tmp_path),
+        Path("cut") / JOURNAL,
+    )
     while process.poll() is None and lines_of(journal) < 3:
         time.sleep(0.01)
     process.send_signal(number)
@@ -306,7 +380,8 @@ def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path, number: in
     if number == signal.SIGINT:
         assert (process.returncode, out) == (130, b""), err
         assert err.decode().strip() == (
-            "numdev: error: interrupted; finished rows are kept; run the same command to resume"
+            "numdev: error: interrupted; finished rows are kept; run the same "
+            "command to resume"
         )
         assert undisturbed.startswith(journal.read_bytes())
     else:
@@ -319,7 +394,8 @@ def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path, number: in
 
 
 def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
-    """Where something eats the KeyboardInterrupt, the next look finds it; the handler is back."""
+    """Where something eats the KeyboardInterrupt, the next look finds it; the handler is
+    back."""
     before = signal.getsignal(signal.SIGINT)
     with watching() as check:
         check()
@@ -337,7 +413,8 @@ def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
 def test_the_shell_gets_its_completions_and_nothing_else(
     run: Any, monkeypatch: pytest.MonkeyPatch, words: str, at: int, offered: str
 ) -> None:
-    """No error on the line being typed, and exit code 0; so too for a shell's start file."""
+    """No error on the line being typed, and exit code 0; so too for a shell's start
+    file."""
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(at))
     monkeypatch.setenv("_NUMDEV_COMPLETE", "bash_complete")
@@ -350,7 +427,8 @@ def test_the_shell_gets_its_completions_and_nothing_else(
 
 
 def test_a_configuration_that_numdev_ships_is_found(run: Any) -> None:
-    """Named as in the documentation, from a folder without it, the error says where it is."""
+    """Named as in the documentation, from a folder without it, the error says where it
+    is."""
     found = run("sweep", "configs/sweep/ci.yaml")
     assert found.code == 2
     start, _, path = found.err.strip().partition("; numdev's own is ")
@@ -361,7 +439,8 @@ def test_a_configuration_that_numdev_ships_is_found(run: Any) -> None:
 
 
 def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
-    """`numdev report ... | head -1`: exit code 0 and nothing on stderr, as text and as JSON."""
+    """`numdev report ... | head -1`: exit code 0 and nothing on stderr, as text and as
+    JSON."""
     assert run("audit", "tiny.yaml", "-o", "out", "-q").code == 0
     for option in ([], ["--json"]):
         process = spawn("report", "out", *option, cwd=tmp_path)
@@ -372,7 +451,8 @@ def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--json", None])
 def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
-    """Every kernel was skipped: its verdict, which comes first, says so. Beside one that ran: 0."""
+    """Every kernel was skipped: its verdict, which comes first, says so. Beside one that
+    ran: 0."""
     cuda = ("--device", "cpu", "--kernel", "sdpa-cudnn")
     ran = run("audit", "tiny.yaml", *cuda, "-o", "out", *([flag] if flag else []))
     assert ran.code == 3
@@ -384,7 +464,9 @@ def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
     if flag is None:
         verdict_said = " ".join(ran.out.split())
         assert verdict_said.startswith("NOT JUDGED sdpa-cudnn bfloat16 was requested,")
-    assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
+    assert (
+        run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
+    )
     assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0
 
 
@@ -392,9 +474,11 @@ HEAVY = ("torch", "transformers", "pandas", "scipy", "dask", "distributed", "tri
 TENSORS = ("torch", "transformers", "dask", "distributed", "triton")
 
 
-def without(packages: tuple[str, ...], *lines: list[str]) -> subprocess.CompletedProcess[str]:
-    """One process in which these packages cannot be imported, `numdev` with each of the lines of
-    arguments; it ends at the first that fails."""
+def without(
+    packages: tuple[str, ...], *lines: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """One process in which these packages cannot be imported, `numdev` with each of the
+    lines of arguments; it ends at the first that fails."""
     code = (
         "import sys\n"
         f"for name in {packages!r}: sys.modules[name] = None\n"
@@ -417,8 +501,12 @@ def test_help_needs_nothing_heavy() -> None:
 
 def test_reports_are_read_without_tensors(run: Any) -> None:
     """Showing a report and judging it need neither torch nor what comes with it."""
-    assert run("audit", "demo", "--layers", "0", "--rows", "16", "-q", "-o", "out").code == 0
-    answer = without(TENSORS, ["report", "out"], ["report", "out", "--json"], ["gate", "out"])
+    assert (
+        run("audit", "demo", "--layers", "0", "--rows", "16", "-q", "-o", "out").code == 0
+    )
+    answer = without(
+        TENSORS, ["report", "out"], ["report", "out", "--json"], ["gate", "out"]
+    )
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.index("sdpa-flash") < answer.stdout.index("{")
     assert "PASS" in answer.stdout.rpartition("}")[2]
@@ -442,13 +530,18 @@ def test_a_report_of_another_command_is_not_replaced(
 ) -> None:
     """--overwrite replaces what the same command wrote, and nothing else."""
     other = "compare" if name == "audit" else "audit"
-    (tmp_path / "report.json").write_text(f'{{"schema_version":2,"kind":"{other}","rows":[')
+    (tmp_path / "report.json").write_text(
+        f'{{"schema_version":2,"kind":"{other}","rows":['
+    )
     (tmp_path / JOURNAL).write_text('{"header":{"request":{}}}\n')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     code, _, err = ran(capsys, name, *REFUSING[name], "-o", tmp_path, "--overwrite")
     last = err.splitlines()[-1]  # a sweep says its size first
     assert code == 2
-    assert f"error: {tmp_path}: already holds the report of a different numdev {other}" in last
+    assert (
+        f"error: {tmp_path}: already holds the report of a different numdev {other}"
+        in last
+    )
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -461,8 +554,8 @@ def checked(made: report.AuditReport) -> Any:
 
 
 def test_a_checks_json_has_each_number_under_its_name() -> None:
-    """The number and its limit; what was not tested and what else is to be known; of several heads
-    and tensors the cause of the one that a finding is about."""
+    """The number and its limit; what was not tested and what else is to be known; of
+    several heads and tensors the cause of the one that a finding is about."""
     wrong = {"suspicion": "the scale is 1", "suspicion_cut": 50.0}
     rows = gate_rows.together([
         gate_rows.row(0), gate_rows.row(1, expected_ratio=2.5),
@@ -480,7 +573,8 @@ def test_a_checks_json_has_each_number_under_its_name() -> None:
 
 
 def test_a_check_says_how_many_findings_it_does_not_show() -> None:
-    """The verdict shows one, four are shown below it, and of two it is said that they are there."""
+    """The verdict shows one, four are shown below it, and of two it is said that they are
+    there."""
     rules = [("expected_ratio", 1.1), ("baseline_ratio", 2), ("worst_row", 5), ("row_rel", 1),
              ("rms", 1), ("mean_abs", 0.5), ("max_abs", 1)]  # fmt: skip
     book = Rules.model_validate({"thresholds": [
@@ -538,10 +632,16 @@ def test_a_gates_json_is_all_that_is_on_stdout(tmp_path: Path, capsys: Any) -> N
 
 
 def test_an_option_of_the_verdict_asks_for_one() -> None:
-    """`--junit`, `--summary`, `--github` and `--thresholds` imply `--gate`; without any there is
-    none."""
+    """`--junit`, `--summary`, `--github` and `--thresholds` imply `--gate`; without any
+    there is none."""
     seen: list[Any] = []
     command = click.command()(gated(lambda verdict: seen.append(verdict)))
-    for words in ([], ["--gate"], ["--github"], ["--junit", "j.xml"], ["--summary", "s.md"]):
+    for words in (
+        [],
+        ["--gate"],
+        ["--github"],
+        ["--junit", "j.xml"],
+        ["--summary", "s.md"],
+    ):
         command.main(words, standalone_mode=False)
     assert [verdict is not None for verdict in seen] == [False, True, True, True, True]

@@ -36,7 +36,9 @@ def source_of(seeds: tuple[int, ...] = (0, 1)) -> ConfigSource:
     return ConfigSource("here", configs, seeds, System.here("cpu"))
 
 
-def plan_of(*kernels: str, formats: Any = ("bfloat16", "float16"), **changes: Any) -> Plan:
+def plan_of(
+    *kernels: str, formats: Any = ("bfloat16", "float16"), **changes: Any
+) -> Plan:
     planned = plan_kernels(Choice(name=name) for name in kernels)
     planned += plan_kernels([Choice(name="emulated", options={"preset": "eager"})])[3:]
     planned += plan_controls(gradients=False)[:1]
@@ -49,7 +51,11 @@ def header_of(plan: Plan) -> dict[str, Any]:
 
 
 def rows_of(
-    directory: Path, source: Any, plan: Plan, crew: Cluster | None = None, limit_s: float = 60.0
+    directory: Path,
+    source: Any,
+    plan: Plan,
+    crew: Cluster | None = None,
+    limit_s: float = 60.0,
 ) -> dict[str, list[Any]]:
     """All rows of a run by kind, as plain data."""
     shared, watch = header_of(plan), Stopwatch()
@@ -73,11 +79,14 @@ def rows_of(
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers find the kernels of this folder."""
     here = str(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    )
 
 
 def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers exclude a scheduler; without Dask the extra is named; an address must be one."""
+    """Workers exclude a scheduler; without Dask the extra is named; an address must be
+    one."""
     assert cluster_of(None, None) is None
     with pytest.raises(UsageError, match="exclude each other"):
         cluster_of(1, "tcp://a:1")
@@ -96,7 +105,9 @@ def test_threads_are_shared_out_and_given_back(monkeypatch: pytest.MonkeyPatch) 
     with sharing(Cluster(workers=3), "cpu"):
         assert torch.get_num_threads() == max(1, before // 3)
     assert torch.get_num_threads() == before
-    with pytest.raises(UsageError, match="at most 3, the number of processors here, got 4"):
+    with pytest.raises(
+        UsageError, match="at most 3, the number of processors here, got 4"
+    ):
         sharing(Cluster(workers=4), "cpu").__enter__()
     monkeypatch.setattr(System, "here", lambda device: System(device="cuda"))
     monkeypatch.setattr(cluster, "visible_gpus", lambda: ["3", "5"])
@@ -124,7 +135,8 @@ def test_a_worker_reports_what_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
-    """The same rows in the same order, each once; one that raises or dies costs its own."""
+    """The same rows in the same order, each once; one that raises or dies costs its
+    own."""
     bad = ("broken_kernels:raises", "broken_kernels:segfault")
     plan = plan_of("sdpa-math", *bad, formats=("bfloat16",), details=True)
     drawn = rows_of(tmp_path / "drawn", source_of((0,)), plan, Cluster(workers=2), 10.0)
@@ -141,7 +153,8 @@ def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadly(Drawn):
-    """A case of which the first so many processes die that draw it, but for the one at home."""
+    """A case of which the first so many processes die that draw it, but for the one at
+    home."""
 
     home: int
     note: Path
@@ -157,7 +170,8 @@ class Deadly(Drawn):
 
 @pytest.mark.thorough
 def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path) -> None:
-    """A case that kills once is measured elsewhere; one that always does fails, with why."""
+    """A case that kills once is measured elsewhere; one that always does fails, with
+    why."""
     plan = plan_of("sdpa-math", formats=("bfloat16",))
     fields = ("config", "seed", "source", "device")
     alone = rows_of(tmp_path / "alone", source_of((0,)), plan)
@@ -179,7 +193,8 @@ def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path
 
 @pytest.mark.parametrize("part", ["packages", "numdev"])
 def test_a_worker_that_differs_refuses(part: str) -> None:
-    """A worker with another version of anything measures nothing, and says what differs."""
+    """A worker with another version of anything measures nothing, and says what
+    differs."""
     shared = header_of(plan_of("sdpa-math"))
     known = json.loads(json.dumps({**shared, "torch": torch_settings()}, default=str))
     known["environment"][part] = {"torch": "0.1"} if part == "packages" else "0.0.1"

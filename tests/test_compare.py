@@ -25,7 +25,15 @@ from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.gate.compare import compare, unequal
 from numdev.gate.compare_report import CompareReport, Move
-from numdev.gate.movement import Noise, Pair, _scatter, least, metrics_of, repeats, standard_error
+from numdev.gate.movement import (
+    Noise,
+    Pair,
+    _scatter,
+    least,
+    metrics_of,
+    repeats,
+    standard_error,
+)
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.document import Figures
 from numdev.report.views import document_of
@@ -61,10 +69,16 @@ def test_repeats_are_bounded_by_the_triangle_inequality() -> None:
     generator = np.random.default_rng(0)
     for _ in range(200):
         e = generator.normal(size=50)
-        d = generator.normal(size=50) * generator.uniform(0, 1) + generator.uniform(-1, 1) * e
+        d = (
+            generator.normal(size=50) * generator.uniform(0, 1)
+            + generator.uniform(-1, 1) * e
+        )
         one, other, apart = (float(np.sqrt(np.mean(x**2))) for x in (e, e + d, d))
         rows = [head(rms=x, noise=apart) for x in (one, other)]
-        assert abs(math.log(other / one)) <= repeats(Pair(*rows, inputs="same", width=1)) + 1e-12
+        assert (
+            abs(math.log(other / one))
+            <= repeats(Pair(*rows, inputs="same", width=1)) + 1e-12
+        )
 
 
 def test_an_interval_is_1_96_standard_errors_wide() -> None:
@@ -107,7 +121,8 @@ def test_elements_that_are_not_finite() -> None:
 
 
 def test_reproducibility_is_lost_and_won() -> None:
-    """Told of the heads together: one head of eight that differs between runs may be luck."""
+    """Told of the heads together: one head of eight that differs between runs may be
+    luck."""
     same = tuple(head(h) for h in range(8))
     noisy = tuple(head(h, noise=1e-6) for h in range(8))
     for a, b in ((same, noisy), (noisy, same)):
@@ -157,7 +172,9 @@ def test_inputs_are_told_by_their_floors(other: float, told: str) -> None:
 
 
 def test_an_error_below_half_its_prediction_is_luck_on_other_inputs() -> None:
-    pair = Pair(head(expected_ratio=0.01), head(expected_ratio=0.5), inputs="other", width=1)
+    pair = Pair(
+        head(expected_ratio=0.01), head(expected_ratio=0.5), inputs="other", width=1
+    )
     assert least(pair, "expected_ratio") == 0.5
     a = tuple(head(h, expected_ratio=0.5, worst_row=0.5) for h in range(8))
     b = (head(0, expected_ratio=0.01, worst_row=0.01), *a[1:])
@@ -172,14 +189,16 @@ def test_too_few_heads_to_know_their_scatter() -> None:
 
 
 def test_the_scatter_of_two_heads_has_one_degree_of_freedom_in_each_report() -> None:
-    """Logarithms 0 and 1 have a variance of 1/2, by n - 1; two reports alike give two degrees."""
+    """Logarithms 0 and 1 have a variance of 1/2, by n - 1; two reports alike give two
+    degrees."""
     heads = [head(h, expected_ratio=math.exp(h)) for h in range(2)]
     pairs = [Pair(h, h, inputs="other", width=1) for h in heads]
     assert _scatter(pairs, "expected_ratio") == (pytest.approx(0.5), 2)
 
 
 def test_a_head_that_moved_does_not_excuse_itself() -> None:
-    """On other inputs the scatter is that of the other heads: with its own, three times is luck."""
+    """On other inputs the scatter is that of the other heads: with its own, three times
+    is luck."""
     a = tuple(head(h, expected_ratio=1.0 + 0.01 * (h % 3)) for h in range(8))
     b = (times(a[0], 3.0), *a[1:])
     assert {m.place.head for m in found(on(1e-3, *a), on(2e-3, *b)).moves} == {0}
@@ -187,7 +206,8 @@ def test_a_head_that_moved_does_not_excuse_itself() -> None:
 
 @pytest.mark.parametrize("tail", ["normal", "uniform", "heavy"])
 def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
-    """Of ln rms over many draws, whatever their distribution; and not ten times as much."""
+    """Of ln rms over many draws, whatever their distribution; and not ten times as
+    much."""
     generator = np.random.default_rng(1)
     draws = {
         "normal": generator.normal(size=(2000, 400)),
@@ -205,7 +225,8 @@ def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
 
 @pytest.mark.slow
 def test_false_alarms_of_errors_drawn_anew() -> None:
-    """One at most of 100 comparisons has a move; with one head of 1.5 times the error, all."""
+    """One at most of 100 comparisons has a move; with one head of 1.5 times the error,
+    all."""
     generator = np.random.default_rng(2)
 
     def drawn(h: int, size: float = 1.0) -> DeviationRow:
@@ -255,12 +276,18 @@ def test_rows_that_are_gone_and_why() -> None:
     ]
     assert {p.what for p in found(b, a).presences} == {"new", "failed"}
     assert first(a, b).startswith(
-        "NO NUMBER CHANGED, BUT A KERNEL CRASHED: theirs crashed in B (1 row), mine was measured "
-        "in A alone (4 rows), third was run in A alone (4 rows); nothing was measured in both "
+        "NO NUMBER CHANGED, BUT A KERNEL CRASHED: theirs crashed in B (1 row), mine "
+        "was measured "
+        "in A alone (4 rows), third was run in A alone (4 rows); nothing was "
+        "measured in both "
         "reports."
     )
-    assert "CRASHED: theirs crashed in A (1 row), theirs crashed in B (1 row); " in first(b, b)
-    assert "theirs was run in B alone, and crashed in B (1 row); " in first(HEADS, (*HEADS, b[1]))
+    assert "CRASHED: theirs crashed in A (1 row), theirs crashed in B (1 row); " in first(
+        b, b
+    )
+    assert "theirs was run in B alone, and crashed in B (1 row); " in first(
+        HEADS, (*HEADS, b[1])
+    )
     assert first((), ()).startswith("NOT JUDGED: nothing was measured in both reports; ")
 
 
@@ -288,7 +315,8 @@ def own(off: float = 1.0) -> Choice:
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Audits of one request: twice the same, one with a fault in head 2, one of another seed."""
+    """Audits of one request: twice the same, one with a fault in head 2, one of another
+    seed."""
     root = tmp_path_factory.mktemp("audits")
     return {
         "a": run(root / "a", 0, own()),
@@ -319,15 +347,25 @@ def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     assert set(found.summary.inputs) == {"same"}
 
 
-def test_a_planted_change_is_found_in_its_head(audited: dict[str, Path], out: Path) -> None:
-    """Exit code 1, that head and no other, and what else changed; the rest is the same bits."""
+def test_a_planted_change_is_found_in_its_head(
+    audited: dict[str, Path], out: Path
+) -> None:
+    """Exit code 1, that head and no other, and what else changed; the rest is the same
+    bits."""
     assert command(audited["a"], audited["planted"], "-o", out, "--quiet") == 1
     found = reports.read(out)
-    assert {(m.kernel, m.tensor, m.place.head) for m in found.moves} == {(own().name, "out", 2)}
+    assert {(m.kernel, m.tensor, m.place.head) for m in found.moves} == {
+        (own().name, "out", 2)
+    }
     verdict, *others = found.summary.answer
-    assert verdict.startswith(f"CHANGED: {own().name}[off=1.03] (bfloat16) moved beyond noise, ")
+    assert verdict.startswith(
+        f"CHANGED: {own().name}[off=1.03] (bfloat16) moved beyond noise, "
+    )
     assert "in out, small head 2, no mistake named, now the output is 1.030" in verdict
-    assert f"{own().name}[off=1.03] (bfloat16): moved in out (1 of 4 heads); " in " ".join(others)
+    assert (
+        f"{own().name}[off=1.03] (bfloat16): moved in out (1 of 4 heads); "
+        in " ".join(others)
+    )
     grown = next(m for m in found.moves if m.metric in ("expected_ratio", "floor_ratio"))
     assert grown.change > 2
     (change,) = found.changes
@@ -337,8 +375,12 @@ def test_a_planted_change_is_found_in_its_head(audited: dict[str, Path], out: Pa
 
 
 def test_another_seed_allowed(audited: dict[str, Path], out: Path, capsys: Any) -> None:
-    """The same code on other inputs: nothing moved, and that they differ is said on top."""
-    assert command(audited["a"], audited["seed"], "--allow", "seed", "-o", out, "--json") == 0
+    """The same code on other inputs: nothing moved, and that they differ is said on
+    top."""
+    assert (
+        command(audited["a"], audited["seed"], "--allow", "seed", "-o", out, "--json")
+        == 0
+    )
     assert (out / "report.json").read_text() == capsys.readouterr().out.strip()
     found = reports.read(out)
     assert found.summary.answer[1] == "Compared although they differ: seed (0 and 1)."
@@ -353,28 +395,41 @@ def written(directory: Path, report: reports.Report) -> Path:
     return directory
 
 
-def of(tmp_path: Path, a: reports.Report, b: reports.Report, **options: Any) -> CompareReport:
+def of(
+    tmp_path: Path, a: reports.Report, b: reports.Report, **options: Any
+) -> CompareReport:
     return compare(written(tmp_path / "a", a), written(tmp_path / "b", b), **options)
 
 
 def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
-    """In the order of the arguments, whatever their clocks say, or where asked by when they were
-    made; another request is refused."""
+    """In the order of the arguments, whatever their clocks say, or where asked by when
+    they were made; another request is refused."""
 
     def night(day: int, ratio: float, **changes: Any) -> reports.AuditReport:
-        made = audit(*(head(h, floor_ratio=ratio, expected_ratio=ratio) for h in range(4)))
-        when = made.provenance.model_copy(update={"created": f"2026-11-0{day}T03:00:00+00:00"})
+        made = audit(
+            *(head(h, floor_ratio=ratio, expected_ratio=ratio) for h in range(4))
+        )
+        when = made.provenance.model_copy(
+            update={"created": f"2026-11-0{day}T03:00:00+00:00"}
+        )
         request = {**made.request, **changes}
         return made.model_copy(update={"provenance": when, "request": request})
 
     nights = night(3, 1.5), night(1, 1.0), night(2, 1.25)
     for sides in (nights, nights[1:]):
-        assert [compare(*sides).a.created[8:10], compare(*sides).b.created[8:10]] == ["01", "02"]
+        assert [compare(*sides).a.created[8:10], compare(*sides).b.created[8:10]] == [
+            "01",
+            "02",
+        ]
     assert [past.created[8:10] for past in compare(*nights).history] == ["03", "01", "02"]
     found = compare(*nights, by_date=True)
     assert [past.created[8:10] for past in found.history] == ["01", "02", "03"]
     assert [[*past.errors.values()] for past in found.history] == [[1.0], [1.25], [1.5]]
-    assert (found.a.created[8:10], found.b.created[8:10], found.exit_code) == ("02", "03", 1)
+    assert (found.a.created[8:10], found.b.created[8:10], found.exit_code) == (
+        "02",
+        "03",
+        1,
+    )
     shown = document_of(found).shown_in("html")
     assert any(isinstance(node, Figures) for node in shown)
     assert not compare(night(1, 1.0), night(2, 1.0)).history
@@ -424,12 +479,16 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
     ((head(), head(kernel="new")), 0),
     ((head(), row(None, kernel="new", status="failed", reason="no")), 3),
     ((times(head(), 2.0), row(None, kernel="new", status="failed", reason="no")), 1),
-], ids=["same", "within", "moved", "ran", "gone", "new", "failed", "moved and failed"])  # fmt: skip
+], ids=["same", "within", "moved", "ran", "gone", "new", "failed", ("moved and failed")])  # fmt: skip
 def test_exit_codes(tmp_path: Path, b: tuple[DeviationRow, ...], code: int) -> None:
-    """1 for what is certain, whatever failed; 3 where something failed and nothing moved."""
+    """1 for what is certain, whatever failed; 3 where something failed and nothing
+    moved."""
     same = head(kernel="same")
     one = written(tmp_path / "a", audit(head(ran="op"), same))
-    ran = (r.model_copy(update={"ran": r.ran or ("op" if r.status == "ok" else None)}) for r in b)
+    ran = (
+        r.model_copy(update={"ran": r.ran or ("op" if r.status == "ok" else None)})
+        for r in b
+    )
     two = written(tmp_path / "b", audit(same, *ran))
     assert command(one, two, "-q", "-o", tmp_path / "o") == code
 
@@ -442,7 +501,9 @@ def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
     assert command(a, a, "-q", "-o", a) == 2
 
 
-def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:
+def swept(
+    *rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any
+) -> SweepReport:
     """A sweep by hand: the rows, and no cells."""
     asked = {"cases": [{"name": "c"}], "formats": ["bfloat16"], "seeds": seeds, **request}
     cases = (case(heads=4),) if rows else ()
@@ -452,7 +513,9 @@ def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) 
 
 def seeded(seeds: tuple[int, ...] = (0, 1), **changes: Any) -> list[DeviationRow]:
     made = [(make, seed, h) for make in (head, floor) for seed in seeds for h in range(4)]
-    return [make(h, seed=seed, **(changes if make is head else {})) for make, seed, h in made]
+    return [
+        make(h, seed=seed, **(changes if make is head else {})) for make, seed, h in made
+    ]
 
 
 def in_float16(rows: list[DeviationRow]) -> list[DeviationRow]:
@@ -460,9 +523,12 @@ def in_float16(rows: list[DeviationRow]) -> list[DeviationRow]:
 
 
 def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None:
-    """The same one has nothing that moved; a head that is off in one seed is found there."""
+    """The same one has nothing that moved; a head that is off in one seed is found
+    there."""
     rows = seeded()
-    bad = [times(r, 1.5) if (r.role, r.seed, r.head) == ("kernel", 1, 2) else r for r in rows]
+    bad = [
+        times(r, 1.5) if (r.role, r.seed, r.head) == ("kernel", 1, 2) else r for r in rows
+    ]
     a, b = (written(tmp_path / name, swept(*x)) for name, x in (("a", rows), ("b", bad)))
     assert compare(a, a).exit_code == 0
     found = compare(a, b)
@@ -477,7 +543,9 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
     (lambda: swept(), "kept one result per cell"),
     (lambda: audit(head()), "kind (sweep in A, audit in B); repeat A's request"),
 ])  # fmt: skip
-def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: str) -> None:
+def test_sweeps_of_something_else_are_refused(
+    tmp_path: Path, make: Any, said: str
+) -> None:
     """Other seeds, formats or cases, a sweep without rows, an audit."""
     with pytest.raises(UsageError) as error:
         of(tmp_path, swept(*seeded()), make())
@@ -485,17 +553,33 @@ def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: s
 
 
 def crashed_row(row: Any) -> Any:
-    """The row of a study where its kernel crashed: what says which it is, and no number."""
-    names = ("kind", "format", "kernel", "options", "at", "site", "layer", "sequence", "role")
+    """The row of a study where its kernel crashed: what says which it is, and no
+    number."""
+    names = (
+        "kind",
+        "format",
+        "kernel",
+        "options",
+        "at",
+        "site",
+        "layer",
+        "sequence",
+        "role",
+    )
     names = (*names, "case", "phase", "axis", "variant", "tensor")
-    fields = {name: getattr(row, name) for name in names if name in type(row).model_fields}
+    fields = {
+        name: getattr(row, name) for name in names if name in type(row).model_fields
+    }
     fields |= {"tensors": ()} if "tensors" in type(row).model_fields else {}
     return type(row)(**fields, status="failed", reason="it crashed")
 
 
 def without_kernel(report: Any, name: str) -> Any:
-    """A report of a study as if the kernel had not been asked for: request, plan and rows."""
-    own: dict[str, Any] = {"kernels": tuple(k for k in report.plan.kernels if k.kernel != name)}
+    """A report of a study as if the kernel had not been asked for: request, plan and
+    rows."""
+    own: dict[str, Any] = {
+        "kernels": tuple(k for k in report.plan.kernels if k.kernel != name)
+    }
     if report.kind == "effects":
         own["runs"] = tuple(run for run in report.plan.runs if run.kernel != name)
         own["sites_of"] = own["kernels"][0].kernel  # of what is left
@@ -515,13 +599,16 @@ STORED = Path(__file__).parent / "data" / "reports"
 
 @pytest.mark.parametrize("kind", ["effects", "invariance"])
 def test_a_study_says_what_one_report_alone_measured(kind: str) -> None:
-    """A kernel that is gone is no pass, one that is new is; a report is as it is itself."""
+    """A kernel that is gone is no pass, one that is new is; a report is as it is
+    itself."""
     whole = reports.read(STORED / f"{kind}.json")
     kernel = "sdpa-math"
     fewer = without_kernel(whole, kernel)
     gone, new, same = compare(whole, fewer), compare(fewer, whole), compare(whole, whole)
     assert [c.exit_code for c in (gone, new, same)] == [1, 0, 0]
-    assert gone.summary.answer[0].startswith("NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: ")
+    assert gone.summary.answer[0].startswith(
+        "NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: "
+    )
     assert f"{kernel} was run in A alone" in gone.summary.answer[0]
     assert f"{kernel} was run in B alone" in new.summary.answer[0]
     assert (same.presences, same.moves) == ((), ())
@@ -532,8 +619,8 @@ def test_a_study_says_what_one_report_alone_measured(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["effects", "invariance"])
 def test_a_row_that_was_planned_and_is_not_there(kind: str) -> None:
-    """Makes a report of a study inconsistent, and so does one that was not planned: neither is
-    compared, on either side."""
+    """Makes a report of a study inconsistent, and so does one that was not planned:
+    neither is compared, on either side."""
     whole = reports.read(STORED / f"{kind}.json")
     extra = whole.rows[0].model_copy(update={"kernel": "other"})
     for rows in (whole.rows[1:], (*whole.rows, whole.rows[0]), (*whole.rows, extra)):
@@ -545,7 +632,10 @@ def test_a_row_that_was_planned_and_is_not_there(kind: str) -> None:
 
 def test_a_cost_that_was_0_has_moved_where_it_no_longer_is() -> None:
     whole = reports.read(STORED / "effects.json")
-    exact = [r.model_copy(update={"cost": 0.0}) if r.kind == "repeat" else r for r in whole.rows]
+    exact = [
+        r.model_copy(update={"cost": 0.0}) if r.kind == "repeat" else r
+        for r in whole.rows
+    ]
     before = whole.model_copy(update={"rows": tuple(exact)})
     for a, b in ((before, whole), (whole, before)):
         assert {move.tensor for move in compare(a, b).moves} == {"repeat"}
@@ -554,7 +644,9 @@ def test_a_cost_that_was_0_has_moved_where_it_no_longer_is() -> None:
 
 def test_a_difference_without_a_ratio_has_not_moved_from_itself() -> None:
     whole = reports.read(STORED / "invariance.json")
-    nothing: dict[str, Any] = dict.fromkeys(("floor_ratio", "error_base", "error_variant"))
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("floor_ratio", "error_base", "error_variant")
+    )
     bits = {"differ": 3, "nonfinite": 3, "first": (0, 0, 0, 0), "repeats": True}
     nan = changed(whole, "rows", lambda row: True, **bits, **nothing)
     assert compare(nan, nan).exit_code == 0
@@ -573,14 +665,18 @@ def test_two_checks_know_that_their_inputs_differ() -> None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     whole = {"formats": "bfloat16", "backward": False, "claims": {"preset": "fa2"}}
-    calls = [make_case(q_len=64, kv_len=64, head_dim=64, logits=logits) for logits in (1.0, 3.0)]
+    calls = [
+        make_case(q_len=64, kv_len=64, head_dim=64, logits=logits)
+        for logits in (1.0, 3.0)
+    ]
     a, b = (check(sdpa, cases=[call], **whole).report for call in calls)
     assert set(compare(a, b).summary.inputs) == {"other"}
     assert set(compare(a, a).summary.inputs) == {"same"}
 
 
 def test_nothing_under_audit_was_compared(tmp_path: Path) -> None:
-    """Two reports whose only kernel was skipped have a baseline, which says nothing of it."""
+    """Two reports whose only kernel was skipped have a baseline, which says nothing of
+    it."""
     beside = head(role="baseline", kernel="baseline")
     skipped = audit(beside, row(None, status="skipped", reason="needs CUDA"))
     result = compare(skipped, skipped)
@@ -592,7 +688,14 @@ def test_nothing_under_audit_was_compared(tmp_path: Path) -> None:
     assert compare(audit(beside), audit(beside)).exit_code == 0  # no kernel was asked for
 
 
-LOST = ("expected_ratio", "floor_ratio", "worst_row", "noise", "nonfinite", "baseline_ratio")
+LOST = (
+    "expected_ratio",
+    "floor_ratio",
+    "worst_row",
+    "noise",
+    "nonfinite",
+    "baseline_ratio",
+)
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -627,7 +730,9 @@ def test_what_differs_and_cannot_be_judged_is_no_pass(tmp_path: Path) -> None:
     assert other.summary.answer[0].startswith("NOT JUDGED: ")
     sides = audit(exact, head()), audit(times(exact, 3.0), head())
     both = compare(*sides)
-    assert both.summary.answer[0].startswith("NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: 1 row ")
+    assert both.summary.answer[0].startswith(
+        "NO NUMBER CHANGED, BUT NOT ALL WAS COMPARED: 1 row "
+    )
     a, b = (written(tmp_path / n, x) for n, x in zip("ab", sides, strict=True))
     assert command(a, b, "-q", "-o", tmp_path / "o") == 3
 
@@ -671,20 +776,23 @@ def test_hashes_are_compared_to_their_end() -> None:
 
 
 def changed(report: Any, table: str, which: Any, **update: Any) -> Any:
-    """A report of a study with some records of a table changed; a function computes its number."""
+    """A report of a study with some records of a table changed; a function computes its
+    number."""
 
     def after(record: Any) -> Any:
         if not which(record):
             return record
-        values = {n: x(getattr(record, n)) if callable(x) else x for n, x in update.items()}
+        values = {
+            n: x(getattr(record, n)) if callable(x) else x for n, x in update.items()
+        }
         return record.model_copy(update=values)
 
     return report.model_copy(update={table: tuple(map(after, getattr(report, table)))})
 
 
 def sequences(count: int) -> Any:
-    """The stored report of effects, of so many sequences like its first one: each cost a little
-    off, the same in all runs."""
+    """The stored report of effects, of so many sequences like its first one: each cost a
+    little off, the same in all runs."""
     whole = reports.read(STORED / "effects.json")
     rows = [
         r.model_copy(update={"sequence": i, "cost": r.cost and r.cost * (1 - 0.01 * i)})
@@ -697,7 +805,12 @@ def sequences(count: int) -> Any:
     read = {f"sequences_{state}": count for state in ("asked", "read")}
     source = {**whole.provenance.source, **read}
     provenance = whole.provenance.model_copy(update={"source": source})
-    update = {"rows": tuple(rows), "plan": plan, "request": request, "provenance": provenance}
+    update = {
+        "rows": tuple(rows),
+        "plan": plan,
+        "request": request,
+        "provenance": provenance,
+    }
     return whole.model_copy(update=update)
 
 
@@ -712,7 +825,9 @@ def test_costs_of_few_sequences(count: int, factor: float, code: int) -> None:
     b = changed(a, "rows", lambda r: True, cost=grow, cost_p999=grow, cost_max=grow)
     result = compare(a, b)
     assert result.exit_code == code, result.summary.answer[0]
-    assert any("Chance is unknown" in note for note in result.summary.notes) == (code == 3)
+    assert any("Chance is unknown" in note for note in result.summary.notes) == (
+        code == 3
+    )
 
 
 @pytest.mark.parametrize(("update", "code"), [
@@ -721,8 +836,8 @@ def test_costs_of_few_sequences(count: int, factor: float, code: int) -> None:
     ({"difference": 0.1}, 3), ({"holds": False}, 3), ({"difference": None}, 3),
 ])  # fmt: skip
 def test_checks_of_effects(update: dict[str, Any], code: int) -> None:
-    """One that no longer holds, or could no longer be tried, is no pass; nor is one that says
-    another thing than its numbers."""
+    """One that no longer holds, or could no longer be tried, is no pass; nor is one that
+    says another thing than its numbers."""
     whole = reports.read(STORED / "effects.json")
     other = changed(whole, "checks", lambda check: check.name == "causality", **update)
     if code == 1:
@@ -736,7 +851,8 @@ def test_checks_of_effects(update: dict[str, Any], code: int) -> None:
 
 
 def test_a_check_that_one_report_alone_planned() -> None:
-    """Gone it is no pass, new it is one; one that was planned and is not there is inconsistent."""
+    """Gone it is no pass, new it is one; one that was planned and is not there is
+    inconsistent."""
     whole = reports.read(STORED / "effects.json")
     made, planned_ = (
         tuple(check for check in checks if check.name != "mask")
@@ -746,7 +862,9 @@ def test_a_check_that_one_report_alone_planned() -> None:
     fewer = whole.model_copy(update={"checks": made, "plan": plan})
     assert [compare(whole, fewer).exit_code, compare(fewer, whole).exit_code] == [1, 0]
     assert "check mask" in compare(whole, fewer).summary.answer[0]
-    with pytest.raises(MeasurementError, match="its checks are not those that were planned"):
+    with pytest.raises(
+        MeasurementError, match="its checks are not those that were planned"
+    ):
         compare(whole, whole.model_copy(update={"checks": made}))
 
 
@@ -757,7 +875,9 @@ LOG_PROBS = dict.fromkeys(("log_prob", "log_prob_p999", "log_prob_max"))
     ("whole", LOG_PROBS, "log_prob"), ("whole", {"log_perplexity": None}, "log_perplexity"),
     ("whole", {"apart": None}, "apart"), ("site", {"unexplained": None}, "unexplained"),
 ])  # fmt: skip
-def test_numbers_of_effects_that_are_gone(kind: str, update: dict[str, Any], named: str) -> None:
+def test_numbers_of_effects_that_are_gone(
+    kind: str, update: dict[str, Any], named: str
+) -> None:
     """What the rows may lack, and A has, is gone, and named; in B alone it is new."""
     whole = reports.read(STORED / "effects.json")
     fewer = changed(whole, "rows", lambda r: r.kind == kind, **update)
@@ -773,11 +893,14 @@ def test_numbers_of_effects_that_are_gone(kind: str, update: dict[str, Any], nam
     ("first_flip", None), ("cost", -1.0), ("error", 1e301),
 ])  # fmt: skip
 def test_numbers_of_effects_that_contradict_each_other(name: str, value: Any) -> None:
-    """What every run has, and what cannot be beside its other numbers, is compared with nothing."""
+    """What every run has, and what cannot be beside its other numbers, is compared with
+    nothing."""
     whole = reports.read(STORED / "effects.json")
     other = changed(whole, "rows", lambda r: r.kind == "whole", **{name: value})
     for sides in ((whole, other), (other, whole)):
-        with pytest.raises(MeasurementError, match="inconsistent report: whole baseline "):
+        with pytest.raises(
+            MeasurementError, match="inconsistent report: whole baseline "
+        ):
             compare(*sides)
 
 
@@ -809,8 +932,8 @@ def test_numbers_of_invariance_that_moved(name: str, value: Any) -> None:
 
 
 def test_numbers_of_invariance_that_are_gone() -> None:
-    """The three ratios to the floor's error are, together, gone or new; some of them alone, or a
-    number that every row has, make a report inconsistent."""
+    """The three ratios to the floor's error are, together, gone or new; some of them
+    alone, or a number that every row has, make a report inconsistent."""
     whole = reports.read(STORED / "invariance.json")
     row = next(r for r in whole.rows if 0 < r.differ < 200 and r.tensor == "out")
     ratios = ("floor_ratio", "error_base", "error_variant")
@@ -825,8 +948,8 @@ def test_numbers_of_invariance_that_are_gone() -> None:
 
 
 def test_a_kernel_that_no_longer_repeats_itself() -> None:
-    """Its row along `repeat` is told where A gave the same bits again; a report that has the row,
-    or says that there is one, without the other is inconsistent."""
+    """Its row along `repeat` is told where A gave the same bits again; a report that has
+    the row, or says that there is one, without the other is inconsistent."""
     whole = reports.read(STORED / "invariance.json")
     row = next(r for r in whole.rows if 0 < r.differ < 200 and r.tensor == "out")
     variant = f"again, {row.axis} {row.variant}"
@@ -850,7 +973,7 @@ NO_CACHE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("update", "words"), [
-    ({"difference": 0.5, "rest": 0.0, "share": 1.0}, "CHANGED: sdpa-flash (bfloat16) moved "),
+    ({"difference": 0.5, "rest": 0.0, "share": 1.0}, ("CHANGED: sdpa-flash (bfloat16) moved ")),
     ({"differ": 1}, "elements that differ: 11778, now 1"), ({"elements": 9**6}, "elements: 16384"),
     (NO_CACHE, "lacks the model's output along decode in B"),
 ])  # fmt: skip
@@ -862,7 +985,9 @@ def test_the_models_own_output(update: dict[str, Any], words: str) -> None:
     assert result.exit_code == 1
     assert words in result.summary.answer[0]
     assert "other code ran" not in result.summary.answer[0]
-    own = next(line for line in result.summary.answer[1:] if line.startswith("sdpa-flash"))
+    own = next(
+        line for line in result.summary.answer[1:] if line.startswith("sdpa-flash")
+    )
     assert ("moved in decode output; " in own) == bool(result.moves)
 
 
@@ -871,12 +996,14 @@ def test_the_models_own_output(update: dict[str, Any], words: str) -> None:
     {"reason": "has no cache"}, {"axis": "padding"}, {"kernel": "other"},
 ])  # fmt: skip
 def test_an_output_of_the_model_that_contradicts_itself(update: dict[str, Any]) -> None:
-    """A number it lacks, one that cannot be, numbers of what was not measured, a row that was not
-    planned: compared with nothing."""
+    """A number it lacks, one that cannot be, numbers of what was not measured, a row that
+    was not planned: compared with nothing."""
     whole = reports.read(STORED / "invariance.json")
     row = next(m for m in whole.models if m.differ > 100)
     bad = changed(whole, "models", lambda m: m is row, **update)
-    with pytest.raises(MeasurementError, match="inconsistent report: the model's output with"):
+    with pytest.raises(
+        MeasurementError, match="inconsistent report: the model's output with"
+    ):
         compare(whole, bad)
 
 
@@ -900,9 +1027,13 @@ def test_reports_judged_by_other_rules_are_compared(make: Any) -> None:
     """No number depends on the rules: that they differ is listed, and nothing moved."""
     a = make()
     b = a.model_copy(update={"rules": {"name": "strict", "thresholds": []}})
-    result = compare(a.model_copy(update={"rules": {"name": "mine", "thresholds": []}}), b)
+    result = compare(
+        a.model_copy(update={"rules": {"name": "mine", "thresholds": []}}), b
+    )
     assert (result.exit_code, result.moves, result.allowed) == (0, (), ())
-    assert [(d.key, d.a, d.b) for d in result.changes] == [("rules.name", "mine", "strict")]
+    assert [(d.key, d.a, d.b) for d in result.changes] == [
+        ("rules.name", "mine", "strict")
+    ]
     assert not compare(a, a).changes
     with pytest.raises(UsageError, match="--allow rules: no such key"):
         compare(a, b, allow=("rules",))
@@ -930,7 +1061,8 @@ def code_of(folder: Path, *sides: bytes) -> int:
 
 @pytest.mark.parametrize("kind", list(altered.CLASSES))
 def test_an_altered_report_is_no_unchanged_one(kind: str, tmp_path: Path) -> None:
-    """Some of scripts/altered_comparisons.py: none ends in exit code 0, and the sound one does."""
+    """Some of scripts/altered_comparisons.py: none ends in exit code 0, and the sound one
+    does."""
     sound = reports.read(STORED / f"{kind}.json").model_dump(mode="json")
     raw = altered.sealed(sound)
     assert code_of(tmp_path, raw, raw) == 0

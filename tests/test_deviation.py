@@ -1,8 +1,9 @@
-"""The metrics, each against its definition recomputed with numpy, and what they must not do.
+"""The metrics, each against its definition recomputed with numpy, and what they must not
+do.
 
-`definition` shares no code with numdev: gfloat rounds, scipy has Student's t, and repeated rows are
-found by loops. Sums of a few hundred fp64 terms agree to 1e-9; every deliberate error below is a
-thousand times larger."""
+`definition` shares no code with numdev: gfloat rounds, scipy has Student's t, and
+repeated rows are found by loops. Sums of a few hundred fp64 terms agree to 1e-9; every
+deliberate error below is a thousand times larger."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ from numdev.metrics.yardstick import Yardstick
 
 TOLERANCE = 1e-9
 # precision, smallest and largest exponent: written down here, not asked of numdev.formats
-PARAMETERS = {"bfloat16": (8, -126, 127), "float16": (11, -14, 15), "float32": (24, -126, 127)}
+PARAMETERS = {
+    "bfloat16": (8, -126, 127),
+    "float16": (11, -14, 15),
+    "float32": (24, -126, 127),
+}
 nan, inf = math.nan, math.inf
 EITHER = "either"
 
 
-# --- the definitions -----------------------------------------------------------------------------
+# --- the definitions ------------------------------------------------------------------
 
 
 def nearest(x: np.ndarray, name: str) -> np.ndarray:
@@ -92,19 +97,31 @@ def definition(output: Tensor, y: Yardstick, head: int) -> dict[str, Any]:
         at, both = shown & np.isfinite(plain), usable & np.isfinite(plain)
         found["baseline_ratio"] = ratio(rms(error), rms((plain - r)[at]))
         found["from_baseline_rms"] = rms((o - plain)[both])
-        found["fa_rule"] = flash_attention_rule(o, plain, floor, both & np.isfinite(floor), name)
+        found["fa_rule"] = flash_attention_rule(
+            o, plain, floor, both & np.isfinite(floor), name
+        )
         if unrounded is not None:
-            found["flash_vs_precision"] = ratio(found["from_baseline_rms"], found["precision_rms"])
+            found["flash_vs_precision"] = ratio(
+                found["from_baseline_rms"], found["precision_rms"]
+            )
         if wide is not None:
-            found["low_precision_rms"] = cost = rms((plain - wide)[at & np.isfinite(wide)])
+            found["low_precision_rms"] = cost = rms(
+                (plain - wide)[at & np.isfinite(wide)]
+            )
             found["flash_vs_low_precision"] = ratio(found["from_baseline_rms"], cost)
     lse = None if y.lse is None else of(y.lse)
-    return {**found, **bias(np.where(usable, o, nan), r, floor, spacing(terms, name), lse)}
+    return {
+        **found,
+        **bias(np.where(usable, o, nan), r, floor, spacing(terms, name), lse),
+    }
 
 
-def flash_attention_rule(o: Any, plain: Any, floor: Any, at: Any, name: str) -> bool | str:
-    """max|o - ref| <= 2 max|plain - ref| + 2 max|ref + 0.3 - 0.3 - ref|, in the format. Whether
-    0.3 is rounded first depends on the device; where that decides, either answer is right."""
+def flash_attention_rule(
+    o: Any, plain: Any, floor: Any, at: Any, name: str
+) -> bool | str:
+    """max|o - ref| <= 2 max|plain - ref| + 2 max|ref + 0.3 - 0.3 - ref|, in the format.
+    Whether 0.3 is rounded first depends on the device; where that decides, either answer
+    is right."""
     o, plain, floor = o[at], plain[at], floor[at]
     verdicts = set()
     for shift in (0.3, float(nearest(np.array(0.3), name))):
@@ -116,8 +133,12 @@ def flash_attention_rule(o: Any, plain: Any, floor: Any, at: Any, name: str) -> 
 
 
 def bias(o: Any, r: Any, floor: Any, ulp: Any, lse: Any) -> dict[str, Any]:
-    """Means over sequences of the difference from the floor in ulps, without repeated rows."""
-    d = np.where(np.isfinite(floor), o - np.where(np.isfinite(floor), floor, 0), nan) / ulp
+    """Means over sequences of the difference from the floor in ulps, without repeated
+    rows."""
+    d = (
+        np.where(np.isfinite(floor), o - np.where(np.isfinite(floor), floor, 0), nan)
+        / ulp
+    )
     for b, i in np.ndindex(*r.shape[:2]):
         same = [np.array_equal(r[a, i], r[b, i]) for a in range(b)]
         alike = [lse is None or lse[a, i] == lse[b, i] for a in range(b)]
@@ -125,9 +146,15 @@ def bias(o: Any, r: Any, floor: Any, ulp: Any, lse: Any) -> dict[str, Any]:
             d[b, i] = nan
     features = d.shape[2]
     members = [d, d * np.sign(r), *(d[..., f : f + 1] for f in range(features))]
-    means = [[x[~np.isnan(x)].mean() for x in m if not np.isnan(x).all()] for m in members]
+    means = [
+        [x[~np.isnan(x)].mean() for x in m if not np.isnan(x).all()] for m in members
+    ]
     mean = [float(np.mean(m)) if m else 0.0 for m in means]
-    found: dict[str, Any] = {"sequences": len(means[0]), "bias": mean[0], "bias_sign": mean[1]}
+    found: dict[str, Any] = {
+        "sequences": len(means[0]),
+        "bias": mean[0],
+        "bias_sign": mean[1],
+    }
     found["bias_feature"] = max(mean[2:], key=abs)
     if len(means[0]) < 2:
         return {**found, **dict.fromkeys(("bias_t", "bias_p", "bias_size", "bias_of"))}
@@ -142,7 +169,8 @@ def bias(o: Any, r: Any, floor: Any, ulp: Any, lse: Any) -> dict[str, Any]:
 
 
 def student(means: list[float], member: np.ndarray) -> tuple[float, float]:
-    """t and two-sided p of the means against 0; the spread is at least half a step of a mean."""
+    """t and two-sided p of the means against 0; the spread is at least half a step of a
+    mean."""
     n = len(means)
     if n < 2:
         return (means[0] if means else 0.0), 1.0
@@ -151,7 +179,7 @@ def student(means: list[float], member: np.ndarray) -> tuple[float, float]:
     return float(t), float(2 * stats.t.sf(abs(t), n - 1))
 
 
-# --- comparing -----------------------------------------------------------------------------------
+# --- comparing ------------------------------------------------------------------------
 
 
 def assert_as_defined(output: Tensor, y: Yardstick) -> None:
@@ -179,7 +207,8 @@ def yardstick(
     name: str = "bfloat16", shape: tuple[int, int, int, int] = (3, 2, 5, 4), *, seed: int = 0,
     empty: bool = True,
 ) -> Yardstick:  # fmt: skip
-    """Random references, no attention involved; every third row of the first head is empty."""
+    """Random references, no attention involved; every third row of the first head is
+    empty."""
     g = torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> Tensor:
@@ -198,7 +227,8 @@ def yardstick(
 
 
 def output_for(y: Yardstick, *, errors: float = 2.0, seed: int = 1) -> Tensor:
-    """The reference with random errors of about `errors` unit roundoffs, in the format."""
+    """The reference with random errors of about `errors` unit roundoffs, in the
+    format."""
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(y.reference.shape, generator=g, dtype=torch.float64)
     return (y.reference + noise * errors * y.format.unit_roundoff).to(dtype_of(y.format))
@@ -208,14 +238,16 @@ def changed(y: Yardstick, **parts: Any) -> Yardstick:
     return dataclasses.replace(y, **parts)
 
 
-# --- every metric against its definition ---------------------------------------------------------
+# --- every metric against its definition ----------------------------------------------
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize(
     "shape", [(3, 2, 5, 4), (1, 1, 1, 1), (9, 2, 6, 1), (2, 1, 1, 7), (8, 3, 2, 2)]
 )
-def test_every_metric_is_its_definition(name: str, shape: tuple[int, int, int, int]) -> None:
+def test_every_metric_is_its_definition(
+    name: str, shape: tuple[int, int, int, int]
+) -> None:
     """All metrics, in every format and odd shapes."""
     y = yardstick(name, shape)
     assert_as_defined(output_for(y), y)
@@ -223,8 +255,8 @@ def test_every_metric_is_its_definition(name: str, shape: tuple[int, int, int, i
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_definitions_hold_with_holes(name: str) -> None:
-    """With NaN and infinities in output, baseline and references, in whole rows and sequences too,
-    and beyond float16, where the floor alone is infinite."""
+    """With NaN and infinities in output, baseline and references, in whole rows and
+    sequences too, and beyond float16, where the floor alone is infinite."""
     y = yardstick(name, (4, 2, 6, 3))
     output = output_for(y)
     holes = {(0, 1, 2, 0): output, (1, 1, 3): output, (2, 1): output}
@@ -233,7 +265,12 @@ def test_definitions_hold_with_holes(name: str) -> None:
         x[where] = nan
     y.unrounded[3, 1, 1] = nan
     output[3, 1, 4, 1], output[3, 1, 5, 2] = inf, -inf
-    for x, value in ((y.reference, 7e4), (y.term_scale, 7e4), (output, 6e4), (y.baseline, 5e4)):
+    for x, value in (
+        (y.reference, 7e4),
+        (y.term_scale, 7e4),
+        (output, 6e4),
+        (y.baseline, 5e4),
+    ):
         x[0, 1, 3, 1] = value
     assert_as_defined(output, y)
 
@@ -253,7 +290,7 @@ def test_definitions_hold_where_sequences_repeat_each_other(with_lse: bool) -> N
     assert measure(output, y).heads[0]["sequences"] == (4 if with_lse else 3)
 
 
-# --- what does not count, and what is no number --------------------------------------------------
+# --- what does not count, and what is no number ---------------------------------------
 
 
 def test_fully_masked_rows_do_not_count() -> None:
@@ -271,7 +308,8 @@ def test_fully_masked_rows_do_not_count() -> None:
 
 
 def test_overflow_that_is_right_is_no_fault() -> None:
-    """Where float16's floor is infinite a finite output is wrong; where it is NaN, a number."""
+    """Where float16's floor is infinite a finite output is wrong; where it is NaN, a
+    number."""
     y = changed(yardstick("float16", (1, 1, 2, 2), empty=False), baseline=None)
     for value, wrong in ((70000.0, 65504.0), (nan, 1.0)):
         y.reference[0, 0, 0, 0] = y.term_scale[0, 0, 0, 0] = value
@@ -283,39 +321,56 @@ def test_overflow_that_is_right_is_no_fault() -> None:
 
 
 def test_relative_error_of_what_cancels_is_undefined() -> None:
-    """`rel` is null where the norm of the reference is at most u times that of its terms."""
+    """`rel` is null where the norm of the reference is at most u times that of its
+    terms."""
     y = changed(yardstick(empty=False), baseline=None)
-    for size, lost in ((1e-4, True), (0.9 * 2.0**-8, True), (1.1 * 2.0**-8, False), (0.05, False)):
+    for size, lost in (
+        (1e-4, True),
+        (0.9 * 2.0**-8, True),
+        (1.1 * 2.0**-8, False),
+        (0.05, False),
+    ):
         r = y.term_scale * size
         head = measure((r * 1.01).bfloat16(), changed(y, reference=r)).heads[1]
         assert (head["rel"] is None) == lost
         assert head["rms"] > 0
-        assert not lost or head["nulls"]["rel"] == "the reference is lost in its term scale"
+        assert (
+            not lost or head["nulls"]["rel"] == "the reference is lost in its term scale"
+        )
 
 
-# --- single metrics ------------------------------------------------------------------------------
+# --- single metrics -------------------------------------------------------------------
 
 
 def test_representable_values_leave_a_floor_to_divide_by() -> None:
-    """V = 1: the truth is 1, its floor errs by 0, and floor_ratio is in units of u / sqrt(12)."""
+    """V = 1: the truth is 1, its floor errs by 0, and floor_ratio is in units of u /
+    sqrt(12)."""
     y = yardstick(shape=(2, 1, 6, 1), empty=False)
     one = torch.ones_like(y.reference)
     y = changed(y, reference=one, term_scale=one, baseline=None, unrounded=None)
-    perfect, off = (measure(torch.full((2, 1, 6, 1), x), y).heads[0] for x in (1.0, 1 + 2.0**-7))
+    perfect, off = (
+        measure(torch.full((2, 1, 6, 1), x), y).heads[0] for x in (1.0, 1 + 2.0**-7)
+    )
     assert perfect["floor_ratio"] == 0.0
-    assert off["floor_ratio"] == pytest.approx(2.0**-7 / (2.0**-8 / math.sqrt(12)), rel=1e-12)
+    assert off["floor_ratio"] == pytest.approx(
+        2.0**-7 / (2.0**-8 / math.sqrt(12)), rel=1e-12
+    )
     assert off["max_ulp"] == 1.0
 
 
 def test_flash_attentions_rule_at_its_edge() -> None:
-    """Twice the baseline's error plus the allowance still passes, the next number up does not."""
+    """Twice the baseline's error plus the allowance still passes, the next number up does
+    not."""
     y = yardstick("float32", shape=(1, 1, 1, 3), empty=False)
     exact = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).view(1, 1, 1, 3)
     plain = exact.float().clone()
     plain[..., 0] += 2.0**-10
     y = changed(y, reference=exact, baseline=plain, unrounded=None)
     # In float32, x + 0.3 - 0.3 misses x by: 1.3 has spacing 2^-23; 0.3's own has 2^-25.
-    shifts = [np.float32(x) + np.float32(0.3) - np.float32(0.3) - np.float32(x) for x in (1, 2, 4)]
+    shifts = [
+        np.float32(x) + np.float32(0.3) - np.float32(0.3) - np.float32(x)
+        for x in (1, 2, 4)
+    ]
     limit = 2 * 2.0**-10 + 2 * max(abs(float(s)) for s in shifts)
     output = exact.clone()
     for factor, passes in ((1, True), (1 + 1e-9, False)):
@@ -325,7 +380,9 @@ def test_flash_attentions_rule_at_its_edge() -> None:
 
 def test_a_prediction_is_joined_by_what_fp32_may_err() -> None:
     """In squares, row by row: 3 predicted and 4 from arithmetic make 5 expected."""
-    y = changed(yardstick("float32", (1, 1, 4, 4), empty=False), baseline=None, unrounded=None)
+    y = changed(
+        yardstick("float32", (1, 1, 4, 4), empty=False), baseline=None, unrounded=None
+    )
     step = torch.full((1, 1, 4, 4), 1e-3, dtype=torch.float64)
     row = 4 * step.norm(dim=-1) / y.term_scale.norm(dim=-1)  # errors of 4 in each element
     y, predicted = changed(y, arithmetic=row), y.reference + 3 * step
@@ -354,5 +411,7 @@ def test_a_gpu_measures_what_a_cpu_does(dtype: torch.dtype) -> None:
         here, far = measure(o, y, e).heads, measure(o.cuda(), there, e.cuda()).heads
         for a, b in zip(here, far, strict=True):
             floats = {name: x for name, x in a.items() if isinstance(x, float)}
-            assert {name: b[name] for name in floats} == pytest.approx(floats, rel=1e-9, abs=1e-300)
+            assert {name: b[name] for name in floats} == pytest.approx(
+                floats, rel=1e-9, abs=1e-300
+            )
             assert b == a | {name: b[name] for name in floats}

@@ -32,7 +32,9 @@ def chain(monkeypatch: pytest.MonkeyPatch) -> list[Diagnosis]:
     """What went through the chain, call by call."""
     seen: list[Diagnosis] = []
     real = study.diagnosed
-    monkeypatch.setattr(study, "diagnosed", lambda *a, **b: seen.append(real(*a, **b)) or seen[-1])
+    monkeypatch.setattr(
+        study, "diagnosed", lambda *a, **b: seen.append(real(*a, **b)) or seen[-1]
+    )
     return seen
 
 
@@ -54,27 +56,43 @@ def asked(*targets: object, **changes: Any) -> DiagnoseRequest:
 
 
 def captured(path: Path, length: int, *names: str) -> None:
-    tensors = {f"0.{name}": torch.randn(1, 2, length, 8) for name in ("q", "k", "v", *names)}
+    tensors = {
+        f"0.{name}": torch.randn(1, 2, length, 8) for name in ("q", "k", "v", *names)
+    }
     save_file(tensors, path, metadata={"numdev": '{"version": 1}'})
 
 
 def test_every_checkpoint_and_no_cures(checkpoints: Path, tmp_path: Path) -> None:
-    """What is asked for of cures and real kernels, and of layers; one that cannot run is named."""
+    """What is asked for of cures and real kernels, and of layers; one that cannot run is
+    named."""
     kernels = ({"name": "sdpa-cudnn"}, {"name": "baseline"})
-    changes = {"every_checkpoint": True, "cures": False, "layers": (1,), "kernels": kernels}
+    changes = {
+        "every_checkpoint": True,
+        "cures": False,
+        "layers": (1,),
+        "kernels": kernels,
+    }
     found = study.diagnose(asked(checkpoints, **changes), tmp_path / "out")
     assert {h.layer for h in found.heads} == {1}
     assert (found.cures, found.costs) == ((), {})
-    assert {(k.step, k.kernel) for k in found.kernels} == {(s, "baseline") for s in (10, 20, 30)}
-    assert any(n.startswith("sdpa-cudnn was left out: needs CUDA") for n in found.summary.notes)
+    assert {(k.step, k.kernel) for k in found.kernels} == {
+        (s, "baseline") for s in (10, 20, 30)
+    }
+    assert any(
+        n.startswith("sdpa-cudnn was left out: needs CUDA") for n in found.summary.notes
+    )
     with pytest.raises(UsageError, match=r"no attention call in layers 7;"):
         study.diagnose(asked(checkpoints, layers=(7,)), tmp_path / "other")
 
 
 def test_what_is_finished_survives_an_interrupt(
-    chain: list[Diagnosis], checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: list[Diagnosis],
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only what is left is computed, the report is the same, and another request is refused."""
+    """Only what is left is computed, the report is the same, and another request is
+    refused."""
     request = asked(checkpoints, cures=False)
     whole = study.diagnose(request, tmp_path / "whole")
     counting, before = study.diagnosed, len(chain)
@@ -107,12 +125,15 @@ def test_captured_tensors(chain: list[Diagnosis], tmp_path: Path) -> None:
     notes = " ".join(found.summary.notes)
     assert "W_Q not known, the call does not come out of a model: 1 calls" in notes
     captured(path, 6)
-    with pytest.raises(UsageError, match=r"calls.safetensors: stores no grad_out for calls#0"):
+    with pytest.raises(
+        UsageError, match=r"calls.safetensors: stores no grad_out for calls#0"
+    ):
         study.diagnose(asked(path), tmp_path / "other")
 
 
 def test_a_configuration_draws_its_cases(tmp_path: Path) -> None:
-    """With dO of the regime; any other key of the file would be ignored, and is refused."""
+    """With dO of the regime; any other key of the file would be ignored, and is
+    refused."""
     path = tmp_path / "cases.yaml"
     cases = "cases: [{name: a, heads: 2, seq_len: 8, head_dim: 4}]\n"
     path.write_text(cases)
@@ -124,8 +145,11 @@ def test_a_configuration_draws_its_cases(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[DiagnoseRequest], Any]:
-    """What a request's journal is opened with: what a run that it continues must have been."""
+def key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[DiagnoseRequest], Any]:
+    """What a request's journal is opened with: what a run that it continues must have
+    been."""
 
     def opened(directory: Path, header: Any, *, overwrite: bool) -> None:
         raise _Opened(json.loads(json.dumps(header)))
@@ -153,7 +177,9 @@ CHANGED: dict[str, Any] = {
 """Of every field of a request another value; a word where it is a file's."""
 
 
-def test_every_field_of_a_request_is_in_the_key(key: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_every_field_of_a_request_is_in_the_key(
+    key: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Whatever is asked for otherwise is another run; the same request is the same."""
     assert CHANGED.keys() == DiagnoseRequest.model_fields.keys()
     path = checkpoint(tmp_path / "target")
@@ -178,7 +204,9 @@ def test_every_field_of_a_request_is_in_the_key(key: Any, tmp_path: Path, monkey
 
 def byte_model(directory: Path, text: Path) -> Path:
     """The one checkpoint of a small model that learned bytes of a text."""
-    variants = [{"name": "golden", "role": "golden", "kernel": "baseline", "format": "float32"}]
+    variants = [
+        {"name": "golden", "role": "golden", "kernel": "baseline", "format": "float32"}
+    ]
     config = TrainConfig.model_validate({
         "model": {"kind": "gpt2", "layers": 1, "width": 16, "heads": 2, "context": 16},
         "data": {"source": "text", "files": [str(text)]}, "batch": 2, "steps": 1,
@@ -190,8 +218,8 @@ def byte_model(directory: Path, text: Path) -> Path:
 
 
 def test_another_text_of_the_training_is_another_source(key: Any, tmp_path: Path) -> None:
-    """What a byte model reads is no file of the request: the bytes themselves are in the key, and
-    so is their absence."""
+    """What a byte model reads is no file of the request: the bytes themselves are in the
+    key, and so is their absence."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 40)
     path = byte_model(tmp_path / "run", text)
@@ -228,8 +256,8 @@ FILES = (
 def test_a_changed_file_at_the_same_path_is_another_source(
     tmp_path: Path, what: str, key: Any
 ) -> None:
-    """Captured tensors, a configuration, a checkpoint's own or what its model is built by or reads:
-    a finished run of the old one is not taken for one of the new."""
+    """Captured tensors, a configuration, a checkpoint's own or what its model is built by
+    or reads: a finished run of the old one is not taken for one of the new."""
 
     def written(number: int) -> Any:
         path, text = tmp_path / "target", tmp_path / f"{what}.txt"
@@ -247,7 +275,9 @@ def test_a_changed_file_at_the_same_path_is_another_source(
             (path / what).write_text(f'{{"number": {number}}}')
             return {"targets": (str(path),)}
         if what == "weights":
-            save_file({"a.weight": torch.full((4, 2), 1.0 + number)}, path / "model.safetensors")
+            save_file(
+                {"a.weight": torch.full((4, 2), 1.0 + number)}, path / "model.safetensors"
+            )
             return {"targets": (str(path),)}
         if what == "step":
             (path / "training.json").write_text(f'{{"step": {number}}}')
@@ -259,7 +289,10 @@ def test_a_changed_file_at_the_same_path_is_another_source(
             named["model"] = f"{module}:build"
         if what == "tokenizer":
             (path / "tokenizer.json").write_text(f'{{"number": {number}}}')
-            return {"targets": (str(path),), "text": (str(text.with_name("config.json")),)}
+            return {
+                "targets": (str(path),),
+                "text": (str(text.with_name("config.json")),),
+            }
         return {"targets": (str(path),), what: named[what]}
 
     origins = [key(asked(**written(number)))["source"] for number in (0, 0, 1)]
@@ -282,17 +315,25 @@ def test_a_changed_target_does_not_continue(tmp_path: Path) -> None:
     (None, ("pv=[1]",), "expected NAME=VALUE, got 'pv=[1]'"),
     ("fa2", ("preset=eager",), "preset is given twice (fa2 and eager)"),
 ])  # fmt: skip
-def test_an_attention_that_is_none(tmp_path: Path, preset: Any, given: Any, says: str) -> None:
+def test_an_attention_that_is_none(
+    tmp_path: Path, preset: Any, given: Any, says: str
+) -> None:
     """Refused before anything is opened, with the closest that there is."""
     with pytest.raises(UsageError) as raised:
-        study.diagnose(asked("demo", attention=attention_options(preset, given)), tmp_path / "out")
+        study.diagnose(
+            asked("demo", attention=attention_options(preset, given)), tmp_path / "out"
+        )
     assert says in str(raised.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_attention_that_is_diagnosed(chain: Any, checkpoints: Path, tmp_path: Path) -> None:
+def test_the_attention_that_is_diagnosed(
+    chain: Any, checkpoints: Path, tmp_path: Path
+) -> None:
     """Preset, sites and fields reach the recipe, and the report."""
-    options = attention_options("qiu2025", ("block_kv=64", "delta_from=dP*P", "dp=float32"))
+    options = attention_options(
+        "qiu2025", ("block_kv=64", "delta_from=dP*P", "dp=float32")
+    )
     request = asked(checkpoints / "m-step10", attention=options, cures=False, layers=(0,))
     found = study.diagnose(request, tmp_path / "out")
     (made,) = (x.found.made for x in chain)
@@ -302,7 +343,9 @@ def test_the_attention_that_is_diagnosed(chain: Any, checkpoints: Path, tmp_path
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., tuple[int, str, str]]:
+def run(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> Callable[..., tuple[int, str, str]]:
     """`numdev diagnose ARGUMENTS` in an empty directory: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -311,7 +354,8 @@ def run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., tuple[in
 
 
 def test_nothing_to_measure(run: Any) -> None:
-    """Tokens that see nothing but themselves have no chain: the report is there, exit code 3."""
+    """Tokens that see nothing but themselves have no chain: the report is there, exit
+    code 3."""
     captured(Path("calls.safetensors"), 1, "grad_out")
     code, out, err = run("calls.safetensors")
     assert code == 3
@@ -334,8 +378,11 @@ def checkpoint(path: Path, *, fill: float = 1.0) -> Path:
      ("model", "", None), ("step5-final", "", None), ("x-step5", '{"step": 7}', 7),
      ("x-step5", '{"step": "7"}', 5), ("x-step5", "{", 5)],
 )  # fmt: skip
-def test_the_step_is_told_or_in_the_name(tmp_path: Path, name: str, told: str, step: Any) -> None:
-    """By training.json, which may be damaged or say nothing; else at the end of the name."""
+def test_the_step_is_told_or_in_the_name(
+    tmp_path: Path, name: str, told: str, step: Any
+) -> None:
+    """By training.json, which may be damaged or say nothing; else at the end of the
+    name."""
     path = checkpoint(tmp_path / name)
     (path / "training.json").write_text(told)
     assert step_of(path) == step
@@ -353,17 +400,17 @@ def test_a_checkpoint_that_broke_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
-    """Windows of the text that training.json names; random bytes, and a note, where it is gone; and
-    what the request names."""
+    """Windows of the text that training.json names; random bytes, and a note, where it is
+    gone; and what the request names."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 40)
     path = byte_model(tmp_path / "run", text)
     stage = Stage(target=str(path), name="golden-seed0-step1")
     ids_file = tmp_path / "ids.safetensors"
     file, said = training_text(asked(path), stage, ids_file)
-    assert (
-        said
-        == "golden-seed0-step1 reads 2 × 12 bytes of what it was trained on, 320 bytes of text.txt."
+    assert said == (
+        "golden-seed0-step1 reads 2 × 12 bytes of what it was trained on, 320 "
+        "bytes of text.txt."
     )
     ids = load_file(file)["input_ids"]
     assert all(bytes(row).decode() in text.read_text() for row in ids.tolist())
@@ -371,7 +418,10 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
     assert said in found.summary.notes
     assert training_text(asked(path, text=(str(text),)), stage, ids_file) == (None, None)
     text.write_text("ABCDEFGH" * 40)
-    assert "which are not those of its training" in training_text(asked(path), stage, ids_file)[1]
+    assert (
+        "which are not those of its training"
+        in training_text(asked(path), stage, ids_file)[1]
+    )
     text.unlink()
     file, said = training_text(asked(path), stage, ids_file)
     assert file is None
@@ -396,7 +446,9 @@ def test_what_is_no_series(tmp_path: Path) -> None:
             series([str(target) for target in targets])
 
 
-def test_a_report_that_contradicts_itself_is_not_shown(tmp_path: Path, capsys: Any) -> None:
+def test_a_report_that_contradicts_itself_is_not_shown(
+    tmp_path: Path, capsys: Any
+) -> None:
     """A ranked head that no row is of: exit code 3, and the line says which."""
     path = tmp_path / "calls.safetensors"
     captured(path, 6, "grad_out")

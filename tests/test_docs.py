@@ -1,4 +1,5 @@
-"""The documentation says what is true: the generated pages are fresh, and links lead somewhere."""
+"""The documentation says what is true: the generated pages are fresh, and links lead
+somewhere."""
 
 import json
 import re
@@ -32,7 +33,9 @@ def test_generated_pages_are_what_their_scripts_write(script):
     assert module.PAGE.read_text() == module.render(), f"run python {script}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OFF_SITE], ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [*PAGES, *OFF_SITE], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
 def test_relative_links_exist(page):
     """Every relative link of a page names a file of the repository."""
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
@@ -50,10 +53,14 @@ def test_command_lines_are_accepted(page):
 
 
 def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
-    """The kernel of docs/guide-kernel.md fails as the pages say, with the keys that they show; the
-    columns of docs/guide-backend.md are those of a report."""
-    guide, agents = ((DOCS / f"{name}.md").read_text() for name in ("guide-kernel", "agents"))
-    (tmp_path / "mine.py").write_text(re.search(r"```python\n(from torch.*?)```", guide, re.S)[1])
+    """The kernel of docs/guide-kernel.md fails as the pages say, with the keys that they
+    show; the columns of docs/guide-backend.md are those of a report."""
+    guide, agents = (
+        (DOCS / f"{name}.md").read_text() for name in ("guide-kernel", "agents")
+    )
+    (tmp_path / "mine.py").write_text(
+        re.search(r"```python\n(from torch.*?)```", guide, re.S)[1]
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     code, out, _ = ran(capsys, "check", "mine.py:attend", "--case", "full", "--json")
@@ -70,13 +77,20 @@ def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
     stored = read(ROOT / "tests" / "data" / "reports" / "audit.json")
     tables = [b for b in document_of(stored).blocks if isinstance(b, Table)]
     columns = {column.title for table in tables for column in table.columns}
-    for column in ("error / floor", "worst head", "error / expected", "error / eager", "max error"):
+    for column in (
+        "error / floor",
+        "worst head",
+        "error / expected",
+        "error / eager",
+        "max error",
+    ):
         assert column in columns
         assert f"`{column}`" in (DOCS / "guide-backend.md").read_text()
 
 
 def test_the_glossary_has_every_column():
-    """Every field of a row and every column of a table of the stored reports has its anchor."""
+    """Every field of a row and every column of a table of the stored reports has its
+    anchor."""
     anchors = set(re.findall(r'<a id="([^"]+)">', (DOCS / "glossary.md").read_text()))
     titles = {
         column.title

@@ -143,11 +143,12 @@ def plant_lost_key(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transformers.cache_utils.DynamicLayer, "update", update)
 
 
-# The rules that find it, the first with these words. Without a mask a layer sees later keys too,
-# and eager attention, to which nothing else says that it is causal, is another function.
+# The rules that find it, the first with these words. Without a mask a layer sees later
+# keys too, and eager attention, to which nothing else says that it is causal, is another
+# function.
 PLANTED = {
     "late keys": (plant_late_keys, (), "causality mask", "layer 1 is the first"),
-    "no mask": (plant_no_mask, (), "eager mask", "eager attention computes another function"),
+    "no mask": (plant_no_mask, (), "eager mask", ("eager attention computes another function")),
     "eager scale": (plant_eager_scale, (), "eager", "layer 1 is the first"),
     "logits": (plant_narrow(nn.Linear), ("--format", "float32"), "format", "at `logits`"),
     "rotary": (
@@ -181,7 +182,16 @@ def test_a_finding_has_a_script_that_shows_it(
     target = models.saved("llama", tmp_path)
     with monkeypatch.context() as patch:
         plant_eager_scale(patch)
-        studied(capsys, tmp_path, target, "--sequences", "2", "--no-sites", "--kernel", "sdpa-math")
+        studied(
+            capsys,
+            tmp_path,
+            target,
+            "--sequences",
+            "2",
+            "--no-sites",
+            "--kernel",
+            "sdpa-math",
+        )
         [script] = (tmp_path / "out").glob("reproducers/*/reproduce.py")
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(script))
@@ -196,7 +206,10 @@ def independent(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The logits of a llama, computed from its weights in numpy."""
     w = {name: x.detach().double().numpy() for name, x in model.state_dict().items()}
     config, n = model.config, ids.shape[1]
-    group, size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    group, size = (
+        config.num_attention_heads // config.num_key_value_heads,
+        config.head_dim,
+    )
     angles = np.outer(np.arange(n), model.model.rotary_emb.inv_freq.double().numpy())
     cos, sin = (np.concatenate([f(angles)] * 2, axis=-1) for f in (np.cos, np.sin))
 
@@ -209,15 +222,25 @@ def independent(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
     x = w["model.embed_tokens.weight"][ids.numpy()]
     for layer in range(config.num_hidden_layers):
-        own = {name.split(".", 3)[3]: x for name, x in w.items() if f".layers.{layer}." in name}
+        own = {
+            name.split(".", 3)[3]: x
+            for name, x in w.items()
+            if f".layers.{layer}." in name
+        }
         y = norm(x, f"model.layers.{layer}.input_layernorm.weight")
         q, k, v = (
-            (y @ own[f"self_attn.{p}_proj.weight"].T).reshape(*ids.shape, -1, size).swapaxes(1, 2)
+            (y @ own[f"self_attn.{p}_proj.weight"].T)
+            .reshape(*ids.shape, -1, size)
+            .swapaxes(1, 2)
             for p in "qkv"
         )
         k, v = turned(k).repeat(group, axis=1), v.repeat(group, axis=1)
         S = turned(q) @ k.swapaxes(2, 3) / np.sqrt(size)
-        P = np.exp(np.where(np.tril(np.ones((n, n), bool)), S - S.max(-1, keepdims=True), -np.inf))
+        P = np.exp(
+            np.where(
+                np.tril(np.ones((n, n), bool)), S - S.max(-1, keepdims=True), -np.inf
+            )
+        )
         out = (P / P.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(*ids.shape, -1)
         x = x + out @ own["self_attn.o_proj.weight"].T
         y = norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
@@ -227,13 +250,16 @@ def independent(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def opened(target: Path, **asked: Any) -> tuple[Study, Any]:
-    study = Study(effects_request(str(target), {"length": 24, "device": "cpu", **asked}), attempt)
+    study = Study(
+        effects_request(str(target), {"length": 24, "device": "cpu", **asked}), attempt
+    )
     return study, study.subject(study.formats[0])
 
 
 def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
-    """Computed from the weights in numpy, to 1e-12 of the logits' size; and in float32 the model
-    is nearer to it than in bfloat16 by the ratio of their unit roundoffs, within a factor of 4."""
+    """Computed from the weights in numpy, to 1e-12 of the logits' size; and in float32
+    the model is nearer to it than in bfloat16 by the ratio of their unit roundoffs,
+    within a factor of 4."""
     target = models.saved("llama", tmp_path)
     study, subject = opened(target)
     inputs = study.chunks[0]
@@ -251,9 +277,11 @@ def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "within"), [("gpt2", 1e-12), ("bert", 1e-12), ("t5_seq2seq", 1e-5)]
 )
-def test_the_truth_is_that_of_the_model_in_fp64(name: str, within: float, tmp_path: Path) -> None:
-    """The first two compute in fp64 throughout when they are loaded so, by eager attention; T5,
-    whose masks are additive, has norms in fp32."""
+def test_the_truth_is_that_of_the_model_in_fp64(
+    name: str, within: float, tmp_path: Path
+) -> None:
+    """The first two compute in fp64 throughout when they are loaded so, by eager
+    attention; T5, whose masks are additive, has norms in fp32."""
     study, subject = opened(models.saved(name, tmp_path))
     model: Any = study.source.model
     truth = output_of(subject.exactly(study.chunks[0]))
@@ -264,11 +292,13 @@ def test_the_truth_is_that_of_the_model_in_fp64(name: str, within: float, tmp_pa
 
 
 def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
-    """With sdpa-math, whose sums are fp32's, up to the order of sums: half of the logits lie within
-    a tenth of what bfloat16 errs, as nothing that rounds elsewhere would."""
+    """With sdpa-math, whose sums are fp32's, up to the order of sums: half of the logits
+    lie within a tenth of what bfloat16 errs, as nothing that rounds elsewhere would."""
     study, subject = opened(models.saved("llama", tmp_path), kernels=("sdpa-math",))
     inputs, (_, emulated, *_) = study.chunks[0], study.runs
-    whole = next(r for r in study.runs if r.kind == "whole" and r.planned is not study.against)
+    whole = next(
+        r for r in study.runs if r.kind == "whole" and r.planned is not study.against
+    )
     truth, real, made = (
         output_of(x) for x in (
             subject.exactly(inputs),
@@ -282,9 +312,12 @@ def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
 
 
 def test_the_demo(capsys: Any, tmp_path: Path) -> None:
-    """Its sites add up, every kernel costs what its rounding model says, attention is a small part
-    and eager attention a larger one; repeats are equal, and all that must agree agrees."""
-    report = studied(capsys, tmp_path, "demo", "--sequences", "4", "--length", "64", "--by-layer")
+    """Its sites add up, every kernel costs what its rounding model says, attention is a
+    small part and eager attention a larger one; repeats are equal, and all that must
+    agree agrees."""
+    report = studied(
+        capsys, tmp_path, "demo", "--sequences", "4", "--length", "64", "--by-layer"
+    )
     [budget] = report.summary.budgets
     assert budget.adds_up
     assert not report.findings
@@ -299,19 +332,33 @@ def test_the_demo(capsys: Any, tmp_path: Path) -> None:
         run.kernel: run for run in report.summary.runs
         if run.kind == "attention" and run.layer is None and run.cost
     }  # fmt: skip
-    assert all(0.8 < alone[k].over.mean < 1.25 for k in ("baseline", "sdpa-math", "sdpa-flash"))
+    assert all(
+        0.8 < alone[k].over.mean < 1.25 for k in ("baseline", "sdpa-math", "sdpa-flash")
+    )
     assert alone["sdpa-flash"].share.mean < 1.2 * alone["floor"].share.mean < 0.15
     assert alone["baseline"].share.mean > 2 * alone["sdpa-flash"].share.mean
     assert run_of(report, "repeat").apart == 0
     assert sum(run.layer is not None for run in report.summary.runs) == 4
     assert any(
-        " of the error; with sdpa-default and with " in line for line in report.summary.answer
+        " of the error; with sdpa-default and with " in line
+        for line in report.summary.answer
     )
     assert run_of(report, "whole", kernel="sdpa-math").unexplained == 0
-    audit = ("audit", "demo", "--layers", "0", "--kernel", "sdpa-math", "-o", tmp_path / "audit")
+    audit = (
+        "audit",
+        "demo",
+        "--layers",
+        "0",
+        "--kernel",
+        "sdpa-math",
+        "-o",
+        tmp_path / "audit",
+    )
     code, out, _ = ran(capsys, *audit, "--effects", tmp_path / "out")
     assert code == 0
-    assert "At the model's output: bfloat16 with sdpa-default: attention" in " ".join(out.split())
+    assert "At the model's output: bfloat16 with sdpa-default: attention" in " ".join(
+        out.split()
+    )
     code, _, err = ran(capsys, *audit, "--effects", tmp_path / "audit")
     assert code == 2
     assert "expected a report of effects, got one of audit" in err
@@ -323,7 +370,8 @@ def one_head_off(case: AttentionCase) -> Any:
 
 
 def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path) -> None:
-    """At the output, by its own share; and the gate says the same of the stored report."""
+    """At the output, by its own share; and the gate says the same of the stored
+    report."""
     flags = ("--no-sites", "--kernel", "test_effects:one_head_off", "--format", "float32")
     report = studied(capsys, tmp_path, "demo", "--sequences", "2", *flags)
     assert {(f.rule, f.kernel) for f in report.findings} == {
@@ -340,11 +388,20 @@ def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path)
 def test_a_pipeline_is_compared_at_its_latents_and_its_image(
     name: str, capsys: Any, tmp_path: Path
 ) -> None:
-    """All runs start from one noise: float32 is nearer to the truth than bfloat16 by the ratio of
-    unit roundoffs, within a factor of 8, and attention costs what its rounding model makes. A head
-    that is a hundredth off is found at both outputs."""
+    """All runs start from one noise: float32 is nearer to the truth than bfloat16 by the
+    ratio of unit roundoffs, within a factor of 8, and attention costs what its rounding
+    model makes. A head that is a hundredth off is found at both outputs."""
     off = "test_effects:one_head_off"
-    flags = ("--sequences", "2", "--denoise", "2", "--kernel", "sdpa-math", "--kernel", off)
+    flags = (
+        "--sequences",
+        "2",
+        "--denoise",
+        "2",
+        "--kernel",
+        "sdpa-math",
+        "--kernel",
+        off,
+    )
     flags += ("--format", "bfloat16", "--format", "float32")
     report = studied(capsys, tmp_path, getattr(pipelines, name)(tmp_path), *flags)
     for at in ("latents", "image"):
@@ -358,8 +415,12 @@ def test_a_pipeline_is_compared_at_its_latents_and_its_image(
         assert 0 < alone.share.mean < 0.1
         assert run_of(report, "repeat", format="bfloat16", at=at).apart == 0
     assert {f.kernel for f in report.findings} == {off}
-    assert all(any(at in f.sentence for f in report.findings) for at in ("latents", "image"))
-    assert report.summary.notes == ("In a diffusers pipeline single rounding sites are not tried.",)
+    assert all(
+        any(at in f.sentence for f in report.findings) for at in ("latents", "image")
+    )
+    assert report.summary.notes == (
+        "In a diffusers pipeline single rounding sites are not tried.",
+    )
     labels = [(g.kernel, g.tensor, g.format) for g in compare(report, report).groups]
     assert len(labels) == len(set(labels)) > 0
     assert {label[1].split()[-1] for label in labels} == {"latents", "image"}
@@ -373,18 +434,22 @@ def test_a_pipeline_that_fails_is_one_line_about_it(
 
     path = pipelines.stable_diffusion(tmp_path)
     monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", fails)
-    code, _, err = ran(capsys, "effects", path, "--sequences", "1", "-q", "-o", tmp_path / "out")
+    code, _, err = ran(
+        capsys, "effects", path, "--sequences", "1", "-q", "-o", tmp_path / "out"
+    )
     assert code == 3
     assert err.splitlines()[-1] == (
-        "numdev: error: StableDiffusionPipeline: the pipeline failed: RuntimeError: no such luck; "
+        "numdev: error: StableDiffusionPipeline: the pipeline failed: RuntimeError: "
+        "no such luck; "
         "does diffusers run it, with --denoise 4?"
     )
 
 
 def test_the_truth_of_a_pipeline_is_its_own_run_in_fp64(tmp_path: Path) -> None:
-    """But for what diffusers computes in float32: tables of timesteps and positions. Each prompt
-    has its own noise."""
-    scheduler = diffusers.EulerDiscreteScheduler(steps_offset=1)  # makes its tables with NumPy
+    """But for what diffusers computes in float32: tables of timesteps and positions. Each
+    prompt has its own noise."""
+    # Makes its tables with NumPy
+    scheduler = diffusers.EulerDiscreteScheduler(steps_offset=1)
     path = pipelines.stable_diffusion(tmp_path, scheduler)
     study, subject = opened(path, sequences=2, denoise=2)
     images = []
@@ -397,13 +462,22 @@ def test_the_truth_of_a_pipeline_is_its_own_run_in_fp64(tmp_path: Path) -> None:
     assert float((images[0] - images[1]).norm() / images[0].norm()) > 0.1
 
 
-def test_what_is_no_model_and_what_means_nothing_is_refused(capsys: Any, tmp_path: Path) -> None:
-    x, calls, grid = torch.ones(1, 1, 2, 2), tmp_path / "calls.safetensors", tmp_path / "grid.yaml"
+def test_what_is_no_model_and_what_means_nothing_is_refused(
+    capsys: Any, tmp_path: Path
+) -> None:
+    x, calls, grid = (
+        torch.ones(1, 1, 2, 2),
+        tmp_path / "calls.safetensors",
+        tmp_path / "grid.yaml",
+    )
     save_cases(calls, [AttentionCase(ref=CaseRef(case="c"), q=x, k=x, v=x, scale=1.0)])
     grid.write_text("cases: []")
     pipeline = pipelines.dit(tmp_path)
     for arguments, words in {
-        (pipeline, "--by-layer"): "'by_layer' does not apply: pipeline is a diffusers pipeline",
+        (
+            pipeline,
+            "--by-layer",
+        ): "'by_layer' does not apply: pipeline is a diffusers pipeline",
         (pipeline, "--stream"): "'stream' does not apply",
         ("demo", "--denoise", "2"): "demo is not a diffusers pipeline",
         (calls,): "got captured tensors",
@@ -423,8 +497,8 @@ def float32_alone(case: AttentionCase) -> Any:
 def test_a_call_is_answered_in_the_format_it_comes_in(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    """A model that makes q, k and v float32 before it attends: so they stay, and attention costs
-    next to nothing of what bfloat16 does."""
+    """A model that makes q, k and v float32 before it attends: so they stay, and
+    attention costs next to nothing of what bfloat16 does."""
     original = capture._attention
 
     def upcast(module: Any, q: Any, k: Any, v: Any, mask: Any, **how: Any) -> Any:
@@ -434,14 +508,25 @@ def test_a_call_is_answered_in_the_format_it_comes_in(
     monkeypatch.setattr(capture, "_attention", upcast)
     more = ("--sequences", "3", "--no-sites", "--kernel", "test_effects:float32_alone")
     report = studied(capsys, tmp_path, models.saved("llama", tmp_path), *more)
-    assert run_of(report, "attention", kernel="test_effects:float32_alone").share.mean < 1e-6
+    assert (
+        run_of(report, "attention", kernel="test_effects:float32_alone").share.mean < 1e-6
+    )
     assert not report.findings
 
 
 @pytest.mark.thorough
 def test_compiled_textbook_attention_is_not_accused(capsys: Any, tmp_path: Path) -> None:
     """As many tokens as heads, where a compiler may take one for the other."""
-    flags = ("--compile", "--no-sites", "--sequences", "3", "--kernel", "inductor", "--length", "8")
+    flags = (
+        "--compile",
+        "--no-sites",
+        "--sequences",
+        "3",
+        "--kernel",
+        "inductor",
+        "--length",
+        "8",
+    )
     report = studied(capsys, tmp_path, models.saved("llama", tmp_path), *flags)
     checks = {c.name: c.holds for c in report.checks if c.format}
     assert checks == {"compiled": True, "compiled eager": True, "format": True}
@@ -458,14 +543,18 @@ def checked(path: Path, **asked: Any) -> dict[str, Check]:
 
 
 def states(checks: dict[str, Check]) -> dict[str, str]:
-    """Of each, whether it holds, else why it was not tried; with (-) what does not apply."""
+    """Of each, whether it holds, else why it was not tried; with (-) what does not
+    apply."""
     return {
         name: c.reason + " (-)" * (not c.applies) if c.holds is None else str(c.holds)
         for name, c in checks.items()
     }
 
 
-ONE, NO_TOKENS = "the model has one implementation of attention (-)", "the model reads no token ids"
+ONE, NO_TOKENS = (
+    "the model has one implementation of attention (-)",
+    "the model reads no token ids",
+)
 UNASKED = {
     "cache": "not asked for: --generate (-)",
     **dict.fromkeys(("compiled", "compiled eager"), "not asked for: --compile (-)"),
@@ -474,7 +563,7 @@ UNASKED = {
 
 @pytest.mark.parametrize(("name", "asked", "differing"), [
     ("llama", {"generate": 4}, {"cache": "True"}),
-    ("llama", {"length": 8}, dict.fromkeys(("causality", "mask"), "fewer than 9 tokens (-)")),
+    ("llama", {"length": 8}, dict.fromkeys(("causality", "mask"), ("fewer than 9 tokens (-)"))),
     ("bert", {}, {"causality": "the model is no decoder (-)"}),
     ("t5_seq2seq", {}, {}),
     ("vit", {}, dict.fromkeys(("causality", "mask"), f"{NO_TOKENS} (-)")),
@@ -535,7 +624,10 @@ def test_a_model_that_attends_by_hand_and_sees_the_future_fails(
     target = models.saved("roformer", tmp_path)
     flags = ("--sequences", "2", "--length", "12", "--no-sites", "--kernel", "sdpa-math")
     report = studied(capsys, tmp_path, target, *flags)
-    assert [f.rule for f in report.findings if f.severity == "exceeded"] == ["causality", "mask"]
+    assert [f.rule for f in report.findings if f.severity == "exceeded"] == [
+        "causality",
+        "mask",
+    ]
     where = "layer 0 is the first whose attention differs"
     assert all(where in f.sentence for f in report.findings[:2])
     assert report.outcome == "exceeded"
@@ -546,7 +638,8 @@ def test_a_model_that_attends_by_hand_and_sees_the_future_fails(
 
 
 def test_the_layer_named_is_the_one_where_a_fault_arises(tmp_path: Path) -> None:
-    """RecurrentGemma's recurrent blocks read padding, which the attention behind them hides."""
+    """RecurrentGemma's recurrent blocks read padding, which the attention behind them
+    hides."""
     check = checked(models.saved("recurrent_gemma", tmp_path), length=12)["mask"]
     assert check.holds is False
     where = "layer 0 is the first whose RecurrentGemmaRecurrentBlock differs"
@@ -558,16 +651,22 @@ def test_a_sequence_that_depends_on_its_neighbours_is_told_of(
 ) -> None:
     """A norm over the batch in the second layer."""
     original = llama.LlamaMLP.forward
-    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda m, x: original(m, x - x.mean(0)))
+    monkeypatch.setattr(
+        llama.LlamaMLP, "forward", lambda m, x: original(m, x - x.mean(0))
+    )
     check = checked(models.saved("llama", tmp_path), length=12)["batch"]
     assert check.holds is False
-    assert check.reason.startswith("A sequence's output depends on the others in its batch: ")
+    assert check.reason.startswith(
+        "A sequence's output depends on the others in its batch: "
+    )
     assert check.reason.endswith("; layer 0 is the first whose output differs")
 
 
-def test_what_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A compiler, a cache or an implementation that raises, in its format too; and a text of one
-    token, which leaves nothing to change."""
+def test_what_cannot_be_tried_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A compiler, a cache or an implementation that raises, in its format too; and a text
+    of one token, which leaves nothing to change."""
 
     def raises(*_: Any, **__: Any) -> None:
         raise RuntimeError("none today")
@@ -609,7 +708,15 @@ def test_with_dropout_nothing_else_is_tried(
     monkeypatch.setattr(
         llama.LlamaMLP, "forward", lambda m, x: nn.functional.dropout(original(m, x), 0.1)
     )
-    flags = ("--no-sites", "--kernel", "sdpa-math", "--format", "bfloat16", "--format", "float32")
+    flags = (
+        "--no-sites",
+        "--kernel",
+        "sdpa-math",
+        "--format",
+        "bfloat16",
+        "--format",
+        "float32",
+    )
     target = models.saved("llama", tmp_path)
     report = studied(capsys, tmp_path, target, "--sequences", "1", *flags)
     formats = ("bfloat16", "float32")
@@ -631,9 +738,20 @@ def test_a_weight_that_is_nan_is_named_and_nothing_else_accused(
     weights = load_file(target / "model.safetensors")
     weights[f"{name}.weight"][3, 5] = math.nan
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    more = ("--sequences", "2", "--no-sites", "--kernel", "sdpa-math", "--length", "16", *flags)
+    more = (
+        "--sequences",
+        "2",
+        "--no-sites",
+        "--kernel",
+        "sdpa-math",
+        "--length",
+        "16",
+        *flags,
+    )
     out = tmp_path / "out"
-    code, _, err = ran(capsys, "effects", target, "--device", "cpu", "-q", *more, "-o", out)
+    code, _, err = ran(
+        capsys, "effects", target, "--device", "cpu", "-q", *more, "-o", out
+    )
     count = models.build("llama").get_submodule(name).weight.numel()
     why = (
         f"NaN or infinity in the exact output (fp64), first in {name}, "
@@ -655,13 +773,13 @@ UP = "model.layers.0.mlp.up_proj"
 
 @pytest.mark.parametrize(("largest", "words"), [
     (6e4, f"first in {UP}"),
-    (7e4, f"first in {UP}, whose weight (cast to float16) has NaN or infinity at 1 of 1536 places"),
+    (7e4, (f"first in {UP}, whose weight (cast to float16) has NaN or " "infinity at 1 of 1536 places")),
 ])  # fmt: skip
 def test_an_overflow_of_the_format_is_placed(
     largest: float, words: str, capsys: Any, tmp_path: Path
 ) -> None:
-    """What overflows float16, whose largest number is 65504, is the first that is not finite.
-    Exactly, and in bfloat16, all is well."""
+    """What overflows float16, whose largest number is 65504, is the first that is not
+    finite. Exactly, and in bfloat16, all is well."""
     target = models.saved("llama", tmp_path)
     weights = load_file(target / "model.safetensors")
     weight = weights[f"{UP}.weight"]
@@ -679,10 +797,14 @@ def test_an_overflow_of_the_format_is_placed(
 
 
 def test_nothing_compared_is_no_agreement(tmp_path: Path) -> None:
-    """Other shapes, no position that counts, no finite truth; NaN beside numbers differs."""
+    """Other shapes, no position that counts, no finite truth; NaN beside numbers
+    differs."""
     study, subject = opened(models.saved("llama", tmp_path), sequences=1, length=12)
     checks = Checks(subject, study.chunks[0], study.request)
-    x, every = torch.ones(1, 3, 2, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
+    x, every = (
+        torch.ones(1, 3, 2, dtype=torch.float64),
+        torch.ones(1, 3, dtype=torch.bool),
+    )
     lost = x.masked_fill(torch.arange(3)[:, None] == 1, math.nan)
     for one, other, counts, words in (
         (x, x[:, :2], every, "of shapes"),
@@ -715,13 +837,22 @@ def test_a_sequence_without_a_number_is_no_pass(capsys: Any, tmp_path: Path) -> 
     """NaN in one of four sequences fails the kernel, whatever the others cost."""
     flags = ("--no-sites", "--sequences", "4", "--kernel", "test_effects:nan_once")
     report = studied(capsys, tmp_path, models.saved("llama", tmp_path), *flags)
-    assert [(f.rule, f.kernel) for f in report.findings] == [("finite", "test_effects:nan_once")]
-    assert "gives NaN or infinity where another kernel does not" in report.findings[0].sentence
-    [reason] = {r.reason for r in report.rows if r.status == "failed" and r.kind == "whole"}
+    assert [(f.rule, f.kernel) for f in report.findings] == [
+        ("finite", "test_effects:nan_once")
+    ]
+    assert (
+        "gives NaN or infinity where another kernel does not"
+        in report.findings[0].sentence
+    )
+    [reason] = {
+        r.reason for r in report.rows if r.status == "failed" and r.kind == "whole"
+    }
     assert reason.endswith("first in the input of model.layers.0.self_attn.o_proj")
 
 
-def test_what_chooses_is_not_judged_by_flips_and_what_has_no_places_not_by_causality() -> None:
+def test_what_chooses_is_not_judged_by_flips_and_what_has_no_places_not_by_causality() -> (
+    None
+):
     """A router by argmax; a classifier that pools, whose output has no positions."""
     assert {"topk", "argmax"} <= CHOOSES
     model = transformers.LlamaForSequenceClassification(models.build("llama").config)
@@ -731,8 +862,12 @@ def test_what_chooses_is_not_judged_by_flips_and_what_has_no_places_not_by_causa
     assert not (how.targets >= 0).any()
 
 
-def test_final_states_are_compared_where_there_are_no_logits(capsys: Any, tmp_path: Path) -> None:
-    report = studied(capsys, tmp_path, models.saved("t5", tmp_path), "--no-sites", "--length", "16")
+def test_final_states_are_compared_where_there_are_no_logits(
+    capsys: Any, tmp_path: Path
+) -> None:
+    report = studied(
+        capsys, tmp_path, models.saved("t5", tmp_path), "--no-sites", "--length", "16"
+    )
     whole = run_of(report, "whole", kernel="sdpa-math")
     assert report.output == "states"
     assert whole.flips is None
@@ -741,12 +876,16 @@ def test_final_states_are_compared_where_there_are_no_logits(capsys: Any, tmp_pa
 
 
 @pytest.mark.thorough
-def test_it_continues_and_workers_and_streams_find_the_same(capsys: Any, tmp_path: Path) -> None:
+def test_it_continues_and_workers_and_streams_find_the_same(
+    capsys: Any, tmp_path: Path
+) -> None:
     """Cut off after some runs, shared out, or with weights on disk: the same rows."""
     target, more = models.saved("llama", tmp_path), ("--sequences", "2", "--no-sites")
     whole = studied(capsys, tmp_path / "a", target, *more)
     for name, flags in {"b": ("--workers", "1"), "c": ("--stream",)}.items():
-        assert studied(capsys, tmp_path / name, target, *more, *flags).rows == whole.rows, name
+        assert (
+            studied(capsys, tmp_path / name, target, *more, *flags).rows == whole.rows
+        ), name
     journal = tmp_path / "a" / "out" / "rows.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:6]))
     (tmp_path / "a" / "out" / "report.json").unlink()
@@ -754,18 +893,22 @@ def test_it_continues_and_workers_and_streams_find_the_same(capsys: Any, tmp_pat
 
 
 def test_the_numbers_of_a_sequence() -> None:
-    """KL(exact || x) by scipy's own, the log-probability of the token that follows, the margin of a
-    flip beside the error that chance makes, and what is added to all logits alike changes nothing.
+    """KL(exact || x) by scipy's own, the log-probability of the token that follows, the
+    margin of a flip beside the error that chance makes, and what is added to all logits
+    alike changes nothing.
     """
     generator = torch.Generator().manual_seed(0)
     exact = 3 * torch.randn(1, 16, 5, generator=generator, dtype=torch.float64)
     x = exact + 2 * torch.randn(1, 16, 5, generator=generator, dtype=torch.float64)
     tokens = torch.randint(5, (1, 16), generator=generator)
     targets = torch.cat([tokens[:, 1:], torch.tensor([[-1]])], dim=1)
-    how = Scored(logits=True, counted=torch.ones(1, 16, dtype=torch.bool), targets=targets)
+    how = Scored(
+        logits=True, counted=torch.ones(1, 16, dtype=torch.bool), targets=targets
+    )
     chance = torch.full((1, 16), 1e-3, dtype=torch.float64)
     [row], [shifted] = (
-        compared(y, exact, how, chance, exact) for y in (x, x + torch.arange(16.0)[:, None])
+        compared(y, exact, how, chance, exact)
+        for y in (x, x + torch.arange(16.0)[:, None])
     )
     P, Q = (y[0].softmax(-1).numpy() for y in (exact, x))
     cost = rel_entr(P, Q).sum(-1)
@@ -777,7 +920,10 @@ def test_the_numbers_of_a_sequence() -> None:
     assert row["log_prob"] == pytest.approx(np.abs(change).mean(), rel=1e-12)
     assert row["log_prob_max"] == pytest.approx(np.abs(change).max(), rel=1e-12)
     assert row["log_perplexity"] == pytest.approx(-change.mean(), rel=1e-12)
-    assert (row["flips"], row["first_flip"]) == ((best != first).sum(), (best != first).argmax())
+    assert (row["flips"], row["first_flip"]) == (
+        (best != first).sum(),
+        (best != first).argmax(),
+    )
     margin = np.log(P.max(-1) / P[np.arange(16), first])
     assert row["unexplained"] == (margin > 4e-3).sum() > 0
     assert row["apart"] == row["error"] > 0
@@ -792,7 +938,9 @@ def test_the_numbers_of_a_sequence() -> None:
 
 
 @pytest.mark.parametrize(("name", "shift"), [("gpt2", 1), ("bert", 0)])
-def test_a_position_is_scored_by_the_token_that_it_predicts(name: str, shift: int) -> None:
+def test_a_position_is_scored_by_the_token_that_it_predicts(
+    name: str, shift: int
+) -> None:
     model, ids = models.build(name), torch.arange(1, 9)[None]
     how = Scored.of(model, model(input_ids=ids), {"input_ids": ids})
     assert how.targets[0].tolist() == ids[0, shift:].tolist() + [-1] * shift
@@ -801,11 +949,11 @@ def test_a_position_is_scored_by_the_token_that_it_predicts(name: str, shift: in
 @pytest.mark.parametrize(
     ("name", "sites"),
     [
-        ("llama", "self_attn.q_proj q, k, v; self_attn.o_proj output projection; mlp.up_proj MLP"),
-        ("gpt2", "attn.c_attn q, k, v; attn.c_proj output projection; mlp.c_fc MLP; ln_1 norms"),
+        ("llama", ("self_attn.q_proj q, k, v; self_attn.o_proj output projection; mlp.up_proj MLP")),
+        ("gpt2", ("attn.c_attn q, k, v; attn.c_proj output projection; mlp.c_fc MLP; ln_1 norms")),
         ("bert", "attention.self.key q, k, v; attention.output.dense output projection; "
          "intermediate.dense MLP; output.dense MLP; output.LayerNorm norms"),
-        ("t5", "layer.0.SelfAttention.q q, k, v; layer.0.SelfAttention.o output projection"),
+        ("t5", ("layer.0.SelfAttention.q q, k, v; layer.0.SelfAttention.o output projection")),
         ("vit", "attention.q_proj q, k, v; mlp.fc1 MLP; layernorm_before norms"),
     ],
 )  # fmt: skip
@@ -819,7 +967,9 @@ def test_operations_stand_where_their_module_does(name: str, sites: str) -> None
         assert found == {site}, (module, [m for m in kinds if ".0." in m])
 
 
-def sites_of(subject: Any, inputs: Any, patch: pytest.MonkeyPatch, **how: Any) -> list[Any]:
+def sites_of(
+    subject: Any, inputs: Any, patch: pytest.MonkeyPatch, **how: Any
+) -> list[Any]:
     """The operations of an exact run, each with its site."""
     met: list[Any] = []
     original = Places.site_of
@@ -838,14 +988,18 @@ def sites_of(subject: Any, inputs: Any, patch: pytest.MonkeyPatch, **how: Any) -
 def test_a_sum_inside_an_activation_is_no_residual(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """GPT-2's GELU adds a cube to its input; two sums a layer are the residual stream's."""
-    study, subject = opened(models.saved("gpt2", tmp_path, n_inner=32), sequences=1, length=12)
+    """GPT-2's GELU adds a cube to its input; two sums a layer are the residual
+    stream's."""
+    study, subject = opened(
+        models.saved("gpt2", tmp_path, n_inner=32), sequences=1, length=12
+    )
     met = sites_of(subject, study.chunks[0], monkeypatch)
     assert met.count(("add", "residual")) == 2 * 2
     assert met.count(("add", "activation")) == 2 * 2  # with the cube, and with 1
 
 
-TENTH, TWO_THIRDS, ONE_THIRTIETH = 0.10009765625, 0.66796875, 0.033447265625  # in bfloat16
+# In bfloat16
+TENTH, TWO_THIRDS, ONE_THIRTIETH = 0.10009765625, 0.66796875, 0.033447265625
 MOVING = {  # of two numbers, 1/3 and 1/30, that nothing has rounded yet
     "clamp": (lambda x: x.clamp(max=0.1), [TENTH, 1 / 30]),
     "where": (lambda x: torch.where(x > 0.1, 0.1, x), [TENTH, 1 / 30]),
@@ -866,7 +1020,8 @@ MOVING = {  # of two numbers, 1/3 and 1/30, that nothing has rounded yet
 
 @pytest.mark.parametrize("name", MOVING)
 def test_numbers_that_a_move_brings_in_are_rounded_at_its_site(name: str) -> None:
-    """What it moves is as rounded as before; where it adds up or casts down, all is rounded."""
+    """What it moves is as rounded as before; where it adds up or casts down, all is
+    rounded."""
     function, expected = MOVING[name]
     fmt, places = FORMATS["bfloat16"], Places(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     x = Wide.of(torch.tensor([1 / 3, 1 / 30], dtype=torch.float64), torch.bfloat16)
@@ -894,7 +1049,11 @@ def test_complex_buffers_are_exact_too() -> None:
     twin.turn = model.turn.to(torch.complex128)
     _widen(wide, model, "cpu")
     places = Places(wide)
-    with torch.no_grad(), places.following(), Running(AtSites(places, FORMATS["float32"], ())):
+    with (
+        torch.no_grad(),
+        places.following(),
+        Running(AtSites(places, FORMATS["float32"], ())),
+    ):
         output = wide(Wide.of(x.double(), torch.float32)).exact
     assert torch.equal(output, twin(x.double()))
 
@@ -902,10 +1061,12 @@ def test_complex_buffers_are_exact_too() -> None:
 def test_attention_by_hand_has_its_own_sites(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Scores up to the softmax, and the output; a narrow softmax is told of there, and not at the
-    rotary embedding."""
+    """Scores up to the softmax, and the output; a narrow softmax is told of there, and
+    not at the rotary embedding."""
 
-    def narrow(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> Any:
+    def narrow(
+        module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any
+    ) -> Any:
         k, v = (llama.repeat_kv(x, module.num_key_value_groups) for x in (k, v))
         scores = q @ k.mT * scaling + (0 if mask is None else mask)
         P = scores.to(torch.bfloat16).softmax(-1).to(q.dtype)
@@ -917,13 +1078,17 @@ def test_attention_by_hand_has_its_own_sites(
     with capture.led(subject.wide, "eager"):
         met = sites_of(subject, study.chunks[0], monkeypatch, attention=None)
     assert met.count(("_softmax", "attention scores")) == 2
-    assert met.count(("bmm", "attention scores")) == met.count(("bmm", "attention output")) == 2
+    assert (
+        met.count(("bmm", "attention scores"))
+        == met.count(("bmm", "attention output"))
+        == 2
+    )
     assert subject.narrower == {"attention scores": "bfloat16"}
 
 
 def test_attentions_sites_are_of_the_kernel_that_is_used(tmp_path: Path) -> None:
-    """What a model calls that asks for no backend, else the first; a report that says another is
-    refused."""
+    """What a model calls that asks for no backend, else the first; a report that says
+    another is refused."""
     target = models.saved("llama", tmp_path)
     assert opened(target)[0].used.kernel.name == "sdpa-default"
     math_alone = opened(target, kernels=({"name": "sdpa-math"},))[0]
@@ -936,9 +1101,11 @@ def test_attentions_sites_are_of_the_kernel_that_is_used(tmp_path: Path) -> None
         check(report.model_copy(update={"plan": other}))
 
 
-def test_a_comparison_tells_a_moved_cost_from_scatter(capsys: Any, tmp_path: Path) -> None:
-    """Costs that scatter by a factor of 1.3 either way have not moved; all of a kernel's doubled
-    beside that have, and theirs alone."""
+def test_a_comparison_tells_a_moved_cost_from_scatter(
+    capsys: Any, tmp_path: Path
+) -> None:
+    """Costs that scatter by a factor of 1.3 either way have not moved; all of a kernel's
+    doubled beside that have, and theirs alone."""
     stored = read(Path(__file__).parent / "data" / "reports" / "effects.json")
     assert isinstance(stored, EffectsReport)
     scatter = np.random.default_rng(0)
@@ -946,12 +1113,22 @@ def test_a_comparison_tells_a_moved_cost_from_scatter(capsys: Any, tmp_path: Pat
     def drawn(factor: float) -> EffectsReport:
         rows = []
         count = 12 * stored.plan.sequences
-        for at, row in itertools.product(range(0, count, stored.plan.sequences), stored.rows):
-            times = float(np.exp(0.2 * scatter.normal())) * (factor if row.kernel else 1.0)
-            costs = {name: getattr(row, name) for name in ("cost", "cost_p999", "cost_max")}
+        for at, row in itertools.product(
+            range(0, count, stored.plan.sequences), stored.rows
+        ):
+            times = float(np.exp(0.2 * scatter.normal())) * (
+                factor if row.kernel else 1.0
+            )
+            costs = {
+                name: getattr(row, name) for name in ("cost", "cost_p999", "cost_max")
+            }
             costs = {name: value and value * times for name, value in costs.items()}
             rows.append(row.model_copy(update={"sequence": at + row.sequence, **costs}))
-        source = {**stored.provenance.source, "sequences_read": count, "sequences_asked": count}
+        source = {
+            **stored.provenance.source,
+            "sequences_read": count,
+            "sequences_asked": count,
+        }
         return stored.model_copy(update={
             "rows": tuple(rows), "plan": stored.plan.model_copy(update={"sequences": count}),
             "provenance": stored.provenance.model_copy(update={"source": source}),
@@ -972,23 +1149,33 @@ def test_a_ratio_says_what_it_is_over() -> None:
     given: dict[str, Any] = {n: 1 if t is int else "x" for n, t in fields.items()}
     given |= {"kind": "whole"} if "kind" in fields else {}
     assert RunSummary.model_validate({**given, "over": ratio, "beside": "eager"}).over
-    with pytest.raises(ValueError, match="beside: expected what `over` is held against, got null"):
+    with pytest.raises(
+        ValueError, match="beside: expected what `over` is held against, got null"
+    ):
         RunSummary.model_validate({**given, "over": ratio})
 
 
 def output(kind: str, costs: tuple[float, ...], **which: Any) -> list[OutputRow]:
-    """One run by hand, on a sequence for each cost; only what a test needs is not usual."""
-    usual: dict[str, Any] = {"format": "bfloat16", "positions": 32, "flips": 0, "unexplained": 0}
+    """One run by hand, on a sequence for each cost; only what a test needs is not
+    usual."""
+    usual: dict[str, Any] = {
+        "format": "bfloat16",
+        "positions": 32,
+        "flips": 0,
+        "unexplained": 0,
+    }
     return [
-        OutputRow(**{**usual, "kind": kind, "sequence": i, "cost": cost, "error": 0.1, **which})
+        OutputRow(
+            **{**usual, "kind": kind, "sequence": i, "cost": cost, "error": 0.1, **which}
+        )
         for i, cost in enumerate(costs)
     ]
 
 
 def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
-    """Means, sums, extremes; a ratio is taken sequence by sequence, its mean is geometric, and
-    t(0.975, 2) = 4.302653 standard errors of its logarithm are its interval. Of two sequences there
-    is none."""
+    """Means, sums, extremes; a ratio is taken sequence by sequence, its mean is
+    geometric, and t(0.975, 2) = 4.302653 standard errors of its logarithm are its
+    interval. Of two sequences there is none."""
     own, predicted, whole = (2e-5, 6e-5, 8e-5), (1e-5, 2e-5, 2e-5), (1e-4, 4e-4, 2e-4)
     rows = output("whole", whole, kernel="k")
     extremes = [
@@ -997,7 +1184,9 @@ def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
         {"cost_max": 1e-3, "first_flip": 6, "flips": 1, "positions": 31, "error": 0.9},
     ]
     rows = [row.model_copy(update=x) for row, x in zip(rows, extremes, strict=True)]
-    rows += output("attention", own, kernel="k") + output("predicted", predicted, kernel="k")
+    rows += output("attention", own, kernel="k") + output(
+        "predicted", predicted, kernel="k"
+    )
     runs = {run.kind: run for run in summarise(rows, "baseline", logits=True).runs}
     ratios = np.log([2.0, 3.0, 4.0])
     half = 4.302653 * ratios.std(ddof=1) / math.sqrt(3)
@@ -1010,7 +1199,12 @@ def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
     assert share.mean == pytest.approx((0.2 * 0.15 * 0.4) ** (1 / 3))
     told = runs["whole"]
     assert told.cost.mean == pytest.approx(7e-4 / 3)
-    assert (told.cost_max, told.first_flip, told.flips, told.positions) == (7e-3, 4, 8, 93)
+    assert (told.cost_max, told.first_flip, told.flips, told.positions) == (
+        7e-3,
+        4,
+        8,
+        93,
+    )
     assert told.error == pytest.approx(0.5)
     two = [row for row in rows if row.sequence < 2]
     short = {run.kind: run for run in summarise(two, "baseline", logits=True).runs}
@@ -1018,11 +1212,16 @@ def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
 
 
 def test_an_error_beside_none_is_no_ratio() -> None:
-    """A sequence in which what is predicted is 0, or not there, is counted; one that failed too."""
+    """A sequence in which what is predicted is 0, or not there, is counted; one that
+    failed too."""
     predicted = output("predicted", (0.0, 1e-5, 1e-5), kernel="k")
     own = output("attention", (1e-5, 1e-5, 1e-5, 1e-5), kernel="k")
-    broken = output("attention", (None,), kernel="k", status="failed", reason="x", error=None)
-    broken += output("attention", (None,), kernel="k", status="skipped", reason="y", error=None)
+    broken = output(
+        "attention", (None,), kernel="k", status="failed", reason="x", error=None
+    )
+    broken += output(
+        "attention", (None,), kernel="k", status="skipped", reason="y", error=None
+    )
     rest = [row.model_copy(update={"sequence": 4 + i}) for i, row in enumerate(broken)]
     found = summarise([*own, *rest, *predicted], "baseline", logits=True).runs
     (run,) = (run for run in found if run.kind == "attention")
@@ -1033,8 +1232,8 @@ def test_an_error_beside_none_is_no_ratio() -> None:
     (0.89, False), (0.901, True), (1.099, True), (1.11, False), (2.0, False),
 ])  # fmt: skip
 def test_sites_add_up_within_a_tenth_either_way(total: float, adds_up: bool) -> None:
-    """The sum of their costs over that of the whole; the three largest are named, from the largest
-    on, in per cent; a sum of any other multiple is told, and no share."""
+    """The sum of their costs over that of the whole; the three largest are named, from
+    the largest on, in per cent; a sum of any other multiple is told, and no share."""
     whole = (1e-3, 3e-3, 2e-3)
     shares = {"a": 0.1, "b": 0.4, "c": 0.05, "d": 0.3, "e": 0.15}
     rows = output("whole", whole, kernel="k")
@@ -1052,16 +1251,23 @@ def test_sites_add_up_within_a_tenth_either_way(total: float, adds_up: bool) -> 
 
 
 def test_the_answers_numbers_are_their_own() -> None:
-    """Attention's share, the distance to the other kernel over the error, the flips of both."""
-    rows = output("whole", (4e-4,) * 3, kernel="k", error=0.25, apart=0.05, flips=3, unexplained=1)
+    """Attention's share, the distance to the other kernel over the error, the flips of
+    both."""
+    rows = output(
+        "whole", (4e-4,) * 3, kernel="k", error=0.25, apart=0.05, flips=3, unexplained=1
+    )
     rows += output("whole", (5e-4,) * 3, kernel="baseline", error=0.5, flips=2, apart=0.0)
     rows += output("attention", (1e-4,) * 3, kernel="k")
     rows += output("moved", (9e-4,) * 3, kernel="baseline", apart=0.1)
     first, _, last = summarise(rows, "baseline", logits=True).answer
     assert "makes 25 % of the error" in first
-    assert "differ by 0.200 times the error (with inputs one ulp off by 0.400 times)" in first
+    assert (
+        "differ by 0.200 times the error (with inputs one ulp off by 0.400 times)"
+        in first
+    )
     assert last == (
-        "bfloat16 with k changes the top token at 9 of 96 positions, 3 of them not near ties "
+        "bfloat16 with k changes the top token at 9 of 96 positions, 3 of them not "
+        "near ties "
         "(6 with baseline)."
     )
 
@@ -1076,8 +1282,9 @@ def by_ratios(
     fmt: str = "bfloat16",
     **of_whole: Any,
 ) -> EffectsReport:
-    """The stored report with other costs, a sequence for each ratio of sdpa-math's attention alone
-    to its prediction, and of the model to its sites: 1e-5 and 1e-4 in every sequence."""
+    """The stored report with other costs, a sequence for each ratio of sdpa-math's
+    attention alone to its prediction, and of the model to its sites: 1e-5 and 1e-4 in
+    every sequence."""
     stored = read(STORED)
     assert isinstance(stored, EffectsReport)
     ratios = {"own": own, "model": model or (1.0,) * len(own)}
@@ -1088,7 +1295,9 @@ def by_ratios(
             name = SIZES.get((row.kind, row.kernel)) if row.layer is None else None
             changes: dict[str, Any] = {"sequence": i, "format": fmt}
             changes["cost"] = cost * (ratios[name][i] if name else 1.0)
-            rows.append(row.model_copy(update=changes | (of_whole if name == "model" else {})))
+            rows.append(
+                row.model_copy(update=changes | (of_whole if name == "model" else {}))
+            )
     plan = stored.plan.model_copy(update={"sequences": len(own), "formats": (fmt,)})
     return stored.model_copy(update={"rows": tuple(rows), "plan": plan})
 
@@ -1096,7 +1305,11 @@ def by_ratios(
 def that_was_tested(report: EffectsReport, rule: str, **limits: float) -> Any:
     """The test of sdpa-math by this rule."""
     book = Rules.model_validate({"effects": limits} if limits else {})
-    [test] = (t for t in verdict.tests(report, book) if (t.rule, t.kernel) == (rule, "sdpa-math"))
+    [test] = (
+        t
+        for t in verdict.tests(report, book)
+        if (t.rule, t.kernel) == (rule, "sdpa-math")
+    )
     return test
 
 
@@ -1105,15 +1318,16 @@ def that_was_tested(report: EffectsReport, rule: str, **limits: float) -> Any:
     ((1.0, 2.0, 3.0), "held", 6 ** (1 / 3)),  # its interval goes beyond
     ((1.5, 2.2, 3.2), "undecided", (1.5 * 2.2 * 3.2) ** (1 / 3)),  # and that from below
     ((1.0, 1.0), "undecided", 1.0), ((2.5, 2.5), "undecided", 2.5),  # without an interval
-    ((19.9, 19.9), "undecided", 19.9), ((20.1, 20.1), "exceeded", 20.1),  # ten times the limit
+    # Ten times the limit
+    ((19.9, 19.9), "undecided", 19.9), ((20.1, 20.1), "exceeded", 20.1),
     ((1, 1, 1, 1, 19.9), "held", 19.9 ** 0.2), ((1, 1, 1, 1, 20.1), "exceeded", 20.1),
 ])  # fmt: skip
 @pytest.mark.parametrize("rule", ["own share", "model"])
 def test_a_ratio_on_both_sides_of_its_limit(
     ratios: tuple[float, ...], standing: str, observed: float, rule: str
 ) -> None:
-    """2: beyond it the lower end of the interval decides, within it the ratio itself; a single
-    sequence ten times as far is certain."""
+    """2: beyond it the lower end of the interval decides, within it the ratio itself; a
+    single sequence ten times as far is certain."""
     ones = (1.0,) * len(ratios)
     report = by_ratios(*((ratios, ones) if rule == "own share" else (ones, ratios)))
     limit = {"own share": "kernel_over_predicted", "model": "model_over_sites"}[rule]
@@ -1128,7 +1342,10 @@ def test_float32_has_a_limit_of_its_own() -> None:
     """For the model over its sites, where fp32's arithmetic is no rounding site."""
     limits = {"model_over_sites": 2.0, "model_over_sites_float32": 5.0}
     for fmt, bound in (("bfloat16", 2.0), ("float32", 5.0)):
-        assert that_was_tested(by_ratios((1.0,) * 3, fmt=fmt), "model", **limits).bound == bound
+        assert (
+            that_was_tested(by_ratios((1.0,) * 3, fmt=fmt), "model", **limits).bound
+            == bound
+        )
 
 
 def test_an_error_where_none_is_predicted_is_undecided() -> None:
@@ -1158,7 +1375,13 @@ def test_nan_of_attention_alone_is_the_kernels_fault() -> None:
         ("cost", "error", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max",
          "log_perplexity", "apart", "flips", "unexplained", "first_flip")
     )  # fmt: skip
-    bare |= {"status": "failed", "nonfinite": 1, "reason": "NaN", "positions": 0, "growth": ()}
+    bare |= {
+        "status": "failed",
+        "nonfinite": 1,
+        "reason": "NaN",
+        "positions": 0,
+        "growth": (),
+    }
     report = by_ratios((1.0,) * 3)
     rows = [
         row.model_copy(update=bare)
@@ -1170,7 +1393,9 @@ def test_nan_of_attention_alone_is_the_kernels_fault() -> None:
     assert (test.standing, test.observed) == ("exceeded", 1.0)
 
 
-@pytest.mark.parametrize(("applies", "standing"), [(True, "undecided"), (False, "not applicable")])
+@pytest.mark.parametrize(
+    ("applies", "standing"), [(True, "undecided"), (False, "not applicable")]
+)
 def test_a_check_without_an_answer_applies_or_not(applies: bool, standing: str) -> None:
     """One that was asked for and could not be tried is no pass."""
     report = by_ratios((1.0,) * 3)
@@ -1191,7 +1416,8 @@ def test_a_finding_tells_ratio_limit_and_share_apart() -> None:
         "kernel_over_predicted": 2.0, "model_over_sites": 9.0}}))  # fmt: skip
     [finding] = found.findings
     assert finding.sentence == (
-        "sdpa-math (bfloat16) with all else exact, errs 2.5× as much (KL) at the model's output as "
+        "sdpa-math (bfloat16) with all else exact, errs 2.5× as much (KL) at the "
+        "model's output as "
         "its own rounding model predicts (limit 2×); 25 % of the whole error."
     )
     assert (finding.observed, finding.limit) == (pytest.approx(2.5), 2.0)
@@ -1209,11 +1435,15 @@ def test_a_row_that_cannot_be_is_refused(words: str) -> None:
     """In one run of one sequence; and one that is there twice."""
     report = read(STORED)
     assert isinstance(report, EffectsReport)
-    at = next(i for i, row in enumerate(report.rows) if row.kind == "whole" and row.kernel)
+    at = next(
+        i for i, row in enumerate(report.rows) if row.kind == "whole" and row.kernel
+    )
     changed = report.rows[at].model_copy(update=CONTRADICTIONS.get(words, {}))
     twice = (*report.rows, changed)
     rows = (
-        (*report.rows[:at], changed, *report.rows[at + 1 :]) if words in CONTRADICTIONS else twice
+        (*report.rows[:at], changed, *report.rows[at + 1 :])
+        if words in CONTRADICTIONS
+        else twice
     )
     check(report)
     with pytest.raises(MeasurementError, match=words):
@@ -1221,8 +1451,8 @@ def test_a_row_that_cannot_be_is_refused(words: str) -> None:
 
 
 def test_the_views_numbers_stand_in_their_columns() -> None:
-    """Sites from the largest on, with their shares; a kernel's attention alone; of a check the
-    difference and not the limit."""
+    """Sites from the largest on, with their shares; a kernel's attention alone; of a
+    check the difference and not the limit."""
     whole = (1e-3, 1e-3, 1e-3)
     shares = {"a": 0.1, "b": 0.5, "c": 0.4}
     rows = output("whole", whole, kernel="k", apart=0.01)
@@ -1230,9 +1460,13 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     for site, share in shares.items():
         rows += output("site", tuple(share * cost for cost in whole), site=site)
     report = by_ratios((1.0,) * 3)
-    report = report.model_copy(update={"summary": summarise(rows, "baseline", logits=True)})
+    report = report.model_copy(
+        update={"summary": summarise(rows, "baseline", logits=True)}
+    )
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
-    [sites] = (table for title, table in tables.items() if title.startswith("One site alone"))
+    [sites] = (
+        table for title, table in tables.items() if title.startswith("One site alone")
+    )
     assert [[c.text for c in row.cells[:2]] for row in sites.rows] == [
         ["b", "50 %"], ["c", "40 %"], ["a", "10 %"]
     ]  # fmt: skip
@@ -1240,7 +1474,9 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     assert [c.title for c in kernels.columns][4] == "attention alone"
     assert kernels.rows[0].cells[4].text == "20 %"
     checks = tables["Two ways to compute one thing"]
-    assert [row.cells[2].text for row in checks.rows] == [si(c.difference) for c in report.checks]
+    assert [row.cells[2].text for row in checks.rows] == [
+        si(c.difference) for c in report.checks
+    ]
     assert checks.rows[1].cells[2].text == "5.9e-15"
 
 
@@ -1248,7 +1484,10 @@ def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:
     """Of two that do; and what is lost is told of the positions that count."""
     study, subject = opened(models.saved("llama", tmp_path), sequences=1, length=12)
     checks = Checks(subject, study.chunks[0], study.request)
-    x, counts = torch.ones(1, 3, 2, dtype=torch.float64), torch.tensor([[True, True, False]])
+    x, counts = (
+        torch.ones(1, 3, 2, dtype=torch.float64),
+        torch.tensor([[True, True, False]]),
+    )
     layers = [f"model.layers.{i}.self_attn" for i in (0, 1)]
     one, other = (dict.fromkeys(layers, x * factor) for factor in (1, 2))
     check = checks.compared("eager", (x, one), (2 * x, other), counts)
@@ -1256,7 +1495,9 @@ def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:
     lost = x.masked_fill(torch.arange(3)[:, None] == 1, math.nan)
     check = checks.compared("eager", (x, {}), (lost, {}), counts)
     assert check.reason.endswith("NaN or infinity at 1 of 2 positions")
-    errors = torch.randn(checks.whole[0].shape, generator=torch.Generator().manual_seed(0))
+    errors = torch.randn(
+        checks.whole[0].shape, generator=torch.Generator().manual_seed(0)
+    )
     for times, holds in ((1.99, True), (2.01, False)):
         exact = checks.whole[0]
         check = checks.held_to("compiled", exact + errors, exact + times * errors)

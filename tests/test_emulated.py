@@ -1,6 +1,8 @@
-"""The emulated kernel: exact when nothing rounds, rounding where it says, true to what it models.
+"""The emulated kernel: exact when nothing rounds, rounding where it says, true to what it
+models.
 
-`oracles.attention` (90 digits) is the truth for small cases, the fp64 reference for larger ones."""
+`oracles.attention` (90 digits) is the truth for small cases, the fp64 reference for
+larger ones."""
 
 from __future__ import annotations
 
@@ -98,7 +100,8 @@ def test_a_wrong_recipe_is_refused_in_words(options: dict[str, Any], says: str) 
     ],
 )
 def test_tiles(options: dict[str, Any], head_dim: int, tile: tuple[int, int]) -> None:
-    """Tiles follow the preset's rule, the memory, or what is given; never beyond the keys."""
+    """Tiles follow the preset's rule, the memory, or what is given; never beyond the
+    keys."""
     assert recipe(**options).tile(head_dim, 1000) == tile
 
 
@@ -110,15 +113,20 @@ SAME = ("one key", "scale 0", *(name for name in FEATURES if "no key" in name))
 @pytest.mark.parametrize("softmax", ["plain", "stabilised", "guarded"])
 @pytest.mark.one_in(3)
 def test_exact_is_attention(softmax: str, name: str) -> None:
-    """With all sites exact every algorithm, tile, order and softmax is within fp64 rounding of the
-    90-digit answer, with all features. Every row of the stabilised one has two keys tied.
+    """With all sites exact every algorithm, tile, order and softmax is within fp64
+    rounding of the 90-digit answer, with all features. Every row of the stabilised one
+    has two keys tied.
 
-    `error_bounds` is for two passes and S - m of at most 2 A. A tile adds an exponent and up to
-    three products and a quotient; stabilised, m is up to 2 A, an exponent up to 3 A and a factor's
-    up to 4 A. In all 8 A u + 8 u for each tile, two merged splits, and a weight."""
+    `error_bounds` is for two passes and S - m of at most 2 A. A tile adds an exponent and
+    up to three products and a quotient; stabilised, m is up to 2 A, an exponent up to 3 A
+    and a factor's up to 4 A. In all 8 A u + 8 u for each tile, two merged splits, and a
+    weight."""
     case, exact = oracle(name)
     out, lse = error_bounds(case, exact)
-    of_it = {"softmax": softmax, **({"tie_tolerance": 1e4} if softmax == "stabilised" else {})}
+    of_it = {
+        "softmax": softmax,
+        **({"tie_tolerance": 1e4} if softmax == "stabilised" else {}),
+    }
     shifted = False
     for algorithm, (loop, order), tile in itertools.product(
         ("fa2", "fa1", "plain"),
@@ -132,8 +140,12 @@ def test_exact_is_attention(softmax: str, name: str) -> None:
             continue
         options = {"algorithm": algorithm, "loop_order": loop, "kv_order": order, **tile}
         O, L = attend(case, recipe("exact", **options, **of_it))
-        more = (-(-case.kv_len // tile.get("block_kv", 64)) + 3) * (8 * exact.size + 8) * U64
-        assert_within(O, exact.out, out + 2 * more[..., None] * exact.term_scale.astype(float))
+        more = (
+            (-(-case.kv_len // tile.get("block_kv", 64)) + 3) * (8 * exact.size + 8) * U64
+        )
+        assert_within(
+            O, exact.out, out + 2 * more[..., None] * exact.term_scale.astype(float)
+        )
         assert_within(L, exact.lse, lse + more)
         shifted |= not torch.equal(O, attend(case, recipe("exact", **options))[0])
     assert shifted or softmax != "stabilised" or name in SAME
@@ -147,7 +159,8 @@ def oracle(name: str) -> tuple[AttentionCase, Any]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_float64_needs_no_rounding_to_the_working_format(preset: str) -> None:
-    """In a float64 case `working` sites round nothing, so presets differ by their fp32 sites."""
+    """In a float64 case `working` sites round nothing, so presets differ by their fp32
+    sites."""
     case = make_case(q_len=9, kv_len=9)
     error = (emulate(case, preset=preset, block_q=2) - reference(case).out).abs().max()
     assert error < (1e-15 if preset in ("golden2024", "exact") else 1e-6)
@@ -162,7 +175,8 @@ BROUGHT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("site", SITES)
 def test_a_coarse_site_rounds(site: str) -> None:
-    """A site of e8m2 passes on no other values and changes a result; all others stay exact."""
+    """A site of e8m2 passes on no other values and changes a result; all others stay
+    exact."""
     case, names = everything(), ("out", "lse", "dq", "dk", "dv")
     options = {"preset": "exact", "block_q": 4, "block_kv": 4, "loop_order": "kv"}
     options |= BROUGHT.get(site, {})
@@ -182,7 +196,8 @@ def test_a_coarse_site_rounds(site: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("compute", ["float64", "float32"])
 def test_a_preset_rounds_as_its_table_says(preset: str, compute: str) -> None:
-    """What leaves a site is of the preset's format; every site without an option is reached."""
+    """What leaves a site is of the preset's format; every site without an option is
+    reached."""
     tile = {} if preset == "eager" else {"block_q": 4, "block_kv": 4}
     with watched() as seen:
         KERNEL.gradients(everything(), preset=preset, compute=compute, **tile)
@@ -193,27 +208,55 @@ def test_a_preset_rounds_as_its_table_says(preset: str, compute: str) -> None:
     optional |= set() if preset == "golden2024" else {"state"}
     optional |= {"delta_o"} if preset == "eager" else set()
     optional |= set() if preset in ("eager", "qiu2025") else {"ds_scaled"}
-    if preset in ("exact", "fa2") or compute == "float32":  # not called where they round nothing
+    # Not called where they round nothing
+    if preset in ("exact", "fa2") or compute == "float32":
         optional |= {"dk", "dv", "dk_product", "dv_product"}
     reached = {site for site, _ in seen}
     assert set(SITES) - optional <= reached <= set(SITES)
 
 
 HARD = [0.0, -0.0, 1.0, -1.0, inf, -inf, nan]
-HARD += [1 + 2**-8, 1 + 2**-7 + 2**-8, 1 + 2**-8 + 2**-30, 1 + 2**-11, 1 + 2**-11 + 2**-40]
+HARD += [
+    1 + 2**-8,
+    1 + 2**-7 + 2**-8,
+    1 + 2**-8 + 2**-30,
+    1 + 2**-11,
+    1 + 2**-11 + 2**-40,
+]
 HARD += [1 + 2**-24, 1 + 2**-23 + 2**-24, 1 + 2**-24 + 2**-50, 1 + 2**-8 + 2**-40]
-HARD += [2.0**-126, 2.0**-127, 2.0**-149, 2.0**-150, 2.0**-150 * 1.01, 3 * 2.0**-150, 1e-320]
-HARD += [2.0**-24, 2.0**-25, 2.0**-25 * 1.01, 3 * 2.0**-25, 2.0**-14 - 2.0**-25, 65504, 65519.9]
+HARD += [
+    2.0**-126,
+    2.0**-127,
+    2.0**-149,
+    2.0**-150,
+    2.0**-150 * 1.01,
+    3 * 2.0**-150,
+    1e-320,
+]
+HARD += [
+    2.0**-24,
+    2.0**-25,
+    2.0**-25 * 1.01,
+    3 * 2.0**-25,
+    2.0**-14 - 2.0**-25,
+    65504,
+    65519.9,
+]
 HARD += [65520, 3.38e38, 3.39e38, 3.3961775e38, 3.4028235e38, 3.4028236e38, 1e39, 1e300]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "e8m7", "float16", "tf32", "e8m3"])
+@pytest.mark.parametrize(
+    "name", ["float32", "bfloat16", "e8m7", "float16", "tf32", "e8m3"]
+)
 def test_the_fast_way_rounds_as_round_to(dtype: torch.dtype, name: str) -> None:
-    """torch's cast, where it is used, gives the same numbers: hard ones, and 10^5 random ones."""
+    """torch's cast, where it is used, gives the same numbers: hard ones, and 10^5 random
+    ones."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.rand(100_000, generator=generator, dtype=torch.float64) * 320 - 160
-    wide = torch.randn(100_000, generator=generator, dtype=torch.float64) * exponents.exp2()
+    wide = (
+        torch.randn(100_000, generator=generator, dtype=torch.float64) * exponents.exp2()
+    )
     x = torch.cat([torch.tensor(HARD, dtype=torch.float64), wide]).to(dtype)
     x = torch.cat([x, -x])
     step = rounding(format_named(name), dtype, "nearest", torch.Generator())
@@ -226,7 +269,8 @@ def test_the_fast_way_rounds_as_round_to(dtype: torch.dtype, name: str) -> None:
 
 
 def test_a_value_is_rounded_once() -> None:
-    """1 + 2^-8 + 2^-40, the mean of two V's, becomes 1.0078125 in bfloat16 and not 1.0."""
+    """1 + 2^-8 + 2^-40, the mean of two V's, becomes 1.0078125 in bfloat16 and not
+    1.0."""
     twice = torch.tensor(1 + 2**-8 + 2**-40, dtype=torch.float64).bfloat16()
     assert twice == 1.0  # else torch has mended its casts, which go by way of float32
     v = torch.tensor([1 + 2**-7, 1 + 2**-39], dtype=torch.float64).view(1, 1, 2, 1)
@@ -234,11 +278,14 @@ def test_a_value_is_rounded_once() -> None:
     case = dataclasses.replace(case, q=torch.zeros_like(case.q), v=v)
     assert emulate(case, preset="exact").item() == 1 + 2**-8 + 2**-40
     assert emulate(case, preset="exact", out="bfloat16").item() == 1.0078125
-    assert emulate(case, preset="exact", normalised="float32", out="bfloat16").item() == 1.0
+    assert (
+        emulate(case, preset="exact", normalised="float32", out="bfloat16").item() == 1.0
+    )
 
 
 def test_stochastic_rounding_is_seeded_and_unbiased() -> None:
-    """The mean over 100 seeds is the exact output to 6 standard errors of ulp / 2 / sqrt(100)."""
+    """The mean over 100 seeds is the exact output to 6 standard errors of ulp / 2 /
+    sqrt(100)."""
     case = drawn(16, heads=1, head_dim=4)
     options = {"preset": "exact", "out": "bfloat16", "rounding": "stochastic"}
     runs = [emulate(case, **options, seed=seed) for seed in range(100)]
@@ -250,20 +297,26 @@ def test_stochastic_rounding_is_seeded_and_unbiased() -> None:
 
 
 def test_the_polynomial_of_flash_attention_4() -> None:
-    """Within 8.8e-5 of exp, exact at powers of two, 0 below 2^-127; `fa4` has it in an eighth."""
+    """Within 8.8e-5 of exp, exact at powers of two, 0 below 2^-127; `fa4` has it in an
+    eighth."""
     x = torch.linspace(-88, 5.5, 1 << 17, dtype=torch.float64)
     assert 8.5e-5 < float((module._cubic(x) / x.exp() - 1).abs().max()) < 8.8e-5
-    found = module._cubic(torch.tensor([0.0, 8.0, -126.0, -128.0, -inf]).double() * math.log(2))
+    found = module._cubic(
+        torch.tensor([0.0, 8.0, -126.0, -128.0, -inf]).double() * math.log(2)
+    )
     assert found.tolist() == pytest.approx([1.0, 256.0, 2.0**-126, 0.0, 0.0], rel=1e-13)
     other = (module._fa4(x[:256].clone()) != x[:256].exp()).nonzero().flatten().tolist()
     assert other == [i for i in range(256) if i % 16 > 11 and 31 < i % 128 < 96]
 
 
 def test_fast_exp() -> None:
-    """`fexp_u20`: within 1.1e-4; 1 - 5.3e-5 for 0, 0 below fp32's range and for -inf; keeps NaN."""
+    """`fexp_u20`: within 1.1e-4; 1 - 5.3e-5 for 0, 0 below fp32's range and for -inf;
+    keeps NaN."""
     x = torch.linspace(-87, 0, 200_001, dtype=torch.float64)
     assert ((module._fexp_u20(x) / x.exp() - 1).abs() < 1.1e-4).all()
-    one, *nothing, none = module._fexp_u20(torch.tensor([0.0, -88.0, -1e30, -inf, nan]).double())
+    one, *nothing, none = module._fexp_u20(
+        torch.tensor([0.0, -88.0, -1e30, -inf, nan]).double()
+    )
     # y = -1.07034e-4, to a resolution of 2^-17 for y + 127; then half of 1 + frac(y).
     assert one.item() == pytest.approx(1 - 1.07034e-4 / 2, abs=2**-18)
     assert nothing == [0.0] * 3
@@ -271,26 +324,35 @@ def test_fast_exp() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "options", "says"), [
-    (torch.float8_e4m3fn, {"preset": "golden2024"}, "bias must hold -inf, which float8_e4m3fn"),
+    (torch.float8_e4m3fn, {"preset": "golden2024"}, ("bias must hold -inf, which float8_e4m3fn")),
     (torch.float64, {"compute": "float32"}, "float32 would round inputs in float64"),
-    (torch.bfloat16, {"compute": "float32", "p": "e11m30"}, "float32 cannot round p to e11m30"),
+    (torch.bfloat16, {"compute": "float32", "p": "e11m30"}, ("float32 cannot round p to e11m30")),
     (torch.bfloat16, {"softmax": "guarded", "p": "float8_e5m2"}, "needs 8 bits"),
     (torch.bfloat16, {"softmax": "guarded", "exp": "float8_e5m2"}, "needs 8 bits"),
 ])  # fmt: skip
-def test_what_a_format_cannot_do_is_declined(dtype: torch.dtype, options: Any, says: str) -> None:
-    """A recipe that the case's format does not allow is Refused, so its rows are skipped."""
+def test_what_a_format_cannot_do_is_declined(
+    dtype: torch.dtype, options: Any, says: str
+) -> None:
+    """A recipe that the case's format does not allow is Refused, so its rows are
+    skipped."""
     with pytest.raises(Refused, match=says):
         KERNEL.attend(make_case().rounded_to(format_of(dtype)), **options)
 
 
-def test_tiles_cover_what_is_visible_once_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every visible pair lies in one tile; rows are whole blocks that each see something of it; so
-    in backward, in one piece or many, for every combination of lengths and positions."""
+def test_tiles_cover_what_is_visible_once_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every visible pair lies in one tile; rows are whole blocks that each see something
+    of it; so in backward, in one piece or many, for every combination of lengths and
+    positions."""
     windows = (None, (0, 0), (2, None), (None, 1), (3, 2))
-    every = itertools.product((1, 7, 12), (1, 5, 12), (False, True), (-20, -3, 0, 4, 20), windows)
-    for (q_len, kv_len, causal, offset, window), budget, (block_q, block_kv) in itertools.product(
-        every, (1, 300, 1 << 20), ((1, 1), (2, 3), (5, 4), (64, 64))
-    ):
+    every = itertools.product(
+        (1, 7, 12), (1, 5, 12), (False, True), (-20, -3, 0, 4, 20), windows
+    )
+    for (q_len, kv_len, causal, offset, window), budget, (
+        block_q,
+        block_kv,
+    ) in itertools.product(every, (1, 300, 1 << 20), ((1, 1), (2, 3), (5, 4), (64, 64))):
         case = make_case(
             heads=1, q_len=q_len, kv_len=kv_len, is_causal=causal, causal_offset=offset,
             window=window,
@@ -299,10 +361,14 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(monkeypatch: pytest.M
         shown = visible(case, slice(0, q_len), slice(0, kv_len))
         shown = torch.ones(q_len, kv_len, dtype=torch.bool) if shown is None else shown
         splits = 3 if budget == 300 else None
-        r = Rounder(recipe("fa2", block_q=block_q, block_kv=block_kv, splits=splits), case)
+        r = Rounder(
+            recipe("fa2", block_q=block_q, block_kv=block_kv, splits=splits), case
+        )
         tiles = [t for s in module.splits(r) for t in module.tiles(r, s)]
         x = case.q
-        same = dict.fromkeys(["q", "q_s", "k", "k_s", "v", "dO", "O", "L", "m", "l", "shift"], x)
+        same = dict.fromkeys(
+            ["q", "q_s", "k", "k_s", "v", "dO", "O", "L", "m", "l", "shift"], x
+        )
         given = backward.Given(r=r, scale_in="scores", over=None, **same)
         for blocks in (tiles, list(backward.blocks(given))):
             count = torch.zeros(shown.shape)
@@ -324,7 +390,8 @@ def test_block_q_does_not_matter(preset: str, fields: dict[str, Any]) -> None:
     """The size of the query block changes nothing, in round-to-nearest."""
     case = drawn(96, **fields)
     first, *others = (
-        emulate(case, preset=preset, block_q=block_q, block_kv=16) for block_q in (1, 8, 33, 96)
+        emulate(case, preset=preset, block_q=block_q, block_kv=16)
+        for block_q in (1, 8, 33, 96)
     )
     # In the exact preset matrix products of other shapes may differ in their last bit.
     assert all((first - other).abs().max() <= 1e-15 for other in others)
@@ -343,13 +410,15 @@ def test_block_q_matters_where_fa1_truncates() -> None:
 @pytest.mark.parametrize("block_kv", [32, 300])
 @pytest.mark.parametrize("regime", ["normal", "logits x4", "ties"])
 def test_float32_is_within_its_bound(regime: str, block_kv: int) -> None:
-    """|o32 - o64| is within the bound of `emulation.forward`, itself below five ulps of the term
-    scale; the modes agree in 98 % of the elements, and in rms to 1 %."""
+    """|o32 - o64| is within the bound of `emulation.forward`, itself below five ulps of
+    the term scale; the modes agree in 98 % of the elements, and in rms to 1 %."""
     case = drawn(300, is_causal=True, **REGIMES[regime])
     u, w = BF16.unit_roundoff, 2.0**-24
     n, d, tiles = 300, 64, -(-300 // block_kv)
     truth = reference(case)
-    A = case.scale * (case.q.double().abs() @ case.k.double().abs().transpose(-1, -2)).amax(-1)
+    A = case.scale * (
+        case.q.double().abs() @ case.k.double().abs().transpose(-1, -2)
+    ).amax(-1)
     e = (2 * d + 12 + 4 * tiles) * w * A + (6 + 8 * tiles) * w
     o64 = emulate(case, block_kv=block_kv)
     o32 = emulate(case, block_kv=block_kv, compute="float32")
@@ -386,7 +455,8 @@ def test_global_settings_are_off_inside_and_restored(tf32: Any, monkeypatch: Any
 
 
 def test_autocast_and_autograd_have_no_say() -> None:
-    """Under autocast the numbers are the same, and inputs that want gradients give none."""
+    """Under autocast the numbers are the same, and inputs that want gradients give
+    none."""
     case = drawn(40)
     case = dataclasses.replace(case, q=case.q.clone().requires_grad_())
     plain = emulate(case, compute="float32")
@@ -396,11 +466,13 @@ def test_autocast_and_autograd_have_no_say() -> None:
 
 
 def test_golden2024_grows_with_length_and_falls_with_tile_area() -> None:
-    """Max error against eager's: 2.22 [1.85, 2.68], 1.44, 1.04 for tiles of 16, 64 and 256 keys at
-    length 512 over six seeds; square tiles change nothing."""
+    """Max error against eager's: 2.22 [1.85, 2.68], 1.44, 1.04 for tiles of 16, 64 and
+    256 keys at length 512 over six seeds; square tiles change nothing."""
     case = drawn(512, heads=8)
     eager = max_error(case, preset="eager")
-    ratio = {m: max_error(case, preset="golden2024", memory=m) / eager for m in (4096, 65536)}
+    ratio = {
+        m: max_error(case, preset="golden2024", memory=m) / eager for m in (4096, 65536)
+    }
     assert ratio[4096] > 1.4 * ratio[65536]
     assert ratio[4096] > 1.5
     square = max_error(case, preset="golden2024", memory=65536, block_q=256) / eager
@@ -427,7 +499,8 @@ def test_devices_agree(preset: str) -> None:
 
 @pytest.mark.parametrize("block_kv", [1, 16, 200])
 def test_consistent_weights_sum_to_one(block_kv: int) -> None:
-    """With V = 1 and l from the rounded P, O is exactly 1; else not (flash-attention PR 2721)."""
+    """With V = 1 and l from the rounded P, O is exactly 1; else not (flash-attention PR
+    2721)."""
     case = drawn(200, logits=2.0)
     case = dataclasses.replace(case, v=torch.ones_like(case.v))
     consistent = emulate(case, preset="fa2-consistent", block_kv=block_kv, out="exact")
@@ -455,8 +528,8 @@ def term_scales(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.one_in(3)
 def test_exact_is_the_gradient(name: str) -> None:
-    """To 300 u of the term scale: a score has at most eight terms and size 30, and exp makes its
-    rounding, up to 2 * 30 u, a relative error of P."""
+    """To 300 u of the term scale: a score has at most eight terms and size 30, and exp
+    makes its rounding, up to 2 * 30 u, a relative error of P."""
     case = step(**FEATURES[name])
     truth, scales = truth_of(case), term_scales(case)
     choices = itertools.product(
@@ -470,7 +543,11 @@ def test_exact_is_the_gradient(name: str) -> None:
         ),
         ({"block_q": 2, "block_kv": 1}, {"block_q": 2, "block_kv": 3}, {}),
     )
-    for algorithm, (loop, order), (p, delta), (ds_scale, scale_in, group), tile in choices:
+    for algorithm, (loop, order), (p, delta), (
+        ds_scale,
+        scale_in,
+        group,
+    ), tile in choices:
         if algorithm == "plain" and tile:
             continue
         made = recipe(
@@ -478,7 +555,9 @@ def test_exact_is_the_gradient(name: str) -> None:
             delta_from=delta, ds_scale=ds_scale, scale_in=scale_in, group_sum=group, **tile,
             scale_again="k_log2" if (scale_in, p) == ("scores", "lse") else "same",
         )  # fmt: skip
-        for found, exact, scale in zip(gradients(case, made)[2:], truth, scales, strict=True):
+        for found, exact, scale in zip(
+            gradients(case, made)[2:], truth, scales, strict=True
+        ):
             assert ((found - exact).abs() <= 300 * U64 * scale).all(), made
 
 
@@ -490,7 +569,9 @@ def test_tiles_matter_through_the_running_sums() -> None:
     def found(tile: int, sums: str, **more: Any) -> list[Tensor]:
         # Without `p`, whose rounding in forward depends on the tile.
         sites = {"p": "exact", **dict.fromkeys(NAMES, sums)}
-        return list(gradients(case, recipe(block_q=tile, block_kv=tile, **sites, **more))[2:])
+        return list(
+            gradients(case, recipe(block_q=tile, block_kv=tile, **sites, **more))[2:]
+        )
 
     for a, b, t in zip(found(16, "wide"), found(128, "wide"), truth, strict=True):
         assert (rms(a - b) < 0.2 * rms(a - t)).all()
@@ -498,24 +579,34 @@ def test_tiles_matter_through_the_running_sums() -> None:
     for a, b, t in zip(small, found(128, "working"), truth, strict=True):
         assert (rms(a - t) > 1.3 * rms(b - t)).all()
     assert not torch.equal(found(16, "working", kv_order="descending")[0], small[0])
-    ways = ({}, {"block_kv": 128}, {"kv_order": "descending"})  # and forward, where P is rounded
+    # And forward, where P is rounded
+    ways = ({}, {"block_kv": 128}, {"kv_order": "descending"})
     one, *others = (emulate(case, **{"block_kv": 16, **way}) for way in ways)
     assert all((one != other).any() for other in others)
 
 
 @pytest.mark.parametrize("options", [{}, {"logits": 8.0}, {"regime": "ties"}])
 def test_gradients_in_float32_are_within_their_bound(options: dict[str, Any]) -> None:
-    """|d32 - d64| is within the bound of `emulation.backward`, itself below eight ulps of the term
-    scale; rms errors agree to 1 %, on ties, where a few keys carry everything, to 5 %."""
+    """|d32 - d64| is within the bound of `emulation.backward`, itself below eight ulps of
+    the term scale; rms errors agree to 1 %, on ties, where a few keys carry everything,
+    to 5 %."""
     n, d, t = 256, 64, 2
     case = drawn(n, is_causal=True, **options)
     u, w = BF16.unit_roundoff, 2.0**-24
-    A = case.scale * (case.q.double().abs() @ case.k.double().abs().transpose(-1, -2)).amax()
+    A = (
+        case.scale
+        * (case.q.double().abs() @ case.k.double().abs().transpose(-1, -2)).amax()
+    )
     e = float((6 * d + 24 + 4 * t) * w * A + (n + 20 + 8 * t + 2 * math.log(n)) * w)
-    of_ds, of_p = 4 * u + 3 * e + (2 * n + 4 * d + 8 * t + 16) * w, 2 * u + 2 * e + 2 * (n + 8) * w
+    of_ds, of_p = (
+        4 * u + 3 * e + (2 * n + 4 * d + 8 * t + 16) * w,
+        2 * u + 2 * e + 2 * (n + 8) * w,
+    )
     d64 = gradients(case, recipe("fa2"))[2:]
     d32 = gradients(case, recipe("fa2", compute="float32"))[2:]
-    bounds = zip(d64, d32, truth_of(case), term_scales(case), (of_ds, of_ds, of_p), strict=True)
+    bounds = zip(
+        d64, d32, truth_of(case), term_scales(case), (of_ds, of_ds, of_p), strict=True
+    )
     for a, b, exact, X, factor in bounds:
         assert b.dtype == torch.float32
         assert ((a - b).abs() <= factor * X + ulp(a, BF16)).all()

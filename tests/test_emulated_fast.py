@@ -24,23 +24,27 @@ from numdev.kernels.reference import attend, gradients
 ROWS, KEYS, HEADS = 150, 330, 4
 RMS = 1e-3
 BEFORE_CAST = {"bfloat16": 1e-2, "float16": 4e-2}
-"""How far apart outputs may lie before their cast, in rms and relative to the error. fp32 sums of n
-terms in two orders lie about sqrt(n) 2^-24, 1e-6, of the term scale apart, and an error is about
-u / 3 of it: 1.3e-3 in bf16 and 1.6e-4 in fp16. That is 1e-3 and 6e-3; the rest is for roundings
-inside that fall on two sides of a boundary."""
+"""How far apart outputs may lie before their cast, in rms and relative to the error. fp32
+sums of n terms in two orders lie about sqrt(n) 2^-24, 1e-6, of the term scale apart, and
+an error is about u / 3 of it: 1.3e-3 in bf16 and 1.6e-4 in fp16. That is 1e-3 and 6e-3;
+the rest is for roundings inside that fall on two sides of a boundary."""
 CARRIED = {"bfloat16": 1e-3, "float16": 5e-3}
-"""The share of outputs whose cast may go to the other side: that distance over a spacing, of which
-it is as large a part as of an error, or less."""
+"""The share of outputs whose cast may go to the other side: that distance over a spacing,
+of which it is as large a part as of an error, or less."""
 
 
 noise = functools.partial(normal, seed=3)
 
 
-def drawn(regime: str = "normal", *, fmt: str = "bfloat16", **others: Any) -> AttentionCase:
+def drawn(
+    regime: str = "normal", *, fmt: str = "bfloat16", **others: Any
+) -> AttentionCase:
     shape = {"batch": 2, "heads": HEADS, "kv_heads": 2, "rows": ROWS, "head_dim": 32}
     length = others.pop("keys", KEYS)
     case = drawn_case(length, regime, dtype=torch.float64, **{**shape, **others})
-    return dataclasses.replace(case, grad_out=noise(*case.q.shape)).rounded_to(format_named(fmt))
+    return dataclasses.replace(case, grad_out=noise(*case.q.shape)).rounded_to(
+        format_named(fmt)
+    )
 
 
 CAUSAL = {"is_causal": True, "causal_offset": KEYS - ROWS}
@@ -72,7 +76,12 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "fast exp": {"block_kv": 128, "exponential": "fexp_u20"},
     "one cast": {"preset": "exact", "out": "working"},
     "a lagging maximum": {"preset": "fa4", "block_kv": 32, "max_lag": 1},
-    "it lags, ascending": {"block_kv": 32, "splits": 2, "max_lag": 2, "exponential": "cubic"},
+    "it lags, ascending": {
+        "block_kv": 32,
+        "splits": 2,
+        "max_lag": 2,
+        "exponential": "cubic",
+    },
 }
 
 
@@ -94,15 +103,19 @@ def apart(found: Tensor, tiled: Tensor, error: Tensor) -> float:
 
 
 def assert_same(case: AttentionCase, claim: Mapping[str, Any]) -> None:
-    """The claim in blocks is that tile by tile: elements differ by a cast that goes to the other
-    side, one ulp, and the largest P that does, 2 u of the term scale."""
+    """The claim in blocks is that tile by tile: elements differ by a cast that goes to
+    the other side, one ulp, and the largest P that does, 2 u of the term scale."""
     reference, fmt = attend(case), case.format
     tiled = tile_by_tile.attend(case, recipe_of(claim))[0].double()
     found = emulation(case, claim).double()
     error = tiled - reference.out
-    assert float((found - reference.out).norm() / error.norm()) == pytest.approx(1.0, abs=RMS)
+    assert float((found - reference.out).norm() / error.norm()) == pytest.approx(
+        1.0, abs=RMS
+    )
     largest = ulp(torch.maximum(found.abs(), tiled.abs()), fmt)
-    assert ((found - tiled).abs() <= largest + 2 * fmt.unit_roundoff * reference.term_scale).all()
+    assert (
+        (found - tiled).abs() <= largest + 2 * fmt.unit_roundoff * reference.term_scale
+    ).all()
     assert (found != tiled).double().mean() <= CARRIED[fmt.name]
     exact_out = {**claim, "out": "exact"}
     tiled = tile_by_tile.attend(case, recipe_of(exact_out))[0]
@@ -128,10 +141,13 @@ def test_blocks_are_the_tiles_up_to_fp32_rounding(name: str, fmt: str) -> None:
     ({"block_kv": 64}, "float32"),
 ])  # fmt: skip
 def test_what_is_rounded_between_tiles_goes_tile_by_tile(claim: Any, fmt: str) -> None:
-    """To the bit; and so does all in float32, where fp32 arithmetic is what is predicted."""
+    """To the bit; and so does all in float32, where fp32 arithmetic is what is
+    predicted."""
     case = drawn(fmt=fmt, rows=40, keys=100, is_causal=True)
     assert not is_at_once(case, claim)
-    assert torch.equal(emulation(case, claim), tile_by_tile.attend(case, recipe_of(claim))[0])
+    assert torch.equal(
+        emulation(case, claim), tile_by_tile.attend(case, recipe_of(claim))[0]
+    )
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -156,15 +172,17 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
 
 
 STEP_APART = 0.15
-"""Relative to the error: what 2e-3 of the last casts make when they go to the other side. That is
-an ulp each, sqrt(12) times the rms of a rounding."""
+"""Relative to the error: what 2e-3 of the last casts make when they go to the other side.
+That is an ulp each, sqrt(12) times the rms of a rounding."""
 RMS_OF_FEW = 2e-2
 FEW = ("ties", "sink")
-"""Here a few keys carry all of dk, and one O that is carried over moves delta in all of it."""
+"""Here a few keys carry all of dk, and one O that is carried over moves delta in all of
+it."""
 
 
 def assert_same_step(case: AttentionCase, claim: Mapping[str, Any], rms: float) -> None:
-    """What differs is a small part of the error, in every tensor, and its rms is the same."""
+    """What differs is a small part of the error, in every tensor, and its rms is the
+    same."""
     exact = gradients(case)
     O, _, *gradient = emulated_backward.gradients(case, recipe_of(claim))
     tiled = dict(zip(("out", "dq", "dk", "dv"), (O, *gradient), strict=True))
@@ -182,7 +200,9 @@ def assert_same_step(case: AttentionCase, claim: Mapping[str, Any], rms: float) 
 def test_a_step_in_blocks_is_that_in_tiles(name: str) -> None:
     """Both passes, every way to gradients."""
     for claim in STEPS.values():
-        assert_same_step(CASES[name]("bfloat16"), claim, RMS_OF_FEW if name in FEW else RMS)
+        assert_same_step(
+            CASES[name]("bfloat16"), claim, RMS_OF_FEW if name in FEW else RMS
+        )
 
 
 def test_a_step_of_what_is_not_finite_is_that_in_tiles() -> None:
@@ -206,7 +226,8 @@ def test_blocks_are_the_tiles_on_a_gpu(name: str) -> None:
 
 
 def test_each_part_is_rounded_before_it_is_merged() -> None:
-    """Four splits handed over in bfloat16: but for a few roundings that turn, the same numbers."""
+    """Four splits handed over in bfloat16: but for a few roundings that turn, the same
+    numbers."""
     case, claim = drawn(), {"block_kv": 64, "splits": 4, "merge": "working"}
     tiled = tile_by_tile.attend(case, recipe_of(claim))[0]
     assert (emulation(case, claim) != tiled).double().mean() < 0.01

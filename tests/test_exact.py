@@ -1,6 +1,8 @@
-"""Tensors that say a format and hold fp64: the exact run, the rounded run, and what is refused.
+"""Tensors that say a format and hold fp64: the exact run, the rounded run, and what is
+refused.
 
-The oracle is PyTorch itself: the same function on fp64 tensors, and on tensors of the format."""
+The oracle is PyTorch itself: the same function on fp64 tensors, and on tensors of the
+format."""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ TENTH = 0.10009765625  # 0.1 in bfloat16
 # Functions whose exact run is no other computation than fp64's, and yet not bit by bit.
 NOT_BITWISE = {
     "rms_norm": 1e-8,  # PyTorch turns eps into float32 before any operator
-    "product": 1e-14,  # autograd takes a formula that is safe for zeros with tensors of a subclass
+    # Autograd takes a formula that is safe for zeros with tensors of a subclass
+    "product": 1e-14,
 }
-# Where PyTorch's own kernel for a CPU errs more than one rounding of its result, and so than what
-# is predicted; and where it adds up in bfloat16, one term after another.
+# Where PyTorch's own kernel for a CPU errs more than one rounding of its result, and so
+# than what is predicted; and where it adds up in bfloat16, one term after another.
 ROUNDS_INSIDE = {
     "product": "multiplies in bfloat16",
     "rms_norm_by_hand": "rsqrt rounds its root where elements fill no vector",
@@ -65,16 +68,19 @@ def rounded(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
     return narrowed(output)
 
 
-# --- both runs, forward and backward -------------------------------------------------------------
+# --- both runs, forward and backward --------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_exact_run_is_fp64s(name: str) -> None:
-    """Output and gradients equal those of the same function on fp64 tensors, bit by bit."""
+    """Output and gradients equal those of the same function on fp64 tensors, bit by
+    bit."""
     arguments = predictions.inputs_of(name, 0, BF16)
     truth = predictions.plain(name, predictions.cast(arguments, torch.float64), BF16)
     exact = predictions.computed(name, arguments, BF16)
-    for own, expected in zip(predictions.flat(exact), predictions.flat(truth), strict=True):
+    for own, expected in zip(
+        predictions.flat(exact), predictions.flat(truth), strict=True
+    ):
         assert own.dtype == torch.float64
         if name in NOT_BITWISE:
             torch.testing.assert_close(own, expected, rtol=NOT_BITWISE[name], atol=0)
@@ -84,7 +90,8 @@ def test_the_exact_run_is_fp64s(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_rounded_run_errs_as_pytorchs_own(name: str) -> None:
-    """The rms error of PyTorch's bfloat16 output and gradients, over that of the rounded run."""
+    """The rms error of PyTorch's bfloat16 output and gradients, over that of the rounded
+    run."""
     _, ratios = predictions.ratios_of(name, 1, BF16)
     for ratio in (ratio for ratio in ratios if not math.isnan(ratio)):  # neither errs
         if name in ROUNDS_INSIDE:
@@ -94,8 +101,8 @@ def test_the_rounded_run_errs_as_pytorchs_own(name: str) -> None:
 
 
 class Noting(TorchDispatchMode):
-    """What PyTorch calls, and the dtypes of the results; without views, of which tensors of a
-    subclass get more after a write in place."""
+    """What PyTorch calls, and the dtypes of the results; without views, of which tensors
+    of a subclass get more after a write in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +112,9 @@ class Noting(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # it would be loaded, for three seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return self.noted(func, func(*args, **(kwargs or {})))
 
     def noted(self, func: Any, result: Any) -> Any:
@@ -129,7 +138,9 @@ def test_operators_are_pytorchs_and_say_its_dtypes(
         torch.autograd.grad(function(*arguments), leaves, back)
     original = Computing.__torch_dispatch__
 
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return wide.noted(func, original(self, func, types, args, kwargs))
 
     monkeypatch.setattr(Computing, "__torch_dispatch__", dispatch)
@@ -138,7 +149,8 @@ def test_operators_are_pytorchs_and_say_its_dtypes(
 
 
 def test_gradients_of_a_module_are_named_and_exact() -> None:
-    """Those of parameters and arguments, also where weights are of another dtype than inputs."""
+    """Those of parameters and arguments, also where weights are of another dtype than
+    inputs."""
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
     model.to(BF16)[1].float()
     x = torch.randn(5, 8).to(BF16).requires_grad_()
@@ -160,11 +172,13 @@ def test_an_input_that_the_output_does_not_depend_on_has_no_gradient(x: Tensor) 
 
 
 def test_a_cotangent_of_another_shape_is_refused(x: Tensor) -> None:
-    with pytest.raises(UsageError, match=r"cotangent of output 0: expected the shape \[\], got \["):
+    with pytest.raises(
+        UsageError, match=r"cotangent of output 0: expected the shape \[\], got \["
+    ):
         evaluate(lambda a: a.sum(), x.clone().requires_grad_(), cotangent=lambda *_: x)
 
 
-# --- what rounds, and how ------------------------------------------------------------------------
+# --- what rounds, and how -------------------------------------------------------------
 
 CARRY = {
     "clamp": lambda x: x.clamp(0.1, 0.1),
@@ -223,7 +237,8 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_python_numbers_are_read_as_kernels_read_them(
     name: str, dtype: torch.dtype, x: Tensor
 ) -> None:
-    """The rounded run is PyTorch's own, element by element, but for its powers of float32."""
+    """The rounded run is PyTorch's own, element by element, but for its powers of
+    float32."""
     x = x.to(dtype)
     same = rounded(NUMBERS[name], x) == NUMBERS[name](x)
     least = 0.95 if name in ("power", "base") and dtype == torch.float32 else 1
@@ -231,16 +246,21 @@ def test_python_numbers_are_read_as_kernels_read_them(
 
 
 def test_rounding_at_random_is_unbiased_and_repeats(x: Tensor) -> None:
-    """To one of the two neighbours; over 400 seeds the mean is within 5 standard errors."""
+    """To one of the two neighbours; over 400 seeds the mean is within 5 standard
+    errors."""
 
     x = x[:8]
 
     def runs(seed: int) -> Tensor:
-        return widened(evaluate(lambda x: x / 3, x, rounding=EveryOperation(seed=seed)).output)
+        return widened(
+            evaluate(lambda x: x / 3, x, rounding=EveryOperation(seed=seed)).output
+        )
 
     exact, drawn = x.double() / 3, torch.stack([runs(seed) for seed in range(400)])
     assert torch.equal(runs(7), drawn[7])
-    assert int(torch.tensor([len(column.unique()) for column in drawn[:, 0].T]).max()) == 2
+    assert (
+        int(torch.tensor([len(column.unique()) for column in drawn[:, 0].T]).max()) == 2
+    )
     error = (drawn - exact).mean() / (drawn - exact).std() * math.sqrt(drawn.numel())
     assert abs(float(error)) < 5
 
@@ -249,13 +269,16 @@ def test_only_chosen_operations_round(x: Tensor) -> None:
     def is_product(func: Any, args: Any) -> bool:
         return func.overloadpacket.__name__ == "mul"
 
-    output = evaluate(lambda x: (x * 0.3).exp(), x, rounding=EveryOperation(chosen=is_product))
+    output = evaluate(
+        lambda x: (x * 0.3).exp(), x, rounding=EveryOperation(chosen=is_product)
+    )
     once = round_to(x.double() * 0.3, FORMATS["bfloat16"])
     assert torch.equal(output.output.exact, once.exp())
 
 
 def test_attention_and_logsumexp_are_their_own_formulas(x: Tensor) -> None:
-    """Rounded where PyTorch's formula rounds: attention in float32, `logsumexp` at each step."""
+    """Rounded where PyTorch's formula rounds: attention in float32, `logsumexp` at each
+    step."""
     q = x.reshape(1, 4, 16, 48)
 
     def attend(q: Tensor) -> Tensor:
@@ -287,7 +310,7 @@ def test_switches_of_pytorch_are_as_before(x: Tensor) -> None:
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
-# --- writes, views, copies -----------------------------------------------------------------------
+# --- writes, views, copies ------------------------------------------------------------
 
 
 def test_views_share_storage_and_writes_reach_them(x: Tensor) -> None:
@@ -324,7 +347,13 @@ def test_an_output_argument_is_written_and_grows(x: Tensor) -> None:
 def test_arguments_are_copied_and_share_storage_as_they_did(x: Tensor) -> None:
     """In any tree, with their strides; what the caller has stays as it was."""
     before = x.clone()
-    tree = {"rows": x[::2], "all": x, "turned": x.t(), "many": x[:1].expand(4, 48), "n": 3}
+    tree = {
+        "rows": x[::2],
+        "all": x,
+        "turned": x.t(),
+        "many": x[:1].expand(4, 48),
+        "n": 3,
+    }
 
     def write(tree: dict[str, Any]) -> tuple[Any, ...]:
         tree["rows"][0, 0] = 7.0
@@ -333,7 +362,9 @@ def test_arguments_are_copied_and_share_storage_as_they_did(x: Tensor) -> None:
 
     whole, turned, many, strides = evaluate(write, tree).output
     assert whole[0, 0].item() == turned[0, 0].item() == many[3, 0].item() == 7.0
-    assert strides == {name: y.stride() for name, y in tree.items() if isinstance(y, Tensor)}
+    assert strides == {
+        name: y.stride() for name, y in tree.items() if isinstance(y, Tensor)
+    }
     assert torch.equal(x, before)
 
 
@@ -354,13 +385,17 @@ class Attributes(nn.Module):
 
 
 def test_a_modules_own_tensors_are_copied_too() -> None:
-    """Parameters, buffers, attributes in lists and dicts; the module itself stays as it was."""
+    """Parameters, buffers, attributes in lists and dicts; the module itself stays as it
+    was."""
     model = Attributes()
     before = copy.deepcopy(model.state_dict())
     x = torch.randn(8, 4)
     output = evaluate(model, x).output.exact
     twin = copy.deepcopy(model).double()
-    twin.scales, twin.state = [model.scales[0].double()], {"seen": torch.zeros(4).double()}
+    twin.scales, twin.state = (
+        [model.scales[0].double()],
+        {"seen": torch.zeros(4).double()},
+    )
     twin.float = twin.double  # type: ignore[method-assign]
     x64 = x.double()
     seen = x64.mean(0) / 3
@@ -371,7 +406,9 @@ def test_a_modules_own_tensors_are_copied_too() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_running_statistics_are_written_in_training_alone(training: bool, x: Tensor) -> None:
+def test_running_statistics_are_written_in_training_alone(
+    training: bool, x: Tensor
+) -> None:
     """Otherwise they stay, unrounded too."""
     third = torch.full((48,), 1 / 3, dtype=torch.float64)
     mean, variance = Wide.of(third.clone(), BF16), Wide.of(third.clone(), BF16)
@@ -386,7 +423,9 @@ def test_complex_numbers_are_rounded_part_by_part() -> None:
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
 
     def turn(x: Tensor) -> Tensor:
-        return torch.view_as_real(torch.view_as_complex(x) * torch.polar(x[:, 0].abs(), x[:, 1]))
+        return torch.view_as_real(
+            torch.view_as_complex(x) * torch.polar(x[:, 0].abs(), x[:, 1])
+        )
 
     assert torch.equal(widened(evaluate(turn, x).output), turn(x.double()))
     own = evaluate(turn, x, rounding=EveryOperation()).output
@@ -394,7 +433,7 @@ def test_complex_numbers_are_rounded_part_by_part() -> None:
     assert torch.equal(own.exact, own.exact.float().double())
 
 
-# --- random draws --------------------------------------------------------------------------------
+# --- random draws ---------------------------------------------------------------------
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
@@ -427,7 +466,7 @@ def test_a_generator_of_ones_own_is_a_seed() -> None:
     assert torch.equal(narrowed(evaluate(draw).output), draw())
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------
 
 
 def square(x: Tensor) -> Tensor:
@@ -437,11 +476,17 @@ def square(x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "aten._linalg_eigh.default": (
         lambda x: torch.linalg.eigh(square(x))[1] * 2,
-        "its vectors are no function of the input: they are free in sign, order or rotation",
+        (
+            "its vectors are no function of the input: they are free in sign, order or "
+            "rotation"
+        ),
     ),
     "aten._linalg_svd.default": (
         lambda x: torch.linalg.svd(square(x))[0],
-        "its vectors are no function of the input: they are free in sign, order or rotation",
+        (
+            "its vectors are no function of the input: they are free in sign, order or "
+            "rotation"
+        ),
     ),
     "aten.view.dtype": (
         lambda x: x.view(torch.int16),
@@ -474,7 +519,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-def test_a_format_without_rounding_is_refused_where_it_would_be_rounded(x: Tensor) -> None:
+def test_a_format_without_rounding_is_refused_where_it_would_be_rounded(
+    x: Tensor,
+) -> None:
     def cast(x: Tensor) -> Tensor:
         return x.to(torch.float8_e4m3fnuz)
 
@@ -496,12 +543,16 @@ def test_operators_without_an_own_formula_are_refused(x: Tensor) -> None:
 def test_a_module_that_cannot_be_copied_is_refused() -> None:
     model = nn.Linear(3, 3)
     model.lock = threading.Lock()
-    with pytest.raises(Unsupported, match=r"Linear at .*: it cannot be copied: cannot pickle"):
+    with pytest.raises(
+        Unsupported, match=r"Linear at .*: it cannot be copied: cannot pickle"
+    ):
         evaluate(model, torch.randn(2, 3))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_exact_result_is_refused_by_name_and_line(name: str, x: Tensor) -> None:
+def test_what_has_no_exact_result_is_refused_by_name_and_line(
+    name: str, x: Tensor
+) -> None:
     function, reason = REFUSED[name]
     line = inspect.getsourcelines(function)[1]
     source = Path(__file__).read_text(encoding="utf-8").splitlines()[line - 1].strip()
@@ -514,12 +565,16 @@ def test_values_without_vectors_are_a_function(x: Tensor) -> None:
     """Eigenvalues and singular values, also backward, where vectors may be used."""
     x = x.float().requires_grad_()
     for function in (torch.linalg.eigvalsh, torch.linalg.svdvals):
-        own = evaluate(lambda a, f=function: f(square(a)), x, cotangent=lambda _, y: torch.ones(8))
+        own = evaluate(
+            lambda a, f=function: f(square(a)), x, cotangent=lambda _, y: torch.ones(8)
+        )
         twin = x.detach().double().requires_grad_()
         small = twin[:8, :8]
         values = function(small @ small.mT)
         expected = torch.autograd.grad(values.sum(), twin)[0]
-        torch.testing.assert_close(own.output.exact, values.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            own.output.exact, values.detach(), rtol=1e-12, atol=1e-12
+        )
         torch.testing.assert_close(own.gradients["[0]"], expected, rtol=1e-10, atol=1e-10)
 
 

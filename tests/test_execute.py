@@ -1,4 +1,5 @@
-"""The journal: what is finished is kept, whatever happens, and never mixed with anything else."""
+"""The journal: what is finished is kept, whatever happens, and never mixed with anything
+else."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from recipes import drawn
 import numdev
 from numdev.audit.check import declining
 from numdev.audit.journal import JOURNAL, Journal
-from numdev.audit.plan import Plan, Planned, Task, digest, header, plan_controls, plan_kernels
+from numdev.audit.plan import (
+    Plan,
+    Planned,
+    Task,
+    digest,
+    header,
+    plan_controls,
+    plan_kernels,
+)
 from numdev.cases import CaseRef
 from numdev.config import AuditRequest, Choice
 from numdev.errors import Refused, UsageError
@@ -33,10 +42,14 @@ TASKS = [f"task{i}" for i in range(4)]
 
 
 def rows_of(key: str) -> list[dict[str, Any]]:
-    return [{"key": key, "head": h, "rms": 0.1 + 0.2, "note": "µ\n\u2028"} for h in range(2)]
+    return [
+        {"key": key, "head": h, "rms": 0.1 + 0.2, "note": "µ\n\u2028"} for h in range(2)
+    ]
 
 
-def run(directory: Path, head: dict[str, Any] | None = None, *, stop_after: int = 99) -> Any:
+def run(
+    directory: Path, head: dict[str, Any] | None = None, *, stop_after: int = 99
+) -> Any:
     """A study in small. Returns all rows, and how many tasks had to be computed."""
     computed = 0
     with Journal.open(directory, head or HEADER, overwrite=False) as journal:
@@ -59,7 +72,9 @@ def finished(tmp_path: Path) -> bytes:
     return (tmp_path / "whole" / JOURNAL).read_bytes()
 
 
-def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finished: bytes) -> None:
+def test_cut_off_at_any_byte_it_continues_to_the_same_rows(
+    tmp_path: Path, finished: bytes
+) -> None:
     """Only the task being written is computed again, and the file ends up the same."""
     ends = [i + 1 for i, byte in enumerate(finished) if byte == ord("\n")]
     for length in range(len(finished) + 1):
@@ -71,8 +86,12 @@ def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finis
         assert (directory / JOURNAL).read_bytes() == finished, length
 
 
-@pytest.mark.parametrize("torn", [b"\0" * 4096, b"{}", b"null", b"\xff\xfe", b'{"task":"task1",'])
-def test_a_torn_last_line_is_dropped(tmp_path: Path, finished: bytes, torn: bytes) -> None:
+@pytest.mark.parametrize(
+    "torn", [b"\0" * 4096, b"{}", b"null", b"\xff\xfe", b'{"task":"task1",']
+)
+def test_a_torn_last_line_is_dropped(
+    tmp_path: Path, finished: bytes, torn: bytes
+) -> None:
     """Without its end, whatever it holds: it belongs to a task that was not finished."""
     good = finished[: finished.index(b'{"task":"task1"')]
     (tmp_path / JOURNAL).write_bytes(good + torn)
@@ -101,7 +120,14 @@ DAMAGED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "of another task": lambda x: [*x[:2], x[2].replace(b"task1", b"task9", 1), *x[3:]],
     **{
         f"{other!r}": lambda x, other=other: [*x, other + b"\n"]
-        for other in (b"{}", b"null", b"[]", b'{"task":1}', b'{"task":"x","rows":null}', b"\xff")
+        for other in (
+            b"{}",
+            b"null",
+            b"[]",
+            b'{"task":1}',
+            b'{"task":"x","rows":null}',
+            b"\xff",
+        )
     },
 }
 
@@ -192,8 +218,13 @@ def test_another_run_is_refused_and_the_first_difference_named(tmp_path: Path) -
 
 
 def test_a_run_that_failed_before_its_first_row_is_no_other_run(tmp_path: Path) -> None:
-    """The corrected request starts anew in its directory; what a case is called is no row."""
-    for name, rows in (("failed", {"case": [{}]}), ("empty", {}), ("measured", {"row": [{}]})):
+    """The corrected request starts anew in its directory; what a case is called is no
+    row."""
+    for name, rows in (
+        ("failed", {"case": [{}]}),
+        ("empty", {}),
+        ("measured", {"row": [{}]}),
+    ):
         other = {**HEADER, "request": {"target": "demmo"}}
         with Journal.open(tmp_path / name, other, overwrite=False) as journal:
             journal.append("case a", rows)
@@ -207,8 +238,11 @@ FOREIGN = ("1,2,3\n", "\n", "[]\n", '{"rows":[]}\n')
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_somebody_elses_is_refused(tmp_path: Path, overwrite: bool) -> None:
-    """Foreign files are left alone, with --overwrite too; a header's beginning is ours."""
-    for index, (name, text) in enumerate([("thesis.tex", "x"), *((JOURNAL, x) for x in FOREIGN)]):
+    """Foreign files are left alone, with --overwrite too; a header's beginning is
+    ours."""
+    for index, (name, text) in enumerate(
+        [("thesis.tex", "x"), *((JOURNAL, x) for x in FOREIGN)]
+    ):
         directory = tmp_path / str(index)
         directory.mkdir()
         (directory / name).write_text(text)
@@ -220,7 +254,8 @@ def test_what_is_somebody_elses_is_refused(tmp_path: Path, overwrite: bool) -> N
 
 
 def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
-    """A file where the directory should be, and a directory where the journal should be."""
+    """A file where the directory should be, and a directory where the journal should
+    be."""
     (tmp_path / "file").write_text("")
     assert "cannot write results there" in refused(tmp_path / "file")
     assert "cannot write results there" in refused(tmp_path / "file" / "below")
@@ -246,7 +281,8 @@ OTHERS: dict[str, Sequence[Any]] = {
 
 
 def test_the_same_task_has_the_same_key() -> None:
-    """Also with options in another order, after pickling, and in another process (no hash seed)."""
+    """Also with options in another order, after pickling, and in another process (no hash
+    seed)."""
     task = Task(**TASK)
     again = Task(**{**TASK, "options": {"exact": True, "block": 64}})
     assert task.key == again.key == pickle.loads(pickle.dumps(task)).key
@@ -255,7 +291,8 @@ def test_the_same_task_has_the_same_key() -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Task)])
 def test_every_field_is_in_the_key(name: str) -> None:
-    """Two tasks that differ in any field are two tasks; 1, 1.0, True and "1" are four options."""
+    """Two tasks that differ in any field are two tasks; 1, 1.0, True and "1" are four
+    options."""
     tasks = [Task(**{**TASK, name: value}) for value in OTHERS[name]]
     assert len({task.key for task in (Task(**TASK), *tasks)}) == 1 + len(tasks)
 
@@ -263,7 +300,9 @@ def test_every_field_is_in_the_key(name: str) -> None:
 def test_every_part_of_a_case_is_in_the_key() -> None:
     """As many as a case's name has, so that a new one asks for a case above."""
     refs = [vars(ref) for ref in OTHERS["case"]]
-    changed = [name for ref in refs for name in ref if ref[name] != vars(TASK["case"])[name]]
+    changed = [
+        name for ref in refs for name in ref if ref[name] != vars(TASK["case"])[name]
+    ]
     assert changed == [field.name for field in dataclasses.fields(CaseRef)]
 
 
@@ -287,7 +326,8 @@ PARTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_run_with_another_part_is_refused(tmp_path: Path, part: str) -> None:
-    """What is asked for, the machine, the source of a kernel, and what is read: it is named."""
+    """What is asked for, the machine, the source of a kernel, and what is read: it is
+    named."""
     kernel = Kernel(name="mine", function=len, made_from="written")
     same: dict[str, Any] = {
         "request": {"seed": 0}, "system": _Machine("2.13"), "source": {"sha256": "written"},
@@ -309,8 +349,8 @@ def test_how_a_source_is_read_decides_no_number() -> None:
 
 
 def test_a_kernel_is_planned_once_for_each_set_of_options() -> None:
-    """Other options are another kernel, the same ones are not; a yardstick that is asked for is a
-    kernel too; whether anybody asked by name is told."""
+    """Other options are another kernel, the same ones are not; a yardstick that is asked
+    for is a kernel too; whether anybody asked by name is told."""
     chosen = [Choice(name="emulated", options={"block_kv": n}) for n in (32, 64, 32)]
     found = plan_kernels([*chosen, Choice(name="baseline")], under_audit=True)
     planned = [(p.role, p.kernel.name, p.options.get("block_kv")) for p in found]
@@ -319,7 +359,9 @@ def test_a_kernel_is_planned_once_for_each_set_of_options() -> None:
         ("kernel", "emulated", 32), ("kernel", "emulated", 64), ("kernel", "baseline", None),
     ]  # fmt: skip
     for asked, named in (({}, False), ({"kernels": (Choice(name="emulated"),)}, True)):
-        request = AuditRequest(target="demo", checkpoint="demo", formats=("bfloat16",), **asked)
+        request = AuditRequest(
+            target="demo", checkpoint="demo", formats=("bfloat16",), **asked
+        )
         assert Plan.of(request, System(device="cpu")).named == named
 
 
@@ -339,14 +381,16 @@ def test_every_dose_of_every_fault_is_planned() -> None:
             for dose in control.doses
             if gradients or not control.in_backward_only
         ]
-        found = [(p.kernel.name, p.options["dose"]) for p in plan_controls(gradients=gradients)]
+        found = [
+            (p.kernel.name, p.options["dose"]) for p in plan_controls(gradients=gradients)
+        ]
         assert found == expected
     assert any(control.in_backward_only for control in CONTROLS.values())
 
 
 def test_what_pytorch_refuses_is_no_failure() -> None:
-    """A call that the chosen operator does not take, or one that is not implemented; another error
-    is the kernel's own."""
+    """A call that the chosen operator does not take, or one that is not implemented;
+    another error is the kernel's own."""
 
     def raising(error: Exception) -> Any:
         def function(case: Any, **options: Any) -> Any:

@@ -35,7 +35,12 @@ BF16, FP32 = format_named("bfloat16"), format_named("float32")
 def training(
     regime: str = "normal", *, fmt: str = "bfloat16", length: int = 300, **fields: Any
 ) -> AttentionCase:
-    given = {"head_dim": 32, "is_causal": True, "dtype": dtype_of(format_named(fmt)), **fields}
+    given = {
+        "head_dim": 32,
+        "is_causal": True,
+        "dtype": dtype_of(format_named(fmt)),
+        **fields,
+    }
     return drawn_case(length, regime, **given)
 
 
@@ -45,13 +50,16 @@ def yardstick_of(exact: Reference) -> Yardstick:
 
 
 def test_the_baseline_runs_in_float32_too() -> None:
-    """Of the inputs before they are rounded; no format wide enough to hold float32 has one."""
+    """Of the inputs before they are rounded; no format wide enough to hold float32 has
+    one."""
     case = drawn_case(12, "normal", dtype=torch.float64, head_dim=8, is_causal=True)
     hidden = torch.ones(12, 12).triu(1).bool()
     scores = (case.q @ case.k.mT * case.scale).masked_fill(hidden, -math.inf)
     wide = prepare(case, "bfloat16").yardsticks["out"].baseline_fp32
     assert wide.dtype == torch.float32
-    assert torch.allclose(wide.double(), scores.softmax(-1) @ case.v, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(
+        wide.double(), scores.softmax(-1) @ case.v, rtol=1e-5, atol=1e-6
+    )
     assert prepare(case, "float32").yardsticks["out"].baseline_fp32 is None
 
 
@@ -60,7 +68,9 @@ def test_the_metrics_are_their_definitions() -> None:
     exact = attend(training(length=20, batch=2, heads=3))
     yardstick = yardstick_of(exact)
     generator = torch.Generator().manual_seed(1)
-    predicted = exact.out + 1e-3 * torch.randn(exact.out.shape, generator=generator).double()
+    predicted = (
+        exact.out + 1e-3 * torch.randn(exact.out.shape, generator=generator).double()
+    )
     output = exact.out + 2e-3 * torch.randn(exact.out.shape, generator=generator).double()
     output[1, 2, 7] += 0.1
 
@@ -75,7 +85,9 @@ def test_the_metrics_are_their_definitions() -> None:
     allowed = np.maximum(np.maximum(expected, typical[:, None] * terms), least)
     worst = (actual / allowed).max(axis=1)
     found = measure(output, yardstick, predicted).heads
-    assert [h["expected_ratio"] for h in found] == pytest.approx(rel[0] / typical, rel=1e-12)
+    assert [h["expected_ratio"] for h in found] == pytest.approx(
+        rel[0] / typical, rel=1e-12
+    )
     assert [h["worst_row"] for h in found] == pytest.approx(worst, rel=1e-12)
     assert worst[2] > 10
     plain = [(x**2).sum(axis=1) for x in (actual, expected, least)]
@@ -103,7 +115,9 @@ def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
     exact[0, 0, 2] *= 2.0**-120
     exact[0, 0, 4] = 0.0
     none = torch.zeros(exact.shape[:3], dtype=torch.bool)
-    yardstick = Yardstick(reference=exact, term_scale=exact.abs(), empty=none, format=BF16)
+    yardstick = Yardstick(
+        reference=exact, term_scale=exact.abs(), empty=none, format=BF16
+    )
     predicted = yardstick.floor.float()
     flushed = predicted.clone()
     flushed[0, 0, 2] = 0.0
@@ -131,7 +145,11 @@ KINDS: tuple[dict[str, Any], ...] = (
 BIAS = torch.randn(300, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
 # Every site of `eager` at work: what PyTorch's kernels do not take.
 OF_BASELINE: tuple[dict[str, Any], ...] = (
-    *({"softcap": 3.3, "logits": 4.0}, {"mask": BIAS}, {"mask": BIAS > -0.5, "kv_heads": 1}),
+    *(
+        {"softcap": 3.3, "logits": 4.0},
+        {"mask": BIAS},
+        {"mask": BIAS > -0.5, "kv_heads": 1},
+    ),
     *({"sinks": BIAS[0, :2]}, {"logits": 8.0}),
 )
 CLAIMED = [
@@ -145,10 +163,13 @@ CLAIMED = [
     *(("baseline", fields) for fields in OF_BASELINE),
 ])  # fmt: skip
 @pytest.mark.one_in(3)
-def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, Any]) -> None:
-    """In every head the output's error is within 3 % of the prediction and a gradient's within 5 %;
-    and element by element at most 0.15 and 0.25 of them are left over (measured 0.09 and 0.16; by
-    another tile or exp 0.27), in float16 0.5 (0.41): boundaries are eight times as dense there."""
+def test_real_kernels_err_as_their_claim_predicts(
+    name: str, fields: dict[str, Any]
+) -> None:
+    """In every head the output's error is within 3 % of the prediction and a gradient's
+    within 5 %; and element by element at most 0.15 and 0.25 of them are left over
+    (measured 0.09 and 0.16; by another tile or exp 0.27), in float16 0.5 (0.41):
+    boundaries are eight times as dense there."""
     case = training(**fields)
     exact, output = gradients(case), find(name).gradients(case)
     predicted = emulated_step(case, find(name).claims(case, output, HERE) or {})
@@ -156,7 +177,9 @@ def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, A
         r, found = getattr(exact, tensor), getattr(output, tensor)
         yardstick = Yardstick(
             reference=r,
-            term_scale=exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms"),
+            term_scale=exact.term_scale
+            if tensor == "out"
+            else getattr(exact, f"{tensor}_terms"),
             empty=exact.empty if tensor in ("out", "dq") else exact.unseen,
             format=case.format,
         )
@@ -183,7 +206,8 @@ def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"logits": 16.0}])
 def test_in_float32_a_size_is_expected(options: Any) -> None:
-    """An upper bound on what arithmetic errs, far below the error of scores rounded to bf16."""
+    """An upper bound on what arithmetic errs, far below the error of scores rounded to
+    bf16."""
     case = training(fmt="float32", length=200, **options)
     bench = prepare(case)
     rounded = lambda case: find("emulated").attend(case, block_kv=64, scores="bfloat16")  # noqa: E731
@@ -200,7 +224,10 @@ def test_in_float32_a_size_is_expected(options: Any) -> None:
 def test_nothing_is_expected_where_nothing_is_known() -> None:
     """In float32 arithmetic rules, in float64 the reference's own; the row says why."""
     fa2, fp64 = {"preset": "fa2"}, format_named("float64")
-    math_ = {"preset": "exact", **dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "working")}
+    math_ = {
+        "preset": "exact",
+        **dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "working"),
+    }
     for claim, given, back, why in (
         (fa2, FP32, FP32, unpredictable), (None, BF16, BF16, unpredictable),
         ({"preset": "exact", "out": "working"}, BF16, FP32, unpredictable),
@@ -219,13 +246,22 @@ def test_nothing_is_expected_where_nothing_is_known() -> None:
 
 
 def test_returning_knows_the_casts_of_gradients() -> None:
-    """Each tensor's own; delta is made from the O returned, unless the claim has another idea."""
+    """Each tensor's own; delta is made from the O returned, unless the claim has another
+    idea."""
     case, claim = training(length=9), {"preset": "fa2"}
     wide, same = format_named("float32"), case.format
     formats = {"out": same, "dq": wide, "dk": same, "dv": format_named("float16")}
     assert returning(claim, case, same) == claim
     assert returning(claim, case, format_named("float16"))["out"] == "float16"
-    assert returning(claim, case, formats) == {**claim, "dq_out": "exact", "dv_out": "float16"}
-    assert returning(claim, case, {"out": wide}) == {**claim, "out": "exact", "delta_o": "exact"}
+    assert returning(claim, case, formats) == {
+        **claim,
+        "dq_out": "exact",
+        "dv_out": "float16",
+    }
+    assert returning(claim, case, {"out": wide}) == {
+        **claim,
+        "out": "exact",
+        "delta_o": "exact",
+    }
     given = {**claim, "delta_o": "e8m3"}
     assert returning(given, case, {"out": wide}) == {**given, "out": "exact"}

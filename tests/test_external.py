@@ -1,8 +1,9 @@
-"""The adapters for external packages, each against a stand-in of its documented interface.
+"""The adapters for external packages, each against a stand-in of its documented
+interface.
 
-The stand-ins compute in float64 and round once. Their arguments, and what they refuse, are those of
-flash-attn 2.8, flash_attn_interface (flash-attn-3), flash_attn.cute (flash-attn-4, 4.0) and
-flashinfer 0.6."""
+The stand-ins compute in float64 and round once. Their arguments, and what they refuse,
+are those of flash-attn 2.8, flash_attn_interface (flash-attn-3), flash_attn.cute
+(flash-attn-4, 4.0) and flashinfer 0.6."""
 
 from __future__ import annotations
 
@@ -45,14 +46,16 @@ def plain(
 
 
 def beyond(n: int, m: int, left: int, right: int, offset: int) -> Tensor:
-    """True where a window hides a key: query i is at key i + offset. A side below 0: no limit."""
+    """True where a window hides a key: query i is at key i + offset. A side below 0: no
+    limit."""
     distance = torch.arange(m)[None, :] - torch.arange(n)[:, None] - offset
     return ((left >= 0) & (distance < -left)) | ((right >= 0) & (distance > right))
 
 
 COMMON = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 SPLIT = ("num_splits", "pack_gqa")
-# By module: what it takes, a side of a window without a limit, and what asks for the log-sum-exp.
+# By module: what it takes, a side of a window without a limit, and what asks for the
+# log-sum-exp.
 MODULES: dict[str, tuple[tuple[str, ...], int | None, str]] = {
     "flash_attn": (COMMON, -1, "return_attn_probs"),
     "flash_attn_interface": ((*COMMON, *SPLIT), -1, "return_attn_probs"),
@@ -64,7 +67,9 @@ def flash(name: str) -> types.ModuleType:
     """One of the modules of MODULES."""
     known, unlimited, asks = MODULES[name]
 
-    def sequence(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def sequence(
+        q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         assert q.dtype == k.dtype == v.dtype
         assert q.dtype in (torch.float16, torch.bfloat16)
         assert q.shape[-1] <= 256
@@ -75,10 +80,15 @@ def flash(name: str) -> types.ModuleType:
         left, right = (-1 if side is None else side for side in given["window_size"])
         n, m = q.shape[0], k.shape[0]
         hidden = beyond(n, m, left, 0 if given["causal"] else right, m - n)
-        return plain(q, k, v, hidden, given["softmax_scale"], softcap=given["softcap"], sinks=sink)
+        return plain(
+            q, k, v, hidden, given["softmax_scale"], softcap=given["softcap"], sinks=sink
+        )
 
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
-        """[batch, length, heads, head_dim], and the log-sum-exp [batch, heads, length]."""
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, **given: Any
+    ) -> tuple[Tensor, ...]:
+        """[batch, length, heads, head_dim], and the log-sum-exp [batch, heads,
+        length]."""
         assert given.pop(asks)
         assert given.keys() <= set(known)
         parts = [sequence(*x, given) for x in zip(q, k, v, strict=True)]
@@ -101,9 +111,12 @@ class Ragged:
         self.rows, self.keys, self.sizes, self.given = rows, keys, sizes, given
         assert rows.dtype == keys.dtype == torch.int32
         n, group = int(rows[1]), sizes[0] // sizes[1]
-        self._plan_info = [2 * (len(rows) - 1) * -(-n * group // 4), 0, 0, 4]  # 4 rows, 2 parts
+        # 4 rows, 2 parts
+        self._plan_info = [2 * (len(rows) - 1) * -(-n * group // 4), 0, 0, 4]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool) -> tuple[Tensor, ...]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
+    ) -> tuple[Tensor, ...]:
         assert return_lse
         assert (q.shape[1], k.shape[1], q.shape[2]) == self.sizes[:3]
         given, mask, parts = self.given, self.given.get("custom_mask"), []
@@ -115,7 +128,9 @@ class Ragged:
             if mask is not None:
                 hidden, mask = ~mask[: n * m].view(n, m), mask[n * m :]
             cap = given["logits_soft_cap"]
-            parts.append(plain(q[a:b], k[c:d], v[c:d], hidden, given["sm_scale"], softcap=cap))
+            parts.append(
+                plain(q[a:b], k[c:d], v[c:d], hidden, given["sm_scale"], softcap=cap)
+            )
         out, L = torch.cat([x for x, _ in parts]), torch.cat([x.T for _, x in parts])
         return out, L / math.log(2)
 
@@ -156,7 +171,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
-# Shapes that no layout can be taken for another in; head dimensions that all of them take.
+# Shapes that no layout can be taken for another in; head dimensions that all of them
+# take.
 SHAPE: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 8}
 LONG: dict[str, Any] = {"q_len": 5, "kv_len": 9, "causal_offset": 4}
 CASES: dict[str, dict[str, Any]] = {
@@ -179,18 +195,25 @@ def case_of(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Atte
 
 
 def assert_rounded(found: Tensor, exact: Tensor, empty: Tensor) -> None:
-    """The exact answer rounded once, with 1 % for float64; rows that see nothing are 0."""
+    """The exact answer rounded once, with 1 % for float64; rows that see nothing are
+    0."""
     u = 2.0**-8 if found.dtype == torch.bfloat16 else 2.0**-11
     expected = exact.masked_fill(empty[..., None], 0.0)
     # Below the smallest normal number of float16 the spacing is 2^-24.
-    assert ((found.double() - expected).abs() <= 1.01 * u * expected.abs() + 2.0**-24).all()
+    assert (
+        (found.double() - expected).abs() <= 1.01 * u * expected.abs() + 2.0**-24
+    ).all()
 
 
 def assert_right(case: AttentionCase, found: Output) -> None:
     """Output and log-sum-exp are the reference's, the latter to float32."""
     exact, empty = attend(case), empty_rows(case)
     assert_rounded(found.out, exact.out, empty)
-    off = (found.lse.double() - exact.lse).masked_fill(empty & (case.sinks is None), 0.0).abs()
+    off = (
+        (found.lse.double() - exact.lse)
+        .masked_fill(empty & (case.sinks is None), 0.0)
+        .abs()
+    )
     assert (off <= 2.0**-23 * (1 + exact.lse.masked_fill(empty, 0.0).abs())).all()
 
 
@@ -229,7 +252,8 @@ def test_flashinfer_is_told_everything_right(
 
 
 def test_the_comparison_rejects() -> None:
-    """Another alignment, window or order of heads, a scale off by 1 %, other heads' log-sum-exp."""
+    """Another alignment, window or order of heads, a scale off by 1 %, other heads'
+    log-sum-exp."""
     case = case_of(CASES["sliding window"])
     changes = ({}, {"causal_offset": 0}, {"window": (3, 0)}, {"scale": 1.01 * case.scale},
                {"k": case.k.flip(1), "v": case.v.flip(1)})  # fmt: skip
@@ -242,21 +266,30 @@ def test_the_comparison_rejects() -> None:
 
 
 @pytest.mark.parametrize("name", FLASH)
-@pytest.mark.parametrize("feature", ["causal, more keys", "sliding window", "one head each"])
-def test_gradients_come_back_through_the_layouts(installed: None, name: str, feature: str) -> None:
-    """Autograd's dq, dk and dv are the reference's, rounded once, in the case's own layout."""
+@pytest.mark.parametrize(
+    "feature", ["causal, more keys", "sliding window", "one head each"]
+)
+def test_gradients_come_back_through_the_layouts(
+    installed: None, name: str, feature: str
+) -> None:
+    """Autograd's dq, dk and dv are the reference's, rounded once, in the case's own
+    layout."""
     case = case_of(CASES[feature])
     dO = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(case.q)
     case = dataclasses.replace(case, grad_out=dO)
     found, exact = find(name).gradients(case), gradients(case)
     for tensor in ("dq", "dk", "dv"):
         g = getattr(exact, tensor)
-        assert_rounded(getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool))
+        assert_rounded(
+            getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool)
+        )
 
 
 def test_flashinfer_has_no_masks_in_its_newer_kernels(installed: None) -> None:
     with pytest.raises(Refused, match="fa3 kernels take no mask"):
-        find("flashinfer").attend(case_of({**MASKS["mask"], "head_dim": 64}), backend="fa3")
+        find("flashinfer").attend(
+            case_of({**MASKS["mask"], "head_dim": 64}), backend="fa3"
+        )
 
 
 TOP_LEFT: dict[str, Any] = {"is_causal": True, "q_len": 3, "kv_len": 7}
@@ -271,20 +304,23 @@ TOP_LEFT: dict[str, Any] = {"is_causal": True, "q_len": 3, "kv_len": 7}
     (FLASH, {"window": (1, 1)}, "an offset of 1, not 0"),
     (FLASH, {"window": (-1, 2), "kv_len": 4}, "a window below 0"),
     (("flash-attn-2", "flash-attn-3"), {"sinks": True}, "no attention sinks"),
-    (("flash-attn-4",), {"sinks": True, "dtype": torch.float16}, "sinks in bfloat16 only"),
+    (("flash-attn-4",), {"sinks": True, "dtype": torch.float16}, ("sinks in bfloat16 only")),
     (("flash-attn-2",), {"v_dim": 16}, "V of the head dimension of Q"),
     (("flash-attn-3", "flash-attn-4"), {"head_dim": 12}, "multiples of 8"),
     (("flash-attn-4",), {"v_dim": 12}, "multiples of 8"),
     (("flashinfer",), {}, "takes head_dim"),
-    (("flashinfer",), {"head_dim": 64, "dtype": torch.float32}, "takes float16 and bfloat16"),
+    (("flashinfer",), {"head_dim": 64, "dtype": torch.float32}, ("takes float16 and bfloat16")),
     (("flashinfer",), {"head_dim": 64, "sinks": True}, "no attention sinks"),
     (("flashinfer",), {"head_dim": 64, "mask": ("float", "qk")}, "masks of bool"),
-    (("flashinfer",), {"head_dim": 64, "mask": ("bool", "bhqk")}, "one mask for all heads"),
-    (("flashinfer",), {"head_dim": 64, **LONG, "window": (2, 1)}, "left side of a window alone"),
+    (("flashinfer",), {"head_dim": 64, "mask": ("bool", "bhqk")}, ("one mask for all heads")),
+    (("flashinfer",), {"head_dim": 64, **LONG, "window": (2, 1)}, ("left side of a window alone")),
     (("flashinfer",), {"head_dim": 64, **TOP_LEFT}, "bottom-right, an offset of 4"),
 ])  # fmt: skip
-def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], says: str) -> None:
-    """What a package, or one version, does not take is refused in a sentence, without it."""
+def test_what_they_cannot_do(
+    names: tuple[str, ...], fields: dict[str, Any], says: str
+) -> None:
+    """What a package, or one version, does not take is refused in a sentence, without
+    it."""
     case = make_case(**{"dtype": torch.bfloat16, "head_dim": 8, **fields})
     for name in names:
         with pytest.raises(Refused, match=says):
@@ -292,18 +328,23 @@ def test_what_they_cannot_do(names: tuple[str, ...], fields: dict[str, Any], say
 
 
 def test_claims() -> None:
-    """Version 2 is PyTorch's copy; the others document no tiles; approximate tanh has none."""
+    """Version 2 is PyTorch's copy; the others document no tiles; approximate tanh has
+    none."""
     case, none = case_of({"kv_len": 4000}), Output(out=torch.zeros(1))
     claim = flash_attention_2(case, H200)
     assert claim["splits"] > 1
     for name in FLASH:
         own = {"preset": "fa2", "group_sum": "running"}
-        assert find(name).claims(case, none, H200) == (claim if name == "flash-attn-2" else own)
+        assert find(name).claims(case, none, H200) == (
+            claim if name == "flash-attn-2" else own
+        )
         assert find(name).claims(case_of({"softcap": 2.0}), none, H200) is None
     parts = {"l_from": "rounded", "merge": "working", "splits": 3}
     for backend, more in (("fa2", parts), ("fa3", {})):
         output = Output(out=torch.zeros(1), did={"backend": backend, "splits": 3})
         assert find("flashinfer").claims(case, output, H200) == {"preset": "fa2", **more}
     assert find("flashinfer").claims(case, none, H200) is None
-    many = Output(out=none.out, did={"backend": "fa2", "splits": 1 + 1024 // case.v.shape[-1]})
+    many = Output(
+        out=none.out, did={"backend": "fa2", "splits": 1 + 1024 // case.v.shape[-1]}
+    )
     assert find("flashinfer").claims(case, many, H200) is None

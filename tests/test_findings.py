@@ -1,4 +1,5 @@
-"""Findings: each fault once, in a sentence whose every number is a row's, and calm otherwise."""
+"""Findings: each fault once, in a sentence whose every number is a row's, and calm
+otherwise."""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ def found(*rows: DeviationRow) -> tuple[Finding, ...]:
 
 def test_what_would_have_been_caught() -> None:
     """The smallest dose of each planted fault; and those that nothing catches."""
-    doses = {("scale", 0.01): 1.0, ("scale", 0.03): 4.0, ("tail", 1): 1.0, ("tail", 64): 1.0}
+    doses = {
+        ("scale", 0.01): 1.0,
+        ("scale", 0.03): 4.0,
+        ("tail", 1): 1.0,
+        ("tail", 64): 1.0,
+    }
     rows = [row(), *(control(*dose, ratio) for dose, ratio in doses.items())]
     findings, tested = findings_of(rows)
     assert findings == ()
     assert tested[1] == (
-        "Of the faults planted in this run, these rules catch: scale (bfloat16) from dose 0.03 on; "
+        "Of the faults planted in this run, these rules catch: scale (bfloat16) "
+        "from dose 0.03 on; "
         "tail (bfloat16) at no dose up to 64."
     )
 
@@ -51,16 +58,20 @@ def test_gradients_inherit_a_wrong_output() -> None:
     wrong = row(suspicion="the scale is 1", suspicion_cut=50.0, expected_ratio=9.0)
     (finding,) = found(wrong, row(tensor="dq", expected_ratio=9.0))
     assert finding.sentence.endswith("Its gradients are wrong for the same reason.")
-    assert [f.tensor for f in found(row(), row(tensor="dq", expected_ratio=9.0))] == ["dq"]
+    assert [f.tensor for f in found(row(), row(tensor="dq", expected_ratio=9.0))] == [
+        "dq"
+    ]
 
 
 @pytest.mark.parametrize(("metric", "at_most", "words"), [
     ("baseline_ratio", 2, "has 3× eager attention's error in the output (limit 2×;"),
     ("expected_ratio", 0.5, "is inaccurate: the error of the output, relative to "),
-    ("worst_row", 1.1, "has a row of the output with 1.2× the error predicted for it (limit"),
-    ("mean_abs", 3e-5, "breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5"),
+    ("worst_row", 1.1, ("has a row of the output with 1.2× the error predicted for it (limit")),
+    ("mean_abs", 3e-5, ("breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5")),
 ])  # fmt: skip
-def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words: str) -> None:
+def test_words_follow_the_metric_of_the_rule(
+    metric: str, at_most: float, words: str
+) -> None:
     """Number and limit, in the words of the metric."""
     limit = {"name": "mine", "metric": metric, "at_most": at_most}
     sized = row(baseline_ratio=3.0, expected_ratio=1.0, worst_row=1.2, mean_abs=9e-5)
@@ -69,7 +80,8 @@ def test_words_follow_the_metric_of_the_rule(metric: str, at_most: float, words:
 
 
 def test_a_kernel_that_passed_shows_the_number_nearest_to_its_limit() -> None:
-    """Over its own limit: 1.05 of 1.1 is nearer than 3 of 5, and a number within 0 is not near."""
+    """Over its own limit: 1.05 of 1.1 is nearer than 3 of 5, and a number within 0 is not
+    near."""
     rows = [row(expected_ratio=1.05, worst_row=3.0)]
     (verdict,) = gate_findings.kernel_verdicts(judge(rows), findings_of(rows)[0])
     assert (verdict.rule, verdict.observed, verdict.limit) == ("error", 1.05, 1.1)
@@ -82,7 +94,9 @@ def test_a_kernel_that_passed_shows_the_number_nearest_to_its_limit() -> None:
     (2, 1, "mine (bfloat16) failed in 2 of 6 calls: it raised."),
     (0, 2, "mine (bfloat16) refuses 2 of 5 calls: it declined."),
 ])  # fmt: skip
-def test_calls_are_counted_as_what_became_of_them(failed: int, declined: int, said: str) -> None:
+def test_calls_are_counted_as_what_became_of_them(
+    failed: int, declined: int, said: str
+) -> None:
     """Three ran; those that failed are told before those that were declined."""
     bare = [*[("failed", "it raised")] * failed, *[("skipped", "it declined")] * declined]
     rows = [*(row(call=n) for n in range(3)),
@@ -111,10 +125,13 @@ def test_a_kernel_that_never_ran_was_required_or_requested(
 
 
 def test_how_many_results_were_checked() -> None:
-    """The most that one rule had: 5 heads of the output, of which 4 have a row that is judged."""
+    """The most that one rule had: 5 heads of the output, of which 4 have a row that is
+    judged."""
     rows = [row(h, **({"tensor": "dq"} if h == 4 else {})) for h in range(5)]
     _, (tested, *_) = findings_of(rows)
-    assert tested.startswith("All applied rules passed: mine in bfloat16, 5 results (one per head")
+    assert tested.startswith(
+        "All applied rules passed: mine in bfloat16, 5 results (one per head"
+    )
 
 
 def test_overflows_are_counted_in_elements() -> None:
@@ -135,19 +152,24 @@ def mistaken(head: int, *alternatives: tuple[str, ...], **changes: Any) -> Devia
 
 
 def test_a_mistake_says_what_correcting_it_removes() -> None:
-    """Of three heads the median share of the judged error; of a finer run, of which some rows were
-    searched, whole nines that hold where all rows leave up to twice as much."""
+    """Of three heads the median share of the judged error; of a finer run, of which some
+    rows were searched, whole nines that hold where all rows leave up to twice as much."""
     cause = ("the scale is 1",)
-    wrong = [mistaken(h, cause, suspicion_share=x) for h, x in enumerate((0.05, 0.14, 0.9))]
+    wrong = [
+        mistaken(h, cause, suspicion_share=x) for h, x in enumerate((0.05, 0.14, 0.9))
+    ]
     (finding,) = found(*wrong)
     assert finding.sentence == (
-        "mine (bfloat16) does not compute the requested attention: the scale is 1 (correcting it "
-        "removes 14 % of the rms error of the median head; 3 of 3 heads, worst at layer 0 head 0)."
+        "mine (bfloat16) does not compute the requested attention: the scale is 1 "
+        "(correcting it "
+        "removes 14 % of the rms error of the median head; 3 of 3 heads, worst at "
+        "layer 0 head 0)."
     )
     finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": 5000.0}
     (finding,) = found(mistaken(0, cause, suspicion_share=0.14, **finer))
-    assert "removes 14 % of the rms error, and at least 99.9 % where the inputs are in" in (
-        finding.sentence
+    assert (
+        "removes 14 % of the rms error, and at least 99.9 % where the inputs are in"
+        in (finding.sentence)
     )
 
 
@@ -156,7 +178,8 @@ def test_a_mistake_says_what_correcting_it_removes() -> None:
     (2.1e6, "99.9999 %"),
 ])  # fmt: skip
 def test_what_a_search_promises_of_all_rows(cut: float, words: str) -> None:
-    """Nines, of half the cut that was measured; nothing where the error itself shows the cause."""
+    """Nines, of half the cut that was measured; nothing where the error itself shows the
+    cause."""
     finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": cut}
     (finding,) = found(mistaken(0, ("x",), suspicion_share=0.05, **finer))
     assert f"at least {words} where the inputs are in float32" in finding.sentence
@@ -174,7 +197,8 @@ def test_a_share_is_never_rounded_up_to_all(share: float, words: str) -> None:
 
 
 def test_instances_of_one_mechanism_are_one_finding() -> None:
-    """Heads of calls of 129, 97 and 99 keys, which lose 1, 33 and 35, and what else each may be."""
+    """Heads of calls of 129, 97 and 99 keys, which lose 1, 33 and 35, and what else each
+    may be."""
     tile = "keys beyond the last full tile of {} are dropped"
     rows = [
         mistaken(0, ("the last key is dropped", *map(tile.format, (16, 32, 64)))),
@@ -186,7 +210,8 @@ def test_instances_of_one_mechanism_are_one_finding() -> None:
 
 
 def test_alternatives_that_one_call_leaves_open_are_decided_by_another() -> None:
-    """The first head may be either, the second is one: both are that. Alone, both are said."""
+    """The first head may be either, the second is one: both are that. Alone, both are
+    said."""
     either, one = mistaken(0, ("a",), ("b",)), mistaken(1, ("b",))
     assert [f.cause for f in found(either, one)] == ["b"]
     assert [f.cause for f in found(either)] == ["a, or b"]
@@ -213,7 +238,10 @@ def test_heads_that_are_named_do_not_come_again() -> None:
     rows = [mistaken(h, ("the scale is 1",), expected_ratio=900.0) for h in range(3)]
     _, rest = found(*rows, row(3, expected_ratio=2.0))
     assert "is 2× what" in rest.sentence
-    assert "1 of 4 heads, beside 3 of other findings, worst at layer 0 head 3" in rest.sentence
+    assert (
+        "1 of 4 heads, beside 3 of other findings, worst at layer 0 head 3"
+        in rest.sentence
+    )
 
 
 def test_an_imprecise_step_is_the_cause_of_what_it_explains() -> None:
@@ -222,15 +250,19 @@ def test_an_imprecise_step_is_the_cause_of_what_it_explains() -> None:
     rows = [row(h, expected_ratio=4.0, **cause) for h in range(3)]
     (finding,) = found(*rows)
     assert finding.cause == "P is in e4m3"
-    assert "Cause: P is in e4m3. That explains 99.7 % of the error in 3 of these heads." in (
-        finding.sentence
+    assert (
+        "Cause: P is in e4m3. That explains 99.7 % of the error in 3 of these heads."
+        in (finding.sentence)
     )
 
 
 def test_an_imprecise_step_that_leaves_the_worst_head_is_said_with_its_count() -> None:
     """And one that explains fewer than half of the heads is not said."""
     cause = {"imprecision": "P is in e4m3", "imprecision_share": 0.95}
-    rows = [row(0, expected_ratio=9.0), *(row(h, expected_ratio=4.0, **cause) for h in (1, 2))]
+    rows = [
+        row(0, expected_ratio=9.0),
+        *(row(h, expected_ratio=4.0, **cause) for h in (1, 2)),
+    ]
     (finding,) = found(*rows)
     assert finding.sentence.endswith(
         "That explains 95 % of the error in 2 of these heads, not in the worst."
@@ -242,10 +274,14 @@ def test_a_place_is_said_where_it_holds() -> None:
     """In words for calls of several lengths, of most of the heads; else of the worst."""
     places = [("row 63", "every 64th row from 63"), ("every 64th row from 63",)]
     rows = [
-        row(h, expected_ratio=9.0, errs_in="row 63", errs_in_of=x) for h, x in enumerate(places)
+        row(h, expected_ratio=9.0, errs_in="row 63", errs_in_of=x)
+        for h, x in enumerate(places)
     ]
     (finding,) = found(*rows, row(2, expected_ratio=5.0))
-    assert "is inaccurate in every 64th row from 63 (2 of 3 heads): the error" in finding.sentence
+    assert (
+        "is inaccurate in every 64th row from 63 (2 of 3 heads): the error"
+        in finding.sentence
+    )
     (finding,) = found(rows[0], row(1, expected_ratio=5.0), row(2, expected_ratio=5.0))
     assert "is inaccurate in row 63 of the worst head: the error" in finding.sentence
 
@@ -253,7 +289,10 @@ def test_a_place_is_said_where_it_holds() -> None:
 def test_gradients_inherit_a_wrong_output_in_its_own_format_alone() -> None:
     """In another format, where the output is right, they are a finding of their own."""
     wrong = row(suspicion="the scale is 1", suspicion_cut=50.0)
-    other = [row(format="float16"), row(format="float16", tensor="dq", expected_ratio=9.0)]
+    other = [
+        row(format="float16"),
+        row(format="float16", tensor="dq", expected_ratio=9.0),
+    ]
     assert [(f.tensor, f.formats) for f in found(wrong, *other)] == [
         ("out", ("bfloat16",)), ("dq", ("float16",))
     ]  # fmt: skip
@@ -267,6 +306,11 @@ def test_gradients_inherit_a_wrong_output_in_its_own_format_alone() -> None:
 def test_the_number_and_the_limit_of_a_finding_are_not_exchanged() -> None:
     """In its fields, as in its sentence."""
     (finding,) = found(*(row(h, expected_ratio=2.5 if h == 3 else 1.0) for h in range(4)))
-    assert (finding.observed, finding.limit, finding.count, finding.judged) == (2.5, 1.1, 1, 4)
+    assert (finding.observed, finding.limit, finding.count, finding.judged) == (
+        2.5,
+        1.1,
+        1,
+        4,
+    )
     assert "is 2.5× what" in finding.sentence
     assert "(limit 1.1×; 1 of 4 heads, worst at layer 0 head 3)" in finding.sentence

@@ -12,9 +12,15 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
-from numdev.metrics.finiteness import count_nonfinite, nonfinite_inputs, overflowing_inputs
+from numdev.metrics.finiteness import (
+    count_nonfinite,
+    nonfinite_inputs,
+    overflowing_inputs,
+)
 
-FORMATS = [format_named(n) for n in ("float64", "float32", "bfloat16", "float16", "float8_e5m2")]
+FORMATS = [
+    format_named(n) for n in ("float64", "float32", "bfloat16", "float16", "float8_e5m2")
+]
 
 
 def case_of(**changed: Any) -> AttentionCase:
@@ -51,7 +57,8 @@ def test_elements_of_inputs_that_are_not_finite_are_counted(
 
 @pytest.mark.parametrize(("changed", "counts"), [
     ({}, {}),
-    # 65504 + 16 is the tie between the largest number of float16 and the next, which is infinity.
+    # 65504 + 16 is the tie between the largest number of float16 and the next, which is
+    # infinity.
     ({"q": ones_but(65519.0)}, {"float8_e5m2": 1}),
     ({"q": ones_but(-65520.0)}, {"float16": 1, "float8_e5m2": 1}),
     ({"q": ones_but(1e5, NAN, INF), "v": ones_but(1e6)}, {"float16": 2, "float8_e5m2": 2}),

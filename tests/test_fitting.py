@@ -1,4 +1,5 @@
-"""Files of thresholds fitted to a report: the same report passes, planted faults do not."""
+"""Files of thresholds fitted to a report: the same report passes, planted faults do
+not."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
 
 
 def test_limits_are_what_was_measured_times_the_margin() -> None:
-    """b errs 1.4 times as much and has its own limit; ten per cent beyond each limit is caught."""
+    """b errs 1.4 times as much and has its own limit; ten per cent beyond each limit is
+    caught."""
     found = audited()
     rules = read(fitted(found, "r"))
     (error,) = (t for t in rules.thresholds if t.name == "error")
@@ -67,7 +69,10 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
             beyond = these[0].model_copy(update={"expected_ratio": 1.1 * limit})
             rows = tuple(beyond if r is these[0] else r for r in found.rows)
             assert (
-                judging.judgement_of(found.model_copy(update={"rows": rows}), rules).exit_code == 1
+                judging.judgement_of(
+                    found.model_copy(update={"rows": rows}), rules
+                ).exit_code
+                == 1
             )
 
 
@@ -83,7 +88,9 @@ def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
             rms, size = draw.choice((0.0, 1.0)), 10 ** draw.uniform(-8, 3)
             interval = {"expected_ratio": (size / 2, size * 2), "rms": (0.0, size),
                         "rms_ratio": (1.0, 1.0)}  # fmt: skip
-            sampled = {"sampled": True, "interval": interval, "worst_row": 1.0} if some else {}
+            sampled = (
+                {"sampled": True, "interval": interval, "worst_row": 1.0} if some else {}
+            )
             numbers = {"expected_ratio": size, "worst_row": size, "rms": rms * size,
                        "noise": rms * draw.choice((0, size)), "bias_size": 0.0, "max_abs": size,
                        "mean_abs": 0.0}  # fmt: skip
@@ -94,10 +101,17 @@ def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
 
 def test_a_kernel_that_is_wrong_outright_sets_no_standard() -> None:
     """NaN, or another function: no file, and which kernel it is."""
-    for wrong in ({"nonfinite": 3}, {"suspicion": "the mask is ignored", "suspicion_cut": 20.0}):
+    for wrong in (
+        {"nonfinite": 3},
+        {"suspicion": "the mask is ignored", "suspicion_cut": 20.0},
+    ):
         with pytest.raises(MeasurementError, match="mine breaks the rule"):
             fitted(report(row(**wrong)), "r")
-    for rows in ([], [row(None, status="skipped", reason="x")], [control("scale", 1, 1.0)]):
+    for rows in (
+        [],
+        [row(None, status="skipped", reason="x")],
+        [control("scale", 1, 1.0)],
+    ):
         with pytest.raises(MeasurementError, match="no kernel under audit"):
             fitted(report(*rows), "r")
     with pytest.raises(MeasurementError, match="something was not measured"):
@@ -110,7 +124,8 @@ HOSTILE = ("a: b", "- x", "{y}", "*", "no", "!x", "1e5", "'\"#", "a\nb", "\u2028
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_from_elsewhere_stay_names(name: str) -> None:
-    """YAML's own signs, patterns and line breaks in the names of kernels and of the report."""
+    """YAML's own signs, patterns and line breaks in the names of kernels and of the
+    report."""
     gradients = [
         row(kernel=kernel, tensor=tensor, expected_ratio=9.0)
         for kernel in (name, "z")
@@ -125,20 +140,29 @@ def test_names_from_elsewhere_stay_names(name: str) -> None:
 
 def test_all_options_of_a_kernel_share_the_widest_limit() -> None:
     """Whichever comes last in the report."""
-    rows = (row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0)))
+    rows = (
+        row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0))
+    )
     found = report(*rows)
     assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
 
 
 def test_a_limit_is_never_looser_than_the_default_that_a_report_passes() -> None:
-    rows = [row(h, expected_ratio=1.3, elements=64) for h in range(2)]  # luck: it passes at 1.1
-    (error,) = (t for t in read(fitted(report(*rows), "r")).thresholds if t.name == "error")
+    # Luck: it passes at 1.1
+    rows = [row(h, expected_ratio=1.3, elements=64) for h in range(2)]
+    (error,) = (
+        t for t in read(fitted(report(*rows), "r")).thresholds if t.name == "error"
+    )
     assert error.at(rows[0]).at_most == 1.1
 
 
-def test_default_rules_are_found_by_what_they_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_rules_are_found_by_what_they_judge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     text, rules = fitted(audited(), "r"), default_rules()
-    named = (t.model_copy(update={"name": f"r{n}"}) for n, t in enumerate(rules.thresholds))
+    named = (
+        t.model_copy(update={"name": f"r{n}"}) for n, t in enumerate(rules.thresholds)
+    )
     renamed = rules.model_copy(update={"thresholds": tuple(named)})
     for module in (fitting, explanations):
         monkeypatch.setattr(module, "default_rules", lambda: renamed)
@@ -155,7 +179,9 @@ def test_rounding_never_goes_down() -> None:
         assert x <= rounded_up(x) <= 1.1 * x
 
 
-def test_the_command_writes_a_file_and_never_over_one(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_a_file_and_never_over_one(
+    tmp_path: Path, capsys: Any
+) -> None:
     """Exit code 2 where there is one, unless --overwrite; the report passes the file."""
     write(audited(), tmp_path)
     path = tmp_path / "t.yaml"

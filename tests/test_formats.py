@@ -1,6 +1,8 @@
-"""Formats and rounding: every code of the small formats, exact rational arithmetic for the rest.
+"""Formats and rounding: every code of the small formats, exact rational arithmetic for
+the rest.
 
-Oracles: gfloat, ml_dtypes, and `exactly`, which rounds in rational numbers, from the definition."""
+Oracles: gfloat, ml_dtypes, and `exactly`, which rounds in rational numbers, from the
+definition."""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ import torch
 from gfloat import formats as gformats
 
 from numdev.errors import UsageError
-from numdev.formats import FORMATS, Format, dtype_of, format_named, format_of, round_to, ulp
+from numdev.formats import (
+    FORMATS,
+    Format,
+    dtype_of,
+    format_named,
+    format_of,
+    round_to,
+    ulp,
+)
 
 nan, inf = math.nan, math.inf
 
@@ -37,13 +47,14 @@ ML_DTYPES = {
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2,
 }
-# Besides the catalogue's small formats: the narrowest, one wider in exponent than float32 with
-# few bits, one of float64's own range, and IEEE-style formats for which torch has no dtype.
+# Besides the catalogue's small formats: the narrowest, one wider in exponent than float32
+# with few bits, one of float64's own range, and IEEE-style formats for which torch has no
+# dtype.
 ENUMERATED = [*ML_DTYPES, "e2m1", "e3m2", "e4m3", "e8m3", "e9m4", "e11m1", "e11m3"]
 OTHERS = ["tf32", "float32", "e11m51", "e8m23", "e10m30", "e4m30", "e2m52", "e11m7"]
 
 
-# --- helpers, and the proof that they reject -------------------------------------------------
+# --- helpers, and the proof that they reject ------------------------------------------
 
 
 def tensor(values, dtype=torch.float64):
@@ -60,7 +71,9 @@ def assert_identical(actual: torch.Tensor, expected: torch.Tensor) -> None:
     a, e = actual.double().numpy(), expected.double().numpy()
     same = np.where(np.isnan(e), np.isnan(a), (a == e) & (np.signbit(a) == np.signbit(e)))
     bad = np.flatnonzero(~same.ravel())
-    assert bad.size == 0, f"{bad.size} differ, first {a.flat[bad[0]]!r} != {e.flat[bad[0]]!r}"
+    assert bad.size == 0, (
+        f"{bad.size} differ, first {a.flat[bad[0]]!r} != {e.flat[bad[0]]!r}"
+    )
 
 
 def exactly(x: float, format: Format, mode: str = "nearest") -> float:
@@ -82,8 +95,8 @@ def exactly(x: float, format: Format, mode: str = "nearest") -> float:
 
 
 def all_values(name: str) -> np.ndarray:
-    """Every value of a small format from +0 to the largest, ascending, as float64: code c has
-    exponent field c >> Y and fraction field c & (2^Y - 1)."""
+    """Every value of a small format from +0 to the largest, ascending, as float64: code c
+    has exponent field c >> Y and fraction field c & (2^Y - 1)."""
     format = format_named(name)
     fraction_bits = format.precision - 1
     values = []
@@ -104,9 +117,12 @@ def random_doubles(n: int) -> torch.Tensor:
 
 
 def random_near(format: Format, n: int, seed: int = 0) -> torch.Tensor:
-    """Random significands, half of them cut to where ties are, over all exponents of the format."""
+    """Random significands, half of them cut to where ties are, over all exponents of the
+    format."""
     lowest = max(format.emin - format.precision - 3, -1074)
-    exponents = torch.randint(lowest, min(format.emax + 3, 1023), (n,), generator=seeded(seed))
+    exponents = torch.randint(
+        lowest, min(format.emax + 3, 1023), (n,), generator=seeded(seed)
+    )
     significand = torch.rand(n, generator=seeded(seed + 1), dtype=torch.float64) + 1.0
     cut = 2.0 ** min(format.precision + 1, 52)
     significand[::2] = (significand[::2] * cut).round() / cut
@@ -119,7 +135,14 @@ def test_assert_identical_rejects() -> None:
     """One bit off, another sign, NaN or infinity; another shape or dtype."""
     right = [1.0, -0.0, nan, 2.0]
     assert_identical(tensor(right), tensor(right))
-    others = ((3, math.nextafter(2.0, 3.0)), (1, 0.0), (2, 3.0), (0, nan), (3, -2.0), (3, inf))
+    others = (
+        (3, math.nextafter(2.0, 3.0)),
+        (1, 0.0),
+        (2, 3.0),
+        (0, nan),
+        (3, -2.0),
+        (3, inf),
+    )
     wrong = [tensor([*right[:i], x, *right[i + 1 :]]) for i, x in others]
     for x in (*wrong, tensor(right[:3]), tensor(right, torch.float32)):
         with pytest.raises(AssertionError):
@@ -132,12 +155,14 @@ def test_all_values_are_the_decoded_codes(name: str) -> None:
     values = all_values(name)
     codes = np.arange(values.size)
     word = np.uint8 if GFLOAT[name].k == 8 else np.uint16
-    assert np.array_equal(codes.astype(word).view(ML_DTYPES[name]).astype(np.float64), values)
+    assert np.array_equal(
+        codes.astype(word).view(ML_DTYPES[name]).astype(np.float64), values
+    )
     assert np.array_equal(gfloat.decode_ndarray(GFLOAT[name], codes), values)
     assert not np.isfinite(gfloat.decode_float(GFLOAT[name], values.size).fval)
 
 
-# --- the record and the catalogue --------------------------------------------------------------
+# --- the record and the catalogue -----------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "precision", "largest", "normal", "subnormal"), [
@@ -150,7 +175,8 @@ def test_all_values_are_the_decoded_codes(name: str) -> None:
     ("e2m1", 2, 3.0, 1.0, 0.5),
 ])  # fmt: skip
 def test_derived_properties(name, precision, largest, normal, subnormal) -> None:
-    """Everything derived from the four facts is what the standards' tables say, and torch's."""
+    """Everything derived from the four facts is what the standards' tables say, and
+    torch's."""
     format = format_named(name)
     assert (format.precision, format.unit_roundoff) == (precision, 2.0**-precision)
     assert (format.largest, format.smallest_normal) == (largest, normal)
@@ -177,13 +203,20 @@ def test_unknown_names_are_refused_with_a_hint(name: str) -> None:
 
 def test_a_format_beyond_float64_cannot_be_made() -> None:
     """Nobody can hold a Format that float64 cannot compute with."""
-    for p, low, high in ((54, -14, 15), (1, -14, 15), (8, -1023, 15), (8, -14, 1024), (8, 3, 2)):
+    for p, low, high in (
+        (54, -14, 15),
+        (1, -14, 15),
+        (8, -1023, 15),
+        (8, -14, 1024),
+        (8, 3, 2),
+    ):
         with pytest.raises(UsageError, match="does not fit in float64"):
             Format(name="odd", precision=p, emin=low, emax=high)
 
 
 def test_formats_without_a_dtype_say_so() -> None:
-    """What torch does not store, or the catalogue has not, is a usage error that names it."""
+    """What torch does not store, or the catalogue has not, is a usage error that names
+    it."""
     for name in ("tf32", "e8m3", "e4m3", "e11m51"):
         with pytest.raises(UsageError, match=name):
             dtype_of(format_named(name))
@@ -193,12 +226,18 @@ def test_formats_without_a_dtype_say_so() -> None:
 
 
 def test_containment_looks_at_the_lower_end() -> None:
-    """Bits and range are not enough where exponents stop short below, nor without infinity."""
+    """Bits and range are not enough where exponents stop short below, nor without
+    infinity."""
     shallow = Format(name="shallow", precision=11, emin=-10, emax=15)
     assert not shallow.contains(FP16)
     assert FP16.contains(shallow)
-    inside = "float32 bfloat16, tf32 float16, float16 float8_e4m3fn, e9m7 bfloat16, e5m9 e4m9"
-    bits, reach = "bfloat16 float16, e9m6 bfloat16", "float16 bfloat16, e4m3 float8_e4m3fn"
+    inside = (
+        "float32 bfloat16, tf32 float16, float16 float8_e4m3fn, e9m7 bfloat16, e5m9 e4m9"
+    )
+    bits, reach = (
+        "bfloat16 float16, e9m6 bfloat16",
+        "float16 bfloat16, e4m3 float8_e4m3fn",
+    )
     for pairs, expected in ((inside, True), (bits, False), (reach, False)):
         for pair in pairs.split(", "):
             wide, narrow = map(format_named, pair.split())
@@ -207,19 +246,20 @@ def test_containment_looks_at_the_lower_end() -> None:
     assert not E4M3FN.contains(format_named("e4m3"))  # infinity
 
 
-# --- rounding ----------------------------------------------------------------------------------
+# --- rounding -------------------------------------------------------------------------
 
 
 BY_HAND = {
-    # torch's own cast gives 1.0 for the first: it rounds twice. The spacing in [1, 2) is 2^-7; at
-    # the largest number and half a spacing the tie is even, and so beyond.
+    # torch's own cast gives 1.0 for the first: it rounds twice. The spacing in [1, 2) is
+    # 2^-7; at the largest number and half a spacing the tie is even, and so beyond.
     "bfloat16": [
         (1 + 2**-8 + 2**-40, 1.0078125), (1 + 2**-8, 1.0), (1 + 3 * 2**-8, 1.015625),
         (math.pi, 3.140625), (-4.703990459442139, -4.71875), (-4.703125, -4.6875),
         (-(2.0**-134), -0.0), (1.0000001 * 2.0**-134, 2.0**-133), ((2 - 2**-8) * 2.0**127, inf),
         (math.nextafter((2 - 2**-8) * 2.0**127, 0), 3.3895313892515355e38),
     ],
-    # Spacing 32 at the top, 2^-24 at the bottom; the last is a tie with the smallest normal.
+    # Spacing 32 at the top, 2^-24 at the bottom; the last is a tie with the smallest
+    # normal.
     "float16": [
         (65519.99999, 65504.0), (-65520.0, -inf), (2049.0, 2048.0), (2049.0000000001, 2050.0),
         (3 * 2.0**-25, 2.0**-23), (2.0**-14 - 2.0**-25, 2.0**-14),
@@ -241,7 +281,9 @@ def test_nearest_by_hand(name: str) -> None:
     """As one finds them on paper; the rational oracle finds the same."""
     x, expected = zip(*BY_HAND[name], strict=True)
     assert_identical(round_to(tensor(x), format_named(name)), tensor(expected))
-    assert_identical(tensor([exactly(one, format_named(name)) for one in x]), tensor(expected))
+    assert_identical(
+        tensor([exactly(one, format_named(name)) for one in x]), tensor(expected)
+    )
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "e3m2", "e11m3", "e9m20"])
@@ -257,7 +299,8 @@ def test_special_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_every_value_is_left_alone(name: str) -> None:
-    """Rounding is the identity on all values of a format, of both signs, in every mode."""
+    """Rounding is the identity on all values of a format, of both signs, in every
+    mode."""
     values = all_values(name)
     x = tensor(np.concatenate([values, -values]))
     for mode in MODES:
@@ -267,7 +310,8 @@ def test_every_value_is_left_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ENUMERATED)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_every_midpoint_goes_to_even(name: str, dtype: type) -> None:
-    """The least amount to either side decides otherwise, which is where rounding twice fails."""
+    """The least amount to either side decides otherwise, which is where rounding twice
+    fails."""
     format = format_named(name)
     if dtype is np.float32 and not FP32.contains(format):
         pytest.skip("beyond float32")
@@ -294,10 +338,13 @@ def test_agrees_with_rational_arithmetic(name: str, mode) -> None:
     assert_identical(round_to(x, format, mode), expected)
 
 
-@pytest.mark.parametrize("name", [*ENUMERATED, "tf32", "float32", "e8m23", "e5m22", "e7m23"])
+@pytest.mark.parametrize(
+    "name", [*ENUMERATED, "tf32", "float32", "e8m23", "e5m22", "e7m23"]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_float32_input_rounds_as_float64_input(name: str, mode) -> None:
-    """The dtype of x decides only that of the result; what is narrower is widened to float32."""
+    """The dtype of x decides only that of the result; what is narrower is widened to
+    float32."""
     format = format_named(name)
     x = random_near(format, 20_000).float()
     x[::7] = random_near(FP32, 20_000, seed=5).float()[::7]
@@ -307,7 +354,9 @@ def test_float32_input_rounds_as_float64_input(name: str, mode) -> None:
     assert narrow.dtype == torch.float32
     assert_identical(narrow.double(), wide)
     half = x[:500].clamp(-400, 400).bfloat16()
-    one, other = (round_to(y, format, mode, generator=seeded(3)) for y in (half, half.float()))
+    one, other = (
+        round_to(y, format, mode, generator=seeded(3)) for y in (half, half.float())
+    )
     assert_identical(one, other)
 
 
@@ -333,7 +382,8 @@ def test_a_result_float32_cannot_hold_is_refused() -> None:
 @pytest.mark.parametrize("fraction", [2.0**-10, 0.25, 0.7109375])
 def test_stochastic_rounding_is_unbiased(format, low, step, fraction, dtype) -> None:
     """The upper neighbour has probability f, the distance covered: n f within 6 standard
-    deviations. Rounding to nearest, or a probability off by 8 %, would fail at f = 1/4."""
+    deviations. Rounding to nearest, or a probability off by 8 %, would fail at f =
+    1/4."""
     n = 50_000
     x = torch.full((n,), low + fraction * step, dtype=dtype)
     rounded = round_to(x, format, "stochastic", generator=seeded(11)).double()
@@ -342,13 +392,16 @@ def test_stochastic_rounding_is_unbiased(format, low, step, fraction, dtype) -> 
     bound = 6 * math.sqrt(n * fraction * (1 - fraction))
     assert abs(float(steps.sum()) - n * fraction) <= bound
     assert fraction != 0.25 or 0.08 * fraction * n > bound
-    again, other = (round_to(x, format, "stochastic", generator=seeded(s)) for s in (11, 12))
+    again, other = (
+        round_to(x, format, "stochastic", generator=seeded(s)) for s in (11, 12)
+    )
     assert torch.equal(rounded, again.double())
     assert not torch.equal(rounded, other.double())
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:
-    """Integers, a misspelt mode though nothing would change, stochastic without a generator."""
+    """Integers, a misspelt mode though nothing would change, stochastic without a
+    generator."""
     for dtype in (torch.int64, torch.bool, torch.complex128):
         for function in (round_to, ulp):
             with pytest.raises(UsageError, match=str(dtype)):
@@ -360,7 +413,7 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         round_to(torch.ones(1), BF16, "stochastic")
 
 
-# --- ulp ---------------------------------------------------------------------------------------
+# --- ulp ------------------------------------------------------------------------------
 
 
 ULPS = {
@@ -397,7 +450,9 @@ def test_ulp_is_the_distance_to_the_next_value(name: str) -> None:
 def test_the_gpu_rounds_as_the_cpu(name: str, dtype: torch.dtype) -> None:
     """Every bit agrees between the devices, subnormals and specials included."""
     format = format_named(name)
-    x = torch.cat([random_doubles(20_000), random_near(format, 20_000), random_near(FP32, 20_000)])
+    x = torch.cat(
+        [random_doubles(20_000), random_near(format, 20_000), random_near(FP32, 20_000)]
+    )
     if dtype == torch.float32:  # what only float64 can hold is refused
         x = x.float()
         x = x[(x.abs() < 2.0**127) & (FP32.contains(format) | (x.double() == x))]
@@ -410,5 +465,7 @@ def test_the_gpu_rounds_as_the_cpu(name: str, dtype: torch.dtype) -> None:
     assert_identical(ulp(x.cuda(), format).cpu(), ulp(x, format))
     generator = torch.Generator("cuda").manual_seed(0)
     finite = x[x.abs() < format.largest / 2]
-    error = round_to(finite.cuda(), format, "stochastic", generator=generator).cpu() - finite
+    error = (
+        round_to(finite.cuda(), format, "stochastic", generator=generator).cpu() - finite
+    )
     assert bool((error.abs() < ulp(finite, format)).all())

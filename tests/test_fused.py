@@ -1,4 +1,5 @@
-"""The fused fp64 reference without triton, and on a GPU; `fused_cases.py` has the rest."""
+"""The fused fp64 reference without triton, and on a GPU; `fused_cases.py` has the
+rest."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 def test_the_comparison_rejects(name: str) -> None:
-    """Twice the bound in one element of any tensor, NaN, another dtype, and another shape."""
+    """Twice the bound in one element of any tensor, NaN, another dtype, and another
+    shape."""
     case = step(q_len=6, kv_len=7, is_causal=True)
     exact = blocked.gradients(case)
     limits = bounds(case, exact)
@@ -38,7 +40,9 @@ def test_the_comparison_rejects(name: str) -> None:
     spoilt.view(-1)[3] = nan
     for wrong in (moved, spoilt, value.float(), value[:, :1]):
         changed: dict[str, Any] = {name: wrong}
-        assert shares(case, dataclasses.replace(exact, **changed), exact, limits)[name] > 1.0
+        assert (
+            shares(case, dataclasses.replace(exact, **changed), exact, limits)[name] > 1.0
+        )
 
 
 @pytest.mark.parametrize("fields", [
@@ -66,8 +70,12 @@ def test_positions_are_two_limits(fields: dict[str, Any]) -> None:
 
 def shaped(heads: int = 2, width: int = 4, **fields: Any) -> AttentionCase:
     """A case of any shape that takes no memory."""
-    x = torch.zeros(1, dtype=fields.pop("dtype", torch.bfloat16)).expand(1, heads, 3, width)
-    return AttentionCase(ref=CaseRef(case="shaped"), q=x, k=x, v=x, **{"scale": 0.5, **fields})
+    x = torch.zeros(1, dtype=fields.pop("dtype", torch.bfloat16)).expand(
+        1, heads, 3, width
+    )
+    return AttentionCase(
+        ref=CaseRef(case="shaped"), q=x, k=x, v=x, **{"scale": 0.5, **fields}
+    )
 
 
 @pytest.mark.parametrize(("case", "words"), [
@@ -80,14 +88,17 @@ def shaped(heads: int = 2, width: int = 4, **fields: Any) -> AttentionCase:
     (shaped(grad_out=torch.zeros(1, 2, 3, 4, dtype=torch.float64)), "in float64"),
     (shaped(heads=2**24, mask=torch.zeros(1).expand(1, 2**24, 3, 3)), "heads"),
 ])  # fmt: skip
-def test_shapes_and_formats_it_cannot_take(case: AttentionCase, words: str | None) -> None:
+def test_shapes_and_formats_it_cannot_take(
+    case: AttentionCase, words: str | None
+) -> None:
     """Each has its reason in words."""
     found = fused._unfit(case)
     assert found is None if words is None else words in str(found)
 
 
 def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask is held in fp64, also a bool one, and may not take more than MASK_BYTES there."""
+    """A mask is held in fp64, also a bool one, and may not take more than MASK_BYTES
+    there."""
     monkeypatch.setattr(fused, "MASK_BYTES", 8 * 9)
     assert fused._unfit(shaped(mask=torch.zeros(3, 3))) is None
     assert "18 elements" in str(fused._unfit(shaped(mask=torch.zeros(2, 3, 3) == 0)))
@@ -99,16 +110,21 @@ def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"scale": 1e300}, True), ({"scale": 0.0, "logits": 1e14}, False),
 ])  # fmt: skip
 def test_scores_beyond_fp64(fields: dict[str, Any], refused: bool) -> None:
-    """Where scores may reach 2^44 the sums of the two passes differ by more than P can bear."""
+    """Where scores may reach 2^44 the sums of the two passes differ by more than P can
+    bear."""
     found = fused._out_of_range(make_case(dtype=torch.float32, **fields))
     assert ("where fp64 has no digits left" in str(found)) is refused
 
 
 def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
-    """L of scores near -1e30 says nothing of their differences; empty rows are none of these."""
+    """L of scores near -1e30 says nothing of their differences; empty rows are none of
+    these."""
     lowered = torch.zeros(4, 5)
     lowered[1], lowered[2] = -1e30, -inf
-    for mask, refused in ((lowered, True), (lowered.masked_fill(lowered < 0, -inf), False)):
+    for mask, refused in (
+        (lowered, True),
+        (lowered.masked_fill(lowered < 0, -inf), False),
+    ):
         forward = vars(blocked.attend(make_case(dtype=torch.float32, mask=mask)))
         if refused:
             with pytest.raises(Refused, match="about 1e\\+30"):
@@ -118,7 +134,8 @@ def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
 
 
 def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:
-    """With the reason in the result, and nothing else changed; any other error is not hidden."""
+    """With the reason in the result, and nothing else changed; any other error is not
+    hidden."""
     case = step(dtype=torch.float32)
     plain = blocked.gradients(case)
 
@@ -141,7 +158,9 @@ def test_small_calls_are_not_compiled(
 ) -> None:
     """Up to so many scores of all sequences and heads together."""
     monkeypatch.setattr(reference, "SMALL", 2 * 3 * 64 * 64)
-    assert reference._is_small(make_case(batch=2, heads=3, q_len=64, kv_len=length)) is small
+    assert (
+        reference._is_small(make_case(batch=2, heads=3, q_len=64, kv_len=length)) is small
+    )
 
 
 @pytest.fixture
@@ -151,13 +170,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def several_tiles(**fields: Any) -> AttentionCase:
-    """4 query heads on 2 kv heads, in several tiles of which the last are not whole, on the GPU."""
-    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 333, "kv_len": 471, "head_dim": 64}
+    """4 query heads on 2 kv heads, in several tiles of which the last are not whole, on
+    the GPU."""
+    shape = {
+        "batch": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "q_len": 333,
+        "kv_len": 471,
+        "head_dim": 64,
+    }
     return to_cuda(step(**{**shape, "dtype": torch.bfloat16, **fields}))
 
 
 def assert_agree(case: AttentionCase) -> Gradients:
-    """Both passes came by the fused path, and are the blocked path's to within their bounds."""
+    """Both passes came by the fused path, and are the blocked path's to within their
+    bounds."""
     found, forward = reference.gradients(case), reference.attend(case)
     assert (found.by, forward.by) == ("fused", "fused")
     exact = blocked.gradients(case)
@@ -188,7 +216,8 @@ LARGE: dict[str, dict[str, Any]] = {
 @on_cuda
 @pytest.mark.usefixtures("compiled")
 def test_views_are_read_where_they_lie() -> None:
-    """Heads that lie behind their rows, rows behind features, a transposed mask, leaves."""
+    """Heads that lie behind their rows, rows behind features, a transposed mask,
+    leaves."""
     made = several_tiles(mask=("bool", "qk"), sinks=True)
     names = ("q", "k", "v", "grad_out")
     views = {x: getattr(made, x).mT.contiguous().mT.requires_grad_() for x in names}
@@ -201,7 +230,8 @@ def test_views_are_read_where_they_lie() -> None:
 @on_cuda
 @pytest.mark.usefixtures("compiled")
 def test_groups_of_heads_and_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kv head at a time and 16 rows at a time: the same forward, gradients in bounds."""
+    """One kv head at a time and 16 rows at a time: the same forward, gradients in
+    bounds."""
     case = several_tiles(is_causal=True, sinks=True)
     whole = reference.attend(case)
     monkeypatch.setattr(fused, "OPERAND_BYTES", 1)
@@ -238,7 +268,9 @@ def test_runs_are_bitwise_reproducible(name: str) -> None:
         (lambda case: {x: getattr(case, x).double() for x in "qkv"}, "in float64"),
     ],
 )  # fmt: skip
-def test_what_it_refuses_is_blocked(spoil: Callable[[AttentionCase], Any], words: str) -> None:
+def test_what_it_refuses_is_blocked(
+    spoil: Callable[[AttentionCase], Any], words: str
+) -> None:
     """The result says why, and is the blocked path's, NaN included."""
     case = several_tiles()
     case = dataclasses.replace(case, **spoil(case))
@@ -253,7 +285,8 @@ def test_what_it_refuses_is_blocked(spoil: Callable[[AttentionCase], Any], words
 
 
 def peak(call: Callable[[], Any]) -> int:
-    """What a call takes of the GPU's memory at once, its result included, beyond what is held."""
+    """What a call takes of the GPU's memory at once, its result included, beyond what is
+    held."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -266,7 +299,8 @@ def peak(call: Callable[[], Any]) -> int:
 
 @on_cuda
 def test_memory_is_bounded() -> None:
-    """attend: 1 GiB and a tenth of PyTorch's fp64; gradients: operands, results, some rows."""
+    """attend: 1 GiB and a tenth of PyTorch's fp64; gradients: operands, results, some
+    rows."""
     shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 8192, "kv_len": 8192}
     case = several_tiles(**shape, head_dim=128)
     wide = [x.double() for x in (case.q, case.k, case.v)]

@@ -1,6 +1,8 @@
-"""A few hundred of the fuzzer's inputs, and proof that it notices what it is there to notice.
+"""A few hundred of the fuzzer's inputs, and proof that it notices what it is there to
+notice.
 
-A whole run is `python scripts/fuzz.py`; its last results are in benchmarks/results/fuzz.md."""
+A whole run is `python scripts/fuzz.py`; its last results are in
+benchmarks/results/fuzz.md."""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def test_random_inputs(target: str, seed: int) -> None:
         fuzz.one(target, random.Random(seed), Path(folder))
 
 
-@pytest.mark.parametrize("field", ["formats", "kernels", "heads", "axes", "target", "checkpoint"])
+@pytest.mark.parametrize(
+    "field", ["formats", "kernels", "heads", "axes", "target", "checkpoint"]
+)
 @pytest.mark.parametrize("value", [True, 3, {"a": 1}, ["x", 4], [None]])
-def test_a_request_of_another_shape_is_one_line(field: str, value: Any, tmp_path: Path) -> None:
+def test_a_request_of_another_shape_is_one_line(
+    field: str, value: Any, tmp_path: Path
+) -> None:
     """Seed 62915 of `gate` found `formats: true`, which was a traceback."""
     report = fuzz.sound()
     report["request"][field] = value
@@ -43,7 +49,9 @@ def test_a_request_of_another_shape_is_one_line(field: str, value: Any, tmp_path
 @pytest.mark.parametrize("number", range(30))
 def test_an_altered_report_does_not_pass(number: int, tmp_path: Path) -> None:
     """Some of scripts/altered_reports.py."""
-    name, raw = altered.altered(fuzz.sealed(fuzz.json.dumps(fuzz.sound()).encode()), number)
+    name, raw = altered.altered(
+        fuzz.sealed(fuzz.json.dumps(fuzz.sound()).encode()), number
+    )
     (tmp_path / "report.json").write_bytes(raw)
     assert fuzz.call("gate", str(tmp_path)).code in (1, 3), name
 
@@ -58,7 +66,8 @@ def test_any_name_at_all(name: str, rule: str, seed: int) -> None:
         part["kernel"] = name
     data["findings"][0]["rule"] = rule
     data["rows"][0]["module"] = name
-    # JSON can spell half a surrogate pair; no text can hold it, so such a report is refused.
+    # JSON can spell half a surrogate pair; no text can hold it, so such a report is
+    # refused.
     code = 3 if any(0xD800 <= ord(c) <= 0xDFFF for c in name + rule) else 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
@@ -99,7 +108,8 @@ def test_a_gate_that_passes_everything_is_noticed(target: str, tmp_path: Path) -
 
 
 def test_a_traceback_and_a_stray_file_are_noticed(tmp_path: Path) -> None:
-    """An unexpected exception of a command; a file beside the directory that was given."""
+    """An unexpected exception of a command; a file beside the directory that was
+    given."""
     unread = mock.patch("numdev.report.read", side_effect=KeyError("x"))
     with unread, pytest.raises(fuzz.Broken, match="KeyError"):
         fuzz.call("report", str(tmp_path))
@@ -108,5 +118,8 @@ def test_a_traceback_and_a_stray_file_are_noticed(tmp_path: Path) -> None:
         Path("../stray").write_text("")
         return 0
 
-    with mock.patch.dict(fuzz.TARGETS, report=stray), pytest.raises(fuzz.Broken, match="stray"):
+    with (
+        mock.patch.dict(fuzz.TARGETS, report=stray),
+        pytest.raises(fuzz.Broken, match="stray"),
+    ):
         fuzz.one("report", random.Random(0), tmp_path)

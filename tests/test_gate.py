@@ -41,9 +41,12 @@ def test_a_sound_kernel_passes() -> None:
     ("dq", "bfloat16", "expected_ratio", 3, 3.01), ("dk", "bfloat16", "expected_ratio", 3, 3.01),
     ("dq", "bfloat16", "rms_ratio", 3.0, 3.01), ("dv", "float16", "rms_ratio", 1.1, 1.11),
     ("dk", "float32", "expected_ratio", 16.0, 16.1), ("out", "bfloat16", "noise", 0.0, 1e-12),
-    ("dq", "bfloat16", "noise", 1.12e-3, 1.13e-3),  # u / sqrt(12) = 1.128e-3 of terms of size 1
+    # U / sqrt(12) = 1.128e-3 of terms of size 1
+    ("dq", "bfloat16", "noise", 1.12e-3, 1.13e-3),
 ])  # fmt: skip
-def test_limits_of_a_tensor(tensor: str, fmt: str, metric: str, at: float, beyond: float) -> None:
+def test_limits_of_a_tensor(
+    tensor: str, fmt: str, metric: str, at: float, beyond: float
+) -> None:
     """Each tensor, and float32, has its own: at it passes, beyond it does not."""
     for value, code in ((at, 0), (beyond, 1)):
         limited = row(1, tensor=tensor, format=fmt, **{metric: value})
@@ -64,11 +67,14 @@ def test_instead_takes_the_first_that_fits() -> None:
 
 
 def test_the_typical_head_is_the_median() -> None:
-    """Half of the heads may be beyond it by luck; when more are, all of those are accused. Of four
-    to seven heads the limit is wider, of fewer nothing is said."""
+    """Half of the heads may be beyond it by luck; when more are, all of those are
+    accused. Of four to seven heads the limit is wider, of fewer nothing is said."""
     lucky = [row(h, tensor="dq", expected_ratio=0.8 if h % 2 else 1.2) for h in range(8)]
     assert judge([row(), *lucky]).exit_code == 0
-    large = [row(h, tensor="dq", expected_ratio=1.0 if h < 3 else 1.06 + h / 100) for h in range(8)]
+    large = [
+        row(h, tensor="dq", expected_ratio=1.0 if h < 3 else 1.06 + h / 100)
+        for h in range(8)
+    ]
     judged = judge([row(), *large])
     found = verdict(judged, "typical head", "dq")
     assert (found.outcome, found.offending, found.judged) == ("exceeded", 5, 8)
@@ -81,12 +87,14 @@ def test_the_typical_head_is_the_median() -> None:
     pooled = [*four, *(row(h, tensor="dq", case="other") for h in range(5))]
     of_check = default_rules_for_checks()  # whose cases are judged each by itself
     assert judge(pooled).exit_code == 0 < judge(pooled, of_check).exit_code
-    assert few.exit_code == judge([row(), *large[4:]]).exit_code == 0 < judge(four).exit_code
+    assert (
+        few.exit_code == judge([row(), *large[4:]]).exit_code == 0 < judge(four).exit_code
+    )
 
 
 def test_the_rms_is_judged_by_its_median_too() -> None:
-    """Of each tensor at its own limit; a report without the number is no pass. Of sampled rows the
-    limit is 1.1, as an interval around 1 contains one that is nearer."""
+    """Of each tensor at its own limit; a report without the number is no pass. Of sampled
+    rows the limit is 1.1, as an interval around 1 contains one that is nearer."""
     for tensor, at in (("out", 1.05), ("dq", 1.015), ("dk", 1.03)):
         for value, code in ((at, 0), (at + 0.001, 1), (None, 3)):
             heads = [row(h, tensor=tensor, rms_ratio=value) for h in range(8)]
@@ -94,14 +102,17 @@ def test_the_rms_is_judged_by_its_median_too() -> None:
     sampled: Any = {"sampled": True}
     for ends, code in (((0.96, 1.04), 0), ((0.96, 1.12), 3), ((1.11, 1.2), 1)):
         interval = dict.fromkeys(("expected_ratio", "noise_ratio", "rms"), (1.0, 1.04))
-        sampled |= {"interval": {**interval, "rms_ratio": ends}, "rms_ratio": sum(ends) / 2}
+        sampled |= {
+            "interval": {**interval, "rms_ratio": ends},
+            "rms_ratio": sum(ends) / 2,
+        }
         heads = [row(h, tensor="dq", **sampled) for h in range(8)]
         assert judge(heads).exit_code == code, ends
 
 
 def test_where_few_rows_are_most_of_the_error_luck_is_theirs() -> None:
-    """dq of 8 heads: 1 + 2.5 x 1.25 / sqrt(8 numbers x 10 rows x 8 heads) = 1.1236, of 100 rows
-    1.0391; dk's scatter is 6: 1.2965, and 1.0938."""
+    """dq of 8 heads: 1 + 2.5 x 1.25 / sqrt(8 numbers x 10 rows x 8 heads) = 1.1236, of
+    100 rows 1.0391; dk's scatter is 6: 1.2965, and 1.0938."""
     for tensor, rows_in_effect, limit in (
         ("dq", 10.0, 1.124), ("dq", 100.0, 1.04), ("dk", 10.0, 1.297), ("dk", 100.0, 1.094),
     ):  # fmt: skip
@@ -122,8 +133,8 @@ def test_log_sum_exp(rms: float, rel: float | None, passes: bool) -> None:
 
 
 def test_bias_takes_certainty_and_size() -> None:
-    """Holm over the four heads: the smallest p is held to alpha / 4. Seven sequences are not
-    judged, which is said, and not the kernel's fault."""
+    """Holm over the four heads: the smallest p is held to alpha / 4. Seven sequences are
+    not judged, which is said, and not the kernel's fault."""
     rows = [row(h, bias_p=1.0) for h in range(3)]
     for p, size, outcome in (
         (0.01 / 4, 0.0501, "exceeded"), (0.01 / 4, -0.0501, "exceeded"),
@@ -139,8 +150,8 @@ def test_bias_takes_certainty_and_size() -> None:
 
 
 def test_without_a_prediction_plain_attention_is_the_measure() -> None:
-    """In fp32, where the row says why nothing is predicted. In fp64 the reference is no more exact
-    than the kernel, whose errors are not judged; finiteness still is."""
+    """In fp32, where the row says why nothing is predicted. In fp64 the reference is no
+    more exact than the kernel, whose errors are not judged; finiteness still is."""
     lost: Any = dict.fromkeys(("expected_ratio", "worst_row"))
     wide = {**lost, "nulls": dict.fromkeys(lost, "arithmetic is not small in float32")}
     for ratio, code in ((2.0, 0), (2.01, 1)):
@@ -153,7 +164,8 @@ def test_without_a_prediction_plain_attention_is_the_measure() -> None:
 
 
 def test_an_exact_answer_has_no_ratio_and_passes() -> None:
-    """rms 0 beside a yardstick of 0: 0/0 is no reason to doubt it. An error there fails."""
+    """rms 0 beside a yardstick of 0: 0/0 is no reason to doubt it. An error there
+    fails."""
     null = dict.fromkeys(("expected_ratio", "worst_row", "baseline_ratio"))
     why = dict.fromkeys(null, "0/0")
     assert judge([row(**null, nulls=why, rms=0.0, noise=0.0)]).exit_code == 0
@@ -167,7 +179,10 @@ def test_a_rule_that_matches_no_row_is_no_pass() -> None:
         judged = judge([row()], book)
         assert judged.exit_code == 3
         assert judged.tests[0].reasons[0].startswith("no row matches")
-    assert judge([row()], rules(metric="nonfinite", at_most=0, where={"head": 0})).exit_code == 0
+    assert (
+        judge([row()], rules(metric="nonfinite", at_most=0, where={"head": 0})).exit_code
+        == 0
+    )
 
 
 def test_nothing_judged_is_no_pass() -> None:
@@ -179,7 +194,8 @@ def test_nothing_judged_is_no_pass() -> None:
 
 
 def test_failed_and_required_kernels() -> None:
-    """A call that failed is no pass; one that was skipped is none where the kernel is required."""
+    """A call that failed is no pass; one that was skipped is none where the kernel is
+    required."""
     gone = {"head": None, "case": "d", "reason": "no"}
     assert judge([row(), row(status="failed", **gone)]).exit_code == 3
     assert judge([row(), row(status="skipped", **gone)]).exit_code == 0
@@ -207,7 +223,10 @@ def test_a_maximum_over_sampled_rows_never_passes(metric: str) -> None:
     book = rules(metric=metric, at_most=100)
     assert judge([row(**{metric: 1})], book).exit_code == 0
     assert judge([row(**{metric: 1}, sampled=True)], book).exit_code == 3
-    assert judge([estimated(rms=(9e-4, 1.1e-3))], rules(metric="rms", at_most=1)).exit_code == 0
+    assert (
+        judge([estimated(rms=(9e-4, 1.1e-3))], rules(metric="rms", at_most=1)).exit_code
+        == 0
+    )
 
 
 def estimated(head: int = 0, **intervals: tuple[float, float]) -> DeviationRow:
@@ -218,9 +237,11 @@ def estimated(head: int = 0, **intervals: tuple[float, float]) -> DeviationRow:
 
 @pytest.mark.parametrize(("low", "high", "code"), [
     (0.9, 1.1, 0), (0.9, 1.2, 3), (1.11, 1.3, 1), (1.0, 1.5, 3)])  # fmt: skip
-def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: int) -> None:
-    """It passes if all of the interval is within the limit, fails if all of it is beyond, and is
-    undecided otherwise, whatever may be lacking."""
+def test_an_estimate_is_judged_by_its_interval(
+    low: float, high: float, code: int
+) -> None:
+    """It passes if all of the interval is within the limit, fails if all of it is beyond,
+    and is undecided otherwise, whatever may be lacking."""
     for lenient in ("nothing", "rows", "numbers"):
         book = rules(metric="expected_ratio", at_most=1.1, may_lack=lenient)
         judged = judge([estimated(expected_ratio=(low, high))], book)
@@ -228,16 +249,20 @@ def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: in
         (said,) = rule_tests(judged)
         if code == 3:
             assert said.reasons == (
-                f"the interval of expected_ratio, {low:.3g} to {high:.3g}, contains the limit 1.1: "
+                f"the interval of expected_ratio, {low:.3g} to {high:.3g}, contains "
+                "the limit 1.1: "
                 "audit more rows",
             )
             assert said.unjudged == 1
 
 
 @pytest.mark.parametrize(
-    ("ends", "value"), [((1.5, 2.0), 0.9), ((2.0, 0.5), 0.9), ((0.2, 0.5), 3.0), ((5.0, 0.1), 3.0)]
+    ("ends", "value"),
+    [((1.5, 2.0), 0.9), ((2.0, 0.5), 0.9), ((0.2, 0.5), 3.0), ((5.0, 0.1), 3.0)],
 )
-def test_an_interval_that_contradicts_itself_decides_nothing(ends: Any, value: float) -> None:
+def test_an_interval_that_contradicts_itself_decides_nothing(
+    ends: Any, value: float
+) -> None:
     """Beside its own estimate, or with its ends the wrong way round."""
     sampled = row(sampled=True, expected_ratio=value, interval={"expected_ratio": ends})
     assert judge([sampled], rules(metric="expected_ratio", at_most=1.1)).exit_code == 3
@@ -259,20 +284,28 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
 
 
 def test_an_estimate_without_an_interval_is_not_judged() -> None:
-    """A number alone says nothing of rows that were not measured; what is counted in all rows, or
-    has a test of its own, needs none. Where no sampled row errs, ratios to what is 0 too are 0."""
+    """A number alone says nothing of rows that were not measured; what is counted in all
+    rows, or has a test of its own, needs none. Where no sampled row errs, ratios to what
+    is 0 too are 0."""
     for metric, code in (("rms", 3), ("nonfinite", 0), ("noise", 0)):
-        assert judge([row(sampled=True)], rules(metric=metric, at_most=1)).exit_code == code
+        assert (
+            judge([row(sampled=True)], rules(metric=metric, at_most=1)).exit_code == code
+        )
     none = {"expected_ratio": None, "nulls": {"expected_ratio": "0/0"}, "rms": 0.0}
     exact = row(sampled=True, interval={"rms": (0.0, 0.0)}, **none)
     assert judge([exact], rules(metric="expected_ratio", at_most=1.1)).exit_code == 0
 
 
 @pytest.mark.parametrize(("width", "code"), [(0.02, 0), (0.2, 3)])
-def test_the_median_of_estimates_has_the_medians_of_their_ends(width: float, code: int) -> None:
-    """Single heads may be undecided where the median is not: one of nine is beyond here."""
+def test_the_median_of_estimates_has_the_medians_of_their_ends(
+    width: float, code: int
+) -> None:
+    """Single heads may be undecided where the median is not: one of nine is beyond
+    here."""
     centers = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.04, 1.3]
-    heads = [estimated(h, expected_ratio=(c - width, c + width)) for h, c in enumerate(centers)]
+    heads = [
+        estimated(h, expected_ratio=(c - width, c + width)) for h, c in enumerate(centers)
+    ]
     book = rules(metric="expected_ratio", at_most=1.05, heads=8)
     judged = judge(heads, book)
     assert judged.exit_code == code
@@ -281,7 +314,10 @@ def test_the_median_of_estimates_has_the_medians_of_their_ends(width: float, cod
     high = [estimated(h, expected_ratio=(1.1, 1.12)) for h in range(9)]
     assert judge(high, book).exit_code == 1
     # One head that is known well, in the middle, says nothing of the eight that are not.
-    lucky = [estimated(h, expected_ratio=(0.8, 1.2) if h != 4 else (0.99, 1.01)) for h in range(9)]
+    lucky = [
+        estimated(h, expected_ratio=(0.8, 1.2) if h != 4 else (0.99, 1.01))
+        for h in range(9)
+    ]
     assert judge(lucky, book).exit_code == 3
 
 
@@ -295,18 +331,22 @@ def test_the_log_sum_exps_error_has_the_interval_of_its_rms() -> None:
 
 
 def test_a_head_of_which_no_sampled_row_sees_a_key_is_not_passed() -> None:
-    """Others of its rows may see some, so that it is not a head without anything to judge."""
+    """Others of its rows may see some, so that it is not a head without anything to
+    judge."""
     nothing = row(1, **EMPTY, sampled=True)
     sound = estimated(expected_ratio=(1.0, 1.05))
     book = rules(metric="expected_ratio", at_most=1.1, may_lack="numbers")
     assert judge([sound, nothing], book).exit_code == 3
-    assert judge([sound, nothing.model_copy(update={"sampled": False})], book).exit_code == 0
+    assert (
+        judge([sound, nothing.model_copy(update={"sampled": False})], book).exit_code == 0
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_losing_numbers_never_turns_a_verdict_into_a_pass(seed: int) -> None:
-    """Rows that exceed in one head, with random numbers removed elsewhere and there: the outcome
-    is exceeded, or could not be measured once the offending number itself is gone."""
+    """Rows that exceed in one head, with random numbers removed elsewhere and there: the
+    outcome is exceeded, or could not be measured once the offending number itself is
+    gone."""
     draw = random.Random(seed)
     for metric in ("nonfinite", "expected_ratio"):
         rows = [row(h) for h in range(4)]
@@ -324,7 +364,13 @@ def test_the_smallest_dose_that_is_caught() -> None:
     assert judged.exit_code == 0, "a planted fault is none of the kernel's"
     (power,) = judged.power
     assert [d.dose for d in power.doses] == [0.001, 0.003, 0.005, 0.01, 0.03]
-    assert [d.outcome for d in power.doses] == ["missed", "caught", "missed", "caught", "caught"]
+    assert [d.outcome for d in power.doses] == [
+        "missed",
+        "caught",
+        "missed",
+        "caught",
+        "caught",
+    ]
     assert (power.fault, power.format, power.caught_from) == ("scale", "bfloat16", 0.01)
     assert power.doses[-1].by == ("error",)
 

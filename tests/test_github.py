@@ -1,4 +1,5 @@
-"""What GitHub is told: annotations, as its runner reads them, and the Markdown of a summary."""
+"""What GitHub is told: annotations, as its runner reads them, and the Markdown of a
+summary."""
 
 from __future__ import annotations
 
@@ -31,7 +32,16 @@ NAMES = (
     "a | b | c",
     "`code` **bold** [text](http://evil.example) ![x](y)",
     "http://evil.example www.evil.example me@evil.example @octocat :tada: $x^2$",
-    *("# heading", "1. list", "- [ ] task", "---", "| a |\n|---|\n| b |", "\\", "<!-- ", "~~~"),
+    *(
+        "# heading",
+        "1. list",
+        "- [ ] task",
+        "---",
+        "| a |\n|---|\n| b |",
+        "\\",
+        "<!-- ",
+        "~~~",
+    ),
     *("x\n::error::planted\n::add-mask::secret", "x\r\n##[error]planted"),
     *("::stop-commands::x", "a,line=7,title=b::c", "100%0A::error::planted"),
     "\x1b[31mred\x1b[0m\x00\x07\x7f\x9b\ufffe\u202e\u2028",
@@ -71,7 +81,9 @@ def rows(draw: st.DrawFn) -> list[DeviationRow]:
     return found
 
 
-def judged(found: list[DeviationRow]) -> tuple[Judgement, tuple[Finding, ...], tuple[str, ...]]:
+def judged(
+    found: list[DeviationRow],
+) -> tuple[Judgement, tuple[Finding, ...], tuple[str, ...]]:
     """What the gate makes of rows."""
     return judge(found, default_rules()), *findings_of(found, default_rules())
 
@@ -83,9 +95,10 @@ class Command(NamedTuple):
 
 
 def runner(lines: Iterable[str]) -> list[Command]:
-    """The commands that GitHub's runner obeys in a log: `::name k=v,k=v::data` at the start of a
-    line, or `##[name k=v;k=v]data` anywhere in it, unless commands are stopped. After
-    actions/runner, Runner.Common/ActionCommand.cs and Runner.Worker/ActionCommandManager.cs."""
+    """The commands that GitHub's runner obeys in a log: `::name k=v,k=v::data` at the
+    start of a line, or `##[name k=v;k=v]data` anywhere in it, unless commands are
+    stopped. After actions/runner, Runner.Common/ActionCommand.cs and
+    Runner.Worker/ActionCommandManager.cs."""
     commands: list[Command] = []
     stopped = None
     for line in lines:
@@ -100,7 +113,9 @@ def runner(lines: Iterable[str]) -> list[Command]:
             stopped = data
         else:
             known = dict(pair.split("=", 1) for pair in pairs.split(",") if "=" in pair)
-            commands.append(Command(name, {k: unquote(v) for k, v in known.items()}, unquote(data)))
+            commands.append(
+                Command(name, {k: unquote(v) for k, v in known.items()}, unquote(data))
+            )
     assert stopped is None, "commands are still stopped at the end"
     return commands
 
@@ -111,7 +126,8 @@ def lines_of(found: list[DeviationRow]) -> list[str]:
 
 @pytest.mark.parametrize("count", [9, 10, 11, 25])
 def test_ten_errors_and_how_many_more(count: int) -> None:
-    """GitHub shows ten errors of a step; a warning, of which it shows ten too, says the rest."""
+    """GitHub shows ten errors of a step; a warning, of which it shows ten too, says the
+    rest."""
     kernels = (row(kernel=f"k{k}", expected_ratio=2.0 + k) for k in range(count))
     found = runner(lines_of(list(kernels)))
     warned = [c.data.split(",")[0] for c in found if c.name == "warning"]
@@ -121,12 +137,17 @@ def test_ten_errors_and_how_many_more(count: int) -> None:
 
 
 def test_what_could_not_be_measured_is_an_error_too() -> None:
-    """Since the step fails: a kernel that failed, a required one that is not there, no number."""
-    (failed,) = runner(lines_of([row(), row(kernel="gone", status="failed", reason="it raised")]))
+    """Since the step fails: a kernel that failed, a required one that is not there, no
+    number."""
+    (failed,) = runner(
+        lines_of([row(), row(kernel="gone", status="failed", reason="it raised")])
+    )
     assert failed.name == "error"
     assert failed.properties["title"] == "gone crashed"
     assert "it raised" in failed.data
-    (lacking,) = runner(lines_of([row(nonfinite=None, nulls={"nonfinite": "not counted"})]))
+    (lacking,) = runner(
+        lines_of([row(nonfinite=None, nulls={"nonfinite": "not counted"})])
+    )
     assert lacking.data.startswith("finiteness (nonfinite ≤ 0) could not be judged")
     book = default_rules().model_copy(update={"required": ("theirs",)})
     (missing,) = problems_of(judge([row()], book), ())
@@ -135,10 +156,16 @@ def test_what_could_not_be_measured_is_an_error_too() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_commands_nothing(name: str) -> None:
-    """Whatever a kernel is called: one error, its finding's sentence, under its name and rule."""
+    """Whatever a kernel is called: one error, its finding's sentence, under its name and
+    rule."""
     (command,) = runner(lines_of([row(kernel=name, expected_ratio=9.0)]))
-    assert (command.name, command.properties) == ("error", {"title": f"{plain(name)}: error"})
-    assert command.data.startswith(f"{plain(name)} (bfloat16) is inaccurate: the error of")
+    assert (command.name, command.properties) == (
+        "error",
+        {"title": f"{plain(name)}: error"},
+    )
+    assert command.data.startswith(
+        f"{plain(name)} (bfloat16) is inaccurate: the error of"
+    )
 
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
@@ -147,7 +174,8 @@ KNOWN = {
     *("table", "thead", "tbody", "tr", "th", "td", "inline", "text", "text_special"),
 }
 LINKED = re.compile(r"[A-Za-z]://|www\.|@\w|:\w+:|(?<!\\)\$", re.IGNORECASE)
-"""What GitHub's Markdown turns into a link, a mention, an emoji or a formula by itself."""
+"""What GitHub's Markdown turns into a link, a mention, an emoji or a formula by
+itself."""
 
 
 def summary(found: list[DeviationRow]) -> str:
@@ -155,7 +183,8 @@ def summary(found: list[DeviationRow]) -> str:
 
 
 def test_a_summary_is_never_too_long() -> None:
-    """Fifty sentences and the number of the rest, since GitHub shows none beyond 1 MiB."""
+    """Fifty sentences and the number of the rest, since GitHub shows none beyond 1
+    MiB."""
     text = summary([row(kernel=f"k{k}", expected_ratio=2.0 + k) for k in range(70)])
     assert text.count("\n- **FAIL  k") == 50
     assert "- and 20 more" in text
@@ -171,12 +200,16 @@ def test_names_begin_no_markup(found: list[DeviationRow]) -> None:
     kinds = {t.type.removesuffix("_open").removesuffix("_close") for t in tokens
              if (t.type, t.content) != ("html_inline", "<!-- -->")}  # fmt: skip
     assert kinds <= KNOWN
-    headings = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
+    headings = [
+        tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"
+    ]
     assert headings[0] == "numdev gate"
     assert all("beyond a limit" in heading for heading in headings[1:])
     assert all(t.level == 0 for t in tokens if t.type == "bullet_list_open")
     assert LINKED.search(text) is None
-    line = "\t".join(t.type for t in tokens if t.type in ("tr_open", "th_open", "td_open"))
+    line = "\t".join(
+        t.type for t in tokens if t.type in ("tr_open", "th_open", "td_open")
+    )
     widths = [len(cells.split()) for cells in line.split("tr_open")[1:]]
     assert set(widths) <= {6, 7}
     assert widths.count(6) == 1 + len(default_rules().thresholds)
@@ -198,7 +231,9 @@ def gate(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Any:
 def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -> None:
     """In directories that need not be there; and nothing of GitHub's without --github."""
     for ratio, code in ((1.0, 0), (2.0, 1)):
-        found = gate([row(expected_ratio=ratio)], "--junit", "out/j.xml", "--summary", "out/s.md")
+        found = gate(
+            [row(expected_ratio=ratio)], "--junit", "out/j.xml", "--summary", "out/s.md"
+        )
         assert found[0] == code
         assert "::" not in found[1]
         assert ("<failure" in (tmp_path / "out" / "j.xml").read_text()) == bool(code)
@@ -207,7 +242,9 @@ def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("option", ["--junit", "--summary"])
-def test_an_unwritable_file_hides_no_verdict(gate: Any, tmp_path: Path, option: str) -> None:
+def test_an_unwritable_file_hides_no_verdict(
+    gate: Any, tmp_path: Path, option: str
+) -> None:
     """Exit code 2, which names the file, after what was found."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -220,23 +257,32 @@ def test_an_unwritable_file_hides_no_verdict(gate: Any, tmp_path: Path, option: 
 
 def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
     """The summary is added to what the step has written already."""
-    (tmp_path / "rules.yaml").write_text("thresholds: [{name: small, metric: rms, at_most: 1.0}]")
+    (tmp_path / "rules.yaml").write_text(
+        "thresholds: [{name: small, metric: rms, at_most: 1.0}]"
+    )
     (tmp_path / "step.md").write_text("before\n")
-    code, out, err = gate([row(rms=2.0, max_abs=2.0)], "--thresholds", "rules.yaml", "--github")
+    code, out, err = gate(
+        [row(rms=2.0, max_abs=2.0)], "--thresholds", "rules.yaml", "--github"
+    )
     (command,) = runner(out.splitlines())
     assert (code, err) == (1, "")
     assert command.properties == {"title": "mine: small"}
-    assert (tmp_path / "step.md").read_text().startswith("before\n### numdev gate\n\nFAIL")
+    assert (
+        (tmp_path / "step.md").read_text().startswith("before\n### numdev gate\n\nFAIL")
+    )
 
 
 def test_what_is_printed_commands_nothing(gate: Any) -> None:
-    """Names in the terminal's lines, wrapped or not, are not obeyed: only what is meant to be."""
+    """Names in the terminal's lines, wrapped or not, are not obeyed: only what is meant
+    to be."""
     found = [row(kernel=f"{'x' * k} ::add-mask::secret ##[error]x", expected_ratio=2.0 + k)
              for k in range(70, 82)]  # fmt: skip
     code, out, _ = gate(found, "--github")
     assert code == 1
     assert {c.name for c in runner(out.splitlines())} <= {"error", "warning"}
-    assert any("add-mask" in line for line in out.splitlines() if not line.startswith("::"))
+    assert any(
+        "add-mask" in line for line in out.splitlines() if not line.startswith("::")
+    )
 
 
 def test_json_stays_json(gate: Any) -> None:

@@ -1,5 +1,5 @@
-"""Which heads of a diagnosis are ranked where, which conditions they meet, what is said of them and
-how it is shown: of records alone."""
+"""Which heads of a diagnosis are ranked where, which conditions they meet, what is said
+of them and how it is shown: of records alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from numdev.diagnose.report import CureRow, DiagnoseReport, DiagnoseSummary, Hea
 from numdev.report import read
 
 
-def guilty(layer: int = 3, head: int = 5, *, moved: Any = 0.031, **changes: Any) -> HeadRow:
+def guilty(
+    layer: int = 3, head: int = 5, *, moved: Any = 0.031, **changes: Any
+) -> HeadRow:
     """A head that meets every condition."""
     made: dict[str, Any] = {
         "checkpoint": "run-step100", "step": 100, "case": f"layers.{layer}#0", "layer": layer,
@@ -30,7 +32,9 @@ def guilty(layer: int = 3, head: int = 5, *, moved: Any = 0.031, **changes: Any)
     return HeadRow(**{**made, **changes})
 
 
-def innocent(layer: int = 0, head: int = 0, *, moved: Any = 3e-4, **changes: Any) -> HeadRow:
+def innocent(
+    layer: int = 0, head: int = 0, *, moved: Any = 3e-4, **changes: Any
+) -> HeadRow:
     """A head that meets no condition, but rounds as usual."""
     made: dict[str, Any] = {
         "tied": 0.0, "ones": 0.0, "powers": 0.06, "one_signed": None,
@@ -77,15 +81,16 @@ def test_limits(name: str, beyond: dict[str, Any], below: dict[str, Any]) -> Non
 
 
 def test_a_running_sum_as_far_as_the_limit_is_rare() -> None:
-    """RUN's reason: the largest |running sum| of a random walk over sqrt(rows) passes x with a
-    probability of at most 4 (1 - Phi(x)) (reflection), which at 4 is one in 7,900."""
+    """RUN's reason: the largest |running sum| of a random walk over sqrt(rows) passes x
+    with a probability of at most 4 (1 - Phi(x)) (reflection), which at 4 is one in
+    7,900."""
     assert 1 / (2 * math.erfc(heads.RUN / math.sqrt(2))) == pytest.approx(7893, rel=0.01)
     assert 1 / math.erfc(heads.T / math.sqrt(2)) == pytest.approx(15787, rel=0.01)
 
 
 def test_a_head_is_held_against_its_whole_layer() -> None:
-    """|dW_Q error| over the root of the layer's squares, of one call and one checkpoint: a head of
-    hardly any gradient comes last, however large its error is beside it."""
+    """|dW_Q error| over the root of the layer's squares, of one call and one checkpoint:
+    a head of hardly any gradient comes last, however large its error is beside it."""
     found = ranked([
         innocent(1, 0, dw_q_error=5.0, dw_q_norm=0.003),
         innocent(1, 1, dw_q_error=0.01, dw_q_norm=3.0),
@@ -93,7 +98,10 @@ def test_a_head_is_held_against_its_whole_layer() -> None:
         innocent(2, 0, dw_q_error=0.015, dw_q_norm=1e-6),
         innocent(1, 2, dw_q_error=0.5, dw_q_norm=4.0, checkpoint="before"),
     ], ())  # fmt: skip
-    places = [("before", 1, 2), *(("run-step100", *p) for p in ((1, 2), (2, 0), (1, 1), (1, 0)))]
+    places = [
+        ("before", 1, 2),
+        *(("run-step100", *p) for p in ((1, 2), (2, 0), (1, 1), (1, 0))),
+    ]
     assert [(r.checkpoint, r.layer, r.head) for r in found] == places
     size = math.sqrt(9.0 + 16.0 + 9e-6)
     expected = [0.5, 0.08 / size, 0.015, 0.03 / size, 0.015 / size]
@@ -102,7 +110,8 @@ def test_a_head_is_held_against_its_whole_layer() -> None:
 
 
 def test_without_w_q_the_mean_error_of_delta_decides() -> None:
-    """Such heads come after those whose W_Q is known; a head without delta comes last, at 0."""
+    """Such heads come after those whose W_Q is known; a head without delta comes last, at
+    0."""
     rows = [
         guilty(0, 0, moved=None, **NO_DELTA),
         guilty(0, 1, moved=None),
@@ -110,7 +119,12 @@ def test_without_w_q_the_mean_error_of_delta_decides() -> None:
         innocent(0, 3),
     ]
     found = ranked(rows, ())
-    assert [(r.head, r.score) for r in found] == [(3, 3e-4), (2, 0.02), (1, 0.004), (0, 0.0)]
+    assert [(r.head, r.score) for r in found] == [
+        (3, 3e-4),
+        (2, 0.02),
+        (1, 0.004),
+        (0, 0.0),
+    ]
     assert heads.WRONG not in (*found[2].conditions, *found[2].missing)
     assert at_fault(found[2])
 
@@ -126,12 +140,16 @@ def test_cures_that_take_more_than_half_are_named_best_first() -> None:
 
 
 def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
-    """Only where delta's error had one sign does less of it count; dW_Q's counts always."""
+    """Only where delta's error had one sign does less of it count; dW_Q's counts
+    always."""
     for head, least in ((innocent(), 1.0), (guilty(), pytest.approx(0.1))):
         without = cured("none", head, 1.0)
         cure = cured("c", head, 0.1, dw_q_error=head.dw_q_error)
         assert min(shares(cure, without).values()) == least
-    assert shares(cured("c", innocent(), 0.1, dw_q_error=None), cured("none", innocent(), 1)) == {}
+    assert (
+        shares(cured("c", innocent(), 0.1, dw_q_error=None), cured("none", innocent(), 1))
+        == {}
+    )
 
 
 def said(rows: list[HeadRow], cures: list[CureRow] | None = None) -> str:
@@ -157,13 +175,13 @@ PEAKED = {"tied": 0.0, "ones": 0.0}
         ([guilty(layer=3).model_copy(update={"layer": None, "module": "", "case": "a"})],
          ("a H5: rounding",)),
         ([guilty(**PEAKED, powers=0.1, one_signed=None)],
-         ("Not the published cause: ", "missing conditions: tied maxima, weights at powers of ")),
+         ("Not the published cause: ", ("missing conditions: tied maxima, weights at powers of "))),
         ([innocent(0, 1), innocent(2, 3, moved=1e-3)],
          ("No head of 2 is at fault: delta's error has one sign in 0 of 2 heads (largest |t|: 0.6, "
           "L2H3); it moves a dW_Q by at most 0.1 % (L2H3, mean error +2.0e-3 %).",)),
         ([guilty(1, 1, moved=1e-4), innocent(moved=0.2)],
-         ("has one sign in 1 of 2 heads (largest |t|: 14, L1H1); ", "0.01 % (L1H1, mean error -")),
-        ([NULL], ("Sign of delta's error not known in 1 of 1: no query sees more than one key.",)),
+         ("has one sign in 1 of 2 heads (largest |t|: 14, L1H1); ", ("0.01 % (L1H1, mean error -"))),
+        ([NULL], (("Sign of delta's error not known in 1 of 1: no query sees more than one key."),)),
         ([LOUD, innocent(1, 1, dw_q_error=0.01, dw_q_norm=1.0)],
          ("L1H0: rounding changes its layer's dW_Q by 2.8e3 % (1 of 2 heads ≥ 50 %); the errors "
           "have no consistent sign (t = 0.6); rows of dS sum to 98 % of their size, not to 0.",)),
@@ -172,8 +190,8 @@ PEAKED = {"tied": 0.0, "ones": 0.0}
          "drowned"],
 )  # fmt: skip
 def test_the_answer(rows: list[HeadRow], words: tuple[str, ...]) -> None:
-    """The first head at fault, whether it begins in forward; else how far the largest goes. What is
-    not known is not called harmless."""
+    """The first head at fault, whether it begins in forward; else how far the largest
+    goes. What is not known is not called harmless."""
     found = said(rows)
     for part in words:
         assert part in found
@@ -186,17 +204,22 @@ def test_a_peaked_head_begins_in_forward_only_with_a_biased_output() -> None:
 
 
 def test_the_cure_that_helps_most() -> None:
-    """With what it leaves, what becomes of dW_Q, which others help, and which give NaN."""
+    """With what it leaves, what becomes of dW_Q, which others help, and which give
+    NaN."""
     head = guilty()
     left = {"none": 1.0, "delta from dP": 0.02, "O": 0.3, "weak": 0.7}
     rows = [cured(name, head, share) for name, share in left.items()]
     broken = cured("shifted", head, 0.0, nonfinite=4)
     assert said([head], [*rows, broken]).endswith(
-        "Best cure on the same inputs: delta from dP leaves 2 % of dW_Q's error; dW_Q is then "
-        "off by 0.074 %, without it by 3.7 %. Below half too: O. NaN or infinity: shifted."
+        "Best cure on the same inputs: delta from dP leaves 2 % of dW_Q's error; "
+        "dW_Q is then "
+        "off by 0.074 %, without it by 3.7 %. Below half too: O. NaN or infinity: "
+        "shifted."
     )
     assert "takes half of it away" in said([head], [rows[0], rows[3]])
-    drawn = said([head], [rows[0], cured("drawn", head, 2.0, delta_mean=0.0, dw_q_error=0.1)])
+    drawn = said(
+        [head], [rows[0], cured("drawn", head, 2.0, delta_mean=0.0, dw_q_error=0.1)]
+    )
     assert "leaves 0 % of delta's mean error; dW_Q is then off by 10 %," in drawn
 
 
@@ -211,7 +234,9 @@ def test_a_report_without_anything() -> None:
     found = report()
     assert not found.measured
     assert "Nothing was diagnosed" in on_terminal(found, 100)
-    assert report(NULL).unmeasured.endswith("could be measured: no query sees more than one key")
+    assert report(NULL).unmeasured.endswith(
+        "could be measured: no query sees more than one key"
+    )
 
 
 def test_conditions_that_could_not_be_judged_are_not_counted() -> None:

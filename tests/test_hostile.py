@@ -32,7 +32,16 @@ def case() -> AttentionCase:
 )
 def test_hostile_kernels_cost_their_own_rows(marked: str) -> None:
     """The quick part of the table, in a process with one thread."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
     done = subprocess.run(
         [*command, "-m", f"not slow and {marked}", str(HERE / "hostile_table.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=HERE.parent,
@@ -42,10 +51,17 @@ def test_hostile_kernels_cost_their_own_rows(marked: str) -> None:
 
 
 def test_foreign_code_of_a_model_that_ends_the_program_is_one_line() -> None:
-    """Of any kind but an interrupt, which may be the user's, and the end of a generator."""
-    for error in (SystemExit(0), hostile_kernels.OwnBase("of its own"), asyncio.CancelledError()):
+    """Of any kind but an interrupt, which may be the user's, and the end of a
+    generator."""
+    for error in (
+        SystemExit(0),
+        hostile_kernels.OwnBase("of its own"),
+        asyncio.CancelledError(),
+    ):
         with (
-            pytest.raises(MeasurementError, match=f"^model: does not run: {type(error).__name__}"),
+            pytest.raises(
+                MeasurementError, match=f"^model: does not run: {type(error).__name__}"
+            ),
             naming("model", "does not run"),
         ):
             raise error
@@ -71,7 +87,9 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_any_exception_is_a_failed_row_in_process_too(case: AttentionCase, name: str) -> None:
+def test_any_exception_is_a_failed_row_in_process_too(
+    case: AttentionCase, name: str
+) -> None:
     """One line names it, whatever its own words do."""
     failure = attempt(find(f"hostile_kernels:{name}"), case, {})
     assert failure == Failure("failed", NAMED[name])

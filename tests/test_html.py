@@ -1,5 +1,5 @@
-"""The HTML page: whole in itself, foreign text as mere text, and readable by everybody: contrast,
-lines that differ by more than colour, drawings."""
+"""The HTML page: whole in itself, foreign text as mere text, and readable by everybody:
+contrast, lines that differ by more than colour, drawings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def sample(kind: str) -> Path:
     return next(path for path in SAMPLES if path.stem == kind)
 
 
-def axis(scale: Any = "log", labels: tuple[str, ...] = ("64", "128", "256", "1024")) -> Axis:
+def axis(
+    scale: Any = "log", labels: tuple[str, ...] = ("64", "128", "256", "1024")
+) -> Axis:
     places = XS if scale != "category" else range(len(labels))
     ticks = tuple(Tick(x=float(x), label=n) for x, n in zip(places, labels, strict=True))
     return Axis(name="seq_len", title="sequence length", scale=scale, ticks=ticks)
@@ -40,12 +42,18 @@ def axis(scale: Any = "log", labels: tuple[str, ...] = ("64", "128", "256", "102
 def line(label: str, start: float, role: Any = "kernel", **changes: Any) -> Curve:
     """Falls by half from point to point."""
     means = ((x, start * 0.5**i) for i, x in enumerate(XS))
-    points = tuple(Point(x=x, label=f"{x:g}", mean=y, low=0.4 * y, high=1.6 * y) for x, y in means)
+    points = tuple(
+        Point(x=x, label=f"{x:g}", mean=y, low=0.4 * y, high=1.6 * y) for x, y in means
+    )
     return Curve(**{"label": label, "role": role, "points": points, **changes})
 
 
 def figure(*curves: Curve, **changes: Any) -> Figure:
-    fields: dict[str, Any] = {"metric": "max_abs", "y_title": "max error", "y_scale": "log"}
+    fields: dict[str, Any] = {
+        "metric": "max_abs",
+        "y_title": "max error",
+        "y_scale": "log",
+    }
     title = "Max error, by sequence length"
     return Figure(**{"title": title, **fields, **changes}, curves=curves)
 
@@ -110,12 +118,14 @@ class Seen(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "`" not in n], ids=lambda n: ascii(n)[:20])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if "`" not in n], ids=lambda n: ascii(n)[:20]
+)
 @pytest.mark.parametrize("made", [sweep, audit])
 def test_names_are_text(made: Any, name: str) -> None:
-    """Whatever stands in a name, a reason or a path: the page has no other element or attribute
-    than with an ordinary name, and shows it as it is (in backticks as code). A name cannot turn
-    the text around it: U+202E is shown, not obeyed, in drawings too."""
+    """Whatever stands in a name, a reason or a path: the page has no other element or
+    attribute than with an ordinary name, and shows it as it is (in backticks as code). A
+    name cannot turn the text around it: U+202E is shown, not obeyed, in drawings too."""
     page = html.page(made(name=name))
     assert Seen(page).names == Seen(html.page(made(name="flash"))).names
     assert plain(name, keep="\n") in Seen(page).text
@@ -124,14 +134,17 @@ def test_names_are_text(made: Any, name: str) -> None:
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_a_page_loads_nothing(path: Path) -> None:
-    """No link, no image, nothing from elsewhere, and its policy forbids them; of scripts it allows
-    its own, by its hash."""
+    """No link, no image, nothing from elsewhere, and its policy forbids them; of scripts
+    it allows its own, by its hash."""
     page = html.page(reports.read(path))
     assert not Seen(page).names & {"link", "img", "iframe", "object", "use", "image"}
     assert not re.search(r'src=|href="(?!#)|url\(|@import', page)
     (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+    assert (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+        in page
+    )
 
 
 LINES = [f"c{i}" for i in range(6)]
@@ -142,7 +155,8 @@ PAIRS = [("ink", "paper", 4.5), ("soft", "paper", 4.5), ("ink", "panel", 4.5),
 
 
 def colours(theme: str) -> dict[str, str]:
-    """The custom properties of a theme: those of the light one, and what the dark one changes."""
+    """The custom properties of a theme: those of the light one, and what the dark one
+    changes."""
     blocks = re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
     chosen = "".join(blocks[:1] if theme == "light" else blocks)
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", chosen))
@@ -163,8 +177,8 @@ def contrast(a: str, b: str) -> float:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize(("text", "ground", "least"), PAIRS)
 def test_text_has_contrast(theme: str, text: str, ground: str, least: float) -> None:
-    """WCAG 2.2: text at least 4.5 (1.4.3), lines 3 (1.4.11), in both themes. By the published
-    values black on white has 21, and #777 on white misses 4.5."""
+    """WCAG 2.2: text at least 4.5 (1.4.3), lines 3 (1.4.11), in both themes. By the
+    published values black on white has 21, and #777 on white misses 4.5."""
     of = colours(theme)
     assert contrast(of[text], of[ground]) >= least
     assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
@@ -185,7 +199,9 @@ def dots(svg: ET.Element) -> list[list[float]]:
 @pytest.mark.parametrize("across", ["log", "linear", "category"])
 def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
     """Points, intervals that reach below zero, ticks."""
-    low = Point(x=XS[0] if across != "category" else 0.0, label="", mean=1.0, low=-3.0, high=5.0)
+    low = Point(
+        x=XS[0] if across != "category" else 0.0, label="", mean=1.0, low=-3.0, high=5.0
+    )
     svg = drawn(figure(line("flash", 1.0, points=(low,)), y_scale=scale), axis(across))
     bars = [p.get("d", "") for p in svg.iter("path") if p.get("class") == "bar"]
     ends = [float(y) for bar in bars for y in re.findall(r" ([\d.]+)", bar)]
@@ -200,14 +216,19 @@ def test_a_constant_runs_all_along() -> None:
     point = Point(x=None, label="", mean=1.0, low=None, high=None)
     level = line("floor", 1.0, "floor", points=(point,))
     path, *_ = drawn(figure(line("a", 1.0), level)).findall("g")[1].iter("path")
-    assert re.fullmatch(rf"M{chart.LEFT:g} ([\d.]+)L{chart.RIGHT:g} \1", path.get("d", ""))
+    assert re.fullmatch(
+        rf"M{chart.LEFT:g} ([\d.]+)L{chart.RIGHT:g} \1", path.get("d", "")
+    )
 
 
 def test_lines_are_told_apart_by_everybody() -> None:
-    """No two of 8 kernels have the same marker and dash, no two of 24 these and the colour."""
+    """No two of 8 kernels have the same marker and dash, no two of 24 these and the
+    colour."""
     lines = drawn(figure(*(line(f"k{i}", 1.0 + i) for i in range(24)))).findall("g")
     markers = [next(p.get("d") for p in group if p.get("transform")) for group in lines]
-    looks = [(*str(g.get("class")).split(), m) for g, m in zip(lines, markers, strict=True)]
+    looks = [
+        (*str(g.get("class")).split(), m) for g, m in zip(lines, markers, strict=True)
+    ]
     assert len({look[1:] for look in looks[:8]}) == 8
     assert len({*looks}) == 24
 

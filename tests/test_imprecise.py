@@ -1,5 +1,5 @@
-"""Steps that are coarser than they should be are named by what they are, and sound kernels by
-nothing."""
+"""Steps that are coarser than they should be are named by what they are, and sound
+kernels by nothing."""
 
 from __future__ import annotations
 
@@ -79,9 +79,11 @@ def test_a_sound_kernel_is_nothing_coarse(fmt: str) -> None:
 
 
 def test_what_is_left_of_an_error() -> None:
-    """0 where an attempt makes all of it, 1 where none, more where another; infinite without an
-    error; what is not finite is left out."""
-    exact = torch.tensor([[[[1.0, 2.0]], [[1.0, 2.0]], [[1.0, 2.0]], [[1.0, 2.0]]]]).double()
+    """0 where an attempt makes all of it, 1 where none, more where another; infinite
+    without an error; what is not finite is left out."""
+    exact = torch.tensor(
+        [[[[1.0, 2.0]], [[1.0, 2.0]], [[1.0, 2.0]], [[1.0, 2.0]]]]
+    ).double()
     x = exact + torch.tensor([[[[0.1, 0.0]], [[0.1, 0.0]], [[0.1, 0.0]], [[0.0, 0.0]]]])
     tried: Tensor = exact.clone()
     tried[:, 0] = x[:, 0]
@@ -94,7 +96,14 @@ def test_what_is_left_of_an_error() -> None:
 def test_the_formats_that_are_tried_are_coarser_than_the_case() -> None:
     """No finer one, nor the working format where P has it anyway."""
     case = rates.make(SHAPE, "normal", "bfloat16", 0)
-    of_p = {x.format.name for x in imprecise.losses(case) if x.step == "p" and not x.toward_zero}
+    of_p = {
+        x.format.name
+        for x in imprecise.losses(case)
+        if x.step == "p" and not x.toward_zero
+    }
     assert {"float8_e4m3fn", "float8_e5m2"} <= of_p
     assert not of_p & {"bfloat16", "float16"}
-    assert all(FORMATS["bfloat16"].precision >= x.format.precision for x in imprecise.losses(case))
+    assert all(
+        FORMATS["bfloat16"].precision >= x.format.precision
+        for x in imprecise.losses(case)
+    )

@@ -1,5 +1,5 @@
-"""Drawn inputs: a seed means the same numbers, and each regime has the property it stands for,
-after rounding too, by plain arithmetic in fp64."""
+"""Drawn inputs: a seed means the same numbers, and each regime has the property it stands
+for, after rounding too, by plain arithmetic in fp64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ HALVES = ("bfloat16", "float16")
 MASKS: tuple[str, ...] = get_args(MaskKind)
 
 
-def drawn(name: str, shapes: Shapes = SHAPES, seed: int = 0, label: str = "", **of: Any) -> Inputs:
+def drawn(
+    name: str, shapes: Shapes = SHAPES, seed: int = 0, label: str = "", **of: Any
+) -> Inputs:
     return draw(name, shapes, seed=seed, options=of, label=label, gradients=True)
 
 
@@ -50,12 +52,14 @@ def source_of(configs: Any) -> ConfigSource:
 
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_regime(name: str) -> None:
-    """Shapes and format; another seed or label draws something else; q, k and v are the same with
-    dO and without; neither the rounded inputs nor the exact output overflow."""
+    """Shapes and format; another seed or label draws something else; q, k and v are the
+    same with dO and without; neither the rounded inputs nor the exact output overflow."""
     x = drawn(name, seed=7, label="a")
     shapes = [tuple(t.shape) for t in (*x, x.grad_out)]
     assert shapes == [(2, 4, 48, 64), (2, 2, 256, 64), (2, 2, 256, 32), (2, 4, 48, 32)]
-    assert {(t.dtype, t.device.type) for t in (*x, x.grad_out)} == {(torch.float32, "cpu")}
+    assert {(t.dtype, t.device.type) for t in (*x, x.grad_out)} == {
+        (torch.float32, "cpu")
+    }
     without = draw(name, SHAPES, seed=7, options={}, label="a")
     assert without.grad_out is None
     assert all(map(torch.equal, without, x))
@@ -67,7 +71,9 @@ def test_every_regime(name: str) -> None:
     for fmt in (*HALVES, "float32"):
         case = case_of(x, fmt)
         exact = attend(case)
-        assert all(t.isfinite().all() for t in (case.q, case.k, case.v, exact.out, exact.lse))
+        assert all(
+            t.isfinite().all() for t in (case.q, case.k, case.v, exact.out, exact.lse)
+        )
         assert float(exact.out.abs().max()) <= format_named(fmt).largest
 
 
@@ -86,20 +92,26 @@ def test_drawn_numbers_stay() -> None:
 
 
 @pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a vector instruction set"
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="needs a vector instruction set",
 )
 def test_the_instruction_set_does_not_matter() -> None:
-    """A machine without vector instructions draws the same bits: PyTorch's kernels and the C
-    library's logarithms are then others."""
+    """A machine without vector instructions draws the same bits: PyTorch's kernels and
+    the C library's logarithms are then others."""
     code = "import test_inputs; print(test_inputs.fingerprint())"
-    plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    plain = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": "default",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+    }
     plain["GLIBC_TUNABLES"] = "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4"
     found = subprocess.check_output([sys.executable, "-c", code], env=plain, text=True)
     assert found.strip() == fingerprint()
 
 
 def test_a_head_keeps_its_numbers() -> None:
-    """More heads and a larger batch add numbers, and change none; no two heads or names agree."""
+    """More heads and a larger batch add numbers, and change none; no two heads or names
+    agree."""
     draws = Draws(7, "a")
     few, more = draws.normal("k", (1, 2, 5, 3)), draws.normal("k", (4, 8, 5, 3))
     assert torch.equal(more[:1, :2], few)
@@ -112,18 +124,20 @@ def test_a_head_keeps_its_numbers() -> None:
     (-120, 1.0, 64, 704), (-490, 1.0, 128, 65), (-5e4, 64.0, 256, 256), (-6e4, 64.0, 32, 1),
 ])  # fmt: skip
 def test_far_below(fmt: str, lse: float, q: float, dim: int, n: int) -> None:
-    """The log-sum-exp of every row is near what was asked. k's constant is off by at most half an
-    ulp, a relative u; scores of N(0, 1) beside it spread a row's by a few."""
+    """The log-sum-exp of every row is near what was asked. k's constant is off by at most
+    half an ulp, a relative u; scores of N(0, 1) beside it spread a row's by a few."""
     shapes = dataclasses.replace(SHAPES, kv_len=n, head_dim=dim)
     found = attend(case_of(drawn("far_below", shapes, lse=lse, q=q), fmt)).lse
-    assert bool(((found - lse).abs() <= 7.0 + format_named(fmt).unit_roundoff * abs(lse)).all())
+    assert bool(
+        ((found - lse).abs() <= 7.0 + format_named(fmt).unit_roundoff * abs(lse)).all()
+    )
     assert bool((found < -88.7).all())  # exp(-lse) overflows fp32
 
 
 @pytest.mark.parametrize("fmt", HALVES)
 def test_massive_channel(fmt: str) -> None:
-    """One feature of q is 448, of k 1880 (an exact bf16 number, too); unscaled scores exceed
-    float16, and outputs are those of the other features alone."""
+    """One feature of q is 448, of k 1880 (an exact bf16 number, too); unscaled scores
+    exceed float16, and outputs are those of the other features alone."""
     case = case_of(drawn("massive_channel"), fmt)
     assert bool((case.q[..., 32] == 448).all() & (case.k[..., 32] == 1880).all())
     assert 448 * 1880 > 65504
@@ -134,8 +148,8 @@ def test_massive_channel(fmt: str) -> None:
 
 @pytest.mark.parametrize(("name", "options", "says"), [
     ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
-    ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
-    ("normal", {"shapes": 1}, "regime normal has no parameter 'shapes'; did you mean 'values'"),
+    ("ties", {"cout": 2}, ("input regime ties has no parameter 'cout'; did you mean 'count'")),
+    ("normal", {"shapes": 1}, ("regime normal has no parameter 'shapes'; did you mean 'values'")),
     ("normal", {"logits": "big"}, "normal does not work with logits='big'"),
     ("ties", {"count": 0}, "ties does not work with count=0: count must be at least 1"),
     ("outliers", {"variance": -1.0}, r"outliers does not work with variance=-1\.0"),
@@ -143,8 +157,11 @@ def test_massive_channel(fmt: str) -> None:
     ("biased_rounding", {"count": 0}, "does not work"),
     ("biased_rounding", {"v_sign": 2}, "does not work"),
 ])  # fmt: skip
-def test_what_cannot_be_drawn_is_said(name: str, options: dict[str, Any], says: str) -> None:
-    """An unknown regime or parameter gets the closest; a value that makes no sense is named."""
+def test_what_cannot_be_drawn_is_said(
+    name: str, options: dict[str, Any], says: str
+) -> None:
+    """An unknown regime or parameter gets the closest; a value that makes no sense is
+    named."""
     with pytest.raises(UsageError, match=says):
         draw(name, SHAPES, seed=0, options=options)
 
@@ -157,14 +174,17 @@ def test_numbers_are_exact_in_both_formats(fmt: str) -> None:
     """Rounding to bf16 or fp16 changes nothing, whatever the size of V."""
     for value in (1.0, 0.125, 8.0, 0.3):
         x = drawn("biased_rounding", BY_HAND, seed=4, value=value)
-        assert all(torch.equal(round_to(t, format_named(fmt)), t) for t in (*x, x.grad_out))
+        assert all(
+            torch.equal(round_to(t, format_named(fmt)), t) for t in (*x, x.grad_out)
+        )
 
 
 @pytest.mark.parametrize("tail", [0.0, 1e-6, 1e-3, 0.1])
 def test_the_tail_weighs_what_was_asked(tail: float) -> None:
-    """The mean over rows of sum exp(s - max) beside the ties. Its 38 terms scatter by a factor
-    exp(0.25 N(0, 1)), relative 0.25 each and shared by rows that share keys; and the common score
-    was rounded to bf16, by at most 2^-8 * 8 = 0.03. With `tail` 0 it is exactly 0."""
+    """The mean over rows of sum exp(s - max) beside the ties. Its 38 terms scatter by a
+    factor exp(0.25 N(0, 1)), relative 0.25 each and shared by rows that share keys; and
+    the common score was rounded to bf16, by at most 2^-8 * 8 = 0.03. With `tail` 0 it is
+    exactly 0."""
     x = drawn("biased_rounding", BY_HAND, seed=4, tail=tail)
     scores = x.q.double() @ x.k.double().mT.repeat_interleave(2, dim=1) / 8
     weights = (scores[..., 2:] - 8.0).exp().sum(dim=-1)
@@ -176,9 +196,12 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize(("q_len", "kv_len"), [(64, 100), (1, 1), (1, 33), (33, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), [(64, 100), (1, 1), (1, 33), (33, 1), (2, 2)]
+)
 def test_a_mask_fits_its_case(kind: str, q_len: int, kv_len: int) -> None:
-    """It broadcasts to the scores, is bool or additive fp32, has a seed, and YAML may name it."""
+    """It broadcasts to the scores, is bool or additive fp32, has a seed, and YAML may
+    name it."""
     shapes = dataclasses.replace(MASKED, q_len=q_len, kv_len=kv_len)
     mask = draw_mask(kind, shapes, seed=1)
     q, k, v = (torch.zeros(shape) for shape in (shapes.q, shapes.k, shapes.v))
@@ -186,25 +209,32 @@ def test_a_mask_fits_its_case(kind: str, q_len: int, kv_len: int) -> None:
     assert mask.dtype == (torch.float32 if kind.startswith("bias") else torch.bool)
     assert torch.equal(mask, draw_mask(kind, shapes, seed=1))
     seen = mask if mask.dtype == torch.bool else mask > LOWEST
-    assert bool(seen.any()) or mask.numel() == 3  # a random one may hide all of three keys
+    # A random one may hide all of three keys
+    assert bool(seen.any()) or mask.numel() == 3
 
 
 def test_the_page_names_every_regime_and_mask() -> None:
-    """docs/hazards.md has each one's parameters, defaults, what it stresses and its origin."""
+    """docs/hazards.md has each one's parameters, defaults, what it stresses and its
+    origin."""
     page = (ROOT / "docs" / "hazards.md").read_text()
     sections = dict(re.findall(r"\n### (\w+)\n(.*?)(?=\n##)", page, re.DOTALL))
     assert sections.keys() == REGIMES.keys()
     for name, text in sections.items():
         parameters = list(inspect.signature(REGIMES[name]).parameters.values())[2:]
         listed = ", ".join(f"`{p.name}` {p.default}" for p in parameters)
-        assert f"- parameters: {listed}\n" in text if parameters else "- no parameters" in text
+        assert (
+            f"- parameters: {listed}\n" in text
+            if parameters
+            else "- no parameters" in text
+        )
         assert "- stresses: " in text
         assert "- origin: " in text
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(MASKS)
 
 
 def test_every_cell_can_be_drawn() -> None:
-    """With its regime's parameters, mask and layout; with gradients where they are wanted."""
+    """With its regime's parameters, mask and layout; with gradients where they are
+    wanted."""
     sweep = read_yaml(bundled("sweep/hazards.yaml"), SweepConfig)
     for located in source_of(sweep.cases).cases:
         config = located.config
@@ -214,7 +244,9 @@ def test_every_cell_can_be_drawn() -> None:
         case = located.load()
         assert case.grad_out.shape == (*case.q.shape[:3], case.v.shape[3])
         assert (case.mask is not None) == (config.mask is not None)
-        assert case.q.is_contiguous() == (config.layout == "contiguous" or case.q_len == 1)
+        assert case.q.is_contiguous() == (
+            config.layout == "contiguous" or case.q_len == 1
+        )
 
 
 def test_masks_and_layouts_change_no_numbers() -> None:
@@ -235,7 +267,9 @@ def test_what_each_mask_hides() -> None:
     """As docs/hazards.md says of each."""
     mask = {kind: draw_mask(kind, MASKED, seed=0) for kind in MASKS}
     assert bool(mask["all_true"].all())
-    assert torch.equal(mask["causal"][0, 0], torch.arange(100) <= torch.arange(64)[:, None])
+    assert torch.equal(
+        mask["causal"][0, 0], torch.arange(100) <= torch.arange(64)[:, None]
+    )
     empty = ~mask["random"].any(dim=-1)
     assert bool(empty[:, :, 32].all() & ~empty[:, :, 0].any())
     assert 3 <= int(empty.sum()) <= 40  # 3 for certain, of 192 rows a tenth more
@@ -261,8 +295,11 @@ PROBED = Shapes(batch=2, heads=4, kv_heads=2, q_len=70, kv_len=101, head_dim=32,
 SQUARE_PROBED = dataclasses.replace(PROBED, q_len=65, kv_len=65)
 
 
-def probe(name: str, shapes: Shapes = PROBED, fmt: str = HALVES[0], **fields: Any) -> AttentionCase:
-    """A case of the probe in a format; `options` are the regime's, the rest the case's."""
+def probe(
+    name: str, shapes: Shapes = PROBED, fmt: str = HALVES[0], **fields: Any
+) -> AttentionCase:
+    """A case of the probe in a format; `options` are the regime's, the rest the
+    case's."""
     q, k, v = draw(name, shapes, seed=3, options=fields.pop("options", {}))
     scale = fields.pop("scale", shapes.head_dim**-0.5)
     case = AttentionCase(ref=CaseRef(case=name), q=q, k=k, v=v, scale=scale, **fields)
@@ -270,7 +307,8 @@ def probe(name: str, shapes: Shapes = PROBED, fmt: str = HALVES[0], **fields: An
 
 
 def answer(name: str, case: AttentionCase) -> Tensor:
-    """The exact output, in fp64, of a case drawn with a probe, after any rounding; or 0."""
+    """The exact output, in fp64, of a case drawn with a probe, after any rounding; or
+    0."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     seen = torch.ones((*case.q.shape[:3], case.kv_len), dtype=torch.bool)
     if (shown := visible(case, rows, keys)) is not None:
@@ -278,7 +316,8 @@ def answer(name: str, case: AttentionCase) -> Tensor:
     if (scores := additive(case, rows, keys)) is not None:
         seen = seen & (scores != -math.inf)
     k, v = (x.double().repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
-    if name in CODED:  # the keys that match most signs, among those seen, share all the weight
+    # The keys that match most signs, among those seen, share all the weight
+    if name in CODED:
         matches = case.q.double().sign() @ k.sign().mT
         matches = matches.masked_fill(~seen, -math.inf)
         seen = seen & (matches == matches.amax(dim=-1, keepdim=True))
@@ -286,8 +325,8 @@ def answer(name: str, case: AttentionCase) -> Tensor:
 
 
 def assert_known(name: str, case: AttentionCase) -> Tensor:
-    """The answer and the reference differ by no more than fp64 arithmetic over kv_len terms, and
-    the weight of the other keys (e^-40 each for the coded probes)."""
+    """The answer and the reference differ by no more than fp64 arithmetic over kv_len
+    terms, and the weight of the other keys (e^-40 each for the coded probes)."""
     known, exact = answer(name, case), attend(case)
     assert known.shape == exact.out.shape
     n = case.kv_len
@@ -298,14 +337,22 @@ def assert_known(name: str, case: AttentionCase) -> Tensor:
 
 @pytest.mark.parametrize("name", PROBES)
 def test_answers_hold_in_every_format(name: str) -> None:
-    """Of the rounded numbers; under causality and windows, with more keys than queries and the
-    other way round; with one query, one key, one feature, and more keys than sign patterns."""
+    """Of the rounded numbers; under causality and windows, with more keys than queries
+    and the other way round; with one query, one key, one feature, and more keys than sign
+    patterns."""
     for fmt in ("bfloat16", "float16", "float8_e4m3fn", "float64"):
         assert_known(name, probe(name, fmt=fmt))
     causal = {"is_causal": True}
-    for fields in (causal, {**causal, "causal_offset": 31}, {"window": (5, 5)}, {"window": (5, 0)}):
+    for fields in (
+        causal,
+        {**causal, "causal_offset": 31},
+        {"window": (5, 5)},
+        {"window": (5, 0)},
+    ):
         assert_known(name, probe(name, **fields))
-        assert_known(name, probe(name, dataclasses.replace(PROBED, q_len=101, kv_len=70), **fields))
+        assert_known(
+            name, probe(name, dataclasses.replace(PROBED, q_len=101, kv_len=70), **fields)
+        )
     for q_len, kv_len, dim in ((1, 1, 16), (1, 2, 1), (1, 300, 80), (129, 129, 256)):
         sizes = {"q_len": q_len, "kv_len": kv_len, "head_dim": dim, "v_dim": dim}
         assert_known(name, probe(name, Shapes(batch=1, heads=2, kv_heads=2, **sizes)))
@@ -314,7 +361,8 @@ def test_answers_hold_in_every_format(name: str) -> None:
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", PROBES)
 def test_answers_under_masks(name: str, kind: str) -> None:
-    """Known under every mask that only hides, and under a bias if all values are alike."""
+    """Known under every mask that only hides, and under a bias if all values are
+    alike."""
     if kind in ("bias", "bias_inf") and name not in ("ones", "one_key"):
         return
     case = probe(name, SQUARE_PROBED, mask=draw_mask(kind, SQUARE_PROBED, seed=0))

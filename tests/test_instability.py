@@ -16,7 +16,8 @@ bench = load("benchmarks/instability.py")
 @pytest.mark.parametrize(("excess", "step"), [
     ([0.0] * 5 + [0.3] * 6 + [0.0] * 5, 60),  # from a row to the one 50 steps later
     ([0.0] * 5 + [0.3] * 5 + [0.0] * 5, None),  # a spike
-    ([0.0] * 5 + [0.9] * 3 + [0.1] + [0.9] * 3 + [0.0] * 9, None),  # it came back in between
+    # It came back in between
+    ([0.0] * 5 + [0.9] * 3 + [0.1] + [0.9] * 3 + [0.0] * 9, None),
     ([0.0] * 5 + [math.inf] * 5, None),  # too near the end to tell
 ])  # fmt: skip
 def test_when_a_run_broke(excess: list[float], step: int | None) -> None:
@@ -26,8 +27,8 @@ def test_when_a_run_broke(excess: list[float], step: int | None) -> None:
 
 
 def test_a_report_of_train_becomes_tables() -> None:
-    """The golden run is nothing above itself. A signal that rises 100 steps before a run of a seed
-    it was not fixed on breaks has warned of it; one that is flat never does."""
+    """The golden run is nothing above itself. A signal that rises 100 steps before a run
+    of a seed it was not fixed on breaks has warned of it; one that is flat never does."""
     table = bench.recorded(read(ROOT / "tests/data/reports/train.json"))
     assert set(table.loc[table["variant"] == table["judged_by"], "excess"]) == {0.0}
     rows = pd.DataFrame(
@@ -41,4 +42,5 @@ def test_a_report_of_train_becomes_tables() -> None:
     said = found[["warned", "false"]].T.to_dict("list")
     assert said["grad_norm"] == ["2 of 2", "0 of 2"]
     assert said["max_logit"] == ["0 of 2", "0 of 2"]
-    assert found.loc["grad_norm", "lead, steps"] == 90  # a median over 30 steps: one row later
+    # A median over 30 steps: one row later
+    assert found.loc["grad_norm", "lead, steps"] == 90

@@ -1,4 +1,5 @@
-"""`numdev invariance`: what breaks along one axis is named, what does not is called the same."""
+"""`numdev invariance`: what breaks along one axis is named, what does not is called the
+same."""
 
 from __future__ import annotations
 
@@ -60,8 +61,12 @@ SQUARE = Shapes(batch=2, heads=2, kv_heads=2, q_len=64, kv_len=64, head_dim=8, v
 ROOT = Path(__file__).parent.parent
 
 
-def studied(path: Path, *kernels: Any, cases: Any = (CASE,), **more: Any) -> InvarianceReport:
-    request = InvarianceRequest(target="t", cases=cases, kernels=kernels, logits=False, **more)
+def studied(
+    path: Path, *kernels: Any, cases: Any = (CASE,), **more: Any
+) -> InvarianceReport:
+    request = InvarianceRequest(
+        target="t", cases=cases, kernels=kernels, logits=False, **more
+    )
     return invariance(request, path)
 
 
@@ -72,7 +77,8 @@ def moved(rows: Any) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: Any) -> set[tuple[str, str]]:
-    """Where tiles that begin at other keys change a kernel that otherwise changes nothing."""
+    """Where tiles that begin at other keys change a kernel that otherwise changes
+    nothing."""
     return moved(studied(tmp_path_factory.mktemp("s"), "invariance_kernels:sound").rows)
 
 
@@ -98,7 +104,8 @@ SWITCHES = [
 @pytest.mark.parametrize("kernel", SWITCHES)
 @pytest.mark.one_in(6)
 def test_a_tiling_that_depends_on_one_axis_is_named(tmp_path, sound, kernel):
-    """The axis, and no other; the two ways to cut the keys; no finding, since both are sound."""
+    """The axis, and no other; the two ways to cut the keys; no finding, since both are
+    sound."""
     report = studied(tmp_path, f"invariance_kernels:{kernel}")
     axis, _, cut = kernel.partition("_")
     rows = [r for r in report.rows if (r.axis, r.variant) not in sound]
@@ -129,28 +136,39 @@ def test_a_kernel_that_is_wrong_along_one_axis_is_found(tmp_path, kernel):
     assert report.verdicts[0].finding == 0
     if BROKEN[kernel] in ("beyond", "unwritten"):  # it is NaN that comes out
         assert report.findings[0].rule == f"{BROKEN[kernel]} finite"
-    if BROKEN[kernel] in ("decode", "chunks", "mask"):  # no tiling makes such a difference
-        assert not [r for r in report.rows if r.axis == BROKEN[kernel] and r.cause is not None]
+    # No tiling makes such a difference
+    if BROKEN[kernel] in ("decode", "chunks", "mask"):
+        assert not [
+            r for r in report.rows if r.axis == BROKEN[kernel] and r.cause is not None
+        ]
 
 
 def test_a_dependence_hides_no_graver_one(tmp_path):
     """An ulp from call to call explains an ulp along other axes, not another answer."""
-    report = studied(tmp_path, "invariance_kernels:noise_and_batch", axes=["repeat", "batch"])
+    report = studied(
+        tmp_path, "invariance_kernels:noise_and_batch", axes=["repeat", "batch"]
+    )
     assert [f.rule for f in report.findings] == ["repeat bitwise", "batch rounding"]
-    assert not [r for r in report.rows if r.cause is not None]  # no tiling repeats itself so
+    # No tiling repeats itself so
+    assert not [r for r in report.rows if r.cause is not None]
     invariance_kernels.counted[:] = [1]
-    poisoned = studied(tmp_path / "p", "invariance_kernels:noise_beside_nan", axes=["hidden-nan"])
+    poisoned = studied(
+        tmp_path / "p", "invariance_kernels:noise_beside_nan", axes=["hidden-nan"]
+    )
     assert [f.rule for f in poisoned.findings] == ["repeat bitwise"]
 
 
 def test_what_is_no_answer_is_not_judged(tmp_path):
-    """NaN at every call changes along no axis, and is no pass; a dtype without arithmetic is one
-    that can be compared; a call too large for a machine, and an axis that is not for it, say so."""
+    """NaN at every call changes along no axis, and is no pass; a dtype without arithmetic
+    is one that can be compared; a call too large for a machine, and an axis that is not
+    for it, say so."""
     large = {**CASE, "heads": 64, "kv_heads": 64, "seq_len": 600}
     nan = studied(tmp_path / "n", "invariance_kernels:always_nan", axes=["batch"])
     assert (nan.outcome, nan.measured) == ("unmeasured", False)
     assert "NaN or infinite where the exact result is not" in nan.findings[0].sentence
-    bits = studied(tmp_path / "b", "invariance_kernels:eight_bits", axes=["batch", "padding"])
+    bits = studied(
+        tmp_path / "b", "invariance_kernels:eight_bits", axes=["batch", "padding"]
+    )
     assert bits.outcome == "passed"
     assert not any(r.differ for r in bits.rows if r.axis == "batch")
     few = studied(tmp_path / "l", "sdpa-math", axes=["batch", "graph"], cases=[large])
@@ -158,7 +176,9 @@ def test_what_is_no_answer_is_not_judged(tmp_path):
     assert "are more than are computed for it here" in reasons["64 in place of 2"]
     assert reasons["CUDA graph"] == "needs CUDA, but this run is on CPU"
     assert few.rows[0].elements == 2 * 600 * 32  # of the first kv head
-    reason = verdict.passing(few, [t for t in verdict.tests(few, default_rules()) if t.runs])
+    reason = verdict.passing(
+        few, [t for t in verdict.tests(few, default_rules()) if t.runs]
+    )
     limits = "tried in part along batch (2 of 3 calls, with kv head 0 alone)"
     assert reason == f"keeps its bits along batch; {limits}"
     table = next(node for node in blocks(few) if isinstance(node, Table))
@@ -181,7 +201,9 @@ def test_what_moved_is_said(splits: int, moved: bool, words: str) -> None:
     ("padding", "37 on the left", True), ("padding", "37 on the right", False),
     ("lengths", "packed, behind another", True), ("decode", "row 63 by itself", False),
 ])  # fmt: skip
-def test_keys_move_where_others_stand_before_them(axis: str, variant: str, moved: bool) -> None:
+def test_keys_move_where_others_stand_before_them(
+    axis: str, variant: str, moved: bool
+) -> None:
     drawn = draw("normal", SQUARE, seed=0, label="", options={})
     case = AttentionCase(ref=CaseRef(case="c"), q=drawn.q, k=drawn.k, v=drawn.v, scale=1.0,
                          is_causal=True)  # fmt: skip
@@ -211,7 +233,10 @@ def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
     [row] = rows_along("batch", {**MOVED, **part, "excess": 6.0, "case": "c"})
     report = stored(row, axes=("batch",), models=())
     found, _ = verdict.findings(judging.judgement_of(report, default_rules()), report)
-    assert "along batch (c: v0, kv head 0 alone) the output changes by 6×" in found[0].sentence
+    assert (
+        "along batch (c: v0, kv head 0 alone) the output changes by 6×"
+        in found[0].sentence
+    )
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
     assert tables["What differs"].rows[0].cells[2].text == "v0, kv head 0 alone"
     check_way = report.plan.ways[0].model_copy(
@@ -224,7 +249,10 @@ def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
 def test_nothing_excuses_a_kernel_that_the_way_does_not_add(excuse: str) -> None:
     """A mask, an option or a way to run that the plan does not know of."""
     skipped = {"status": "skipped", "excuse": excuse, "reason": "no", "tensors": ()}
-    blank: dict[str, Any] = dict.fromkeys(wholeness.NUMBERS) | {"elements": 0, "first": None}
+    blank: dict[str, Any] = dict.fromkeys(wholeness.NUMBERS) | {
+        "elements": 0,
+        "first": None,
+    }
     [row] = rows_along("strides", {**blank, **skipped})
     way = stored().plan.ways[0].model_copy(update={"axis": "strides", "variant": "v0"})
     wrong = f"is excused by the {excuse}, which the plan does not add"
@@ -234,7 +262,8 @@ def test_nothing_excuses_a_kernel_that_the_way_does_not_add(excuse: str) -> None
 
 @pytest.mark.parametrize(("ran", "unjudged"), [(False, 0), (True, 1)])
 def test_a_way_to_run_excuses_no_kernel_that_ran_so(ran: bool, unjudged: int) -> None:
-    """`unwritten` in one variant and not in another: it ran in fewer ways than were planned."""
+    """`unwritten` in one variant and not in another: it ran in fewer ways than were
+    planned."""
     no = {"status": "skipped", "excuse": "way", "reason": "no", "tensors": ()}
     rows = rows_along("unwritten", no, {} if ran else no)
     test = that_was_tested(stored(*rows, axes=("unwritten",), models=()), "runs")
@@ -252,32 +281,43 @@ def test_headline_table_and_answer_are_of_one_call() -> None:
     [line] = verdict.answer(rows)
     name = rows[0].case
     assert line == (
-        f"sdpa-math (bfloat16) along padding: most in {name}, v1 (0.00458 % of out, by 0.017× the "
-        f"floor's error (rms)); in {name}, v0 (0.00458 % of out, by 4.1e-8× the floor's error "
-        "(rms)), explained by tiling: 16 keys a tile in one split in both, but the tiles start at "
+        f"sdpa-math (bfloat16) along padding: most in {name}, v1 (0.00458 % of out, "
+        "by 0.017× the "
+        f"floor's error (rms)); in {name}, v0 (0.00458 % of out, by 4.1e-8× the "
+        "floor's error "
+        "(rms)), explained by tiling: 16 keys a tile in one split in both, but the "
+        "tiles start at "
         "other keys."
     )
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
-    cell = tables["out in bfloat16: largest rms difference, × the floor's error"].rows[0].cells[1]
+    cell = (
+        tables["out in bfloat16: largest rms difference, × the floor's error"]
+        .rows[0]
+        .cells[1]
+    )
     assert (cell.text, cell.after) == ("0.017", "2/2")
 
 
 def test_a_maximum_in_autograds_graph_is_no_fault(tmp_path: Path) -> None:
-    """Where scores tie, what rounding leaves goes to one key of dk, and to another one where the
-    tiles begin elsewhere. A key of dk that is lost is a fault all the same."""
+    """Where scores tie, what rounding leaves goes to one key of dk, and to another one
+    where the tiles begin elsewhere. A key of dk that is lost is a fault all the same."""
     case = {**CASE, "name": "u", "seq_len": 256, "inputs": {"name": "uniform"}}
     case |= {"batch": 1, "heads": 1, "kv_heads": 1}
     kernel = "invariance_kernels:attached_maximum"
     report = studied(tmp_path, kernel, cases=[case], axes=["padding"], backward=True)
-    keys = [r.excess_of_a_row or 0 for r in report.rows if r.tensor == "dk" and r.status == "ok"]
+    keys = [
+        r.excess_of_a_row or 0
+        for r in report.rows
+        if r.tensor == "dk" and r.status == "ok"
+    ]
     assert keys
     assert max(keys) < 16
     assert not report.findings
 
 
 def test_a_key_errs_as_another_of_its_head_does() -> None:
-    """By hand: both forms err by 8 in some key, so that 1 is explained in all; the one that errs by
-    less counts; dq and dv have no such keys."""
+    """By hand: both forms err by 8 in some key, so that 1 is explained in all; the one
+    that errs by less counts; dq and dv have no such keys."""
     rows = {"difference": torch.tensor([[[9.0, 0.0], [4.0, 1.0]]]),
             "error_base": torch.tensor([[[64.0, 0.0], [0.0, 0.0]]]),
             "error_variant": torch.tensor([[[0.0, 100.0], [1.0, 1.0]]])}  # fmt: skip
@@ -286,24 +326,28 @@ def test_a_key_errs_as_another_of_its_head_does() -> None:
 
 
 def test_sound_kernels_keep_their_bits(tmp_path):
-    """Fixed tiles and plain attention, forward and backward: the same along every axis but where
-    tiles begin at other keys; and no finding."""
+    """Fixed tiles and plain attention, forward and backward: the same along every axis
+    but where tiles begin at other keys; and no finding."""
     fixed = {"name": "emulated", "options": {"block_kv": 32}}
     cases = [CASE, {**CASE, "name": "d", "seq_len": 1, "kv_len": 100, "causal": False}]
     report = studied(tmp_path, fixed, "sdpa-math", cases=cases, backward=True)
     assert not report.findings
     assert len(report.rows) > 800
     left_out = {"lengths", "padding", "tiles", "hidden-nan"}
-    gemm = {"strides", "paged"}  # a matrix product may sum in another order in another layout
+    # A matrix product may sum in another order in another layout
+    gemm = {"strides", "paged"}
     for name, but in (("emulated", left_out), ("sdpa-math", {"hidden-nan"} | gemm)):
-        assert not moved(r for r in report.rows if r.kernel == name and r.axis not in but), name
+        assert not moved(
+            r for r in report.rows if r.kernel == name and r.axis not in but
+        ), name
     assert {r.tensor for r in report.rows} == {"out", "lse", "dq", "dk", "dv"}
     names = {r.variant for r in report.rows if r.axis == "tiles" and r.differ}
     assert {"block_kv=64", "splits=2"} <= names
 
 
 def test_every_axis_keeps_the_exact_answer():
-    """Each variant of calls of many kinds, with gradients, in fp64; nothing is left out."""
+    """Each variant of calls of many kinds, with gradients, in fp64; nothing is left
+    out."""
     drawn = draw("normal", SHAPES, seed=0, label="", options={}, gradients=True)
     dO = torch.randn(SHAPES.out, generator=torch.Generator().manual_seed(1))
     base = dict(zip("qkv", drawn, strict=True), grad_out=dO, scale=0.3)
@@ -314,7 +358,9 @@ def test_every_axis_keeps_the_exact_answer():
         plain, q=plain.q[:, :, -8:], grad_out=plain.grad_out[:, :, -8:], is_causal=True,
         causal_offset=32,
     )  # fmt: skip
-    one = dataclasses.replace(plain, q=plain.q[:, :, :1], grad_out=plain.grad_out[:, :, :1])
+    one = dataclasses.replace(
+        plain, q=plain.q[:, :, :1], grad_out=plain.grad_out[:, :, :1]
+    )
     cases = {
         "plain": plain, "causal": dataclasses.replace(plain, is_causal=True), "last": last,
         "window": dataclasses.replace(plain, is_causal=True, window=(9, 0)), "one": one,
@@ -357,8 +403,8 @@ def test_bits_are_compared_as_they_are():
 
 
 def test_numbers_of_a_row(tmp_path):
-    """A thousandth more in one row of one head: its place, its share, its size in floors and ulps;
-    a row by itself sees what it saw."""
+    """A thousandth more in one row of one head: its place, its share, its size in floors
+    and ulps; a row by itself sees what it saw."""
     (tmp_path / "one.py").write_text(
         "from numdev.kernels import find\n"
         "def kernel(case):\n"
@@ -381,8 +427,8 @@ RULES = {"name": "mine", "invariance": {"bitwise": ["decode"]}}
 
 
 def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
-    """The default passes what a stricter file refuses; exit codes, JUnit and JSON say so, and a
-    finished run is not measured again."""
+    """The default passes what a stricter file refuses; exit codes, JUnit and JSON say so,
+    and a finished run is not measured again."""
     monkeypatch.chdir(tmp_path)
     request = {"cases": [CASE], "kernels": ["invariance_kernels:decode_split"],
                "axes": ["repeat", "decode"]}  # fmt: skip
@@ -402,7 +448,9 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     code, out, err = ran(capsys, *gate, "--json")
     told = json.loads(out)
     assert (code, told["outcome"], told["rules"]) == (1, "exceeded", "mine")
-    assert [t["rule"] for t in told["tests"] if t["standing"] == "exceeded"] == ["decode bitwise"]
+    assert [t["rule"] for t in told["tests"] if t["standing"] == "exceeded"] == [
+        "decode bitwise"
+    ]
     assert re.search(r"against 16 keys a tile", told["findings"][0]["sentence"])
     assert 'failures="1"' in Path("j.xml").read_text()
     report = read(Path("r"))
@@ -419,13 +467,18 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
 
 
 def test_two_reports_are_compared(tmp_path, capsys, monkeypatch):
-    """Bits that were the same and are no longer are named, with the cause; the same say so."""
+    """Bits that were the same and are no longer are named, with the cause; the same say
+    so."""
     monkeypatch.chdir(tmp_path)
     for name, kernel in (("a", "sound"), ("b", "batch_split")):
-        code = f"import invariance_kernels as k\ndef mine(case): return k.{kernel}(case)\n"
+        code = (
+            f"import invariance_kernels as k\ndef mine(case): return k.{kernel}(case)\n"
+        )
         Path("changing.py").write_text(code)
         sys.modules.pop("changing", None)
-        report = studied(tmp_path / name, f"{tmp_path}/changing.py:mine", axes=["batch", "order"])
+        report = studied(
+            tmp_path / name, f"{tmp_path}/changing.py:mine", axes=["batch", "order"]
+        )
         write(report, tmp_path / name)
     code, out, _ = ran(capsys, "compare", "a", "b")
     assert code == 1
@@ -451,26 +504,35 @@ def test_a_finding_has_a_script(tmp_path, capsys, monkeypatch):
 
 
 def test_a_check_holds_a_function_to_axes(tmp_path):
-    """The door for pytest: what keeps its bits passes, what does not names axis and cause."""
+    """The door for pytest: what keeps its bits passes, what does not names axis and
+    cause."""
     how = {"cases": {**CASE, "name": "mine"}, "formats": "bfloat16", "backward": False,
            "claims": {"block_kv": 16}, "reproducers": tmp_path}  # fmt: skip
-    assert check_attention(invariance_kernels.sound, invariant=["batch", "decode"], **how).passed
-    with pytest.raises(CheckFailed, match=r"depends on whether a row is\s+decoded") as failed:
+    assert check_attention(
+        invariance_kernels.sound, invariant=["batch", "decode"], **how
+    ).passed
+    with pytest.raises(
+        CheckFailed, match=r"depends on whether a row is\s+decoded"
+    ) as failed:
         check_attention(invariance_kernels.cast_in_decode, invariant="decode", **how)
     assert failed.value.result.verdict == "FAIL"
     with pytest.raises(CheckFailed, match=r"the function takes no\s+mask") as failed:
-        check_attention(invariance_kernels.no_mask, invariant=["mask"], **how | {"claims": None})
+        check_attention(
+            invariance_kernels.no_mask, invariant=["mask"], **how | {"claims": None}
+        )
     assert failed.value.result.verdict == "NOT JUDGED"
 
 
 def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
-    """Where P has 8 bits, the running maximum under which each is rounded decides it: a decode step
-    that walks 16 keys a tile from the last one parts from a prefill of 32 keys a tile at 17 keys,
-    the first length of which one form makes two tiles. The cause says the tiles and the order."""
+    """Where P has 8 bits, the running maximum under which each is rounded decides it: a
+    decode step that walks 16 keys a tile from the last one parts from a prefill of 32
+    keys a tile at 17 keys, the first length of which one form makes two tiles. The cause
+    says the tiles and the order."""
     report = studied(tmp_path, "invariance_kernels:fp8_cache", axes=["decode"])
     words = {str(r.cause) for r in report.rows if r.cause is not None and r.keys > 33}
     assert words == {
-        "explained by tiling: 32 keys a tile in one split against 16 keys a tile, the last first, "
+        "explained by tiling: 32 keys a tile in one split against 16 keys a tile, "
+        "the last first, "
         "in one split"
     }
     q, k, v = draw("normal", SHAPES, seed=0, label="", options={})
@@ -487,13 +549,14 @@ def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(capsys, monkeypatch, tmp_path):
-    """The example of docs/invariance.md is printed by its command, line by line, on any machine."""
+    """The example of docs/invariance.md is printed by its command, line by line, on any
+    machine."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "118")
     page = (ROOT / "docs" / "invariance.md").read_text()
-    line = re.search(r"^numdev (invariance configs/invariance/tiles.yaml.*)$", page, re.MULTILINE)[
-        1
-    ]
+    line = re.search(
+        r"^numdev (invariance configs/invariance/tiles.yaml.*)$", page, re.MULTILINE
+    )[1]
     code, out, _ = ran(capsys, *line.split(), "--device", "cpu", "-o", tmp_path / "r")
     assert code == 0
     printed = [text.rstrip() for text in out.splitlines()]
@@ -535,13 +598,19 @@ def stored(*rows: InvarianceRow, **plan: Any) -> InvarianceReport:
 def rows_along(axis: str, *changes: dict[str, Any], like: int = 0) -> list[InvarianceRow]:
     """Rows of sdpa-math's output along an axis, each with what it changes."""
     row = stored().rows[like].model_copy(update={"axis": axis})
-    return [row.model_copy(update={"variant": f"v{i}", **x}) for i, x in enumerate(changes)]
+    return [
+        row.model_copy(update={"variant": f"v{i}", **x}) for i, x in enumerate(changes)
+    ]
 
 
 def that_was_tested(report: InvarianceReport, rule: str, **limits: Any) -> Any:
     """The test of sdpa-math by this rule."""
     book = Rules.model_validate({"invariance": limits} if limits else {})
-    [test] = (t for t in verdict.tests(report, book) if (t.rule, t.kernel) == (rule, "sdpa-math"))
+    [test] = (
+        t
+        for t in verdict.tests(report, book)
+        if (t.rule, t.kernel) == (rule, "sdpa-math")
+    )
     return test
 
 
@@ -552,8 +621,8 @@ def that_was_tested(report: InvarianceReport, rule: str, **limits: Any) -> Any:
 def test_a_difference_on_both_sides_of_its_limit(
     sizes: tuple[float | None, ...], standing: str, observed: Any
 ) -> None:
-    """4 times what roundings explain; the largest is shown, those beyond are counted, and a number
-    that is not there is beyond every limit."""
+    """4 times what roundings explain; the largest is shown, those beyond are counted, and
+    a number that is not there is beyond every limit."""
     rows = rows_along("batch", *({**MOVED, "excess": x} for x in sizes))
     test = that_was_tested(stored(*rows), "batch rounding")
     assert (test.standing, test.observed, test.bound) == (standing, observed, 4.0)
@@ -570,7 +639,8 @@ def test_where_nothing_is_rounded_nothing_may_differ(
     """A rule on the floor's error: once it at most, and nothing where it is 0."""
     rows = rows_along("batch", {**MOVED, "floor_ratio": ratio, "difference": difference})
     assert (
-        that_was_tested(stored(*rows), "batch floor", within_floor=["batch"]).standing == standing
+        that_was_tested(stored(*rows), "batch floor", within_floor=["batch"]).standing
+        == standing
     )
 
 
@@ -579,9 +649,12 @@ def test_where_nothing_is_rounded_nothing_may_differ(
     ("memory", False, "missing"), ("option", False, "not applicable"),
 ])  # fmt: skip
 def test_an_axis_without_a_number(excuse: str, asked: bool, standing: str) -> None:
-    """It may be declined unless it was asked for; what failed or ran out of memory is missing."""
+    """It may be declined unless it was asked for; what failed or ran out of memory is
+    missing."""
     status = "skipped" if excuse else "failed"
-    rows = rows_along("padding", {"status": status, "excuse": excuse, "reason": "x", "tensors": ()})
+    rows = rows_along(
+        "padding", {"status": status, "excuse": excuse, "reason": "x", "tensors": ()}
+    )
     report = stored(*rows, asked=asked, axes=("padding",))
     test = that_was_tested(report, "padding")
     assert (test.standing, test.reasons) == (standing, ("padding is not judged: x",))
@@ -602,15 +675,21 @@ def test_a_models_output_on_both_sides_of_its_limit(ratio: float, standing: str)
     said = [f.sentence for f in findings if "The model's" in f.sentence]
     assert len(said) == (standing == "exceeded")
     for sentence in said:
-        assert "batch it changes by 1 of its size, 4.1× what roundings explain (limit" in sentence
+        assert (
+            "batch it changes by 1 of its size, 4.1× what roundings explain (limit"
+            in sentence
+        )
 
 
 @pytest.mark.parametrize(("excess", "nonfinite", "follows"), [
     (20.0, 0, True), (20.5, 0, False), (9.0, 4, False),
 ])  # fmt: skip
-def test_what_another_axis_brings_about(excess: float, nonfinite: int, follows: bool) -> None:
-    """Neighbours move the output by 10 times what roundings explain: along batch up to twice that
-    has the same cause; more, or NaN where there was none, is a finding of its own."""
+def test_what_another_axis_brings_about(
+    excess: float, nonfinite: int, follows: bool
+) -> None:
+    """Neighbours move the output by 10 times what roundings explain: along batch up to
+    twice that has the same cause; more, or NaN where there was none, is a finding of its
+    own."""
     rows = [
         *rows_along("neighbours", {**MOVED, "excess": 10.0}),
         *rows_along("batch", {**MOVED, "excess": excess, "nonfinite": min(nonfinite, 3)}),
@@ -619,20 +698,26 @@ def test_what_another_axis_brings_about(excess: float, nonfinite: int, follows: 
     plan = {"axes": ("neighbours", "batch"), "named": False, "asked": False, "models": ()}
     report = stored(*rows, **plan)
     found = judging.judgement_of(report, book)
-    axes_of = [f.rule.split()[0] for f in verdict.findings(found, report)[0] if f.rule != "runs"]
+    axes_of = [
+        f.rule.split()[0] for f in verdict.findings(found, report)[0] if f.rule != "runs"
+    ]
     assert sorted(axes_of) == (["neighbours"] if follows else ["batch", "neighbours"])
 
 
 def test_a_finding_tells_its_numbers_apart() -> None:
-    """The call as it is, and its other form; number and limit; ulps of what must be equal."""
+    """The call as it is, and its other form; number and limit; ulps of what must be
+    equal."""
     [row] = rows_along("batch", {**MOVED, "excess": 6.0, "keys": 7, "case": "c"})
     report = stored(row, axes=("batch",), models=())
     book = Rules.model_validate({"invariance": {"bitwise": ["repeat"]}})
     found, _ = verdict.findings(judging.judgement_of(report, book), report)
     assert found[0].sentence == (
-        "sdpa-math (bfloat16) depends on the number of sequences in the batch: along batch (c: "
-        "v0) the output changes by 6× what roundings explain (limit 4×): c as it is errs by 1.1× "
-        "the floor's error, v0 by 1.7×; first at sequence 0 head 1 row 2, which sees 7 keys."
+        "sdpa-math (bfloat16) depends on the number of sequences in the batch: "
+        "along batch (c: "
+        "v0) the output changes by 6× what roundings explain (limit 4×): c as it is "
+        "errs by 1.1× "
+        "the floor's error, v0 by 1.7×; first at sequence 0 head 1 row 2, which "
+        "sees 7 keys."
     )
     book = Rules.model_validate({"invariance": {"bitwise": ["batch"]}})
     [same] = rows_along("batch", {**MOVED, "case": "c"})
@@ -644,8 +729,8 @@ def test_a_finding_tells_its_numbers_apart() -> None:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({**MOVED, "nonfinite": 4, "repeats": True}, "has more NaN or infinity than elements that"),
-    ({**MOVED, "repeats": False}, "says something else of its repeats than the rows along repeat"),
+    ({**MOVED, "nonfinite": 4, "repeats": True}, ("has more NaN or infinity than elements that")),
+    ({**MOVED, "repeats": False}, ("says something else of its repeats than the rows along repeat")),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
     """Of one kernel in one way; and a request with gradients is no plan without."""
@@ -655,14 +740,18 @@ def test_a_row_that_cannot_be_is_refused(changes: dict[str, Any], words: str) ->
     with pytest.raises(MeasurementError, match=words):
         check(report.model_copy(update={"rows": (row, *report.rows[1:])}))
     request = {**report.request, "backward": True}
-    with pytest.raises(MeasurementError, match="the plan and the request differ in `backward`"):
+    with pytest.raises(
+        MeasurementError, match="the plan and the request differ in `backward`"
+    ):
         check(report.model_copy(update={"request": request}))
 
 
 def test_the_views_numbers_stand_in_their_columns() -> None:
-    """The largest difference of an axis, in how many of its variants; shares in per cent; of the
-    model its change, and what is left of that without attention."""
-    rows = rows_along("batch", {**MOVED, "floor_ratio": 2.0}, {**MOVED, "floor_ratio": 5.0}, {})
+    """The largest difference of an axis, in how many of its variants; shares in per cent;
+    of the model its change, and what is left of that without attention."""
+    rows = rows_along(
+        "batch", {**MOVED, "floor_ratio": 2.0}, {**MOVED, "floor_ratio": 5.0}, {}
+    )
     model = (
         stored()
         .models[0]
@@ -678,19 +767,25 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     )
     report = stored(*rows).model_copy(update={"models": (model,)})
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
-    cell = tables["out in bfloat16: largest rms difference, × the floor's error"].rows[0].cells[1]
+    cell = (
+        tables["out in bfloat16: largest rms difference, × the floor's error"]
+        .rows[0]
+        .cells[1]
+    )
     assert (cell.text, cell.after) == ("5.00", "2/3")
     assert [c.text for c in tables["The model's own output, over its size"].rows[0].cells] == [
         "batch", "sdpa-math", "25 %", "0.5", "0.3", "64 %"
     ]  # fmt: skip
     differences = tables["What differs"]
     titles = [column.title for column in differences.columns]
-    assert differences.rows[0].cells[titles.index("differ")].text == "0.00458 %"  # 3 of 65,536
+    # 3 of 65,536
+    assert differences.rows[0].cells[titles.index("differ")].text == "0.00458 %"
 
 
 def test_two_forms_in_numbers() -> None:
-    """By hand, over two elements that are finite of three: their difference, which form errs how
-    much beside the floor; over the error of the better form; in ulps of the larger value."""
+    """By hand, over two elements that are finite of three: their difference, which form
+    errs how much beside the floor; over the error of the better form; in ulps of the
+    larger value."""
     one, other, truth = (torch.tensor([x], dtype=torch.float64)[None, None] for x in (
         [1.0, 4.0, math.nan], [1.25, 3.0, math.nan], [1.002, 3.0, math.nan]
     ))  # fmt: skip
@@ -713,11 +808,13 @@ def test_two_forms_in_numbers() -> None:
 
 
 def test_what_roundings_explain_without_an_error() -> None:
-    """Half a unit in each of n like terms, √n of one: of 40 keys for the output, of 8 query rows
-    for dv; and of the scores |scale| max|q| max|k| 2^-24."""
+    """Half a unit in each of n like terms, √n of one: of 40 keys for the output, of 8
+    query rows for dv; and of the scores |scale| max|q| max|k| 2^-24."""
     q, k, v = draw("normal", SHAPES, seed=0, label="", options={})
     dO = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(1))
-    case = AttentionCase(ref=CaseRef(case="c"), q=q[:, :, :8], k=k, v=v, scale=0.3, grad_out=dO)
+    case = AttentionCase(
+        ref=CaseRef(case="c"), q=q[:, :, :8], k=k, v=v, scale=0.3, grad_out=dO
+    )
     exact, fmt = gradients(case), format_named("bfloat16")
     norms = [x.double().norm(dim=-1).amax(dim=-1) for x in (case.q, case.k)]
     score = 0.3 * 2.0**-24 * norms[0] * norms[1].repeat_interleave(2, dim=1)
@@ -728,9 +825,11 @@ def test_what_roundings_explain_without_an_error() -> None:
         assert torch.allclose(unit_of(tensor, case, exact, fmt), expected, rtol=1e-12)
 
 
-def test_the_first_row_that_differs_is_told_where_it_stands_in_the_call(tmp_path: Path) -> None:
-    """Of several parts the first row of all, and its head and sequence in the whole; a causal row
-    sees itself and those before."""
+def test_the_first_row_that_differs_is_told_where_it_stands_in_the_call(
+    tmp_path: Path,
+) -> None:
+    """Of several parts the first row of all, and its head and sequence in the whole; a
+    causal row sees itself and those before."""
     report = studied(tmp_path, "invariance_kernels:cast_in_decode", axes=["decode"])
     rows = [r for r in report.rows if r.tensor == "out" and r.first is not None]
     assert rows
@@ -751,9 +850,11 @@ def test_the_first_row_that_differs_is_told_where_it_stands_in_the_call(tmp_path
 
 
 def test_a_part_that_begins_later_is_counted_from_the_whole() -> None:
-    """A call of sequence 1, heads 2 and 3: what differs there first is told by the call's own
-    numbers; a row of a mask of its own sees the keys that it shows."""
-    drawn = dict(zip("qkv", draw("normal", SHAPES, seed=0, label="", options={}), strict=True))
+    """A call of sequence 1, heads 2 and 3: what differs there first is told by the call's
+    own numbers; a row of a mask of its own sees the keys that it shows."""
+    drawn = dict(
+        zip("qkv", draw("normal", SHAPES, seed=0, label="", options={}), strict=True)
+    )
     case = AttentionCase(ref=CaseRef(case="c"), **drawn, scale=0.3, is_causal=True)
     there = SimpleNamespace(batch=slice(1, 2), head=slice(2, 4), row=slice(8, 12),
                             kv_head=slice(1, 2), key=slice(4, 9))  # fmt: skip

@@ -1,4 +1,5 @@
-"""Isolation: whatever a kernel does to its process costs its own result and nothing else."""
+"""Isolation: whatever a kernel does to its process costs its own result and nothing
+else."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def shared() -> Iterator[Isolated]:
         yield isolated
 
 
-def ran(isolated: Isolated, name: str, case: Any, options: Any, limit_s: float = 600.0) -> Any:
+def ran(
+    isolated: Isolated, name: str, case: Any, options: Any, limit_s: float = 600.0
+) -> Any:
     """What a kernel, by its name, gives in a process of its own."""
     isolated.limit_s = limit_s
     return isolated(find(name), case, options)
@@ -60,7 +63,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
 
 
 def wait_for_the_end(note: Path) -> None:
-    """Of the processes in a note; there is none where a busy machine did not come to write it."""
+    """Of the processes in a note; there is none where a busy machine did not come to
+    write it."""
     for pid in note.read_text().split() if note.exists() else ():
         wait_for(lambda pid=pid: gone(int(pid)))
 
@@ -74,7 +78,9 @@ def plain(x: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Outputs equal in every field, tensors bit for bit."""
-    return {n: plain(x) for n, x in vars(a).items()} == {n: plain(x) for n, x in vars(b).items()}
+    return {n: plain(x) for n, x in vars(a).items()} == {
+        n: plain(x) for n, x in vars(b).items()
+    }
 
 
 KILLED, ENDED = "its process was killed by SIG", "its process ended with exit code "
@@ -92,8 +98,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.one_in(4)
-def test_a_broken_kernel_costs_its_own_row(shared: Isolated, case: Any, name: str) -> None:
-    """The reason says what became of it, and the next kernel runs as if nothing had been."""
+def test_a_broken_kernel_costs_its_own_row(
+    shared: Isolated, case: Any, name: str
+) -> None:
+    """The reason says what became of it, and the next kernel runs as if nothing had
+    been."""
     failure = ran(shared, f"broken_kernels:{name}", case, {})
     assert failure.status == "failed"
     assert failure.reason.startswith(BROKEN[name])
@@ -102,9 +111,13 @@ def test_a_broken_kernel_costs_its_own_row(shared: Isolated, case: Any, name: st
     assert same(find("baseline").attend(case), after)
 
 
-def test_a_hang_ends_at_its_limit(shared: Isolated, case: AttentionCase, tmp_path: Path) -> None:
-    """A kernel that holds the interpreter's lock for ever is ended, and so is what it started."""
-    ran(shared, "baseline", case, {})  # so that a worker is there, and the clock is the kernel's
+def test_a_hang_ends_at_its_limit(
+    shared: Isolated, case: AttentionCase, tmp_path: Path
+) -> None:
+    """A kernel that holds the interpreter's lock for ever is ended, and so is what it
+    started."""
+    # So that a worker is there, and the clock is the kernel's
+    ran(shared, "baseline", case, {})
     note = tmp_path / "note"
     failure = ran(shared, "broken_kernels:hangs", case, {"note": str(note)}, limit_s=1.0)
     assert failure == Failure("failed", "no answer within 1 s")
@@ -137,8 +150,8 @@ def hang_in_isolation(note: str) -> None:
 
 
 def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
-    """Where numdev itself is killed, and can do nothing, worker and its children die all the same,
-    though the kernel holds the interpreter's lock."""
+    """Where numdev itself is killed, and can do nothing, worker and its children die all
+    the same, though the kernel holds the interpreter's lock."""
     note = tmp_path / "note"
     source = f"import test_isolation as t; t.hang_in_isolation({str(note)!r})"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
@@ -149,7 +162,9 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     wait_for_the_end(note)
 
 
-def test_a_worker_that_died_idle_is_replaced(shared: Isolated, case: AttentionCase) -> None:
+def test_a_worker_that_died_idle_is_replaced(
+    shared: Isolated, case: AttentionCase
+) -> None:
     """That is no fault of the next kernel."""
     ran(shared, "baseline", case, {})
     assert shared.worker is not None
@@ -192,7 +207,9 @@ def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
     assert same(here, there)
 
 
-def test_an_output_of_eight_bits_comes_back(shared: Isolated, case: AttentionCase) -> None:
+def test_an_output_of_eight_bits_comes_back(
+    shared: Isolated, case: AttentionCase
+) -> None:
     here = attempt(find("broken_kernels:eight_bits"), case, {})
     there = ran(shared, "broken_kernels:eight_bits", case, {})
     assert isinstance(there, Output), there
@@ -208,11 +225,14 @@ def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
         ("refuses", "skipped", "head_dim 4 is too small"),
         ("interrupts", "failed", "KeyboardInterrupt: from within"),
     ):
-        assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure(status, reason)
+        assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure(
+            status, reason
+        )
 
 
 def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
-    """It comes out, whatever the kernel makes of it; the handler is what it was before."""
+    """It comes out, whatever the kernel makes of it; the handler is what it was
+    before."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for name in ("is_interrupted", "turns_interrupts"):
@@ -225,9 +245,12 @@ def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
 
 @pytest.mark.gpu
 def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
-    """A device-side assertion ruins its process for good; this one, and the next row, are well."""
+    """A device-side assertion ruins its process for good; this one, and the next row, are
+    well."""
     case = make_case(dtype=torch.bfloat16, heads=2, q_len=64, kv_len=64, head_dim=64)
-    case = dataclasses.replace(case, **{n: getattr(case, n).cuda() for n in ("q", "k", "v")})
+    case = dataclasses.replace(
+        case, **{n: getattr(case, n).cuda() for n in ("q", "k", "v")}
+    )
     failure = ran(shared, "broken_kernels:poisons_cuda", case, {}, limit_s=120)
     assert "CUDA error" in failure.reason
     after = ran(shared, "sdpa-flash", case, {}, limit_s=120)

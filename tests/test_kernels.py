@@ -1,4 +1,5 @@
-"""The registry, plain functions as kernels, plugins, and availability on machines not at hand."""
+"""The registry, plain functions as kernels, plugins, and availability on machines not at
+hand."""
 
 from __future__ import annotations
 
@@ -45,18 +46,20 @@ ROOT = Path(numdev.__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
-    """A copy of the registry, which the test may fill; what it installs is forgotten after it."""
+    """A copy of the registry, which the test may fill; what it installs is forgotten
+    after it."""
     copy = all_kernels()
     monkeypatch.setattr(kernels, "_registry", copy)
     yield copy
     kernels.load_all.cache_clear()
 
 
-# --- the registry --------------------------------------------------------------------------------
+# --- the registry ---------------------------------------------------------------------
 
 
 def test_registering_a_kernel() -> None:
-    """A decorated function is found by its name, with options and first line; it is callable."""
+    """A decorated function is found by its name, with options and first line; it is
+    callable."""
 
     @kernel("mine")
     def mine(case: AttentionCase, *, block: int = 64, exact: bool = False) -> Output:
@@ -70,7 +73,9 @@ def test_registering_a_kernel() -> None:
     assert found.options == {"block": 64, "exact": False}
     assert found.function is mine
     case = make_case()
-    assert torch.equal(found.attend(case, **found.with_options({"block": 2})).out, case.q * 2)
+    assert torch.equal(
+        found.attend(case, **found.with_options({"block": 2})).out, case.q * 2
+    )
 
 
 def test_two_kernels_of_one_name_are_refused(registry: dict[str, Kernel]) -> None:
@@ -99,7 +104,11 @@ SENSELESS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("flex", {"block_n": 48}, "block_n: unknown value 48"),
     ("flex", {"block_n": 64.0}, r"block_n: unknown value 64\.0"),
     ("flex", {"prescale_qk": "yes"}, "prescale_qk: unknown value 'yes'"),
-    ("flex", {"compiled": False, "prescale_qk": True}, "eager FlexAttention ignores PRESCALE_QK"),
+    (
+        "flex",
+        {"compiled": False, "prescale_qk": True},
+        "eager FlexAttention ignores PRESCALE_QK",
+    ),
     ("flex", {"tile": 3}, "no option 'tile'"),
     ("baseline", {"tile": 3}, "it has no options"),
 )
@@ -107,7 +116,8 @@ SENSELESS: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("name", "options", "says"), SENSELESS)
 def test_senseless_options(name: str, options: dict[str, Any], says: str) -> None:
-    """Options that mean nothing, or would be ignored, are usage errors before anything runs."""
+    """Options that mean nothing, or would be ignored, are usage errors before anything
+    runs."""
     with pytest.raises(UsageError, match=says):
         find(name).with_options(options)
 
@@ -155,7 +165,9 @@ def test_gradients_that_are_none_of_the_case(changes: dict[str, Any], says: str)
 def test_an_input_without_influence_has_gradient_zero() -> None:
     """The mean of V depends on V alone."""
     case = step()
-    mean = Kernel(name="x", function=lambda c: c.v.mean(2, keepdim=True).expand_as(c.q).clone())
+    mean = Kernel(
+        name="x", function=lambda c: c.v.mean(2, keepdim=True).expand_as(c.q).clone()
+    )
     found = mean.gradients(case)
     assert torch.equal(found.dq, torch.zeros_like(case.q))
     assert torch.equal(found.dk, torch.zeros_like(case.k))
@@ -173,12 +185,15 @@ def test_the_upstream_gradient_comes_in_the_outputs_dtype(narrow: torch.dtype) -
     expected = 1.0078125 if narrow == torch.bfloat16 else 1 + 2.0**-8
     assert (found.dv == expected).all()
     assert found.dv.dtype == torch.float64
-    wide = Kernel(name="x", function=lambda c: c.v.double()).gradients(step(dtype=narrow, kv_len=4))
+    wide = Kernel(name="x", function=lambda c: c.v.double()).gradients(
+        step(dtype=narrow, kv_len=4)
+    )
     assert wide.dv.dtype == narrow
 
 
 def test_the_baselines_empty_rows_give_no_nan() -> None:
-    """The softmax of a row that sees nothing is NaN, and neither it nor its gradient gets out."""
+    """The softmax of a row that sees nothing is NaN, and neither it nor its gradient gets
+    out."""
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[1] = False
     case = step(mask=mask, dtype=torch.bfloat16)
@@ -187,11 +202,12 @@ def test_the_baselines_empty_rows_give_no_nan() -> None:
     assert (found.dq[:, :, 1] == 0).all()
 
 
-# --- plain functions: parameters by their names --------------------------------------------------
+# --- plain functions: parameters by their names ---------------------------------------
 
 
 def recorded(parameters: str) -> tuple[Kernel, dict[str, Any]]:
-    """A plain function with these parameters as a kernel, and the arguments it will be given."""
+    """A plain function with these parameters as a kernel, and the arguments it will be
+    given."""
     seen: dict[str, Any] = {}
     scope: dict[str, Any] = {"seen": seen}
     zeros = "seen['q'].new_zeros(*seen['q'].shape[:3], seen['v'].shape[-1])"
@@ -201,17 +217,20 @@ def recorded(parameters: str) -> tuple[Kernel, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["bias", "attn_bias"])
 def test_a_bias_is_additive(name: str) -> None:
-    """A parameter that is called a bias is added to the scores: it never gets a bool mask."""
+    """A parameter that is called a bias is added to the scores: it never gets a bool
+    mask."""
     found, seen = recorded(f"q, k, v, {name}=None")
     found.attend(make_case(is_causal=True))
     lower = torch.ones(4, 5, dtype=torch.float64).tril()
-    assert torch.equal(seen[name], torch.zeros_like(lower).masked_fill(lower == 0, -math.inf))
+    assert torch.equal(
+        seen[name], torch.zeros_like(lower).masked_fill(lower == 0, -math.inf)
+    )
     assert seen[name].dtype == torch.float64
 
 
 def test_a_causal_flag_is_no_mask() -> None:
-    """A default of causal=True does not get at a case that is not causal. A function without either
-    lacks the flag, though a mask would do."""
+    """A default of causal=True does not get at a case that is not causal. A function
+    without either lacks the flag, though a mask would do."""
     found, seen = recorded("q, k, v, causal=True")
     found.attend(make_case())
     assert seen["causal"] is False
@@ -234,7 +253,8 @@ def test_windows(name: str) -> None:
 
 
 def test_the_usual_scale_needs_no_parameter() -> None:
-    """1 / sqrt(d) and d ** -0.5 may differ in the last bit, and both are the usual scale."""
+    """1 / sqrt(d) and d ** -0.5 may differ in the last bit, and both are the usual
+    scale."""
     found, _ = recorded("q, k, v")
     for d in range(1, 257):
         assert found.supports(make_case(head_dim=d, scale=d**-0.5)) is None
@@ -247,7 +267,7 @@ def test_the_usual_scale_needs_no_parameter() -> None:
     ("", r"takes \(\): q, k and v"),
     ("*args, **kwargs", "q, k and v must be its first three arguments"),
     ("q, k, *, v", "q, k and v must be its first three arguments"),
-    ("q, k, v, lengths", r"takes \(q, k, v, lengths\): numdev does not know what to pass"),
+    ("q, k, v, lengths", (r"takes \(q, k, v, lengths\): numdev does not know what to pass")),
     ("q, k, v, a, b, *, c", "know what to pass for a, b, c"),
     ("qkv, causal, scale", "expected q, k or v, got causal"),
 ])  # fmt: skip
@@ -262,9 +282,11 @@ def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     ("raise RuntimeError('no driver')", r"RuntimeError\('no driver'\)"),
     ("import no_such_module_at_all", "no_such_module_at_all"), ("def", "SyntaxError"),
 ])  # fmt: skip
-def test_a_plugin_that_raises(source: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A broken plugin is named, with what it raised, where it is listed or asked for; it stops
-    nothing else and does not look like a bug of numdev's."""
+def test_a_plugin_that_raises(
+    source: str, says: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A broken plugin is named, with what it raised, where it is listed or asked for; it
+    stops nothing else and does not look like a bug of numdev's."""
     (tmp_path / "a_plugin.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     entry = importlib.metadata.EntryPoint("plugin0", "a_plugin", kernels.ENTRY_POINTS)
@@ -280,7 +302,7 @@ def test_a_plugin_that_raises(source: str, says: str, tmp_path: Path, monkeypatc
         find("its-kernel")
 
 
-# --- machines we do not have ---------------------------------------------------------------------
+# --- machines we do not have ----------------------------------------------------------
 
 
 NO_CUDA = "needs CUDA, but this run is on CPU"
@@ -297,15 +319,17 @@ NO_CUDA = "needs CUDA, but this run is on CPU"
     (A100, Requirement(device="cpu"), "needs CPU, but this run is on CUDA"),
 ])  # fmt: skip
 def test_availability_anywhere(system: System, needs: Any, missing: str | None) -> None:
-    """Whether a kernel can run on a machine is a function of that machine's snapshot. What is
-    exactly enough is enough."""
+    """Whether a kernel can run on a machine is a function of that machine's snapshot.
+    What is exactly enough is enough."""
     assert (find(needs) if isinstance(needs, str) else needs).missing(system) == missing
 
 
 SAYS = {
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 "
+    "01:15:15 UTC 2023\n"
     "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n": "535.104.05",
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root)\n"
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release "
+    "Build  (root)\n"
     "GCC version:  gcc version 13.3.0\n": "580.159.04",
     "something else entirely\n": None,
 }
@@ -334,7 +358,7 @@ def test_this_machine_is_as_torch_has_it_now() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-# --- a third party's package ---------------------------------------------------------------------
+# --- a third party's package ----------------------------------------------------------
 
 PLUGIN_CASES = """
 cases:
@@ -359,11 +383,25 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
-    """The package's registered kernel, with its option, and its plain function are measured."""
+    """The package's registered kernel, with its option, and its plain function are
+    measured."""
     config = installed.parent / "small.yaml"
     config.write_text(PLUGIN_CASES)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{installed}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "numdev", "audit", str(config), "--device", "cpu", "--json"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{installed}",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "numdev",
+        "audit",
+        str(config),
+        "--device",
+        "cpu",
+        "--json",
+    ]
     there: Any = {"env": env, "cwd": installed.parent}
     answer = subprocess.run(command, **there, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
@@ -378,19 +416,23 @@ def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
 
 
 def test_the_tutorials_example(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """The plain function of docs/kernels.md has the mistake that the page says numdev names."""
+    """The plain function of docs/kernels.md has the mistake that the page says numdev
+    names."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     blocks = [b.split("```")[0] for b in page.split("```python\n")[1:]]
     (tmp_path / "mine.py").write_text(next(b for b in blocks if "def my_attention" in b))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     config = tmp_path / "small.yaml"
-    config.write_text("cases: [{name: s, heads: 2, seq_len: 48, head_dim: 16, causal: true}]")
+    config.write_text(
+        "cases: [{name: s, heads: 2, seq_len: 48, head_dim: 16, causal: true}]"
+    )
     audit = ("audit", config, "--kernel", "mine:my_attention", "--device", "cpu")
     code, out, _ = ran(capsys, *audit, "-o", tmp_path / "report")
     assert code == 0
     assert " ".join(out.split()).startswith(
-        "FAIL mine:my_attention bfloat16 does not compute the requested attention: the causal mask "
+        "FAIL mine:my_attention bfloat16 does not compute the requested attention: "
+        "the causal mask "
         "is off by one: each query sees one key too many (correcting it removes "
     )
 
@@ -401,7 +443,9 @@ def test_varlen_attn_takes_masks_of_lengths_alone(axes: str) -> None:
     supports = find("varlen-attn").supports
     shape = {"batch": 2, "heads": 4, "q_len": 4, "kv_len": 4}
     assert "lengths alone" in (supports(make_case(mask=("bool", axes), **shape)) or "")
-    assert "lengths alone" not in (supports(make_case(mask=("bool", "b11k"), **shape)) or "")
+    assert "lengths alone" not in (
+        supports(make_case(mask=("bool", "b11k"), **shape)) or ""
+    )
 
 
 def packed_attention(fault: bool) -> Any:
@@ -439,13 +483,20 @@ def test_an_option_by_position_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_queries_that_no_sequence_covers(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a sequence without keys are laid behind all others; the others come out as they do
-    without it, each in its place; and NaN in their gradients is not finite where 0 is exact."""
+def test_queries_that_no_sequence_covers(
+    fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a sequence without keys are laid behind all others; the others come out as
+    they do without it, each in its place; and NaN in their gradients is not finite where
+    0 is exact."""
     packed = packed_attention(fault)
-    monkeypatch.setattr(varlen, "importlib", SimpleNamespace(import_module=lambda name: packed))
+    monkeypatch.setattr(
+        varlen, "importlib", SimpleNamespace(import_module=lambda name: packed)
+    )
     case = drawn(9, dtype=torch.float32, batch=3, heads=2, kv_heads=2, head_dim=8)
-    mask = torch.tensor([False, True, True])[:, None, None, None].expand(3, 1, 1, 9).clone()
+    mask = (
+        torch.tensor([False, True, True])[:, None, None, None].expand(3, 1, 1, 9).clone()
+    )
     mask[1, ..., 5:] = False
     case = replace(case, mask=mask)
     attend = functools.partial(find("varlen-attn").function, uncovered=True)
@@ -453,6 +504,8 @@ def test_queries_that_no_sequence_covers(fault: bool, monkeypatch: pytest.Monkey
     if not fault:
         assert torch.allclose(attend(case).out.double(), bench.reference.out, atol=1e-5)
     rows = rows_on(bench, Kernel(name="packed", function=attend))
-    nonfinite = {name: sum(r.nonfinite for r in rows if r.tensor == name) for name in GRADIENTS}
+    nonfinite = {
+        name: sum(r.nonfinite for r in rows if r.tensor == name) for name in GRADIENTS
+    }
     assert nonfinite == {"dq": 2 * 9 * 8 if fault else 0, "dk": 0, "dv": 0}
     assert sum(r.nonfinite for r in rows if r.tensor == "out") == 0

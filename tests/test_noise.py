@@ -1,4 +1,5 @@
-"""Noise is exactly 0 for equal runs and the distance of two runs else; a checksum tells one bit."""
+"""Noise is exactly 0 for equal runs and the distance of two runs else; a checksum tells
+one bit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from numdev.metrics.bits import _ODD, checksums
 from numdev.metrics.noise import noise
 
 nan, inf = math.nan, math.inf
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+]
 
 
 def runs(*values: list[float]) -> list[torch.Tensor]:
@@ -28,7 +35,9 @@ def runs(*values: list[float]) -> list[torch.Tensor]:
     ([nan, inf], [nan, inf], None, 0), ([nan, 1.0], [1.0, nan], None, 2),
     ([1e-200, 0.0], [0.0, 0.0], 5e-324, 0),  # the square underflows
 ])  # fmt: skip
-def test_two_runs(a: list[float], b: list[float], expected: float | None, flickering: int) -> None:
+def test_two_runs(
+    a: list[float], b: list[float], expected: float | None, flickering: int
+) -> None:
     """A table one can check by hand, in either order."""
     for pair in (runs(a, b), runs(b, a)):
         (found,) = noise(pair)
@@ -39,9 +48,11 @@ def test_two_runs(a: list[float], b: list[float], expected: float | None, flicke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_runs_of_the_same_bits(dtype: torch.dtype) -> None:
-    """Runs that are equal have no noise, NaN among them and whatever their strides; the sign of a
-    zero is none either, and one other number is."""
-    a = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    """Runs that are equal have no noise, NaN among them and whatever their strides; the
+    sign of a zero is none either, and one other number is."""
+    a = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0)).transpose(
+        1, 2
+    )
     a[:, 1] = nan
     a[0, 2, 0, 0] = nan
     a[1, 0, 3, 2] = 0.0
@@ -55,8 +66,8 @@ def test_runs_of_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def test_it_does_not_grow_with_the_number_of_runs() -> None:
-    """It is the mean over pairs: of 0, 1 and 3 the differences are 1, 3 and 2; of N(0, 1) noise it
-    is sqrt(2), from 2 runs as from 8. (10^4 elements: to 5 %.)"""
+    """It is the mean over pairs: of 0, 1 and 3 the differences are 1, 3 and 2; of N(0, 1)
+    noise it is sqrt(2), from 2 runs as from 8. (10^4 elements: to 5 %.)"""
     (found,) = noise(runs([0.0], [1.0], [3.0]))
     assert found.noise == pytest.approx(math.sqrt((1 + 9 + 4) / 3))
     generator = torch.Generator().manual_seed(0)
@@ -66,15 +77,19 @@ def test_it_does_not_grow_with_the_number_of_runs() -> None:
 
 
 def test_heads_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that is reproducible is 0 beside one that is not; batch and rows are pooled; however
-    many heads are compared at a time."""
+    """A head that is reproducible is 0 beside one that is not; batch and rows are pooled;
+    however many heads are compared at a time."""
     a = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16)
     b = a.clone()
     b[1, 1, 2, 3] = 2.0
     for elements in (noises.ELEMENTS, 1, 2 * 2 * 4 * 5):
         monkeypatch.setattr(noises, "ELEMENTS", elements)
         found = noise([a, b, a])
-        assert [f.noise for f in found] == [0.0, pytest.approx(math.sqrt(2 * 4 / (3 * 40))), 0.0]
+        assert [f.noise for f in found] == [
+            0.0,
+            pytest.approx(math.sqrt(2 * 4 / (3 * 40))),
+            0.0,
+        ]
 
 
 def by_hand(bits: list[int]) -> str:
@@ -97,7 +112,8 @@ def test_it_is_the_sum_it_says() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bit_or_an_exchange_shows(dtype: torch.dtype) -> None:
-    """In its head alone: another sign of a zero, two elements that change places; no strides."""
+    """In its head alone: another sign of a zero, two elements that change places; no
+    strides."""
     x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(1))
     x[0, 1, 0, 0], x[0, 2, 0, 1] = 0.0, 3.0
     x = x.to(dtype)

@@ -1,5 +1,5 @@
-"""One judgement: whatever the rules, all that shows a verdict shows the same one; whatever is taken
-out of a report, or goes by another name, it is passed no more."""
+"""One judgement: whatever the rules, all that shows a verdict shows the same one;
+whatever is taken out of a report, or goes by another name, it is passed no more."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return made(tmp_path_factory.mktemp("reports"))
 
 
-# --- judged once ----------------------------------------------------------------------------------
+# --- judged once ----------------------------------------------------------------------
 
 
 def refused(report: Report, rules: Rules) -> str:
@@ -52,8 +52,9 @@ def refused(report: Report, rules: Rules) -> str:
 
 
 def agree(kind: str, report: Report, number: int, folder: Path) -> Outcome | None:
-    """What a report comes to by the rule file of a number, by run, gate, JSON and JUnit; None where
-    the rules hold for another system. Raises AssertionError where two differ."""
+    """What a report comes to by the rule file of a number, by run, gate, JSON and JUnit;
+    None where the rules hold for another system. Raises AssertionError where two
+    differ."""
     content = drawn_rules(kind, random.Random(f"{kind} {number}"))
     file = written_rules(folder, content)
     rules = read_rules(file)
@@ -86,8 +87,8 @@ def agree(kind: str, report: Report, number: int, folder: Path) -> Outcome | Non
 def test_every_verdict_is_of_one_judgement(
     kind: str, reports: dict[str, Report], tmp_path: Path
 ) -> None:
-    """The run's outcome and findings, the gate's exit code, JSON, page and JUnit, by ten drawn rule
-    files, which come to more than one outcome."""
+    """The run's outcome and findings, the gate's exit code, JSON, page and JUnit, by ten
+    drawn rule files, which come to more than one outcome."""
     came_to = {agree(kind, reports[kind], number, tmp_path) for number in DRAWS}
     assert len(came_to - {None}) > 1
 
@@ -103,7 +104,12 @@ def test_every_verdict_is_of_one_judgement_by_a_hundred_rule_files(
 
 
 WORDS = re.compile(r"(?<![\w`])(FAIL|NOT JUDGED|CRASHED|PASS)(?![\w`])")
-OUTCOMES = {"FAIL": "FAIL", "CRASHED": "NOT JUDGED", "NOT JUDGED": "NOT JUDGED", "PASS": "PASS"}
+OUTCOMES = {
+    "FAIL": "FAIL",
+    "CRASHED": "NOT JUDGED",
+    "NOT JUDGED": "NOT JUDGED",
+    "PASS": "PASS",
+}
 
 
 def gravest(text: str) -> str:
@@ -143,7 +149,7 @@ def test_terminal_and_page_show_the_outcome(
     assert not wrong
 
 
-# --- complete -------------------------------------------------------------------------------------
+# --- complete -------------------------------------------------------------------------
 
 Place = tuple[str, Any, Any]  # of what kind it is, its container, and its key there
 
@@ -154,34 +160,54 @@ SHOWN = (  # of a row; the default rules judge other numbers
     "|suspects|log_perplexity|apart"
     r"|rms_rows|interval\.(?!expected_ratio|rms_ratio).*"
 )
-CHANGES_NOTHING = {  # what may be done to which fields, and why no judgement changes by it
-    r"\.provenance\.(?!source\.).*": "where it was made; rules may ask for it by `holds_for`",
-    r"\.provenance\.source\.(?!.*(read|asked|nonfinite)).*": "what was read, by name and hash",
+# What may be done to which fields, and why no judgement changes by it
+CHANGES_NOTHING = {
+    r"\.provenance\.(?!source\.).*": (
+        "where it was made; rules may ask for it by `holds_for`"
+    ),
+    r"\.provenance\.source\.(?!.*(read|asked|nonfinite)).*": (
+        "what was read, by name and hash"
+    ),
     r"\.timings.*": "seconds",
     r"\.rules.*": "by which it was judged first: the gate has its own",
-    r"\.request\.(?!formats\b|kernels\b|against\b).*": "how to read; what was measured is planned",
+    r"\.request\.(?!formats\b|kernels\b|against\b).*": (
+        "how to read; what was measured is planned"
+    ),
     r"\.request\.(formats|kernels): (gone|renamed)": "a request may be partial",
     r"\.request\.against: gone": "so too",
-    r"\.request\.(kernels|formats)\[\]: twice": "what is asked for twice is measured once",
+    r"\.request\.(kernels|formats)\[\]: twice": (
+        "what is asked for twice is measured once"
+    ),
     r"\.request\.kernels\[\]\.options.*": "the plan has them, completed by the kernel",
     r"\.plan\.repeats: gone": "it excuses a noise that lacks, and none does",
     r"\.plan\.named: gone": "it tells what may be declined, and nothing was",
-    r"\.(tokens|weights|profiles|cells|figures|attributions)\b.*": "shown, or for scripts",
+    r"\.(tokens|weights|profiles|cells|figures|attributions)\b.*": (
+        "shown, or for scripts"
+    ),
     r"\.cases\[\]\.(source_format|grad_out|threads|axes).*": "shown",
     r"\.checks\[\]\.reason: .*": "words",
-    r"\.rows\[(precision|control)( of few)?\]\.reason: renamed": "so too, of what nobody judges",
+    r"\.rows\[(precision|control)( of few)?\]\.reason: renamed": (
+        "so too, of what nobody judges"
+    ),
     rf"\.rows\[kernel( of few)?\]\.({SHOWN}): .*": "shown",
-    r"\.rows\[kernel of few\]\.(bias_p|bias_size).*": "of gradients, and of few sequences",
+    r"\.rows\[kernel of few\]\.(bias_p|bias_size).*": (
+        "of gradients, and of few sequences"
+    ),
     r"\.rows\[(floor|baseline|precision|control)( of few)?\]\..*: gone": "nobody judges them",
-    rf"\.rows\[(floor|baseline|precision|control)( of few)?\]\.({SHOWN}|interval.*): .*": "so too",
-    r"\.rows\[(?!whole|repeat|moved)\w+\]\.unexplained: gone": "flips of the whole are judged",
+    (
+        r"\.rows\[(floor|baseline|precision|control)( of "
+        rf"few)?\]\.({SHOWN}|interval.*): .*"
+    ): "so too",
+    r"\.rows\[(?!whole|repeat|moved)\w+\]\.unexplained: gone": (
+        "flips of the whole are judged"
+    ),
     rf"\.rows\[\w+\]\.({SHOWN}): .*": "shown",
 }
 
 
 def places(data: Any, pattern: str = "") -> list[Place]:
-    """Every field and every element of a list, by a pattern without numbers; of rows with their
-    role, or the kind of their run."""
+    """Every field and every element of a list, by a pattern without numbers; of rows with
+    their role, or the kind of their run."""
     own: list[Place] = []
     if isinstance(data, dict):
         for key, value in data.items():
@@ -201,7 +227,8 @@ def _what(row: dict[str, Any]) -> str:
 
 
 def alter(place: Place, how: str) -> bool:
-    """Whether it could be done there: `gone`, `twice`, or `renamed`, by its key or its text."""
+    """Whether it could be done there: `gone`, `twice`, or `renamed`, by its key or its
+    text."""
     _, container, key = place
     value = container[key]
     if how == "gone":
@@ -218,8 +245,8 @@ def alter(place: Place, how: str) -> bool:
 
 
 def no_pass(report: Report, rng: random.Random, folder: Path) -> str:
-    """What was altered where, in a report that passes all the same; empty where it does not, where
-    the alteration changes nothing that is read, or no judgement."""
+    """What was altered where, in a report that passes all the same; empty where it does
+    not, where the alteration changes nothing that is read, or no judgement."""
     data = json.loads(report.model_dump_json())
     every = places(data)
     pattern = rng.choice(sorted({place[0] for place in every}))
@@ -228,12 +255,16 @@ def no_pass(report: Report, rng: random.Random, folder: Path) -> str:
     name = f"{pattern}: {how}"
     if place[2] == "noise" and place[1].get("tensor") == "lse":
         return ""  # shown: no rule asks that a log-sum-exp repeats
-    if not alter(place, how) or any(re.fullmatch(known, name) for known in CHANGES_NOTHING):
+    if not alter(place, how) or any(
+        re.fullmatch(known, name) for known in CHANGES_NOTHING
+    ):
         return ""
     if rng.random() < 0.5:
         data = altered_reports.concluded_again(data)
     with contextlib.suppress(ValueError):
-        read_again = kind_of(report.kind).report.model_validate_json(json.dumps(data), strict=True)
+        read_again = kind_of(report.kind).report.model_validate_json(
+            json.dumps(data), strict=True
+        )
         if read_again == report:
             return ""
     (folder / "report.json").write_bytes(sealed(json.dumps(data).encode()))
@@ -246,8 +277,8 @@ def no_pass(report: Report, rng: random.Random, folder: Path) -> str:
 def test_whatever_is_taken_out_or_renamed_is_no_pass(
     kind: str, reports: dict[str, Report], tmp_path: Path
 ) -> None:
-    """Any field, row or other record of a report that passes, gone, there twice, or by another
-    name; sealed again, as it is or with the conclusions that follow."""
+    """Any field, row or other record of a report that passes, gone, there twice, or by
+    another name; sealed again, as it is or with the conclusions that follow."""
     rng = random.Random(kind)
     passed = dict.fromkeys(no_pass(reports[kind], rng, tmp_path) for _ in range(50))
     assert [*filter(None, passed)] == []
@@ -267,8 +298,8 @@ def test_whatever_of_two_thousand_is_taken_out_or_renamed_is_no_pass(
 def test_the_alterations_reach_what_is_judged(
     kind: str, reports: dict[str, Report], tmp_path: Path
 ) -> None:
-    """Rows, plan and their names are altered, which no line of the table excuses; a report that is
-    not altered passes."""
+    """Rows, plan and their names are altered, which no line of the table excuses; a
+    report that is not altered passes."""
     data = json.loads(reports[kind].model_dump_json())
     patterns = {pattern for pattern, *_ in places(data)}
     for pattern in (
@@ -278,27 +309,35 @@ def test_the_alterations_reach_what_is_judged(
     ):
         assert pattern in patterns
         for how in ("twice", "renamed"):
-            assert not any(re.fullmatch(known, f"{pattern}: {how}") for known in CHANGES_NOTHING)
+            assert not any(
+                re.fullmatch(known, f"{pattern}: {how}") for known in CHANGES_NOTHING
+            )
     (tmp_path / "report.json").write_bytes(sealed(json.dumps(data).encode()))
     assert called("gate", tmp_path)[0] == 0
 
 
-# --- closed ---------------------------------------------------------------------------------------
+# --- closed ---------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
 def test_a_new_outcome_is_an_error_of_types_wherever_one_decides(tmp_path: Path) -> None:
-    """mypy, with a member more in `Outcome`: an error at every `assert_never` that decides by one;
-    as it is, none."""
+    """mypy, with a member more in `Outcome`: an error at every `assert_never` that
+    decides by one; as it is, none."""
     outcomes = "numdev/report/records/outcomes.py"
     text = (ROOT / outcomes).read_text()
     last = '    PASSED = "passed"\n'
     assert text.count(last) == 1
     shadow = tmp_path / "outcomes.py"
     python = [
-        path for path in (ROOT / "numdev").rglob("*.py") if "assert_never" in path.read_text()
+        path
+        for path in (ROOT / "numdev").rglob("*.py")
+        if "assert_never" in path.read_text()
     ]
-    files = {*python, ROOT / "numdev/report/__init__.py", *(ROOT / outcomes).parent.glob("*.py")}
+    files = {
+        *python,
+        ROOT / "numdev/report/__init__.py",
+        *(ROOT / outcomes).parent.glob("*.py"),
+    }
     counts = []
     for more in ("", '    NEWEST = "newest"\n'):
         shadow.write_text(text.replace(last, last + more))
@@ -306,8 +345,14 @@ def test_a_new_outcome_is_an_error_of_types_wherever_one_decides(tmp_path: Path)
             sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", "--follow-imports",
             "skip", "--shadow-file", outcomes, shadow, *sorted(files),
         )  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert "Found" in done.stdout or "Success" in done.stdout, done.stdout + done.stderr
-        counts.append(sum('to "assert_never"' in line for line in done.stdout.splitlines()))
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert "Found" in done.stdout or "Success" in done.stdout, (
+            done.stdout + done.stderr
+        )
+        counts.append(
+            sum('to "assert_never"' in line for line in done.stdout.splitlines())
+        )
     assert counts[0] == 0
     assert counts[1] >= 5

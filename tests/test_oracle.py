@@ -1,13 +1,13 @@
 """Every kernel that runs on a CPU is attention: each feature, held to 90 digits.
 
-Bounds come from `oracles`, where they are derived. The oracle and the comparison are tested first:
-the one by hand and by differences, the other by what it must reject.
+Bounds come from `oracles`, where they are derived. The oracle and the comparison are
+tested first: the one by hand and by differences, the other by what it must reject.
 
-Merging shards costs a few roundings more than attention itself. In one merge L is a sum of two, a
-weight is the logistic function of a difference of two L, and O a difference, a product and a
-difference: each L adds at most its own error to the weight, and everything else less than 12 u of
-what is merged. With n shards in unit roundoff u that is (12 u + 2 e) n max|V|, for an error e
-of L."""
+Merging shards costs a few roundings more than attention itself. In one merge L is a sum
+of two, a weight is the logistic function of a difference of two L, and O a difference, a
+product and a difference: each L adds at most its own error to the weight, and everything
+else less than 12 u of what is merged. With n shards in unit roundoff u that is (12 u + 2
+e) n max|V|, for an error e of L."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from oracles import FEATURES, U32, U64, assert_within, attention, gradients, make_case, step
+from oracles import (
+    FEATURES,
+    U32,
+    U64,
+    assert_within,
+    attention,
+    gradients,
+    make_case,
+    step,
+)
 
 from numdev.errors import Refused
 from numdev.kernels import Kernel, find
@@ -31,7 +40,8 @@ nan, inf = math.nan, math.inf
 
 
 def test_oracle_by_hand() -> None:
-    """Two keys with scores log 3 and 0 get weights 3/4 and 1/4; a sink of log 4 halves them."""
+    """Two keys with scores log 3 and 0 get weights 3/4 and 1/4; a sink of log 4 halves
+    them."""
     case = make_case(heads=1, q_len=1, kv_len=2, head_dim=1, scale=1.0)
     log3 = torch.tensor([math.log(3.0), 0.0], dtype=torch.float64).view(1, 1, 2, 1)
     v = torch.tensor([8.0, -16.0], dtype=torch.float64).view(1, 1, 2, 1)
@@ -45,9 +55,15 @@ def test_oracle_by_hand() -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_oracle_heeds_every_feature(name: str) -> None:
-    """Taking a feature away changes the oracle's answer, so that agreeing with it means something
-    (causality under a window that ends at the query aside)."""
-    neutral = {"is_causal": False, "window": None, "mask": None, "softcap": None, "sinks": None}
+    """Taking a feature away changes the oracle's answer, so that agreeing with it means
+    something (causality under a window that ends at the query aside)."""
+    neutral = {
+        "is_causal": False,
+        "window": None,
+        "mask": None,
+        "softcap": None,
+        "sinks": None,
+    }
     case = make_case(**FEATURES[name])
     before = attention(case).out
     for field in neutral.keys() & FEATURES[name].keys():
@@ -58,8 +74,9 @@ def test_oracle_heeds_every_feature(name: str) -> None:
 
 @pytest.mark.parametrize("feature", [FEATURES["everything"], {"softcap": 0.5}])
 def test_the_oracle_is_the_slope_of_the_output(feature: dict[str, Any]) -> None:
-    """Central differences of the 90-digit output, over steps of 2^-24, are the oracle's gradients.
-    They are off by h^2 / 6 = 6e-16 times third derivatives, which stay below 1e3 here."""
+    """Central differences of the 90-digit output, over steps of 2^-24, are the oracle's
+    gradients. They are off by h^2 / 6 = 6e-16 times third derivatives, which stay below
+    1e3 here."""
     small = {"batch": 1, "heads": 2, "q_len": 2, "kv_len": 3, "head_dim": 2, "v_dim": 2}
     case = step(**{**feature, "kv_heads": 1, **small, "dtype": torch.bfloat16})
     wide = {n: getattr(case, n).double() for n in ("q", "k", "v", "grad_out")}
@@ -69,7 +86,9 @@ def test_the_oracle_is_the_slope_of_the_output(feature: dict[str, Any]) -> None:
     for name in ("q", "k", "v"):
         for at in np.ndindex(*getattr(case, name).shape):
             here = getattr(case, name)[at].item()
-            up, down = (attention(oracles.poisoned(case, name, at, here + x)).out for x in (h, -h))
+            up, down = (
+                attention(oracles.poisoned(case, name, at, here + x)).out for x in (h, -h)
+            )
             with mpmath.workdps(oracles.DIGITS):
                 slope = (dO * (up - down)).sum() / (2 * h)
                 assert abs(slope - getattr(exact, f"d{name}")[at]) < 1e-12
@@ -112,7 +131,10 @@ KERNELS: dict[str, tuple[Kernel, dict[str, Any], frozenset[str]]] = {
     "sdpa-default": (find("sdpa-default"), {}, NOT_IN_SDPA),
     "function": (adapt("function", by_torch), {}, NOT_IN_SDPA),
     "flex": (find("flex"), {"compiled": False}, frozenset({"sinks"})),
-    **{order: (find("sharded"), {**SHARDS, "order": order}, frozenset()) for order in ORDERS},
+    **{
+        order: (find("sharded"), {**SHARDS, "order": order}, frozenset())
+        for order in ORDERS
+    },
 }
 """By name: the kernel, its options, and the features that it refuses."""
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
@@ -122,10 +144,11 @@ SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.one_in(3)
 def test_equals_the_oracle(name: str, feature: str) -> None:
-    """In float64 and float32 every feature is within the bounds of the format, forward and
-    backward, or refused. Rows that see nothing are a convention (NaN under an additive mask of
-    -inf in model code). Gradients are held to twice the reference's bound: softmax's own derivative
-    P (dP - rowsum(P dP)) has more terms; one that rebuilds P has the lse's error."""
+    """In float64 and float32 every feature is within the bounds of the format, forward
+    and backward, or refused. Rows that see nothing are a convention (NaN under an
+    additive mask of -inf in model code). Gradients are held to twice the reference's
+    bound: softmax's own derivative P (dP - rowsum(P dP)) has more terms; one that
+    rebuilds P has the lse's error."""
     kernel, options, refused = KERNELS[name]
     for dtype in (torch.float64, torch.float32)[: 1 + (name in ("baseline", *SDPA))]:
         case, exact, g = exact_step(feature, dtype)
@@ -141,7 +164,8 @@ def test_equals_the_oracle(name: str, feature: str) -> None:
         if name in ORDERS:
             out = out + (3 * (12 * u + 2 * lse) * float(case.v.abs().max()))[..., None]
             lse = lse + 12 * u * (1 + abs(size))
-        if name == "flex":  # turns its log-sum-exp to the base 2 and back: two roundings of it
+        # Turns its log-sum-exp to the base 2 and back: two roundings of it
+        if name == "flex":
             lse = lse + 2 * u * abs(size)
         empty = torch.tensor(exact.empty)
         is_additive = case.mask is not None and case.mask.is_floating_point()

@@ -1,4 +1,5 @@
-"""Distances of two tensors, by element, and W1: known answers, numpy, scipy, NaN, infinity."""
+"""Distances of two tensors, by element, and W1: known answers, numpy, scipy, NaN,
+infinity."""
 
 from __future__ import annotations
 
@@ -14,10 +15,17 @@ from scipy.stats import wasserstein_distance
 from numdev.metrics.paired import Paired, paired
 from numdev.metrics.wasserstein import w1
 
-# Sums of 10^4 float64 terms in another order; of 10^6 where they are added pairwise, as in W1.
+# Sums of 10^4 float64 terms in another order; of 10^6 where they are added pairwise, as
+# in W1.
 RELATIVE = 1e-12
 NUMBERS = ("max_abs", "mean_abs", "rel", "w1", "equal")
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+]
 nan, inf = math.nan, math.inf
 
 
@@ -69,8 +77,8 @@ def test_agrees_with_numpy(dtype: torch.dtype, other: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.float8_e5m2])
 def test_what_is_not_finite_is_counted_and_left_out(dtype: torch.dtype) -> None:
-    """NaN or infinity in either, or alike in both: the numbers are those without these elements.
-    With nothing left there is none."""
+    """NaN or infinity in either, or alike in both: the numbers are those without these
+    elements. With nothing left there is none."""
     a, b = normal(12).to(dtype), normal(12, seed=1).to(dtype)
     spoilt_a = torch.tensor([nan, 1.0, inf, 1.0, inf, nan, -inf]).to(dtype)
     spoilt_b = torch.tensor([1.0, nan, 1.0, -inf, inf, nan, inf]).to(dtype)
@@ -82,7 +90,8 @@ def test_what_is_not_finite_is_counted_and_left_out(dtype: torch.dtype) -> None:
 
 
 def test_beyond_float64_is_no_number() -> None:
-    """Float64 values whose squares, or whose distance, it cannot hold; float32's it can."""
+    """Float64 values whose squares, or whose distance, it cannot hold; float32's it
+    can."""
     a = torch.tensor([1e200, 2e200], dtype=torch.float64)
     found = paired(a, a.flip(0))
     assert found.rel is None
@@ -93,7 +102,8 @@ def test_beyond_float64_is_no_number() -> None:
 
 
 def by_scipy(a: torch.Tensor, b: torch.Tensor):
-    """scipy's, to the agreement that is asked for; a distance that is off by 1e-11 is another."""
+    """scipy's, to the agreement that is asked for; a distance that is off by 1e-11 is
+    another."""
     oracle = wasserstein_distance(a.double().numpy(), b.double().numpy())
     return pytest.approx(float(oracle), rel=RELATIVE, abs=0.0)
 
@@ -112,8 +122,8 @@ def test_w1_by_hand(a: list[float], b: list[float], expected: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 2, 1000, 65537])
 def test_w1_agrees_with_scipy(dtype: torch.dtype, length: int) -> None:
-    """In every dtype the distance is scipy's, of the values as stored; against another dtype
-    values are compared, not cast to one another."""
+    """In every dtype the distance is scipy's, of the values as stored; against another
+    dtype values are compared, not cast to one another."""
     a = normal(length).to(dtype)
     before = a.clone()
     b = (3.0 * normal(length, seed=1) ** 3 + 0.5).clamp(-400, 400).to(dtype)
@@ -124,9 +134,10 @@ def test_w1_agrees_with_scipy(dtype: torch.dtype, length: int) -> None:
 
 
 def test_another_seed_looks_like_one_cast() -> None:
-    """10^6 weights: W1 of two seeds is of the size of one bf16 cast's, though the weights differ
-    by 1000 times as much. For N(0, s), mean |a - b| is 2 s / sqrt(pi); W1 is sampling noise, of
-    the order of s / sqrt(n). A cast moves values by less than their spacing, so W1 is paired."""
+    """10^6 weights: W1 of two seeds is of the size of one bf16 cast's, though the weights
+    differ by 1000 times as much. For N(0, s), mean |a - b| is 2 s / sqrt(pi); W1 is
+    sampling noise, of the order of s / sqrt(n). A cast moves values by less than their
+    spacing, so W1 is paired."""
     n, s = 1_000_000, 0.02
     a, b = ((s * normal(n, seed=seed)).float() for seed in (0, 1))
     cast = a.to(torch.bfloat16)
@@ -141,8 +152,12 @@ def test_another_seed_looks_like_one_cast() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:4])
 def test_w1_shows_what_is_not_finite(dtype: torch.dtype) -> None:
     """NaN gives NaN on either side, infinity gives infinity, two alike give NaN."""
-    a = torch.tensor([[nan, 1, 2], [0, 1, 2], [inf, 1, 2], [-inf, 1, inf], [inf, 1, 2], [3, 2, 1]])
-    b = torch.tensor([[0, 1, 2], [0, nan, 2], [0, 1, 2], [0, 1, 2], [1, inf, 2], [2, 3, 4]])
+    a = torch.tensor(
+        [[nan, 1, 2], [0, 1, 2], [inf, 1, 2], [-inf, 1, inf], [inf, 1, 2], [3, 2, 1]]
+    )
+    b = torch.tensor(
+        [[0, 1, 2], [0, nan, 2], [0, 1, 2], [0, 1, 2], [1, inf, 2], [2, 3, 4]]
+    )
     expected = [nan, nan, inf, inf, nan, 1.0]
     for x, y, z in zip(a.to(dtype), b.to(dtype), expected, strict=True):
         np.testing.assert_array_equal(w1(x, y), z)

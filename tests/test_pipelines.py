@@ -1,4 +1,5 @@
-"""Diffusers pipelines as a source: how they are opened, run and captured, and what is said."""
+"""Diffusers pipelines as a source: how they are opened, run and captured, and what is
+said."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def edited(path: Path, to: Path, **changes: Any) -> Path:
 
 
 def test_every_call_of_the_unet_at_every_step(unet: Path) -> None:
-    """Four blocks with self and cross attention, twice; none of the text encoder or the VAE."""
+    """Four blocks with self and cross attention, twice; none of the text encoder or the
+    VAE."""
     cases = captured(unet)
     assert [c.ref.step for c in cases] == [0] * 2 * BLOCKS + [1] * 2 * BLOCKS
     assert [c.ref.attends for c in cases] == ["self", "cross"] * BLOCKS * 2
@@ -63,15 +65,18 @@ def test_every_call_of_the_unet_at_every_step(unet: Path) -> None:
     assert second == {f"{c.ref.module}#1/step1" for c in cases}
     assert all(c.kv_len == (c.q_len if c.ref.attends == "self" else 12) for c in cases)
     assert all(c.ref.attends != "self" or ".attn1" in c.ref.module for c in cases)
-    assert {c.q.shape[0] for c in cases} == {4}  # two images, each with and without its prompt
+    # Two images, each with and without its prompt
+    assert {c.q.shape[0] for c in cases} == {4}
 
 
 def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
-    """The denoiser is given, and answers, the very bits of an unwatched run with these arguments;
-    in the wrong order of steps the comparison fails."""
+    """The denoiser is given, and answers, the very bits of an unwatched run with these
+    arguments; in the wrong order of steps the comparison fails."""
     source: Any = open_source(request(unet), System.here("cpu"))
     answers: list[torch.Tensor] = []
-    source.denoiser.register_forward_hook(lambda m, a, out: answers.append(out[0].clone()))
+    source.denoiser.register_forward_hook(
+        lambda m, a, out: answers.append(out[0].clone())
+    )
     list(source)
     watched, answers[:] = list(answers), []
     how = {"generator": torch.Generator().manual_seed(0), "output_type": "latent"}
@@ -83,7 +88,9 @@ def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
 
 def test_a_scheduler_that_evaluates_twice_has_more_steps(tmp_path: Path) -> None:
     """Heun: three steps are five evaluations, and each is one of the calls' steps."""
-    path = pipelines.stable_diffusion(tmp_path, diffusers.HeunDiscreteScheduler(steps_offset=1))
+    path = pipelines.stable_diffusion(
+        tmp_path, diffusers.HeunDiscreteScheduler(steps_offset=1)
+    )
     assert {c.ref.step for c in captured(path, denoise=3)} == {0, 1, 2, 3, 4}
 
 
@@ -94,14 +101,17 @@ def test_gradients_are_drawn(dit: Path) -> None:
 
 
 def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
-    """A line is a prompt; fewer lines than images are used again; the text changes the keys."""
+    """A line is a prompt; fewer lines than images are used again; the text changes the
+    keys."""
     (tmp_path / "p.txt").write_text("a red cat\n\n  a small house \n")
     given = {"sequences": 3, "denoise": 1, "text": (str(tmp_path / "p.txt"),)}
     source: Any = open_source(request(unet, **given), System.here("cpu"))
     assert source.arguments == {"prompt": ["a red cat", "a small house", "a red cat"]}
     assert source.describe()["prompt"] == "3 images, prompts: 2 of p.txt"
     cross = [c for c in captured(unet, **given) if c.ref.attends == "cross"]
-    other = [c for c in captured(unet, sequences=3, denoise=1) if c.ref.attends == "cross"]
+    other = [
+        c for c in captured(unet, sequences=3, denoise=1) if c.ref.attends == "cross"
+    ]
     assert not torch.equal(cross[0].k, other[0].k)
 
 
@@ -116,8 +126,8 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
 def test_names_that_are_no_parts(
     unet: Path, tmp_path: Path, capsys: Any, entry: str, value: Any, code: int, says: str
 ) -> None:
-    """A custom pipeline, a part of another library, a path for a name, a class that is no part of a
-    pipeline: none is built, and no code run."""
+    """A custom pipeline, a part of another library, a path for a name, a class that is no
+    part of a pipeline: none is built, and no code run."""
     path = edited(unet, tmp_path / "p", **{entry: value})
     for name in ("my_pipeline.py", "my_unet.py", "pipeline.py"):
         (path / name).write_text("raise SystemExit('code ran')")
@@ -140,9 +150,14 @@ def test_a_pickle_is_not_read(dit: Path, tmp_path: Path, capsys: Any) -> None:
     assert "no weights that numdev reads" in refusal(capsys, 2, part.parent)
 
 
-def test_weights_that_are_missing_are_named(dit: Path, tmp_path: Path, capsys: Any) -> None:
+def test_weights_that_are_missing_are_named(
+    dit: Path, tmp_path: Path, capsys: Any
+) -> None:
     """A tensor short: no layer is left as it was drawn."""
-    part, name = denoiser_alone(dit, tmp_path / "p"), "diffusion_pytorch_model.safetensors"
+    part, name = (
+        denoiser_alone(dit, tmp_path / "p"),
+        "diffusion_pytorch_model.safetensors",
+    )
     tensors = load_file(dit / "transformer" / name)
     del tensors["transformer_blocks.1.attn1.to_q.weight"]
     save_file(tensors, part / name)

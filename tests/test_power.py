@@ -1,6 +1,6 @@
-"""The planted faults of `benchmarks/planted.py` are what their names say, and the default rules
-accuse no sound kernel of `benchmarks/power.py`, in regimes whose gradients once had them accused.
-That each fault is caught is in `test_api.py`."""
+"""The planted faults of `benchmarks/planted.py` are what their names say, and the default
+rules accuse no sound kernel of `benchmarks/power.py`, in regimes whose gradients once had
+them accused. That each fault is caught is in `test_api.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def step(function: Callable[..., Any], case: AttentionCase) -> Results:
     leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
     out, lse = function(*leaves, is_causal=case.is_causal, scale=case.scale)
     gradients = torch.autograd.grad(out, leaves, case.grad_out.to(out.dtype))
-    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    found = dict(
+        zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
+    )
     return {name: x.detach().double() for name, x in found.items()}
 
 
@@ -55,14 +57,15 @@ def errors(found: Results, truth: Results) -> dict[str, float]:
 
 
 def test_a_fault_shows_in_its_tensors_and_in_no_others(power: ModuleType) -> None:
-    """Every fault's rms error beside that of the sound kernel on the same inputs: 1.37 times as
-    large or more in the tensors that the study looks at, and 1.05 times or less in others. (Another
-    order of tiles shows between runs alone.)"""
+    """Every fault's rms error beside that of the sound kernel on the same inputs: 1.37
+    times as large or more in the tensors that the study looks at, and 1.05 times or less
+    in others. (Another order of tiles shows between runs alone.)"""
     for fault in power.planted.PLANTED:
         case = drawn(
             200,
             is_causal=fault.name == "causal_off_by_one",
-            one_sign=fault.name == "delta_rounded",  # delta is near 0 where signs are drawn
+            # Delta is near 0 where signs are drawn
+            one_sign=fault.name == "delta_rounded",
         )
         kernels = (fault.function, power.planted.sound)
         wrong, sound = (errors(step(function, case), exact(case)) for function in kernels)
@@ -100,9 +103,11 @@ def test_the_mistake_is_the_one_it_says(power: ModuleType, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tensors"), [("p_truncated", ("out", "dv")), ("ds_truncated", ("dq", "dk"))]
 )
-def test_truncation_shrinks(power: ModuleType, name: str, tensors: tuple[str, ...]) -> None:
-    """What is cut loses half an ulp on average, which is u / s of a significand s: between u / 2
-    and u of bf16, and 0.72 u for significands spread like 1 / s."""
+def test_truncation_shrinks(
+    power: ModuleType, name: str, tensors: tuple[str, ...]
+) -> None:
+    """What is cut loses half an ulp on average, which is u / s of a significand s:
+    between u / 2 and u of bf16, and 0.72 u for significands spread like 1 / s."""
     case = drawn(400, heads=4)
     (fault,) = (x for x in power.planted.PLANTED if x.name == name)
     truth, wrong = exact(case), step(fault.function, case)
@@ -114,9 +119,13 @@ def test_truncation_shrinks(power: ModuleType, name: str, tensors: tuple[str, ..
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("regime", ["normal", "sink 24", "correlated", "low rank"])
 def test_sound_kernels_are_cleared(power: ModuleType, regime: str, fmt: str) -> None:
-    """Six kernels, among them PyTorch's own and emulations in other tiles than they claim."""
+    """Six kernels, among them PyTorch's own and emulations in other tiles than they
+    claim."""
     case = power.drawn(regime, "65 causal, grouped", 0)
-    bench, rounded = prepare(case, fmt, gradients=True), case.rounded_to(format_named(fmt))
+    bench, rounded = (
+        prepare(case, fmt, gradients=True),
+        case.rounded_to(format_named(fmt)),
+    )
     place = power.Place(bench=bench, case=rounded, format=fmt, system=HERE, pooled={})
     units = list(power.sound_units(place))
     assert len(units) == 6
@@ -124,8 +133,8 @@ def test_sound_kernels_are_cleared(power: ModuleType, regime: str, fmt: str) -> 
 
 
 def test_the_bound_on_a_rate(power: ModuleType) -> None:
-    """Clopper and Pearson's, where it is known: no alarm in n bounds the rate at 1 - 0.05^(1/n);
-    20 units at 14 %, as the science says."""
+    """Clopper and Pearson's, where it is known: no alarm in n bounds the rate at 1 -
+    0.05^(1/n); 20 units at 14 %, as the science says."""
     bound = importlib.import_module("power_tables").bound
     assert bound(0, 20) == pytest.approx(1 - 0.05 ** (1 / 20), rel=1e-9)
     assert bound(0, 20) == pytest.approx(0.139, abs=1e-3)

@@ -33,7 +33,8 @@ def sound(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor
 
 
 def late(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Right at first, and off by more and more towards the last row: by 5 % of its output there."""
+    """Right at first, and off by more and more towards the last row: by 5 % of its output
+    there."""
     out = sound(q, k, v, is_causal=is_causal).float()
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
     share = torch.linspace(0, 1, out.shape[2])[:, None] ** 6
@@ -42,7 +43,13 @@ def late(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
-    shape: dict[str, Any] = {"batch": 2, "heads": 4, "seq_len": 64, "head_dim": 16, "causal": True}
+    shape: dict[str, Any] = {
+        "batch": 2,
+        "heads": 4,
+        "seq_len": 64,
+        "head_dim": 16,
+        "causal": True,
+    }
     request = AuditRequest(
         target="x.yaml",
         cases=[CaseConfig(name=f"c{n}", **shape) for n in (1, 2)],
@@ -60,7 +67,8 @@ def drawn(profiles: Sequence[ProfileRow], kernel: str) -> list[float]:
 
 
 def test_bins_double_and_then_are_even() -> None:
-    """At 256 rows bins of 1, 1, 2, 4 and 8, then 16 each; at 30 of 1, 1, 2 each, and 1 at last."""
+    """At 256 rows bins of 1, 1, 2, 4 and 8, then 16 each; at 30 of 1, 1, 2 each, and 1 at
+    last."""
     assert starts(256) == (0, 1, 2, 4, 8, *range(16, 256, 16))
     assert starts(30) == (0, 1, *range(2, 22, 2), *range(22, 30))
     assert starts(BINS) == tuple(range(BINS))
@@ -68,46 +76,66 @@ def test_bins_double_and_then_are_even() -> None:
 
 
 def test_errors_are_those_of_the_rows_in_each_bin() -> None:
-    """Root mean squares, over heads and sequences, of row errors relative to their term scales."""
+    """Root mean squares, over heads and sequences, of row errors relative to their term
+    scales."""
     bench = prepare(grouped_step(25, is_causal=True), "bfloat16")
     y = bench.yardsticks["out"]
     task = task_of(bench, find("sdpa-flash"))
     measured = measure_task(task, find("sdpa-flash"), bench, HERE)
     (row,) = profile(task, measured, bench)
-    error = (measured.output.out.double() - y.reference).norm(dim=-1) / y.term_scale.norm(dim=-1)
-    bins = zip(row.starts, [*row.starts[1:], row.length], row.errors, row.predicted, strict=True)
+    error = (measured.output.out.double() - y.reference).norm(dim=-1) / y.term_scale.norm(
+        dim=-1
+    )
+    bins = zip(
+        row.starts, [*row.starts[1:], row.length], row.errors, row.predicted, strict=True
+    )
     for start, end, mean, predicted in bins:
-        assert mean == pytest.approx(float(error[..., start:end].square().mean().sqrt()), rel=1e-3)
+        assert mean == pytest.approx(
+            float(error[..., start:end].square().mean().sqrt()), rel=1e-3
+        )
         assert predicted == pytest.approx(mean, rel=0.5) or mean < 1e-9
     assert not profile(dataclasses.replace(task, role="control"), measured, bench)
 
 
 def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
-    """Medians over three calls of the length that most have; ratios to the prediction by call."""
+    """Medians over three calls of the length that most have; ratios to the prediction by
+    call."""
     shared: dict[str, Any] = {
         "layer": None, "role": "kernel", "kernel": "k", "format": "bfloat16", "tensor": "out",
         "length": 4, "starts": (0, 2), "counts": (2, 2),
     }  # fmt: skip
-    calls = {"a": ((1.0, None), (2.0, None)), "b": ((2.0, 5.0), (1.0, 5.0)), "c": ((9.0, 6.0),) * 2}
+    calls = {
+        "a": ((1.0, None), (2.0, None)),
+        "b": ((2.0, 5.0), (1.0, 5.0)),
+        "c": ((9.0, 6.0),) * 2,
+    }
     rows = [
         ProfileRow(**shared, case=case, errors=errors, predicted=predicted)
         for case, (errors, predicted) in calls.items()
     ]
-    longer = [row.model_copy(update={"length": 8, "case": f"{row.case}2"}) for row in rows[:2]]
+    longer = [
+        row.model_copy(update={"length": 8, "case": f"{row.case}2"}) for row in rows[:2]
+    ]
     assert drawn([*longer, *rows], "k") == [1.0, 1.0]
-    assert drawn([row.model_copy(update={"predicted": None}) for row in rows], "k") == [2.0, 5.5]
+    assert drawn([row.model_copy(update={"predicted": None}) for row in rows], "k") == [
+        2.0,
+        5.5,
+    ]
 
 
 def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> None:
-    """Its last bin is far above what is predicted, its first are not, nor a sound kernel's."""
-    bad, good = (drawn(made.profiles, f"test_profile:{name}") for name in ("late", "sound"))
+    """Its last bin is far above what is predicted, its first are not, nor a sound
+    kernel's."""
+    bad, good = (
+        drawn(made.profiles, f"test_profile:{name}") for name in ("late", "sound")
+    )
     assert bad[-1] > 5
     assert [*bad[:7], *good] == pytest.approx([1.0] * 26, abs=0.1)
 
 
 def test_errors_in_ulps_are_counted_by_size(made: AuditReport) -> None:
-    """Against math.frexp, an element each; the floor has none above half an ulp, a kernel's are all
-    its elements, and the page has their shares."""
+    """Against math.frexp, an element each; the floor has none above half an ulp, a
+    kernel's are all its elements, and the page has their shares."""
     errors = [0.0, 2.0**-6, 2.0**-5, 0.49, 0.5, 1.0, 63.0, 64.0, 1e9, math.nan, 3.0]
     one = torch.ones(1, 1, len(errors), 1, dtype=torch.float64)
     off = torch.tensor(errors, dtype=torch.float64).reshape_as(one)
@@ -141,7 +169,12 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     assert f"<title>test_profile:late at row {first}: {worst:.3g}</title>" in page
     assert "<title>test_profile:sound at row 1: " in page
     assert "<title>test_profile:sound at row 0: " not in page
-    (peak,) = (item for n in positions(made.profiles) if isinstance(n, Bullets) for item in n.items)
+    (peak,) = (
+        item
+        for n in positions(made.profiles)
+        if isinstance(n, Bullets)
+        for item in n.items
+    )
     points = re.findall(r"late at row (\d+): ([\d.]+)", page)
     onset = next(at for at, x in points if float(x) >= 2)
     most = f"row {onset}; most at row {first}: {worst:.2f}×."

@@ -32,10 +32,12 @@ GIVEN = 'formats="float16", backward=False'
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """What an inner test-suite in this process imports first is forgotten after it, and torch,
-    numpy and scipy cannot be imported twice: so all of it is imported here."""
+    """What an inner test-suite in this process imports first is forgotten after it, and
+    torch, numpy and scipy cannot be imported twice: so all of it is imported here."""
     with pytest.raises(CheckFailed) as caught:
-        check_attention(lambda case: 2 * baseline(case).out, cases=["decode", "tied-maxima"])
+        check_attention(
+            lambda case: 2 * baseline(case).out, cases=["decode", "tied-maxima"]
+        )
     html.page(caught.value.result.report)
 
 
@@ -53,8 +55,8 @@ def run(suite: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 
 
 def test_the_fixture_checks(suite: pytest.Pytester) -> None:
-    """A sound kernel passes; a wrong one fails with the message, and is named in pytest's own
-    summary; its script is in the test's directory."""
+    """A sound kernel passes; a wrong one fails with the message, and is named in pytest's
+    own summary; its script is in the test's directory."""
     suite.makepyfile(
         f"""
         from kernels_of_mine import half, plain
@@ -71,14 +73,18 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
     found.assert_outcomes(passed=1, failed=1)
     for line in (
         "E *kernels_of_mine:half fails *`function`*",
-        "E *python */test_wrong0/numdev/kernels_of_mine-half-*/reproducers/*/reproduce.py",
+        (
+            "E *python "
+            "*/test_wrong0/numdev/kernels_of_mine-half-*/reproducers/*/reproduce.py"
+        ),
         "FAILED *::test_wrong - numdev.testing.CheckFailed: *",
     ):
         found.stdout.fnmatch_lines(line)
 
 
 def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
-    """One test for each case it names; without any, for each default one; mappings by name."""
+    """One test for each case it names; without any, for each default one; mappings by
+    name."""
     suite.makepyfile(
         f"""
         import pytest
@@ -93,13 +99,17 @@ def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
         """
     )
     found = run(suite, "-v")
-    found.stdout.fnmatch_lines(["*::test_some[[]decode[]] PASSED*", "*::test_some[[]short[]] *"])
-    found.stdout.fnmatch_lines(["*::test_each[[]full[]] *", "*::test_each[[]tied-maxima[]] *"])
+    found.stdout.fnmatch_lines(
+        ["*::test_some[[]decode[]] PASSED*", "*::test_some[[]short[]] *"]
+    )
+    found.stdout.fnmatch_lines(
+        ["*::test_each[[]full[]] *", "*::test_each[[]tied-maxima[]] *"]
+    )
 
 
 def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
-    """The gate file of the command line holds for a test that gives none; every check leaves a
-    report that can be read, in a folder of its own."""
+    """The gate file of the command line holds for a test that gives none; every check
+    leaves a report that can be read, in a folder of its own."""
     suite.makepyfile(
         f"""
         from kernels_of_mine import plain
@@ -111,7 +121,9 @@ def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
         OWN = {{"thresholds": [{{"name": "finite", "metric": "nonfinite", "at_most": 0}}]}}
         """
     )
-    tight = "name: nightly\nthresholds: [{name: tight, metric: floor_ratio, at_most: 0.1}]"
+    tight = (
+        "name: nightly\nthresholds: [{name: tight, metric: floor_ratio, at_most: 0.1}]"
+    )
     (suite.path / "tight.yaml").write_text(tight)
     found = run(suite, "--numdev-thresholds=tight.yaml", "--numdev-report=kept")
     found.assert_outcomes(failed=1)
@@ -144,7 +156,9 @@ def test_it_may_be_named_twice(suite: pytest.Pytester) -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["pytest11"] == {"numdev.pytest_plugin": "numdev.pytest_plugin"}
+    assert project["entry-points"]["pytest11"] == {
+        "numdev.pytest_plugin": "numdev.pytest_plugin"
+    }
     suite.makepyfile("def test_it(): pass")
     run(suite, "-p", "numdev.pytest_plugin").assert_outcomes(passed=1)
 

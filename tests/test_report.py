@@ -1,9 +1,10 @@
-"""The report on disk and in every form: what is written can be read back, what cannot be read is
-refused, by its place and with both versions named, and foreign text commands nobody.
+"""The report on disk and in every form: what is written can be read back, what cannot be
+read is refused, by its place and with both versions named, and foreign text commands
+nobody.
 
-tests/data/reports holds one of every kind, and tests/data/older/audit-schema3.json one as an early
-version wrote it: of the same schema, before checksums and more had fields. These files stay: who
-changes a record learns it here."""
+tests/data/reports holds one of every kind, and tests/data/older/audit-schema3.json one as
+an early version wrote it: of the same schema, before checksums and more had fields. These
+files stay: who changes a record learns it here."""
 
 from __future__ import annotations
 
@@ -39,19 +40,27 @@ READ: Any = report.read(sample("audit"))
 # 0.30000000000000004: seventeen digits or it does not come back.
 CHANGES = {"rms": 0.1 + 0.2, "max_abs": 5e-324, "module": "the “first”", "options": {"a": "b,c"},
            "nulls": {"rel": "lost, in its terms"}}  # fmt: skip
-MADE = READ.model_copy(update={"rows": (READ.rows[0].model_copy(update=CHANGES), *READ.rows[1:])})
+MADE = READ.model_copy(
+    update={"rows": (READ.rows[0].model_copy(update=CHANGES), *READ.rows[1:])}
+)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """A report read back equals the one written, to the last bit, from its directory or file.
-    Three files, readable by others, and no temporary one. In CSV one line a row, one column a
-    field; options as JSON, null as nothing, numbers in full."""
+    """A report read back equals the one written, to the last bit, from its directory or
+    file. Three files, readable by others, and no temporary one. In CSV one line a row,
+    one column a field; options as JSON, null as nothing, numbers in full."""
     report.write(MADE, written := tmp_path)
     assert report.read(written) == report.read(written / "report.json") == MADE
     assert report.read(written).rows[0].rms == 0.1 + 0.2
-    assert sorted(p.name for p in written.iterdir()) == ["report.json", "rows.csv", "weights.csv"]
+    assert sorted(p.name for p in written.iterdir()) == [
+        "report.json",
+        "rows.csv",
+        "weights.csv",
+    ]
     assert {p.stat().st_mode & 0o777 for p in written.iterdir()} == {0o644}
-    lines = list(csv.DictReader((written / "rows.csv").open(newline="", encoding="utf-8")))
+    lines = list(
+        csv.DictReader((written / "rows.csv").open(newline="", encoding="utf-8"))
+    )
     assert list(lines[0]) == list(DeviationRow.model_fields)
     for line, row in zip(lines, MADE.rows, strict=True):
         for name, value in row:
@@ -60,8 +69,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_no_field_of_the_schema_is_lost() -> None:
-    """Whoever removes or renames a field of a row writes another schema, and has to say so in
-    SCHEMA_VERSION; one that every row must have is no field to add, either."""
+    """Whoever removes or renames a field of a row writes another schema, and has to say
+    so in SCHEMA_VERSION; one that every row must have is no field to add, either."""
     told = json.loads(OLDER.read_text(encoding="utf-8"))
     fields = DeviationRow.model_fields
     required = {name for name, field in fields.items() if field.is_required()}
@@ -83,9 +92,11 @@ SENSELESS = ({"rmse": 1}, {"status": "fine"}, {"rms": "much"}, {"rms": math.nan}
     ("audit", lambda r: r.pop("rows"), "rows"),
     ("sweep", lambda r: r["summary"]["axis"].update(ticks=[]), "summary.axis.ticks"),
 ])  # fmt: skip
-def test_what_is_unknown_is_refused(tmp_path: Path, kind: str, change: Any, named: str) -> None:
-    """Another version, an unknown or missing field, a number that is none: exit code 3, in one line
-    with the file, the place and a hint."""
+def test_what_is_unknown_is_refused(
+    tmp_path: Path, kind: str, change: Any, named: str
+) -> None:
+    """Another version, an unknown or missing field, a number that is none: exit code 3,
+    in one line with the file, the place and a hint."""
     content = json.loads(sample(kind).read_text())
     del content["digest"]
     change(content)
@@ -101,7 +112,9 @@ def test_what_is_unknown_is_refused(tmp_path: Path, kind: str, change: Any, name
 
 @pytest.mark.parametrize("version", [0, 1, 2, 4, 10**30, "3", 3.0, True, None])
 @pytest.mark.parametrize("command", ["report", "gate"])
-def test_a_newer_report_is_refused(tmp_path: Path, command: str, version: Any, capsys: Any) -> None:
+def test_a_newer_report_is_refused(
+    tmp_path: Path, command: str, version: Any, capsys: Any
+) -> None:
     """By its number, of whatever type: exit code 3, and who wrote it."""
     data = json.loads(OLDER.read_text(encoding="utf-8")) | {"schema_version": version}
     data["provenance"]["numdev"] = "9.8.7"
@@ -123,14 +136,18 @@ def test_a_report_that_was_changed_by_hand_is_refused(tmp_path: Path, edit: Any)
     """Cut off, edited, put together of two, printed by another program: in one line."""
     path = tmp_path / "report.json"
     path.write_bytes(edit(OLDER.read_bytes()))
-    with pytest.raises(MeasurementError, match=" the file was truncated or edited; measure"):
+    with pytest.raises(
+        MeasurementError, match=" the file was truncated or edited; measure"
+    ):
         report.read(path)
 
 
 @pytest.mark.parametrize("error", [None, OSError("disk full"), KeyboardInterrupt()])
-def test_a_reader_never_sees_half_a_file(tmp_path: Path, error: BaseException | None) -> None:
-    """Until it is complete, the new content does not have the name. Whatever happens while writing,
-    the old content stays whole and no temporary file remains."""
+def test_a_reader_never_sees_half_a_file(
+    tmp_path: Path, error: BaseException | None
+) -> None:
+    """Until it is complete, the new content does not have the name. Whatever happens
+    while writing, the old content stays whole and no temporary file remains."""
     path = tmp_path / "report.json"
     path.write_text("old")
     with contextlib.suppress(OSError, KeyboardInterrupt), report.replacing(path) as file:
@@ -144,13 +161,16 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, error: BaseException | 
 
 
 def test_devices_and_open_files_are_written_to(tmp_path: Path) -> None:
-    """`--junit /dev/stdout`, where stdout is a pipe; as root not renamed. A pipe stays one."""
+    """`--junit /dev/stdout`, where stdout is a pipe; as root not renamed. A pipe stays
+    one."""
     code = (
         "from pathlib import Path; from numdev.report import replacing\n"
         "for name in ('/dev/stdout', '/proc/self/fd/1', '/dev/null'):\n"
         "    with replacing(Path(name)) as file: file.write('said ')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "said said "
     assert Path("/dev/null").is_char_device()
     os.mkfifo(pipe := tmp_path / "pipe")
@@ -176,7 +196,8 @@ def test_every_kind_in_every_form(path: Path, form: str, capsys: Any) -> None:
 
 
 def test_csv_and_json_are_the_report(tmp_path: Path, capsys: Any) -> None:
-    """All rows in the report's order; `--json` is short for a format, and contradicts no other."""
+    """All rows in the report's order; `--json` is short for a format, and contradicts no
+    other."""
     run("report", str(sample("audit")), "--format", "csv")
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     rows = json.loads(sample("audit").read_text())["rows"]
@@ -191,7 +212,8 @@ def test_csv_and_json_are_the_report(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n"])
 def test_no_cell_is_a_formula(start: str, tmp_path: Path) -> None:
-    """Text that a spreadsheet would compute gets an apostrophe; negative numbers stay numbers."""
+    """Text that a spreadsheet would compute gets an apostrophe; negative numbers stay
+    numbers."""
     row = MADE.rows[0].model_copy(update={"kernel": f"{start}1+1", "bias": -0.5})
     report.write(MADE.model_copy(update={"rows": (row,)}), tmp_path)
     with (tmp_path / "rows.csv").open(newline="") as file:
@@ -201,13 +223,16 @@ def test_no_cell_is_a_formula(start: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> None:
-    """Whatever is printed holds no control character and no mark of direction; JSON escapes."""
+    """Whatever is printed holds no control character and no mark of direction; JSON
+    escapes."""
     hostile = "red\x1b[31m\x9b2J\u202eabc\u2066\x07"
     row = MADE.rows[0].model_copy(update={"kernel": hostile, "case": hostile})
     report.write(audit(name=hostile, rows=(row,)), tmp_path)
     assert run("report", str(tmp_path), "--format", form) == 0
     shown = capsys.readouterr().out
-    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    assert not re.search(
+        "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown
+    )
     if form == "json":
         assert json.loads(shown)["rows"][0]["kernel"] == hostile
     else:
@@ -216,7 +241,7 @@ def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> 
 
 @pytest.mark.parametrize(("text", "said"), [
     ("[" * 50_000, "cannot be read"),
-    ("cases: [{name: a, heads: 1, seq_len: 8, head_dim: 8}]\nseeds: 4000000000", "1 to 100,000 "),
+    (("cases: [{name: a, heads: 1, seq_len: 8, head_dim: 8}]\nseeds: 4000000000"), "1 to 100,000 "),
     ("cases: [{name: a, heads: &x [1,2,3,4,5,6,7,8,9,10], seq_len: *x, head_dim: *x, "
      "batch: *x, kv_len: *x, v_dim: *x}]", "at most 100,000 cells"),
 ], ids=["deep", "seeds", "grid"])  # fmt: skip

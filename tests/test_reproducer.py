@@ -1,7 +1,8 @@
-"""Reproducers: a script of its own shows the same figure with torch alone, from a call made small.
+"""Reproducers: a script of its own shows the same figure with torch alone, from a call
+made small.
 
-Scripts run in a process in which numdev, numpy and safetensors cannot be imported. Their figures
-are held to those of an audit. Faults are planted at one row, at one key."""
+Scripts run in a process in which numdev, numpy and safetensors cannot be imported. Their
+figures are held to those of an audit. Faults are planted at one row, at one key."""
 
 from __future__ import annotations
 
@@ -54,15 +55,21 @@ for script in {scripts!r}:
 print(json.dumps(answers))
 """
 BLOCKED = ("numdev", "numpy", "safetensors", "scipy", "jinja2")
-SYSTEM = System(device="cpu", cpu="a laptop", cpu_capability="AVX512", packages={"torch": "2"})
+SYSTEM = System(
+    device="cpu", cpu="a laptop", cpu_capability="AVX512", packages={"torch": "2"}
+)
 
 
-def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[tuple[int, str]]:
-    """What scripts exit with and say, run one after another where only torch and the modules in
-    `path` can be imported; `bare=False` leaves everything in."""
+def run(
+    *scripts: Path, path: Path | None = None, bare: bool = True
+) -> list[tuple[int, str]]:
+    """What scripts exit with and say, run one after another where only torch and the
+    modules in `path` can be imported; `bare=False` leaves everything in."""
     names, paths = [str(script) for script in scripts], [str(path)] if path else []
     code = BARE.format(blocked=BLOCKED if bare else (), path=paths, scripts=names)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert ran.returncode == 0, ran.stderr
     return [(code, said) for code, said in json.loads(ran.stdout.splitlines()[-1])]
 
@@ -74,12 +81,19 @@ def figure_in(answer: tuple[int, str]) -> float:
 
 
 def reproduce(
-    at: Path, case: AttentionCase, kernel: Kernel, figure: str, tensor: str = "out", **options: Any
+    at: Path,
+    case: AttentionCase,
+    kernel: Kernel,
+    figure: str,
+    tensor: str = "out",
+    **options: Any,
 ) -> tuple[Path, float]:
-    """Write the reproducer of the head with the largest figure, as an audit measures it; the
-    script, and the figure it must print. A case with grad_out is a training step."""
+    """Write the reproducer of the head with the largest figure, as an audit measures it;
+    the script, and the figure it must print. A case with grad_out is a training step."""
     bench = prepare(case, gradients=case.grad_out is not None)
-    rows = [row for row in rows_on(bench, kernel, options=options) if row.tensor == tensor]
+    rows = [
+        row for row in rows_on(bench, kernel, options=options) if row.tensor == tensor
+    ]
     row = max(rows, key=lambda row: abs(getattr(row, figure) or 0.0))
     observed = getattr(row, figure) or 0.0
     script = reproducer.write(
@@ -89,11 +103,15 @@ def reproduce(
     return script, observed
 
 
-LOST_ROW = torch.zeros(9, 12, dtype=torch.bfloat16).index_fill_(0, torch.tensor([4]), -math.inf)
-"""An additive mask with a row of -inf alone, of which plain softmax makes NaN for all of dv."""
+LOST_ROW = torch.zeros(9, 12, dtype=torch.bfloat16).index_fill_(
+    0, torch.tensor([4]), -math.inf
+)
+"""An additive mask with a row of -inf alone, of which plain softmax makes NaN for all of
+dv."""
 EVERYTHING = {"mask": ("holes", "b1qk"), "softcap": 1.5, "sinks": True, "is_causal": True}
 GROUPED = {"heads": 4, "kv_heads": 2}
-# Kernel, tensor, figure, fields of the case. One with a gradient or a seed is a training step.
+# Kernel, tensor, figure, fields of the case. One with a gradient or a seed is a training
+# step.
 CALLS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("sdpa-flash", "out", "row_rel", {"is_causal": True, "kv_heads": 1}),
     ("sdpa-flash", "out", "rms", {"mask": ("bool", "b1qk")}),
@@ -114,8 +132,9 @@ CALLS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 @pytest.mark.thorough
 def test_scripts_print_the_figures_of_the_audit(tmp_path: Path) -> None:
-    """With torch alone, for real kernels, over masks, positions, grouped heads, figures, gradients
-    and the output of a training step; and they say whether it shows by their exit codes."""
+    """With torch alone, for real kernels, over masks, positions, grouped heads, figures,
+    gradients and the output of a training step; and they say whether it shows by their
+    exit codes."""
     written = []
     for index, (kernel, tensor, figure, fields) in enumerate(CALLS):
         shape = {"batch": 2, "dtype": torch.bfloat16, "q_len": 9, "kv_len": 12, **fields}
@@ -165,8 +184,8 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.thorough
 def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
-    """It is imported and called with the arguments numdev gave it, options among them; a bool mask
-    arrives as the bias it was given as. What is repaired does not show."""
+    """It is imported and called with the arguments numdev gave it, options among them; a
+    bool mask arrives as the bias it was given as. What is repaired does not show."""
     scripts = []
     for index, fields in enumerate(({"is_causal": True}, {"mask": ("bool", "b1qk")}, {})):
         shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 8, "kv_len": 8}
@@ -190,7 +209,9 @@ def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
 def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
     """Its script says so, and cannot measure without."""
     case = make_case(dtype=torch.bfloat16, is_causal=True, softcap=2.0)
-    script, observed = reproduce(tmp_path, case, find("emulated"), "rms", preset="golden2024")
+    script, observed = reproduce(
+        tmp_path, case, find("emulated"), "rms", preset="golden2024"
+    )
     assert "Needs PyTorch and numdev" in script.read_text()
     ((code, said),) = run(script)
     assert code == 3
@@ -200,10 +221,11 @@ def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
 
 
 def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that raises gives 1, with its message, and one that runs after all 0; so do runs
-    that differ, with their rms, and a deterministic kernel."""
+    """A kernel that raises gives 1, with its message, and one that runs after all 0; so
+    do runs that differ, with their rms, and a deterministic kernel."""
     (tmp_path / "noisy_kernel.py").write_text(
-        "import torch\ndef noisy(q, k, v, scale=None):\n    return v + 0.1 * torch.randn_like(v)\n"
+        "import torch\ndef noisy(q, k, v, scale=None):\n    return v + 0.1 * "
+        "torch.randn_like(v)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     kernels = ("sdpa-flash", "sdpa-math", "noisy_kernel:noisy", "sdpa-math")
@@ -213,19 +235,23 @@ def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         case = make_case(v_dim=7) if index < 2 else make_case(q_len=5)
         of: Any = {"metric": metric, "observed": 0.14, "tensor": "out", "head": 0}
         of |= {"words": "Look.", "system": SYSTEM}
-        scripts.append(reproducer.write(tmp_path / str(index), case, find(name), {}, **of))
+        scripts.append(
+            reproducer.write(tmp_path / str(index), case, find(name), {}, **of)
+        )
     refused, runs, noisy, quiet = run(*scripts, path=tmp_path)
     assert refused[0] == 1
     assert "the kernel raises RuntimeError: No available kernel" in refused[1]
     assert (runs[0], "the kernel runs" in runs[1]) == (0, True)
     assert noisy[0] == 1
-    # The difference of two draws of 0.1 N(0, 1): rms 0.14 over 20 elements; the largest of 9.
+    # The difference of two draws of 0.1 N(0, 1): rms 0.14 over 20 elements; the largest
+    # of 9.
     assert 0.1 < figure_in(noisy) < 0.3
     assert (quiet[0], figure_in(quiet)) == (0, 0)
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
-    """A format without a dtype, a gradient of what is not finite; a metric that no figure shows."""
+    """A format without a dtype, a gradient of what is not finite; a metric that no figure
+    shows."""
     case, given = with_grad(make_case(dtype=torch.float32)), {"head": 0, "observed": 1.0}
     write = functools.partial(
         reproducer.write, tmp_path, kernel=find("sdpa-math"), options={}, metric="rms", words="",
@@ -242,7 +268,9 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         reproducer.figure_for("wrongness")
 
 
-def marked(row: tuple[int, int, int], key: int, **fields: Any) -> tuple[AttentionCase, Any]:
+def marked(
+    row: tuple[int, int, int], key: int, **fields: Any
+) -> tuple[AttentionCase, Any]:
     """A case, and the question whether query row (b, h, i) still sees key j in it."""
     case = make_case(dtype=torch.float32, **fields)
     b, h, i = row
@@ -266,9 +294,9 @@ def marked(row: tuple[int, int, int], key: int, **fields: Any) -> tuple[Attentio
     {"mask": ("float", "1hqk"), "is_causal": True, "window": (60, None)},
 ])  # fmt: skip
 def test_one_row_and_one_key_are_found(fields: dict[str, Any]) -> None:
-    """A fault that needs one query row and one key it sees is reduced to these two, in one head
-    and one sequence, in a few dozen steps, without the mask and causality that it does not need. Of
-    a head that was not named the group stays."""
+    """A fault that needs one query row and one key it sees is reduced to these two, in
+    one head and one sequence, in a few dozen steps, without the mask and causality that
+    it does not need. Of a head that was not named the group stays."""
     given = {"batch": 3, "heads": 6, "q_len": 90, "kv_len": 90, **fields}
     case, shows = marked((1, 5, 70), 37, **given)
     if case.mask is not None and case.mask.dtype == torch.bool:
@@ -282,8 +310,8 @@ def test_one_row_and_one_key_are_found(fields: dict[str, Any]) -> None:
 
 
 def test_a_smaller_call_is_the_same_call() -> None:
-    """Each row of a smaller call sees what it saw among the keys that are left: scores agree with
-    those of the whole call wherever both exist."""
+    """Each row of a smaller call sees what it saw among the keys that are left: scores
+    agree with those of the whole call wherever both exist."""
     positions = {"is_causal": True, "causal_offset": 1, "window": (4, None)}
     shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 9, "kv_len": 11}
     case = make_case(**shape, **positions, mask=("holes", "b1qk"), sinks=True)
@@ -299,8 +327,8 @@ def test_a_smaller_call_is_the_same_call() -> None:
 
 
 def test_a_finding_that_comes_and_goes() -> None:
-    """A fault seen in every second run is reduced all the same, the result shows when asked, and
-    one that never shows is an error."""
+    """A fault seen in every second run is reduced all the same, the result shows when
+    asked, and one that never shows is an error."""
     case, shows = marked((0, 1, 30), 17, heads=2, q_len=40, kv_len=40)
     generator = torch.Generator().manual_seed(0)
 

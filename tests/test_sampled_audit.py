@@ -1,4 +1,5 @@
-"""Audits of sampled rows: the numbers are those of these rows, and what is said of them is true."""
+"""Audits of sampled rows: the numbers are those of these rows, and what is said of them
+is true."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ CONFIG = f"cases: [{{name: one, {SHAPE}}}]"
 
 
 def bench_of(sample: Sample = SAMPLE, **options: Any) -> Bench:
-    return prepare(grouped_step(200, is_causal=True), "bfloat16", sample=sample, **options)
+    return prepare(
+        grouped_step(200, is_causal=True), "bfloat16", sample=sample, **options
+    )
 
 
 def spoiling(place: Any, by: Any, name: str = "spoiled", tensor: str = "out") -> Kernel:
-    """PyTorch's flash, and said to be, with a part of the output, or a gradient, set to by."""
+    """PyTorch's flash, and said to be, with a part of the output, or a gradient, set to
+    by."""
     flash = find("sdpa-flash")
 
     def run(case: AttentionCase) -> Output:
@@ -46,16 +50,26 @@ def spoiling(place: Any, by: Any, name: str = "spoiled", tensor: str = "out") ->
         getattr(done, tensor)[place] = by
         return done
 
-    of: Any = {"backward": None} if tensor == "out" else {"function": flash.attend, "backward": run}
+    of: Any = (
+        {"backward": None}
+        if tensor == "out"
+        else {"function": flash.attend, "backward": run}
+    )
     return Kernel(**{"name": name, "function": run, "claims": flash.claims, **of})
 
 
 def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
-    """dq in query rows, dk and dv in key rows of the whole call's gradients, of query heads 2 and 3
-    alone. Averages of dk and dv are not predicted, and the rows say why; single keys are."""
+    """dq in query rows, dk and dv in key rows of the whole call's gradients, of query
+    heads 2 and 3 alone. Averages of dk and dv are not predicted, and the rows say why;
+    single keys are."""
     kernel, bench = find("sdpa-flash"), bench_of(heads=[2], gradients=True)
-    measured: Any = measure_task(task_of(bench, kernel, sample=SAMPLE), kernel, bench, HERE)
-    rows, select = {(r.tensor, r.head): r for r in measured.rows}, measured.bench.selection
+    measured: Any = measure_task(
+        task_of(bench, kernel, sample=SAMPLE), kernel, bench, HERE
+    )
+    rows, select = (
+        {(r.tensor, r.head): r for r in measured.rows},
+        measured.bench.selection,
+    )
     by_query = {(t, h) for t in ("out", "lse", "dq") for h in (2, 3)}
     assert set(rows) == by_query | {("dk", 1), ("dv", 1)}
     output, exact = kernel.gradients(bench.case), gradients(bench.case)
@@ -65,7 +79,11 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
         assert math.isclose(row.max_abs or 0, float(error.max()), rel_tol=1e-7)
         assert (row.sampled, row.nonfinite, row.rows_measured) == (True, 0, 40)
         if tensor in ("dk", "dv"):
-            assert [row.expected_ratio, row.baseline_ratio, row.worst_row < 2] == [None, None, True]
+            assert [row.expected_ratio, row.baseline_ratio, row.worst_row < 2] == [
+                None,
+                None,
+                True,
+            ]
             assert "single keys" in row.nulls["expected_ratio"]
         elif tensor != "lse":
             assert 0.95 < (row.expected_ratio or 0) < 1.05
@@ -75,8 +93,9 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.one_in(3)
 def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> None:
-    """Of 64 of 2048 rows and the 32 most suspicious, sound kernels pass. Faults of rows that were
-    not drawn fail: every 512th row is 0, one of one head is 0 or lacks a key, an element is NaN."""
+    """Of 64 of 2048 rows and the 32 most suspicious, sound kernels pass. Faults of rows
+    that were not drawn fail: every 512th row is 0, one of one head is 0 or lacks a key,
+    an element is NaN."""
     monkeypatch.setattr(task, "name", lambda *given: None)  # names take seconds
     monkeypatch.setattr(measuring, "suspect", lambda *given: {})
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
@@ -87,9 +106,20 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
     weights[weights.argmax()] = 0
     for kernel, code in (
         (find("sdpa-flash"), 0),
-        (Kernel(name="fa2", function=find("emulated").attend, backward=None, claims=FA2), 0),
+        (
+            Kernel(
+                name="fa2", function=find("emulated").attend, backward=None, claims=FA2
+            ),
+            0,
+        ),
         (find("sdpa-math"), 0),
-        (Kernel(name="off", function=lambda case: find("sdpa-math").attend(case).out * 1.03), 1),
+        (
+            Kernel(
+                name="off",
+                function=lambda case: find("sdpa-math").attend(case).out * 1.03,
+            ),
+            1,
+        ),
         (spoiling((..., slice(at, None, 512), slice(None)), 0.0, "every 512th"), 1),
         (spoiling(row, 0.0, "one row"), 1),
         (spoiling(row, (weights @ v[: at + 1] / weights.sum()).bfloat16(), "one key"), 1),
@@ -103,8 +133,11 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.one_in(2)
-def test_a_key_whose_gradient_is_zero_stands_out_among_all(seed: int, monkeypatch: Any) -> None:
-    """As rows do: one key of dk or of dv that is 0, or every 512th, fails; sound kernels pass."""
+def test_a_key_whose_gradient_is_zero_stands_out_among_all(
+    seed: int, monkeypatch: Any
+) -> None:
+    """As rows do: one key of dk or of dv that is 0, or every 512th, fails; sound kernels
+    pass."""
     monkeypatch.setattr(task, "name", lambda *given: None)
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
     bench = prepare(case, "bfloat16", sample=Sample(count=64, seed=seed), gradients=True)
@@ -112,23 +145,31 @@ def test_a_key_whose_gradient_is_zero_stands_out_among_all(seed: int, monkeypatc
     places: Any = ((0, 1, at), (..., slice(at, None, 512), slice(None)))
     fa2: Any = vars(find("emulated")) | {"name": "fa2", "claims": FA2}
     sound = (find("sdpa-flash"), Kernel(**fa2))
-    for kernel in (*sound, *(spoiling(at, 0.0, t, t) for t in ("dk", "dv") for at in places)):
+    for kernel in (
+        *sound,
+        *(spoiling(at, 0.0, t, t) for t in ("dk", "dv") for at in places),
+    ):
         assert judge(rows_on(bench, kernel, repeats=2)).exit_code == (kernel not in sound)
 
 
 def test_rows_that_could_not_be_screened_say_so(monkeypatch: Any) -> None:
-    """The sample alone is measured then; the reason is in every row, and in the answer."""
+    """The sample alone is measured then; the reason is in every row, and in the
+    answer."""
     monkeypatch.setattr(screening, "second", lambda *given: 1 + "")  # type: ignore
     rows = rows_on(bench_of(), find("sdpa-flash"))
-    why = "rows were not screened: TypeError: unsupported operand type(s) for +: 'int' and 'str'"
+    why = (
+        "rows were not screened: TypeError: unsupported operand type(s) for +: "
+        "'int' and 'str'"
+    )
     found = {(r.status, r.rows_measured, r.suspects, r.reason) for r in rows}
     assert found == {("ok", 40, None, why)}
     assert summarise(rows).kernels[0].reasons == (why,)
 
 
 def test_an_audit_of_rows(tmp_path: Path) -> None:
-    """The request has the number, every row says so, the terminal marks maxima as lower bounds, and
-    the gate passes; the same request continues, and another number is another request."""
+    """The request has the number, every row says so, the terminal marks maxima as lower
+    bounds, and the gate passes; the same request continues, and another number is another
+    request."""
     (tmp_path / "a.yaml").write_text(CONFIG)
     common = ("audit", tmp_path / "a.yaml", "--device", "cpu", "--kernel", "sdpa-flash")
     arguments = (*common, "--backward", "--output", tmp_path / "out")
@@ -137,7 +178,9 @@ def test_an_audit_of_rows(tmp_path: Path) -> None:
     assert "≥" in first.stdout
     assert "50 random query rows per head" in " ".join(first.stdout.split())
     found = read(tmp_path / "out")
-    assert "50 random query rows per head" in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        "50 random query rows per head" in (tmp_path / "out" / "report.html").read_text()
+    )
     assert found.request["rows"] == 50
     assert all(row.rows_measured == 50 for row in found.rows if row.status == "ok")
     assert invoked("gate", tmp_path / "out").exit_code == 0
@@ -148,7 +191,8 @@ def test_an_audit_of_rows(tmp_path: Path) -> None:
 
 
 def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -> None:
-    """A kernel wrong in its last rows gets scripts whose limits are of the figures they print."""
+    """A kernel wrong in its last rows gets scripts whose limits are of the figures they
+    print."""
     (tmp_path / "a.yaml").write_text(CONFIG)
     (tmp_path / "late_kernel.py").write_text(
         "from torch.nn.functional import scaled_dot_product_attention as attend\n"
@@ -161,7 +205,9 @@ def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -
     how = ("--kernel", "late_kernel:late", "--rows", "50", "--device", "cpu")
     result = invoked("audit", tmp_path / "a.yaml", *how, "-o", tmp_path / "out")
     assert "Reproducer:" in result.stderr
-    scripts = [p.read_text() for p in (tmp_path / "out").glob("reproducers/*/reproduce.py")]
+    scripts = [
+        p.read_text() for p in (tmp_path / "out").glob("reproducers/*/reproduce.py")
+    ]
     assert any("def term_scale" in script for script in scripts), "one is about the error"
     for script in scripts:
         numbers = dict(re.findall(r"^(REPORTED|LIMIT) = (\S+)", script, re.MULTILINE))
@@ -170,8 +216,9 @@ def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -
 
 @pytest.mark.gpu
 def test_a_long_call_fits() -> None:
-    """131072 tokens, whose scores in bf16 alone are 137 GB for 4 heads: 256 rows of each are
-    measured in under 40 GB, the baseline among them, and flash is where its claim says."""
+    """131072 tokens, whose scores in bf16 alone are 137 GB for 4 heads: 256 rows of each
+    are measured in under 40 GB, the baseline among them, and flash is where its claim
+    says."""
     case = drawn(131072, heads=4, dtype=torch.float32, is_causal=True, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     bench = prepare(case, "bfloat16", sample=Sample(count=256))
@@ -182,13 +229,19 @@ def test_a_long_call_fits() -> None:
 
 
 def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
-    """A row that is spoiled is named by its position, of so many, whether it was drawn or not."""
+    """A row that is spoiled is named by its position, of so many, whether it was drawn or
+    not."""
     outside = next(i for i in range(100, 200) if i not in DRAWN)
     for row_index, head in ((DRAWN[25], 3), (outside, 1)):
         kernel, bench = spoiling((1, head, row_index, 0), 9.0), bench_of()
         task = task_of(bench, kernel, sample=SAMPLE)
         measured = measure_task(task, kernel, bench, HERE)
         first = examine(task, kernel, measured, bench, HERE)[0]
-        assert (first.row, first.rows, first.head, first.batch) == (row_index, 200, head, 1)
+        assert (first.row, first.rows, first.head, first.batch) == (
+            row_index,
+            200,
+            head,
+            1,
+        )
         assert first.sees == row_index + 1
         assert f"row {row_index} (of 200" in first.sentence

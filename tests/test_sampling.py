@@ -1,5 +1,5 @@
-"""Sampled rows: which are drawn, that a case of some rows is the same call to them, what is said of
-the rest, and how often intervals hold."""
+"""Sampled rows: which are drawn, that a case of some rows is the same call to them, what
+is said of the rest, and how often intervals hold."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ def draw(length: int, count: int, seed: int, label: str) -> torch.Tensor | None:
     return Sample(count=count, seed=seed).draw(length, label)
 
 
-@pytest.mark.parametrize(("length", "count"), [(10, 3), (4096, 256), (1000, 999), (7, 1), (100, 7)])
+@pytest.mark.parametrize(
+    ("length", "count"), [(10, 3), (4096, 256), (1000, 999), (7, 1), (100, 7)]
+)
 def test_one_position_in_each_stratum(length: int, count: int) -> None:
-    """Stratum s is [s L / n, (s + 1) L / n), rounded down; each has one position, in order."""
+    """Stratum s is [s L / n, (s + 1) L / n), rounded down; each has one position, in
+    order."""
     rows = draw(length, count, 0, "queries")
     assert (rows.dtype, rows.device.type, len(rows)) == (torch.int64, "cpu", count)
     for s, row in enumerate(rows.tolist()):
@@ -43,8 +46,8 @@ def test_one_position_in_each_stratum(length: int, count: int) -> None:
 
 
 def test_the_same_arguments_draw_the_same_rows_and_others_other_ones() -> None:
-    """Rows depend on seed and label, and on nothing that was drawn before. A count that reaches the
-    length samples nothing."""
+    """Rows depend on seed and label, and on nothing that was drawn before. A count that
+    reaches the length samples nothing."""
     first = draw(4096, 64, 3, "queries")
     torch.rand(5)
     assert torch.equal(first, draw(4096, 64, 3, "queries"))
@@ -56,7 +59,8 @@ def test_the_same_arguments_draw_the_same_rows_and_others_other_ones() -> None:
 
 
 def test_every_position_is_drawn_equally_often() -> None:
-    """Over 2000 seeds each of 12 positions is drawn 4/12 of the time, within 4 standard errors."""
+    """Over 2000 seeds each of 12 positions is drawn 4/12 of the time, within 4 standard
+    errors."""
     counts = torch.zeros(12)
     for seed in range(2000):
         counts[draw(12, 4, seed, "queries")] += 1
@@ -64,7 +68,9 @@ def test_every_position_is_drawn_equally_often() -> None:
 
 
 def case_of(feature: str, **changes: Any) -> AttentionCase:
-    made: AttentionCase = make_case(**{**FEATURES[feature], "dtype": torch.bfloat16, **changes})
+    made: AttentionCase = make_case(
+        **{**FEATURES[feature], "dtype": torch.bfloat16, **changes}
+    )
     return made
 
 
@@ -76,8 +82,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("last", [False, True])
 def test_the_reference_of_some_rows_is_that_of_the_call(feature: str, last: bool) -> None:
-    """Row by row: out, log-sum-exp, term scale within fp64 rounding of sums of at most 10 terms
-    (4e-15 of the terms), and which rows are empty, exactly. So is the explicit mask."""
+    """Row by row: out, log-sum-exp, term scale within fp64 rounding of sums of at most 10
+    terms (4e-15 of the terms), and which rows are empty, exactly. So is the explicit
+    mask."""
     case = case_of(feature)
     rows = torch.arange(1 if last and case.q_len > 1 else 0, case.q_len, 2)
     cut = case.select_rows(rows)
@@ -102,8 +109,8 @@ def long(length: int = 300, **changes: Any) -> AttentionCase:
 
 @pytest.mark.parametrize("window", [None, (33, 20)])
 def test_truncation_tells_the_blocks_and_they_are_the_calls(window: Any) -> None:
-    """Rounding toward zero O shrinks at every tile its block takes part in, so that there the
-    blocks must be those of the call; and O differs between blocks of 16 and 128."""
+    """Rounding toward zero O shrinks at every tile its block takes part in, so that there
+    the blocks must be those of the call; and O differs between blocks of 16 and 128."""
     case = long(256, window=window)
     rows = draw(256, 50, 2, "queries")
     outs = []
@@ -117,8 +124,9 @@ def test_truncation_tells_the_blocks_and_they_are_the_calls(window: Any) -> None
 
 
 def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
-    """Tiles take rows for a range of positions, so disorder or repetition is refused; and a kernel
-    under audit, which would take rows for neighbours, never gets some of them."""
+    """Tiles take rows for a range of positions, so disorder or repetition is refused; and
+    a kernel under audit, which would take rows for neighbours, never gets some of
+    them."""
     for rows in ([2, 1], [1, 1]):
         with pytest.raises(UsageError, match="ascending"):
             long().select_rows(torch.tensor(rows))
@@ -135,8 +143,9 @@ def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
-    """dk, dv and their term scales at sampled keys are the rows of the whole backward reference,
-    within fp64 rounding of some 50 operations (1e-14 of the terms), and so is which are unseen."""
+    """dk, dv and their term scales at sampled keys are the rows of the whole backward
+    reference, within fp64 rounding of some 50 operations (1e-14 of the terms), and so is
+    which are unseen."""
     case = with_grad(case_of(feature, dtype=torch.float64))
     keys = torch.arange(0, case.kv_len, 2)
     whole, part = gradients(case), key_gradients(case, keys, attend(case))
@@ -149,7 +158,7 @@ def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
     assert torch.equal(part["unseen"], whole.unseen[:, :, keys])
 
 
-# --- what is not finite outside the rows ---------------------------------------------------------
+# --- what is not finite outside the rows ----------------------------------------------
 
 nan, inf = math.nan, math.inf
 ROWS = torch.tensor([0, 3])
@@ -171,7 +180,8 @@ def counted(case: AttentionCase, tensor: str, place: Any, value: float) -> list[
 
 @pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
 def test_an_infinite_gradient_is_wrong_where_none_can_overflow(tensor: str) -> None:
-    """NaN always is; infinity where a bound on the exact gradient excludes it, else it is open."""
+    """NaN always is; infinity where a bound on the exact gradient excludes it, else it is
+    open."""
     small, place = step_of(), (0, 0, 2, 0)
     large = dataclasses.replace(small, grad_out=torch.full_like(small.grad_out, 6e4))
     for case, value in ((small, nan), (small, inf), (large, nan)):
@@ -182,7 +192,8 @@ def test_an_infinite_gradient_is_wrong_where_none_can_overflow(tensor: str) -> N
 @pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_the_bound_is_one(tensor: str, softcap: float | None) -> None:
-    """No exact gradient exceeds it, over 20 draws and soft caps; the largest is over a 200th."""
+    """No exact gradient exceeds it, over 20 draws and soft caps; the largest is over a
+    200th."""
     for seed in range(20):
         case = step_of(softcap=softcap, logits=4.0, seed=seed, dtype=torch.float64)
         exact, bound = getattr(gradients(case), tensor), _largest(case, tensor)
@@ -191,7 +202,7 @@ def test_the_bound_is_one(tensor: str, softcap: float | None) -> None:
         assert softcap or (bound <= 200 * largest.amax()).all()
 
 
-# --- intervals -----------------------------------------------------------------------------------
+# --- intervals ------------------------------------------------------------------------
 
 BF16 = FORMATS["bfloat16"]
 LENGTH = 1024
@@ -205,13 +216,21 @@ def of(metrics: list[Metrics]) -> list[dict[str, tuple[float, float]]]:
 
 def part(y: Yardstick, rows: Tensor) -> Yardstick:
     tensors = {f.name: getattr(y, f.name) for f in dataclasses.fields(y)}
-    cut: dict[str, Any] = {n: x[:, :, rows] for n, x in tensors.items() if isinstance(x, Tensor)}
+    cut: dict[str, Any] = {
+        n: x[:, :, rows] for n, x in tensors.items() if isinstance(x, Tensor)
+    }
     return dataclasses.replace(y, **cut)
 
 
 def prepared(regime: str, *, causal: bool) -> Any:
-    """PyTorch's flash in bf16, its yardstick, and an emulation in other tiles than its own."""
-    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
+    """PyTorch's flash in bf16, its yardstick, and an emulation in other tiles than its
+    own."""
+    shape: dict[str, Any] = {
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "dtype": torch.float32,
+    }
     wide = drawn(LENGTH, regime, is_causal=causal, **shape)
     case = wide.rounded_to(BF16)
     exact, baseline = attend(case), find("baseline")
@@ -244,9 +263,13 @@ def test_the_jackknife_by_hand() -> None:
 
 
 def test_rows_are_dealt_to_groups_in_turn() -> None:
-    """Rows i and i + 16 are one group, also where the last round is not full: an error that has
-    that period spreads within no group."""
-    assert dealt(torch.arange(18.0)[None, None])[0, :3].tolist() == [0.0 + 16, 1.0 + 17, 2.0]
+    """Rows i and i + 16 are one group, also where the last round is not full: an error
+    that has that period spreads within no group."""
+    assert dealt(torch.arange(18.0)[None, None])[0, :3].tolist() == [
+        0.0 + 16,
+        1.0 + 17,
+        2.0,
+    ]
     period = torch.arange(GROUPS).double() + 1
     widths = []
     for sums in (period.repeat(4), period.repeat_interleave(4)):
@@ -257,7 +280,8 @@ def test_rows_are_dealt_to_groups_in_turn() -> None:
 
 
 def test_no_error_has_no_interval_but_itself() -> None:
-    """Where no row errs the estimate is 0, to 0; where only one group does, there is none."""
+    """Where no row errs the estimate is 0, to 0; where only one group does, there is
+    none."""
     exact = torch.ones(1, 2, 32, 4, dtype=torch.float64)
     got = exact.clone()
     got[:, 1, 3] += 1e-3
@@ -270,8 +294,8 @@ def test_no_error_has_no_interval_but_itself() -> None:
 
 
 def test_intervals_hold_on_a_heavy_tail_whose_largest_rows_are_measured_too() -> None:
-    """Of 64 of 2048 rows with errors of Pareto's tail 1.5, over 200 samples, the rms of all is in
-    its interval in under 60 %, and with the 32 largest beside them in 80 %."""
+    """Of 64 of 2048 rows with errors of Pareto's tail 1.5, over 200 samples, the rms of
+    all is in its interval in under 60 %, and with the 32 largest beside them in 80 %."""
     held = [0, 0]
     for seed in range(200):
         made = torch.Generator().manual_seed(seed)
@@ -286,27 +310,32 @@ def test_intervals_hold_on_a_heavy_tail_whose_largest_rows_are_measured_too() ->
 
 
 @pytest.mark.parametrize(
-    ("regime", "causal"), [("normal", True), ("sink", True), ("sink", False), ("outliers", True)]
+    ("regime", "causal"),
+    [("normal", True), ("sink", True), ("sink", False), ("outliers", True)],
 )
 def test_intervals_hold_as_often_as_they_say(regime: str, causal: bool) -> None:
-    """Of 128 of 1024 rows, over 60 samples and 4 heads, 90 % of the intervals of expected_ratio
-    hold what all rows give (to 0.1 %), and 80 % of all others. 95 % is wanted; the standard error
-    is 3 %, and with outliers a few rows rule a sum (86 % of rms).
-    Intervals a third as wide would not pass."""
+    """Of 128 of 1024 rows, over 60 samples and 4 heads, 90 % of the intervals of
+    expected_ratio hold what all rows give (to 0.1 %), and 80 % of all others. 95 % is
+    wanted; the standard error is 3 %, and with outliers a few rows rule a sum (86 % of
+    rms). Intervals a third as wide would not pass."""
     out, y, expected = prepared(regime, causal=causal)
     whole = measure(out, y, expected).heads
     inside = dict.fromkeys(METRICS, 0)
     narrow = 0
     for seed in range(60):
         rows = draw(LENGTH, 128, seed, "queries")
-        found = of(measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=LENGTH).heads)
+        found = of(
+            measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=LENGTH).heads
+        )
         for head, ends in zip(whole, found, strict=True):
             for metric in METRICS:
                 low, high = ends[metric]
                 inside[metric] += low * 0.999 <= head[metric] <= high * 1.001
             low, high = ends["rms"]
             third = (high / low) ** (1 / 6)
-            narrow += (low * high) ** 0.5 / third <= head["rms"] <= (low * high) ** 0.5 * third
+            narrow += (
+                (low * high) ** 0.5 / third <= head["rms"] <= (low * high) ** 0.5 * third
+            )
     for metric, count in inside.items():
         least = 0.9 if metric == "expected_ratio" else 0.8
         assert count >= least * 240, (metric, count / 240)

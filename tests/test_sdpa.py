@@ -1,7 +1,9 @@
-"""PyTorch's SDPA and FlexAttention: forced alone, certified, refusing in words, and rounding where
-they claim to; and what only a GPU can show of them. That they are attention is in test_oracle.py.
+"""PyTorch's SDPA and FlexAttention: forced alone, certified, refusing in words, and
+rounding where they claim to; and what only a GPU can show of them. That they are
+attention is in test_oracle.py.
 
-A compiled FlexAttention takes seconds a shape on a CPU, so those tests are few and small."""
+A compiled FlexAttention takes seconds a shape on a CPU, so those tests are few and
+small."""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 from on_bench import measured_rows
-from oracles import EXP_U20, FEATURES, U32, assert_within, attention, error_bounds, make_case, step
+from oracles import (
+    EXP_U20,
+    FEATURES,
+    U32,
+    assert_within,
+    attention,
+    error_bounds,
+    make_case,
+    step,
+)
 from recipes import drawn, rms
 from torch import Tensor
 
@@ -32,13 +43,19 @@ H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=13
 CPU = System(device="cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_forced_alone_and_certified(dtype: torch.dtype, causal: bool) -> None:
     """A forced backend runs its own operator, and the output says which one it was."""
     case = make_case(q_len=8, kv_len=8, dtype=dtype, is_causal=causal)
     ran = {name: find(name).attend(case).ran for name in ON_CPU}
-    assert ran == {"sdpa-math": "math", "sdpa-flash": CPU_FLASH, "sdpa-default": CPU_FLASH}
+    assert ran == {
+        "sdpa-math": "math",
+        "sdpa-flash": CPU_FLASH,
+        "sdpa-default": CPU_FLASH,
+    }
 
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn", "math"])
@@ -50,8 +67,11 @@ def test_another_operator_than_forced_is_an_error(name: str, monkeypatch: Any) -
         find(f"sdpa-{name}").attend(make_case())
 
 
-def test_another_backward_than_forced_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused forward whose own backward does not run gives no result; the default records it."""
+def test_another_backward_than_forced_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fused forward whose own backward does not run gives no result; the default
+    records it."""
 
     class Unfused(torch.autograd.Function):
         """Runs the fused operator, and another backward."""
@@ -77,11 +97,13 @@ def test_another_backward_than_forced_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """PyTorch's CPU flash kernel and its backward replaced by others, through the registry that is
-    there for it, as the implementation `ZEROS`."""
+    """PyTorch's CPU flash kernel and its backward replaced by others, through the
+    registry that is there for it, as the implementation `ZEROS`."""
     from torch.nn.attention import _registry
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(q), torch.zeros(q.shape[:3])
 
     def backward(dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
@@ -101,50 +123,59 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_a_replaced_implementation_is_recorded(replaced: None) -> None:
-    """What was activated in place of PyTorch's flash kernels stands in the settings, and in what
-    ran of both passes of flash attention; the math path is not touched by it."""
+    """What was activated in place of PyTorch's flash kernels stands in the settings, and
+    in what ran of both passes of flash attention; the math path is not touched by it."""
     assert System.here("cpu").settings["flash_attention_impl"] == "ZEROS"
     for name in ("sdpa-flash", "sdpa-default"):
         found = find(name).gradients(step(kv_len=4))
         assert found.ran == f"{CPU_FLASH} (ZEROS)"
         assert found.ran_backward == f"{CPU_FLASH}_backward (ZEROS)"
         assert not found.out.any()
-        assert find(name).claims(step(kv_len=4), found, System.here("cpu")) == {"preset": "fa2"}
+        assert find(name).claims(step(kv_len=4), found, System.here("cpu")) == {
+            "preset": "fa2"
+        }
     assert find("sdpa-math").attend(make_case()).ran == "math"
 
 
 @pytest.mark.parametrize(("name", "case", "reason"), [
     ("sdpa-flash", make_case(v_dim=7), "requires q,k,v to have the same last dimension"),
-    ("sdpa-flash", make_case(mask=("bool", "hqk")), "attn mask shapes"),  # of 2 or 4 axes alone
+    # Of 2 or 4 axes alone
+    ("sdpa-flash", make_case(mask=("bool", "hqk")), "attn mask shapes"),
     ("sdpa-efficient", make_case(), "gives no reason"),
 ])  # fmt: skip
-def test_a_refusal_has_pytorchs_own_reason(name: str, case: AttentionCase, reason: str) -> None:
-    """The reason is PyTorch's sentence, once, without where in its source it came from; where it
-    gives none, that is said. A call is kept as it came."""
+def test_a_refusal_has_pytorchs_own_reason(
+    name: str, case: AttentionCase, reason: str
+) -> None:
+    """The reason is PyTorch's sentence, once, without where in its source it came from;
+    where it gives none, that is said. A call is kept as it came."""
     with pytest.raises(Refused, match=reason) as refused:
         find(name).attend(case)
     words = ("Triggered", ".cpp", reason)
     assert [refused.value.message.count(word) for word in words] == [0, 0, 1]
 
 
-# --- FlexAttention -------------------------------------------------------------------------------
+# --- FlexAttention --------------------------------------------------------------------
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("feature", [
-    "one key", "causal, more keys, bottom-right", "soft cap, causal, additive mask", "bool mask",
+    "one key", "causal, more keys, bottom-right", ("soft cap, causal, additive mask"), "bool mask",
 ])  # fmt: skip
 def test_compiled_flex_equals_the_oracle(feature: str) -> None:
-    """Compiled for the CPU in float32 it is within float32's bounds, and was really compiled."""
+    """Compiled for the CPU in float32 it is within float32's bounds, and was really
+    compiled."""
     case = make_case(**{"head_dim": 16, **FEATURES[feature]}, dtype=torch.float32)
     exact, found = attention(case), FLEX.attend(case)
-    assert_within(found.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0])
+    assert_within(
+        found.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0]
+    )
     assert found.ran == "flex_attention, compiled for cpu"
     assert found.lse is None
 
 
 def test_there_is_no_backward_on_a_cpu() -> None:
-    """A training step is refused where PyTorch has no backward, compiled or not; nor float64."""
+    """A training step is refused where PyTorch has no backward, compiled or not; nor
+    float64."""
     with pytest.raises(Refused, match="takes float16, bfloat16 and float32"):
         FLEX.attend(make_case())
     for compiled in (True, False):
@@ -152,15 +183,19 @@ def test_there_is_no_backward_on_a_cpu() -> None:
             FLEX.gradients(step(dtype=torch.float32), compiled=compiled)
 
 
-def test_a_compiled_call_that_was_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiler switched off the eager path is not passed off as the compiled kernel."""
+def test_a_compiled_call_that_was_not_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the compiler switched off the eager path is not passed off as the compiled
+    kernel."""
     monkeypatch.setattr(flex, "_compiled", lambda: flex._call)
     with pytest.raises(MeasurementError, match="ran eagerly"):
         FLEX.attend(make_case(dtype=torch.float32))
 
 
 def test_flex_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's limits are lifted during a call, and as they were after one that raised."""
+    """The compiler's limits are lifted during a call, and as they were after one that
+    raised."""
     import torch._dynamo
 
     def limits() -> tuple[int, int]:
@@ -188,16 +223,19 @@ def test_flex_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     ({}, {}, CPU, {"block_kv": 300}), ({"is_causal": True}, {}, CPU, {"block_kv": 128}),
 ])  # fmt: skip
 def test_claims_of_flex(fields: Any, did: Any, system: System, claim: Any) -> None:
-    """FlashAttention-2's arithmetic in the tiles of what ran, on a machine we need not have."""
+    """FlashAttention-2's arithmetic in the tiles of what ran, on a machine we need not
+    have."""
     shape: dict[str, Any] = {"head_dim": 64, "q_len": 300, "kv_len": 300, "kv_heads": 2}
     case = make_case(**{**shape, "dtype": torch.bfloat16, **fields})
     ran = {"compiled": True, "device": system.device, **did}
     found = FLEX.claims(case, Output(out=torch.zeros(1), did=ran), system)
-    if claim is None:  # what is rounded is Q times scale and log2(e), which no emulation does
+    # What is rounded is Q times scale and log2(e), which no emulation does
+    if claim is None:
         assert found is None
         return
     assert found == {"preset": "fa2", **claim}
-    assert emulation(case, found).shape == case.q.shape  # a claim that `emulated` understands
+    # A claim that `emulated` understands
+    assert emulation(case, found).shape == case.q.shape
 
 
 def ratios(name: str, case: AttentionCase, **options: Any) -> list[float]:
@@ -216,10 +254,11 @@ def test_compiled_flex_rounds_where_it_claims_to(fields: dict[str, Any]) -> None
     assert ratios("flex", drawn(300, **fields)) == pytest.approx([1.0, 1.0], abs=0.05)
 
 
-# --- on a GPU ------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------
 
 BACKENDS = {"sdpa-math": "math"} | {
-    f"sdpa-{x}": f"_scaled_dot_product_{x}_attention" for x in ("flash", "efficient", "cudnn")
+    f"sdpa-{x}": f"_scaled_dot_product_{x}_attention"
+    for x in ("flash", "efficient", "cudnn")
 }
 FLEX_FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -233,9 +272,12 @@ def there(length: int, regime: str = "normal", **fields: Any) -> AttentionCase:
     return drawn(length, regime, device="cuda", **{"batch": 2, "heads": 4, **fields})
 
 
-def assert_near_the_truth(case: AttentionCase, found: Output, of_out: float = 8.0) -> None:
-    """Gradients are within 8 floors of fp64, and the output within `of_out` in every head; the
-    log-sum-exp is too: fp32 sums of so few terms are off by far less than 1e-4."""
+def assert_near_the_truth(
+    case: AttentionCase, found: Output, of_out: float = 8.0
+) -> None:
+    """Gradients are within 8 floors of fp64, and the output within `of_out` in every
+    head; the log-sum-exp is too: fp32 sums of so few terms are off by far less than
+    1e-4."""
     exact = gradients(case)
     floor = floor_of(exact, case.format)
     for tensor, most in (("out", of_out), ("dq", 8.0), ("dk", 8.0), ("dv", 8.0)):
@@ -250,23 +292,31 @@ def assert_near_the_truth(case: AttentionCase, found: Output, of_out: float = 8.
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_backend_runs_alone_near_the_truth(name: str, dtype: torch.dtype, causal: bool) -> None:
-    """The forced operator and its own backward ran, on whatever thread; only math has no lse."""
+def test_a_backend_runs_alone_near_the_truth(
+    name: str, dtype: torch.dtype, causal: bool
+) -> None:
+    """The forced operator and its own backward ran, on whatever thread; only math has no
+    lse."""
     case = there(200, dtype=dtype, is_causal=causal)
     found = find(name).gradients(case)
     assert found.ran == BACKENDS[name]
-    assert found.ran_backward == ("math" if name == "sdpa-math" else f"{BACKENDS[name]}_backward")
+    assert found.ran_backward == (
+        "math" if name == "sdpa-math" else f"{BACKENDS[name]}_backward"
+    )
     assert (found.lse is None) == (name == "sdpa-math")
     assert_near_the_truth(case, found, of_out=1.6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("shape", [(1024, 64, True), (1500, 128, False), (1000, 80, True)])
+@pytest.mark.parametrize(
+    "shape", [(1024, 64, True), (1500, 128, False), (1000, 80, True)]
+)
 @pytest.mark.parametrize("regime", ["normal", "outliers", "sink", "ties"])
 def test_backends_round_where_they_claim_to(name: str, shape: Any, regime: str) -> None:
-    """Each head's error is within 5 % of its emulation's, and element by element half of it or
-    more is the emulation's own: tiles, their order and the splits of small calls are right."""
+    """Each head's error is within 5 % of its emulation's, and element by element half of
+    it or more is the emulation's own: tiles, their order and the splits of small calls
+    are right."""
     length, head_dim, causal = shape
     case = there(length, regime, head_dim=head_dim, is_causal=causal)
     assert ratios(name, case) == pytest.approx([1.0] * 4, abs=0.05)
@@ -279,14 +329,18 @@ def test_backends_round_where_they_claim_to(name: str, shape: Any, regime: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("feature", FLEX_FEATURES)
-def test_flex_rounds_where_it_claims_to_on_a_gpu(dtype: torch.dtype, feature: str) -> None:
+def test_flex_rounds_where_it_claims_to_on_a_gpu(
+    dtype: torch.dtype, feature: str
+) -> None:
     """The fused kernel runs, each head's error within 5 % of what its claim predicts."""
     case = there(1000, dtype=dtype, **FLEX_FEATURES[feature])
     found = FLEX.attend(case)
     assert found.ran == "flex_attention, compiled for cuda"
     assert (found.lse.double() - attend(case).lse).abs().max() < 1e-4
     for options in ({}, {"block_m": 64, "block_n": 32}, {"backend": "TRITON"}):
-        assert ratios("flex", case, **options) == pytest.approx([1.0] * 4, abs=0.05), options
+        assert ratios("flex", case, **options) == pytest.approx([1.0] * 4, abs=0.05), (
+            options
+        )
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
-"""Attention over merged shards: schedules, merging and its rounding, the claim; and PyTorch's
-context parallelism, which is the same. That every order is attention is in test_oracle.py."""
+"""Attention over merged shards: schedules, merging and its rounding, the claim; and
+PyTorch's context parallelism, which is the same. That every order is attention is in
+test_oracle.py."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ SYSTEM = System.here("cpu")
 
 def drawn(length: int = 256, kv_len: int | None = None, **fields: Any) -> AttentionCase:
     """A case of normal inputs with an upstream gradient."""
-    return drawn_case(kv_len or length, rows=length, **{"head_dim": 32, "kv_heads": 2, **fields})
+    return drawn_case(
+        kv_len or length, rows=length, **{"head_dim": 32, "kv_heads": 2, **fields}
+    )
 
 
 def run(case: AttentionCase, **options: Any) -> Output:
@@ -58,13 +61,16 @@ def errors(case: AttentionCase, found: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_zigzag_is_causal_attention(ranks: int) -> None:
-    """Balanced over ranks, with two chunks each, output and gradients are the whole call's."""
+    """Balanced over ranks, with two chunks each, output and gradients are the whole
+    call's."""
     case = drawn(12, dtype=torch.float64, is_causal=True)
     exact = exact_gradients(case)
     options = {"order": "zigzag", "inner": "emulated", "merge_format": "float64"}
     found = run(case, shards=ranks, **options)
     for name in TENSORS:
-        assert torch.allclose(getattr(found, name), getattr(exact, name), rtol=0, atol=1e-12), name
+        assert torch.allclose(
+            getattr(found, name), getattr(exact, name), rtol=0, atol=1e-12
+        ), name
 
 
 @pytest.mark.parametrize(("order", "fields"), [
@@ -75,7 +81,8 @@ def test_zigzag_is_causal_attention(ranks: int) -> None:
     ("zigzag", {"q_len": 12, "kv_len": 12, "is_causal": True}),
 ])  # fmt: skip
 def test_every_pair_is_met_once(order: str, fields: dict[str, Any]) -> None:
-    """The steps of a schedule hold every visible pair of query and key, and none twice."""
+    """The steps of a schedule hold every visible pair of query and key, and none
+    twice."""
     case = make_case(**fields)
     met = [
         (i, j)
@@ -83,21 +90,27 @@ def test_every_pair_is_met_once(order: str, fields: dict[str, Any]) -> None:
         for rows, keys in itertools.product(*at)
         for i, j in itertools.product(*(range(x.start, x.stop) for x in (rows, keys)))
     ]
-    seen = {(i, j) for i in range(case.q_len) for j in range(case.kv_len) if sees(case, 0, 0, i, j)}
+    seen = {
+        (i, j)
+        for i in range(case.q_len)
+        for j in range(case.kv_len)
+        if sees(case, 0, 0, i, j)
+    }
     assert len(met) == len(set(met))
     assert seen <= set(met)
 
 
 def test_a_rank_begins_with_its_own_keys() -> None:
-    """In a ring of three, rank r meets r, r - 1 and r - 2, and all ranks work in each round."""
+    """In a ring of three, rank r meets r, r - 1 and r - 2, and all ranks work in each
+    round."""
     steps = schedule(make_case(q_len=6, kv_len=6), 3, "ring")
     assert [keys[0].start // 2 for _, keys in steps] == [0, 1, 2, 2, 0, 1, 1, 2, 0]
     assert [rows[0].start // 2 for rows, _ in steps] == [0, 1, 2] * 3
 
 
 def test_rows_that_a_shard_hides_make_no_nan() -> None:
-    """With PyTorch's kernel, whose log-sum-exp of nothing is 0: rows hidden in one shard, in all
-    but one and everywhere, forward and backward."""
+    """With PyTorch's kernel, whose log-sum-exp of nothing is 0: rows hidden in one shard,
+    in all but one and everywhere, forward and backward."""
     mask = torch.ones(12, 12, dtype=torch.bool)
     mask[1, :4], mask[2, 4:], mask[3] = False, False, False
     case = drawn(12, mask=mask)
@@ -122,7 +135,9 @@ def _exactly_merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
         some = np.array([bool(x) for x in total])
         lse = np.full(len(total), mpmath.ninf, dtype=object)
         lse[some] = log(total[some])
-        return np.where(some[:, None], out / np.where(some, total, 1)[:, None], mpmath.mpf(0)), lse
+        return np.where(
+            some[:, None], out / np.where(some, total, 1)[:, None], mpmath.mpf(0)
+        ), lse
 
 
 def parts_of(number: int) -> list[tuple[Tensor, Tensor]]:
@@ -139,7 +154,8 @@ def parts_of(number: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("order", ["sequential", "tree", "simultaneous"])
 @pytest.mark.parametrize("number", [2, 3, 8])
 def test_merging_equals_the_formula(number: int, order: str) -> None:
-    """O and L against mpmath: in fp64, and in fp32 with its u; parts without keys add nothing."""
+    """O and L against mpmath: in fp64, and in fp32 with its u; parts without keys add
+    nothing."""
     parts = parts_of(number)
     clean = [(torch.nan_to_num(O[0, 0].double()), L[0, 0].double()) for O, L in parts]
     out, lse = _exactly_merged(clean)
@@ -161,8 +177,8 @@ CLAIMED = {
 @pytest.mark.parametrize("order", ["ring", "sequential", "simultaneous"])
 @pytest.mark.parametrize("name", sorted(CLAIMED))
 def test_the_claim_predicts_the_errors(name: str, order: str) -> None:
-    """The size of all four errors to 2 %, and the errors themselves but for a part that is 0.45 of
-    them where a shard is no whole number of tiles, 0.15 elsewhere."""
+    """The size of all four errors to 2 %, and the errors themselves but for a part that
+    is 0.45 of them where a shard is no whole number of tiles, 0.15 elsewhere."""
     case = CLAIMED[name]
     for shards, inner in ((2, "sdpa-flash"), (5, "sdpa-flash"), (4, "emulated")):
         found = run(case, shards=shards, order=order, inner=inner)
@@ -176,8 +192,8 @@ def test_the_claim_predicts_the_errors(name: str, order: str) -> None:
 
 
 def test_what_no_emulation_has_claims_nothing() -> None:
-    """Narrow running results over several merges, rounded differences and zigzag; a single merge in
-    the working format rounds once, as the cast does, and is predicted."""
+    """Narrow running results over several merges, rounded differences and zigzag; a
+    single merge in the working format rounds once, as the cast does, and is predicted."""
     case = drawn(64, is_causal=True)
 
     def claim(**options: Any) -> Any:
@@ -198,9 +214,11 @@ def test_what_no_emulation_has_claims_nothing() -> None:
     ("ring", "bfloat16", 16, 15 / 2 - 1 / 16), ("tree", "bfloat16", 16, 3.0),
     ("ring", "promoted", 2, 1.0), ("simultaneous", "bfloat16", 16, 0.0),
 ])  # fmt: skip
-def test_the_growth_is_counted(order: str, merge_format: str, shards: int, more: float) -> None:
-    """The squares that docs/kernels.md counts, over that of the cast: (n - 1) / 2 - 1 / n in a
-    ring, log2 n - 1 in a tree, 2 / n promoted; to 5 % of the sum."""
+def test_the_growth_is_counted(
+    order: str, merge_format: str, shards: int, more: float
+) -> None:
+    """The squares that docs/kernels.md counts, over that of the cast: (n - 1) / 2 - 1 / n
+    in a ring, log2 n - 1 in a tree, 2 / n promoted; to 5 % of the sum."""
     case = drawn(1024)
     exact = exact_gradients(case).out
     floor = rms(exact.bfloat16().double() - exact)
@@ -213,16 +231,20 @@ def test_the_growth_is_counted(order: str, merge_format: str, shards: int, more:
     assert squares(merge_format) == pytest.approx(squares("float32") + more, rel=0.05)
 
 
-# --- PyTorch's context parallelism: the same numbers, and ranks that fail ------------------------
+# --- PyTorch's context parallelism: the same numbers, and ranks that fail -------------
 
-# On a CPU its ranks are processes over gloo that call PyTorch's ring themselves; what stands before
-# the ring on CUDA is tested on two GPUs.
+# On a CPU its ranks are processes over gloo that call PyTorch's ring themselves; what
+# stands before the ring on CUDA is tested on two GPUs.
 PARALLEL = find("context-parallel")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"
+)
 
 
 @pytest.fixture(autouse=True)
-def _ring_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _ring_on_a_cpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(context_parallel, "_dispatched", ring)
 
@@ -239,7 +261,8 @@ def explained(case: Any, **options: Any) -> tuple[Output, Output]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.one_in(4)
 def test_it_is_sharded_bit_by_bit(causal: bool, convert_to_f32: bool) -> None:
-    """Output and gradients of two ranks are those of `sharded` with two shards, every bit."""
+    """Output and gradients of two ranks are those of `sharded` with two shards, every
+    bit."""
     real, same = explained(drawn(64, is_causal=causal), convert_to_f32=convert_to_f32)
     assert all(torch.equal(getattr(real, t), getattr(same, t)) for t in TENSORS)
     assert real.ran == f"context parallelism: {same.ran}"
@@ -247,7 +270,8 @@ def test_it_is_sharded_bit_by_bit(causal: bool, convert_to_f32: bool) -> None:
 
 @pytest.mark.thorough
 def test_a_rank_that_dies_is_one_failed_row() -> None:
-    """SIGKILL to a rank: the attempt fails and says so, no rank is left, and the next one runs."""
+    """SIGKILL to a rank: the attempt fails and says so, no rank is left, and the next one
+    runs."""
     case = drawn(64)
     PARALLEL.attend(case)
     pids = list(together(2, "cpu").ranks.pids())
@@ -288,8 +312,8 @@ def test_what_it_refuses(case: Any, reason: str) -> None:
 @pytest.mark.parametrize("convert_to_f32", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_on_gpus_it_is_sharded(causal: bool, convert_to_f32: bool) -> None:
-    """Two GPUs give the output of `sharded` on one, every bit, and its gradients to 1 % of their
-    errors' size (flash attention's backward adds up dq in no fixed order)."""
+    """Two GPUs give the output of `sharded` on one, every bit, and its gradients to 1 %
+    of their errors' size (flash attention's backward adds up dq in no fixed order)."""
     case = to_cuda(drawn(1024, heads=4, kv_heads=4, head_dim=64, is_causal=causal))
     real, same = explained(case, convert_to_f32=convert_to_f32)
     assert torch.equal(real.out, same.out)

@@ -1,6 +1,7 @@
-"""Every number stands under its own column: reports whose every field has another number are shown,
-and each column is compared with the field it is named after. Views are checked as documents, cell
-by cell; then each medium is checked to print any document's cells in their columns."""
+"""Every number stands under its own column: reports whose every field has another number
+are shown, and each column is compared with the field it is named after. Views are checked
+as documents, cell by cell; then each medium is checked to print any document's cells in
+their columns."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from numdev.gate import compare_view as compare
 from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
-from numdev.report import Curve, DeviationRow, KernelSummary, PartSummary, Places, Point, WeightRow
+from numdev.report import (
+    Curve,
+    DeviationRow,
+    KernelSummary,
+    PartSummary,
+    Places,
+    Point,
+    WeightRow,
+)
 from numdev.report.document import Cell, Column, Document, Figures, Row, Table, tables_of
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import document_of, gate
@@ -89,8 +98,11 @@ def test_each_column_of_the_ranking_has_its_own_number() -> None:
     ("prefill beside decode",
      {"phases": (part(4, phase="prefill"), part(2, phase="decode"))}, ("prefill", "decode")),
 ])  # fmt: skip
-def test_each_part_of_a_kernel_has_its_own_numbers(title: str, parts: Any, names: Any) -> None:
-    """Gradients and phases, a row each: medians over floor and baseline, and worst heads."""
+def test_each_part_of_a_kernel_has_its_own_numbers(
+    title: str, parts: Any, names: Any
+) -> None:
+    """Gradients and phases, a row each: medians over floor and baseline, and worst
+    heads."""
     found = blocks(kernels=(kernel(**parts),))
     for i, (name, at) in enumerate(zip(names, "42", strict=True)):
         assert cells(found, title, i) == (
@@ -100,10 +112,15 @@ def test_each_part_of_a_kernel_has_its_own_numbers(title: str, parts: Any, names
 
 
 def test_what_is_said_of_a_format_has_the_right_numbers() -> None:
-    """The cost of the format is the rounding's; noise and who did not run are the kernel's."""
-    precision = kernel(role="precision", kernel="reference", mean_abs=2.1e-3, max_abs=2.2e-3)
+    """The cost of the format is the rounding's; noise and who did not run are the
+    kernel's."""
+    precision = kernel(
+        role="precision", kernel="reference", mean_abs=2.1e-3, max_abs=2.2e-3
+    )
     nodes = blocks(kernels=(precision, kernel()))
-    text = "\n".join(f"{x.lead} {x.text}" for node in nodes for x in getattr(node, "items", ()))
+    text = "\n".join(
+        f"{x.lead} {x.text}" for node in nodes for x in getattr(node, "items", ())
+    )
     assert "alone moved the answer by 2.1e-3 on average, 2.2e-3 at most" in text
     assert "k changes between two runs by 1.2× the rounding floor" in text
     assert "k skipped: needs CUDA" in text
@@ -119,7 +136,8 @@ def test_the_weights_of_an_audit() -> None:
     ]  # fmt: skip
     page = audit_view.blocks(audit(weights=tuple(rows)))
     assert cells(page, "Stored weights") == (
-        "format: float16 | tensors: 3 | mean change (= W1): 0.25 | max change: 0.5 | in: w | "
+        "format: float16 | tensors: 3 | mean change (= W1): 0.25 | max change: 0.5 "
+        "| in: w | "
         "not finite: 6"
     )
 
@@ -150,25 +168,30 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     group = Group(**shared, tensor="dq", pairs=9, same_bits=2, moved=4, metric="floor_ratio",
                   a=1.5, b=2.5, change=3.5)  # fmt: skip
     by_rms = group.model_copy(update={"metric": "rms", "tensor": "lse", "a": 1.5e-3})
-    place = reports.Place(case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0)
+    place = reports.Place(
+        case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0
+    )
     move = Move(**shared, tensor="dq", place=place, metric="m", a=1.0, b=2.0, change=2.0,
                 noise=1.25, excess=3.0, words="from 1 to 2")  # fmt: skip
     changes = {"groups": (group, by_rms), "moves": (move,)}
     report: Any = reports.read(sample("compare")).model_copy(update=changes)
     nodes = list(compare.blocks(report))
     assert cells(nodes, "Every tensor") == (
-        "kernel: k | tensor: dq bfloat16 | heads: 9 | moved: 4 | same bits: 2 | A: 1.50 | "
+        "kernel: k | tensor: dq bfloat16 | heads: 9 | moved: 4 | same bits: 2 | A: "
+        "1.50 | "
         "B: 2.50 | unit: × the floor | one head's B/A: 3.50 | which head: "
     )
     assert "A: 1.5e-3" in cells(nodes, "Every tensor", 1)
     assert cells(nodes, "What moved") == (
-        "kernel: k | tensor: dq bfloat16 | where: layer 3 head 5 | before and after: from 1 to 2 | "
+        "kernel: k | tensor: dq bfloat16 | where: layer 3 head 5 | before and "
+        "after: from 1 to 2 | "
         "factor: 2.00× | noise explains: 1.25×"
     )
 
 
 def test_each_number_of_a_diagnosis_is_its_own() -> None:
-    """Of a head, a cure and a real kernel: every column shows the field it is named after."""
+    """Of a head, a cure and a real kernel: every column shows the field it is named
+    after."""
     where: dict[str, Any] = {"checkpoint": "c", "case": "x", "layer": 1, "head": 2}
     seen = {"out_bias": 0.12, "delta_mean": 0.13, "delta_t": 15.0, "dq_rel": 0.17}
     head = HeadRow(**where, rows=8, tied=0.31, out_bias=0.104, delta_mean=0.21, delta_t=20.3,
@@ -196,18 +219,21 @@ def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:
     """The tables of a gate whose one rule holds `expected_ratio` to 1.1."""
     limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
     judgement = judge(rows, Rules.model_validate({"thresholds": [limit]}))
-    return tables(gate.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks)
+    return tables(
+        gate.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks
+    )
 
 
 def test_each_column_of_a_gate_has_its_own_number() -> None:
-    """How far beyond, what is there and what may be, and where; the offending and the judged heads
-    of a rule; and what each planted fault took."""
+    """How far beyond, what is there and what may be, and where; the offending and the
+    judged heads of a rule; and what each planted fault took."""
     beyond, rule, doses = judged_by_ratio(
         [row(5, layer=2, module="m.2", expected_ratio=1.31), control("scale", 0.01, 1.0),
          row(6), control("scale", 0.03, 9.0)]
     )  # fmt: skip
     assert cells([beyond]) == (
-        "over: 1.19× | kernel: mine | in: out bfloat16 | where: layer 2 head 5 | number: 1.31 | "
+        "over: 1.19× | kernel: mine | in: out bfloat16 | where: layer 2 head 5 | "
+        "number: 1.31 | "
         "limit: expected_ratio ≤ 1.1 | rule: error"
     )
     assert cells([rule]) == (
@@ -232,7 +258,12 @@ def test_a_rule_shows_the_number_nearest_to_its_limit(largest: float) -> None:
 
 def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
     """The name, whether it runs here, what it is."""
-    kernel = {"name": "k", "missing": "needs CUDA", "summary": "Fused.", "options": {"b": 1}}
+    kernel = {
+        "name": "k",
+        "missing": "needs CUDA",
+        "summary": "Fused.",
+        "options": {"b": 1},
+    }
     listed = shown((kernel, {**kernel, "missing": None, "options": {}}), "CPU").blocks
     expected = "kernel: k | here: no: needs CUDA | what it is: Fused. Options: b."
     assert cells(listed, "CPU") == expected
@@ -240,7 +271,8 @@ def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
 
 
 def test_each_point_of_a_sweep_has_its_own_number() -> None:
-    """A curve at each place: its mean; and on the page, where the mouse points, its interval."""
+    """A curve at each place: its mean; and on the page, where the mouse points, its
+    interval."""
 
     def curve(label: str, at: float) -> Curve:
         points = (Point(x=x, label=f"{x:g}", mean=at + i, low=at + i - 0.1, high=at + i + 0.2)
@@ -254,7 +286,9 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
     shown = list(tables_of(node))
     assert cells(shown) == "length: a | 64: 1.1 | 128: 2.1"
     assert cells(shown, row=1) == "length: b | 64: 5.5 | 128: 6.5"
-    places = tuple(node.figures[0].model_copy(update={"place": {"tile": name}}) for name in "xy")
+    places = tuple(
+        node.figures[0].model_copy(update={"place": {"tile": name}}) for name in "xy"
+    )
     (both,) = tables_of(replace(node, figures=places))
     assert cells([both], row=2) == "length: y: a | 64: 1.1 | 128: 2.1"
     titles = re.findall("<title>(b .*?)</title>", html.page(made))
@@ -298,31 +332,41 @@ def test_a_medium_prints_every_cell_in_its_column(medium: str, kind: str) -> Non
 
 
 def test_a_node_is_shown_where_it_belongs() -> None:
-    """Every table's title of a real report is on the page; what is for it alone is nowhere else."""
+    """Every table's title of a real report is on the page; what is for it alone is
+    nowhere else."""
     document = document_of(audit())
     page = html.page(document)
     assert all(t.title in page for t in tables(document.shown_in("html")))
-    only = Document("d", (Table((Column("a"),), (Row((Cell("secret"),)),), only=("html",)),))
+    only = Document(
+        "d", (Table((Column("a"),), (Row((Cell("secret"),)),), only=("html",)),)
+    )
     assert "secret" in html.page(only)
     assert "secret" not in markdown.page(only)
 
 
 def test_a_gates_page_counts_all_and_begins_with_the_worst() -> None:
-    """Rows beyond a limit, the farthest first; heads that lack a number over all tensors; those
-    that pass flash-attention's own rule, of all."""
-    rows = [row(h, expected_ratio=x, fa_rule=h != 1) for h, x in enumerate((1.3, 2.5, 1.9))]
+    """Rows beyond a limit, the farthest first; heads that lack a number over all tensors;
+    those that pass flash-attention's own rule, of all."""
+    rows = [
+        row(h, expected_ratio=x, fa_rule=h != 1) for h, x in enumerate((1.3, 2.5, 1.9))
+    ]
     beyond, *_ = judged_by_ratio(rows)
     assert [line.cells[4].text for line in beyond.rows] == ["2.5", "1.9", "1.3"]
-    lacking = [row(h, noise=None, tensor=t) for t, n in (("dq", 2), ("dk", 3)) for h in range(n)]
+    lacking = [
+        row(h, noise=None, tensor=t) for t, n in (("dq", 2), ("dk", 3)) for h in range(n)
+    ]
     judgement = judge(lacking)
-    (sentence,) = {p.sentence for p in gate.problems_of(judgement, ()) if "repro" in p.title}
+    (sentence,) = {
+        p.sentence for p in gate.problems_of(judgement, ()) if "repro" in p.title
+    }
     assert "in 5 heads of mine (dq, bfloat16), of mine (dk, bfloat16):" in sentence
     page = markdown.page(gate.document(judge(rows), (), (), Places(rows)))
     assert "2 of 3 heads pass flash-attention's own" in page
 
 
 def test_a_series_is_cut_evenly_and_a_long_table_says_by_how_much() -> None:
-    """The first and the last are always there; three rows more than a table of Markdown has."""
+    """The first and the last are always there; three rows more than a table of Markdown
+    has."""
     assert terminal.some(range(10), 4) == [0, 3, 6, 9]
     assert terminal.some(range(3), 4) == [0, 1, 2]
     rows = tuple(Row((Cell(str(i)),)) for i in range(markdown.LONGEST + 3))
@@ -359,7 +403,7 @@ def test_how_far_a_head_is_from_what_is_expected_has_its_colour(
 def test_what_a_sample_means_has_its_numbers() -> None:
     """64 random rows of each head, and 3 that looked worst."""
     found = blocks(kernels=(kernel(rows_measured=64, suspects=3),))
-    assert any("Only 64 random query rows per head were measured, over all positions, and the 3"
+    assert any(("Only 64 random query rows per head were measured, over all positions, and the 3")
                in getattr(node, "text", "") for node in found)  # fmt: skip
 
 
@@ -372,7 +416,8 @@ def test_which_roundings_make_the_errors_in_shares_and_calls() -> None:
                     for s, x in (("p", 0.62), ("out", 0.07))),
     )  # fmt: skip
     assert cells(blocks(explanations=(one,)), "Which roundings") == (
-        "kernel: k bfloat16 | : dq | makes the errors of: fa2 (3 of 4 calls) | residual: 0.11 | "
+        "kernel: k bfloat16 | : dq | makes the errors of: fa2 (3 of 4 calls) | "
+        "residual: 0.11 | "
         "next: eager 0.72 | of its squared error: 62 % p, 7 % out"
     )
 
@@ -387,16 +432,19 @@ def profile(**changes: Any) -> reports.ProfileRow:
 
 
 def test_where_a_kernel_errs_along_its_rows() -> None:
-    """Error over what is predicted, of the length that most calls have, the longer one of two;
-    where it is first above twice that, and where most; how many elements err by how much, in per
-    cent."""
+    """Error over what is predicted, of the length that most calls have, the longer one of
+    two; where it is first above twice that, and where most; how many elements err by how
+    much, in per cent."""
     short = [profile(case="s", length=32, errors=(9.0, 9.0, 9.0))]
     nodes = list(audit_view.positions([profile(), *short]))
     (drawn,) = (node for node in nodes if isinstance(node, Figures))
     assert [p.mean for p in drawn.figures[0].curves[0].points] == [1.0, 2.5, 3.0]
     assert "(64 rows)" in drawn.figures[0].title
     (item,) = (item for node in nodes for item in getattr(node, "items", ()))
-    assert item.text == "first above 2× the predicted error at row 16; most at row 32: 3.00×."
+    assert (
+        item.text
+        == "first above 2× the predicted error at row 16; most at row 32: 3.00×."
+    )
     counts = [0] * len(audit_view.ULP_LABELS)
     counts[1], counts[2] = 3, 9
     (node,) = audit_view.spread([profile(ulps=tuple(counts))])
@@ -422,7 +470,9 @@ def test_each_finding_has_its_own_script(tmp_path: Path) -> None:
         folder = tmp_path / "reproducers" / finding.folder
         folder.mkdir(parents=True)
         (folder / "reproduce.py").write_text(f"# of {finding.kernel}")
-    items = [x for n in document_of(made, tmp_path).blocks for x in getattr(n, "items", ())]
+    items = [
+        x for n in document_of(made, tmp_path).blocks for x in getattr(n, "items", ())
+    ]
     scripts = {item.text.split()[0]: item.script for item in items if item.script}
     assert scripts == {
         f.kernel: (f"reproducers/{f.folder}/reproduce.py", f"# of {f.kernel}")

@@ -1,4 +1,5 @@
-"""A streamed model computes what the whole one does, bit for bit, with two layers in memory."""
+"""A streamed model computes what the whole one does, bit for bit, with two layers in
+memory."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def same_numbers(a: report.AuditReport, b: report.AuditReport) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> None:
-    """Rows, cases, weights, findings and summary; only the report of the streamed one says so."""
+    """Rows, cases, weights, findings and summary; only the report of the streamed one
+    says so."""
     target = models.saved(name, tmp_path)
     a, b = audit(target, "a", "--stream"), audit(target, "b")
     assert same_numbers(a, b)
@@ -51,9 +53,14 @@ def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox", "mixtral"])
-def test_logits_are_those_of_the_whole_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In every format of the model, renamed, converted and tied weights too: bit for bit, twice."""
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox", "mixtral"]
+)
+def test_logits_are_those_of_the_whole_model(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In every format of the model, renamed, converted and tied weights too: bit for bit,
+    twice."""
     directory = models.saved(name, tmp_path, tie_word_embeddings=name == "llama")
     ours = streamed(directory, dtype)
     whole = open_checkpoint(directory).load_model(dtype=dtype, device="cpu")
@@ -84,7 +91,8 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_later_layers_are_never_read(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """With --layers 0 the run ends after layer 0: neither the next one nor the head is read."""
+    """With --layers 0 the run ends after layer 0: neither the next one nor the head is
+    read."""
     noting = Mock(side_effect=read_on)
     monkeypatch.setattr(checkpoint, "read_on", noting)
     target = models.saved(name, tmp_path)
@@ -104,10 +112,15 @@ def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> Non
     assert same_numbers(ours, audit(target, "b", "--layers", "0"))
 
 
-def test_weights_used_while_their_layer_does_not_run_are_found_out(tmp_path: Path) -> None:
+def test_weights_used_while_their_layer_does_not_run_are_found_out(
+    tmp_path: Path,
+) -> None:
     """They have no values then, and nothing is made up for them."""
     ours = streamed(models.saved("llama", tmp_path))
-    with ours.running(), pytest.raises(MeasurementError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+    with (
+        ours.running(),
+        pytest.raises(MeasurementError, match=r"layers\.1\.mlp\.up_proj\.weight"),
+    ):
         ours.model.model.layers[1].mlp.up_proj.weight.sum()
 
 

@@ -1,6 +1,7 @@
 """Suspicion names planted mistakes rightly and leaves sound kernels alone.
 
-The tables of benchmarks/suspicion_rates.py, at a size for every day: its full run is 486 units."""
+The tables of benchmarks/suspicion_rates.py, at a size for every day: its full run is 486
+units."""
 
 from __future__ import annotations
 
@@ -62,10 +63,12 @@ def test_sound_kernels_are_not_accused(shape, regime: str) -> None:
 
 
 def test_causes_that_coincide_are_all_named() -> None:
-    """With two kv heads the next one is the previous one: mappings that agree are one cause; and
-    one query head per kv head cannot tell a rolled from a reversed order."""
+    """With two kv heads the next one is the previous one: mappings that agree are one
+    cause; and one query head per kv head cannot tell a rolled from a reversed order."""
     case = rates.make(rates.Shape(heads=2, kv_heads=2), "normal", "float32", 0)
-    out = attend(dataclasses.replace(case, k=case.k.flip(1), v=case.v.flip(1))).out.float()
+    out = attend(
+        dataclasses.replace(case, k=case.k.flip(1), v=case.v.flip(1))
+    ).out.float()
     said = rates.judge(case, out, attend(case), always=False)
     assert said == ["query heads read the next kv head"]
 
@@ -94,8 +97,11 @@ def test_outputs_that_are_not_finite() -> None:
 @pytest.mark.parametrize(("floors", "baselines", "far"), [
     (9.9, 100, False), (150, 1.9, False), (10, 2, True), (10, None, True), (None, 5, False),
 ])  # fmt: skip
-def test_when_a_search_begins(floors: float | None, baselines: float | None, far: bool) -> None:
-    """Ten floors are needed for a tenfold cut; what the baseline errs as well is rounding."""
+def test_when_a_search_begins(
+    floors: float | None, baselines: float | None, far: bool
+) -> None:
+    """Ten floors are needed for a tenfold cut; what the baseline errs as well is
+    rounding."""
     assert far_off({"floor_ratio": floors, "baseline_ratio": baselines}) == far
 
 
@@ -103,12 +109,15 @@ def test_when_a_search_begins(floors: float | None, baselines: float | None, far
 def test_the_best_explanations_come_first(
     monkeypatch: pytest.MonkeyPatch, fit: float, best: list[float]
 ) -> None:
-    """Of mistakes that cut the error 12, 40 and 30 times: the last two, the larger cut first. Since
-    these are two, an estimated factor is named instead if it explains twice as much."""
+    """Of mistakes that cut the error 12, 40 and 30 times: the last two, the larger cut
+    first. Since these are two, an estimated factor is named instead if it explains twice
+    as much."""
     cuts = [Alternative(f"cut {x}", lambda probe, x=x: x) for x in (12.0, 40.0, 30.0)]
     monkeypatch.setattr(wrong_function, "alternatives", lambda probe: cuts)
     monkeypatch.setattr(
-        wrong_function, "estimated", lambda probe: [(Alternative("a factor", probe.cut), fit)]
+        wrong_function,
+        "estimated",
+        lambda probe: [(Alternative("a factor", probe.cut), fit)],
     )
     monkeypatch.setattr(wrong_function, "scales", lambda case: [])
     probe: Any = SimpleNamespace(case=None, cut=lambda output: output)
@@ -130,7 +139,8 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     (planted_kernels.sound, "out", None),
 ])  # fmt: skip
 def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) -> None:
-    """From the same call in float32; gradients by their own mistake; a sound kernel by nothing."""
+    """From the same call in float32; gradients by their own mistake; a sound kernel by
+    nothing."""
     case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)
     bench = prepare(with_drawn(case, 0), "bfloat16", gradients=True)
     kernel = of_function("mine", function)
@@ -154,8 +164,8 @@ def test_a_fault_is_named_by_its_class(name: str) -> None:
 
 
 def test_a_wrong_output_is_searched_though_gradients_err_more_elsewhere() -> None:
-    """Of 577 keys the last one is missed in a gradient alone, where it errs 89 times as much as it
-    should; of 193 in the output, by which it is named."""
+    """Of 577 keys the last one is missed in a gradient alone, where it errs 89 times as
+    much as it should; of 193 in the output, by which it is named."""
     fault = functions.FAULTS["tail_192"].function
     result = numdev.check(fault, cases=["long", "causal"], formats="bfloat16")
     assert {f.cause for f in result.report.findings} == {"the last key is dropped"}
@@ -163,8 +173,12 @@ def test_a_wrong_output_is_searched_though_gradients_err_more_elsewhere() -> Non
 
 def test_an_error_without_a_name_is_said_to_have_none() -> None:
     """Noise is no known mistake, in 16 bits or in float32, in whichever call."""
-    bench = prepare(rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0), "bfloat16")
-    kernel = of_function("mine", lambda q, k, v: planted_kernels.sound(q, k, v)[0] + q.cos())
+    bench = prepare(
+        rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0), "bfloat16"
+    )
+    kernel = of_function(
+        "mine", lambda q, k, v: planted_kernels.sound(q, k, v)[0] + q.cos()
+    )
     for _ in range(2):
         row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
         assert row.nulls["suspicion"].startswith("none of the mistakes")
@@ -174,7 +188,13 @@ def drawn_call(**changes: Any) -> AttentionCase:
     """Four query heads on two kv heads, 12 queries, 12 keys."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 12, 8, generator=generator) for h in (4, 2, 2))
-    usual: dict[str, Any] = {"ref": CaseRef(case="c"), "q": q, "k": k, "v": v, "scale": 0.3}
+    usual: dict[str, Any] = {
+        "ref": CaseRef(case="c"),
+        "q": q,
+        "k": k,
+        "v": v,
+        "scale": 0.3,
+    }
     return AttentionCase(**{**usual, **changes})
 
 
@@ -224,7 +244,8 @@ def test_a_wrong_head_is_the_one_that_is_named() -> None:
 
 
 def test_a_factor_of_log_2_is_on_the_side_that_is_named() -> None:
-    """Without log2(e) before 2^x a term is multiplied by ln 2; with it before e^x divided by it."""
+    """Without log2(e) before 2^x a term is multiplied by ln 2; with it before e^x divided
+    by it."""
     sinks, ln2 = torch.tensor([1.0, 2.0, 3.0, 4.0]), math.log(2)
     bias = torch.linspace(-1, 1, 12).expand(12, 12)
     found = mistaken(drawn_call(sinks=sinks, mask=bias))
@@ -233,7 +254,10 @@ def test_a_factor_of_log_2_is_on_the_side_that_is_named() -> None:
         ("is multiplied by log2(e), although the exponential has base e", 1 / ln2),
         ("is scaled like the scores", 0.3),
     ):
-        one, other = found[f"the attention sink {words}"], found[f"the additive mask {words}"]
+        one, other = (
+            found[f"the attention sink {words}"],
+            found[f"the additive mask {words}"],
+        )
         assert one.sinks is not None and other.mask is not None  # noqa: PT018
         assert torch.allclose(one.sinks, sinks.double() * factor)
         assert torch.allclose(other.mask, bias.double() * factor)

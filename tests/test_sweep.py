@@ -1,4 +1,5 @@
-"""Sweeps: grids, seeds, pooling, curves, formats without a dtype, and being killed half-way."""
+"""Sweeps: grids, seeds, pooling, curves, formats without a dtype, and being killed
+half-way."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def off(case: AttentionCase, *, by: float = 0.0, tile: int | None = None) -> Out
 @pytest.fixture(autouse=True)
 def kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """`off`, registered for the length of a test; it takes any format."""
-    how: Any = {"options": {"by": 0.0, "tile": None}, "any_format": True, "made_from": "x"}
+    how: Any = {
+        "options": {"by": 0.0, "tile": None},
+        "any_format": True,
+        "made_from": "x",
+    }
     monkeypatch.setitem(kernels._registry, "off", Kernel(name="off", function=off, **how))
 
 
@@ -76,17 +81,19 @@ def run(tmp_path: Path) -> Callable[..., SweepReport]:
     ({"formats": ["bf16", "bf16"]}, "names bf16 twice"),
     ({"kernels": [{"name": "off", "by": []}]}, "by is an empty list"),
     ({"seeds": 0}, "expected 1 to 100,000 seeds"), ({"seeds": [1, 1]}, "names 1 twice"),
-    ({"seeds": [-1]}, "greater than or equal to 0"), ({"keep": "heads"}, "'head' or 'cell'"),
+    ({"seeds": [-1]}, "greater than or equal to 0"), ({"keep": "heads"}, ("'head' or 'cell'")),
     ({"cases": [{**SIZES, "seq_len": 8}]}, "a single cell"),
-    ({"x": "seqlen"}, "did you mean 'seq_len'"), ({"x": "head_dim"}, "not an axis of this grid"),
+    ({"x": "seqlen"}, "did you mean 'seq_len'"), ({"x": "head_dim"}, ("not an axis of this grid")),
     ({"y": "max_ab"}, "did you mean 'max_abs'"),
     ({"kernels": [{"name": "off", "bye": 1}]}, "no option 'bye'; did you mean 'by'"),
     ({"baseline": "basline"}, "did you mean 'baseline'"),
     ({"cases": [{**GRID, "inputs": "normel"}]}, "did you mean 'normal'"),
 ])  # fmt: skip
-def test_a_sweep_that_cannot_run(run: Any, tmp_path: Path, changes: Any, message: str) -> None:
-    """Empty or misspelt, it says which key and what to do; what only the machine and the registry
-    know is refused before anything is measured."""
+def test_a_sweep_that_cannot_run(
+    run: Any, tmp_path: Path, changes: Any, message: str
+) -> None:
+    """Empty or misspelt, it says which key and what to do; what only the machine and the
+    registry know is refused before anything is measured."""
     with pytest.raises(UsageError) as caught:
         run(**changes)
     assert message in str(caught.value)
@@ -94,22 +101,30 @@ def test_a_sweep_that_cannot_run(run: Any, tmp_path: Path, changes: Any, message
 
 
 def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
-    """Unless the file says otherwise. Its numbers ascend in whatever order they were asked for;
-    formats by their bits, those of one width (tf32 and float16 both have 11) beside each other."""
+    """Unless the file says otherwise. Its numbers ascend in whatever order they were
+    asked for; formats by their bits, those of one width (tf32 and float16 both have 11)
+    beside each other."""
     cases = [{**GRID, "causal": [True, False], "head_dim": [8, 16, 24]}]
     assert planned(tmp_path, cases=cases).grid.x == "head_dim"
     assert planned(tmp_path, cases=cases, x="causal").grid.x == "causal"
     assert planned(tmp_path, formats=["bf16", "fp16", "fp32"]).grid.x == "format"
-    axis = planned(tmp_path, cases=[{**SIZES, "seq_len": [16, 4, 8]}], x="seq_len").grid.axis
+    axis = planned(
+        tmp_path, cases=[{**SIZES, "seq_len": [16, 4, 8]}], x="seq_len"
+    ).grid.axis
     assert [(t.x, t.label) for t in axis.ticks] == [(4.0, "4"), (8.0, "8"), (16.0, "16")]
     axis = planned(tmp_path, formats=["tf32", "fp16", "bf16"], x="format").grid.axis
     assert [t.label for t in axis.ticks] == ["bfloat16", "tf32", "float16"]
 
 
 def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport]) -> None:
-    """Two lengths, two formats, two seeds, two heads, four kernels: nothing missing or twice."""
+    """Two lengths, two formats, two seeds, two heads, four kernels: nothing missing or
+    twice."""
     found = run(formats=["bf16", "fp32"])
-    keys = [(r.case, r.seed, r.head, r.kernel, r.format) for r in found.rows if r.tensor == "out"]
+    keys = [
+        (r.case, r.seed, r.head, r.kernel, r.format)
+        for r in found.rows
+        if r.tensor == "out"
+    ]
     assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * 4
     assert {c.case for c in found.cases} == {"a/seq_len=8", "a/seq_len=16"}
     assert len(found.cases) == 2, "a case is described once, whatever its seeds"
@@ -127,7 +142,9 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     """2/1 and 3/6, not the ratio of the means."""
     known = ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))
     rows = [row(seed=s, kernel=k, elements=1, max_abs=v) for s, k, v in known]
-    found = next(c for c in cells(rows, ("max_abs",), ("base", {}), {}) if c.kernel == "k")
+    found = next(
+        c for c in cells(rows, ("max_abs",), ("base", {}), {}) if c.kernel == "k"
+    )
     assert found.ratio == pytest.approx(1.0), "the geometric mean of 2 and 0.5"
 
 
@@ -135,19 +152,29 @@ def test_the_interval_is_students() -> None:
     """1 to 5: mean 3, standard error sqrt(2.5 / 5), and t(0.975, 4) = 2.776445."""
     mean, low, high = interval([1, 2, 3, 4, 5])
     assert mean == 3
-    assert (3 - low, high - 3) == pytest.approx((2.776445 * math.sqrt(0.5),) * 2, rel=1e-6)
+    assert (3 - low, high - 3) == pytest.approx(
+        (2.776445 * math.sqrt(0.5),) * 2, rel=1e-6
+    )
     assert interval([4.0]) == (4.0, None, None), "one seed has no spread"
 
 
 def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     """Five times the fault: the two ends and the last ratio stand in the sentence."""
     kernels = [{"name": "off", "by": [0.5, 2.5]}]
-    found = run(cases=[{**SIZES, "seq_len": 8}], formats=["fp32"], y="rms", x="by", kernels=kernels)
+    found = run(
+        cases=[{**SIZES, "seq_len": 8}],
+        formats=["fp32"],
+        y="rms",
+        x="by",
+        kernels=kernels,
+    )
     ends = [c for c in found.cells if (c.kernel, c.metric) == ("off", "rms")]
     means = [cell.mean or 0.0 for cell in ends]
     assert means[1] == pytest.approx(5 * means[0])
     said = next(s for s in found.summary.answer if s.startswith("off: "))
-    text = f"off: rms error {si(means[0])} at 0.5 to {si(means[1])} at 2.5; over baseline "
+    text = (
+        f"off: rms error {si(means[0])} at 0.5 to {si(means[1])} at 2.5; over baseline "
+    )
     assert said.startswith(text + times(ends[1].ratio))
 
 
@@ -156,9 +183,18 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     ((1.0, 3.0, 2.0), 1.3e13, "1 at 0 to 2 at 2."),
 ])  # fmt: skip
 def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) -> None:
-    """A peak of more than twice both ends; no ratio to a baseline that fp64 cannot tell from 0."""
-    fields: Any = dict.fromkeys(("low", "high", "ratio_low", "ratio_high")) | {"ratio": ratio}
-    of = {"kernel": "k", "role": "kernel", "format": "bfloat16", "metric": "rms", "seeds": 1}
+    """A peak of more than twice both ends; no ratio to a baseline that fp64 cannot tell
+    from 0."""
+    fields: Any = dict.fromkeys(("low", "high", "ratio_low", "ratio_high")) | {
+        "ratio": ratio
+    }
+    of = {
+        "kernel": "k",
+        "role": "kernel",
+        "format": "bfloat16",
+        "metric": "rms",
+        "seeds": 1,
+    }
     rows = [CellRow(**fields, **of, case="c", mean=mean) for mean in means]
     curve = {str(at): row for at, row in enumerate(rows)}
     request, axis = SimpleNamespace(y=["rms"]), SimpleNamespace(scale="log")
@@ -169,19 +205,23 @@ def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) ->
 @pytest.mark.parametrize(("name", "dtype"), [
     ("e8m10", torch.float32), ("e11m30", torch.float64), ("e8m7", torch.bfloat16)])  # fmt: skip
 def test_a_case_can_be_in_any_format(name: str, dtype: torch.dtype) -> None:
-    """Its values are the format's, in a dtype that holds them; `format` says which it is."""
+    """Its values are the format's, in a dtype that holds them; `format` says which it
+    is."""
     case, fmt = make_case(dtype=torch.float32), format_named(name)
     rounded = case.rounded_to(fmt)
     assert rounded.q.dtype == dtype
     assert torch.equal(rounded.k.double(), round_to(case.k.double(), fmt))
     assert rounded.format.contains(fmt)
     assert fmt.contains(rounded.format)
-    assert rounded.rounded_to(FORMATS["bfloat16"]).working is None, "and back to one with a dtype"
+    assert rounded.rounded_to(FORMATS["bfloat16"]).working is None, (
+        "and back to one with a dtype"
+    )
 
 
 def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
-    """The floor falls by 2 for every bit; the kernel that rounds once lies on it, judged against
-    the floor of its own format; those without a dtype are named with their reason."""
+    """The floor falls by 2 for every bit; the kernel that rounds once lies on it, judged
+    against the floor of its own format; those without a dtype are named with their
+    reason."""
     found = run(formats=["e8m10", "e8m11", "e8m12"], cases=[{**SIZES, "seq_len": 64}],
                 kernels=["off", "sdpa-math"], y="rms", x="format", baseline="off")  # fmt: skip
     (curve,) = (c for f in found.figures for c in f.curves if c.label == "floor")
@@ -210,16 +250,21 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_every_file(tmp_path: Path) -> None:
-    """A report that reads back as a sweep, its lists as CSV, and a page; on stdout the answer."""
+    """A report that reads back as a sweep, its lists as CSV, and a page; on stdout the
+    answer."""
     out = tmp_path / "out"
     result = invoke(tmp_path, "-o", out, y=["rms"])
     assert result.exit_code == 0, result.output
     names = ["cells.csv", "report.html", "report.json", "rows.csv", "rows.jsonl"]
     assert sorted(p.name for p in out.iterdir()) == names
     found = report.read(out)
-    assert f"{len(found.cells)}" == str(len((out / "cells.csv").read_text().splitlines()) - 1)
+    assert f"{len(found.cells)}" == str(
+        len((out / "cells.csv").read_text().splitlines()) - 1
+    )
     assert "rms error" in result.stdout
-    assert invoked("report", out).stdout == result.stdout, "`numdev report` shows the same"
+    assert invoked("report", out).stdout == result.stdout, (
+        "`numdev report` shows the same"
+    )
     assert invoke(tmp_path, "-o", out, "--overwrite", "-q", y=["rms"]).exit_code == 0
 
 
@@ -234,10 +279,12 @@ def test_a_killed_sweep_ends_with_the_same_report(tmp_path: Path) -> None:
     assert "the report is the same" in done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweep").glob("*.yaml")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "sweep").glob("*.yaml")), ids=str
+)
 def test_every_bundled_sweep_is_valid(path: Path) -> None:
-    """At least five seeds, as a confidence interval needs, and comments that say what it is. The
-    hazards look for what goes wrong, not for a mean: two will do."""
+    """At least five seeds, as a confidence interval needs, and comments that say what it
+    is. The hazards look for what goes wrong, not for a mean: two will do."""
     found = read_yaml(path, SweepConfig)
     assert len(found.seeds) >= {"hazards": 2, "hazards-large": 1}.get(path.stem, 5)
     assert found.title
@@ -247,13 +294,21 @@ def test_every_bundled_sweep_is_valid(path: Path) -> None:
 
 
 def test_heads_are_pooled_before_seeds() -> None:
-    """The largest max, the root mean square by elements, the median ratio: one value per seed."""
+    """The largest max, the root mean square by elements, the median ratio: one value per
+    seed."""
     rows = [
         row(0, elements=1, max_abs=3.0, rms=1.0, mean_abs=2.0, floor_ratio=1.0),
         row(1, elements=3, max_abs=5.0, rms=3.0, mean_abs=6.0, floor_ratio=2.0),
     ]
-    pooled = {"max_abs": 5.0, "rms": math.sqrt(28 / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
-    found = {cell.metric: cell.mean for cell in cells(rows, tuple(pooled), ("mine", {}), {})}
+    pooled = {
+        "max_abs": 5.0,
+        "rms": math.sqrt(28 / 4),
+        "mean_abs": 5.0,
+        "floor_ratio": 1.5,
+    }
+    found = {
+        cell.metric: cell.mean for cell in cells(rows, tuple(pooled), ("mine", {}), {})
+    }
     assert found == pytest.approx(pooled)
 
 
@@ -269,7 +324,13 @@ def test_a_cell_has_the_extremes_of_its_heads_and_counts_its_seeds() -> None:
 def curve_of(means: Any, **fields: Any) -> Any:
     """Cells of one kernel along an axis, and the grid they stand on."""
     usual: Any = dict.fromkeys(("low", "high", "ratio", "ratio_low", "ratio_high"))
-    of = {"kernel": "k", "role": "kernel", "format": "bfloat16", "metric": "rms", "seeds": 1}
+    of = {
+        "kernel": "k",
+        "role": "kernel",
+        "format": "bfloat16",
+        "metric": "rms",
+        "seeds": 1,
+    }
     made = [CellRow(**{**usual, **of, **fields}, case="c", mean=mean) for mean in means]
     ticks = [SimpleNamespace(label=str(at), x=float(at)) for at in range(len(made))]
     axis = SimpleNamespace(scale="log", title="n", ticks=ticks)
@@ -278,8 +339,11 @@ def curve_of(means: Any, **fields: Any) -> Any:
 
 
 def test_a_peak_stands_above_both_ends_and_a_ratio_has_its_interval() -> None:
-    """9 between 1 and 5 is no peak, since it is less than twice 5; the lower end is told first."""
-    assert sentences(*curve_of((1.0, 9.0, 5.0)), "base") == ("k: rms error 1 at 0 to 5 at 2.",)
+    """9 between 1 and 5 is no peak, since it is less than twice 5; the lower end is told
+    first."""
+    assert sentences(*curve_of((1.0, 9.0, 5.0)), "base") == (
+        "k: rms error 1 at 0 to 5 at 2.",
+    )
     ends = {"ratio": 0.5, "ratio_low": 0.4, "ratio_high": 0.6}
     assert sentences(*curve_of((1.0, 2.0), **ends), "base") == (
         "k: rms error 1 at 0 to 2 at 1; over base 0.50× [0.40 to 0.60].",
@@ -312,7 +376,9 @@ def test_an_axis_that_spans_a_factor_of_eight_is_logarithmic(
         {"cases": []},
     ],
 )
-def test_a_stored_request_that_is_none_of_a_sweep_is_one_line(changes: dict[str, Any]) -> None:
+def test_a_stored_request_that_is_none_of_a_sweep_is_one_line(
+    changes: dict[str, Any],
+) -> None:
     """A report from elsewhere may hold anything."""
     stored = report.read(ROOT / "tests" / "data" / "reports" / "sweep.json")
     assert isinstance(stored, SweepReport)

@@ -1,5 +1,5 @@
-"""Temporary files: none stays, even where their process was killed, and none is taken from one
-that lives."""
+"""Temporary files: none stays, even where their process was killed, and none is taken
+from one that lives."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def contents(place: Path) -> set[str]:
     return {path.name for path in place.iterdir()}
 
 
-def test_what_a_killed_process_left_goes_at_the_next_start(places: tuple[Path, Path]) -> None:
+def test_what_a_killed_process_left_goes_at_the_next_start(
+    places: tuple[Path, Path],
+) -> None:
     """By a journal, a claim, a file or a folder in the same place."""
     results, scratch = places
     start(results, scratch, "kill").wait()

@@ -1,5 +1,6 @@
-"""Captured tensors on disk: what is written comes back, what others write is read, a file that is
-wrong is named in one line; and calls as serving engines make them become the cases they are."""
+"""Captured tensors on disk: what is written comes back, what others write is read, a file
+that is wrong is named in one line; and calls as serving engines make them become the
+cases they are."""
 
 from __future__ import annotations
 
@@ -36,9 +37,13 @@ def case(name: str = "m#0", **changes: Any) -> AttentionCase:
     return AttentionCase(**{"ref": ref, **qkv, "scale": 0.3, **changes})
 
 
-def third_party(path: Path, tensors: dict[str, Tensor] | None = None, **header: Any) -> Path:
+def third_party(
+    path: Path, tensors: dict[str, Tensor] | None = None, **header: Any
+) -> Path:
     """A file as somebody else would write it."""
-    tensors = tensors or {f"0.{n}": drawn(2, 4, 6, 8, seed=i) for i, n in enumerate("qkv")}
+    tensors = tensors or {
+        f"0.{n}": drawn(2, 4, 6, 8, seed=i) for i, n in enumerate("qkv")
+    }
     save_file(tensors, path, metadata={"numdev": json.dumps({"version": 1, **header})})
     return path
 
@@ -49,7 +54,8 @@ def only(path: Path) -> AttentionCase:
 
 
 def failure(path: Path, kind: type[NumdevError], *words: str) -> None:
-    """Opening fails with this error, in one line that names the file and has these words."""
+    """Opening fails with this error, in one line that names the file and has these
+    words."""
     with pytest.raises(kind) as caught:
         open_cases(path)
     assert "\n" not in str(caught.value)
@@ -62,8 +68,12 @@ def failure(path: Path, kind: type[NumdevError], *words: str) -> None:
     {"mask": drawn(6)}, {"grad_out": drawn(2, 4, 6, 8)},
     {"scale": 1 / 3, "k": drawn(2, 2, 6, 8), "v": drawn(2, 2, 6, 5)},
 ], ids=lambda c: "+".join(c) or "plain")  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_part_of_a_case_comes_back(tmp_path: Path, changes: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
+def test_every_part_of_a_case_comes_back(
+    tmp_path: Path, changes: Any, dtype: torch.dtype
+) -> None:
     """Tensors bit for bit and in their format, numbers exactly, and the name."""
 
     def cast(x: Any) -> Any:
@@ -90,16 +100,20 @@ def test_every_part_of_a_case_comes_back(tmp_path: Path, changes: Any, dtype: to
     (drawn(2, 6, 3, 4, 8)[:, :, 0].transpose(1, 2), (192, 8, 32, 1)),
     (drawn(2, 1, 6, 8).expand(2, 4, 6, 8), (192, 48, 8, 1)),
 ])  # fmt: skip
-def test_strides_come_back(tmp_path: Path, made: Tensor, strides: tuple[int, ...]) -> None:
-    """They decide which backends run; what comes back is laid out as a dense copy would be. And
-    tensors may share memory, which safetensors refuses to store twice."""
+def test_strides_come_back(
+    tmp_path: Path, made: Tensor, strides: tuple[int, ...]
+) -> None:
+    """They decide which backends run; what comes back is laid out as a dense copy would
+    be. And tensors may share memory, which safetensors refuses to store twice."""
     write(tmp_path / "one.safetensors", [case(q=made, k=made, v=made)])
     read = only(tmp_path / "one.safetensors")
     assert all(torch.equal(x, made) for x in (read.q, read.k, read.v))
     assert read.q.stride() == strides == made.clone().stride()
 
 
-def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_docs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The ten lines in docs/inputs.md write a file that is read."""
     page = (Path(__file__).parent.parent / "docs" / "inputs.md").read_text()
     example = page.split("```python\n# Write a captured-tensor file")[1].split("```")[0]
@@ -112,21 +126,41 @@ def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_mask_of_bytes_is_bool_where_the_header_says_so(tmp_path: Path) -> None:
     shown = drawn(6, 6) > 0
-    tensors = {f"0.{n}": drawn(2, 4, 6, 8) for n in "qkv"} | {"0.mask": shown.to(torch.uint8)}
+    tensors = {f"0.{n}": drawn(2, 4, 6, 8) for n in "qkv"} | {
+        "0.mask": shown.to(torch.uint8)
+    }
     path = third_party(tmp_path / "x.safetensors", tensors, calls=[{"mask": "bool"}])
     read = only(path).mask
     assert read.dtype == torch.bool
     assert torch.equal(read, shown)
 
 
-KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash", "--kernel", "sdpa-efficient")
-SMALL = (*KERNELS, "--length", 16, "--sequences", 2, "--format", "bfloat16", "--format", "float32")
+KERNELS = (
+    "--kernel",
+    "sdpa-math",
+    "--kernel",
+    "sdpa-flash",
+    "--kernel",
+    "sdpa-efficient",
+)
+SMALL = (
+    *KERNELS,
+    "--length",
+    16,
+    "--sequences",
+    2,
+    "--format",
+    "bfloat16",
+    "--format",
+    "float32",
+)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "gemma2", "gpt_oss"])
 def test_an_audit_of_saved_cases_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    """All fields of all rows and cases, to the last bit, whatever the model passes on; the exit
-    code too, which says of soft caps and sinks that no kernel here can run them."""
+    """All fields of all rows and cases, to the last bit, whatever the model passes on;
+    the exit code too, which says of soft caps and sinks that no kernel here can run
+    them."""
     model = models.save(getattr(models, name)(), tmp_path / name)
     saved, first, again = tmp_path / "saved", tmp_path / "first", tmp_path / "again"
     code = 3 if name in ("gemma2", "gpt_oss") else 0
@@ -147,8 +181,8 @@ def save(directory: Path, *names: str, **options: Any) -> None:
 
 
 def test_saving_is_all_or_nothing(tmp_path: Path) -> None:
-    """Interrupted, no directory appears and none is left behind; a file that is lost later is no
-    shorter report, since the index knows how many there were."""
+    """Interrupted, no directory appears and none is left behind; a file that is lost
+    later is no shorter report, since the index knows how many there were."""
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "saved", "a", "Ctrl-C")
     assert list(tmp_path.iterdir()) == []
@@ -196,14 +230,22 @@ SHORT = QKV | {"0.q": drawn(2, 4, 2, 8)}
     (SHORT, {"calls": [{"is_causal": True}]}, ("causal_offset", "0 (top-left", "4 (bottom")),
     (TWICE, {"calls": [{"module": "m"}] * 2}, ("2 calls are named 'm#0'",)),
 ])  # fmt: skip
-def test_what_is_wrong_is_named(tmp_path: Path, tensors: Any, header: Any, words: Any) -> None:
-    """Before anything is measured, in one line, with the file, the call and what to do."""
-    failure(third_party(tmp_path / "x.safetensors", tensors, **header), UsageError, *words)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, tensors: Any, header: Any, words: Any
+) -> None:
+    """Before anything is measured, in one line, with the file, the call and what to
+    do."""
+    failure(
+        third_party(tmp_path / "x.safetensors", tensors, **header), UsageError, *words
+    )
 
 
 @pytest.mark.parametrize(("layout", "doubted"), [("bhsd", True), ("bshd", False)])
-def test_more_heads_than_tokens_are_doubted(tmp_path: Path, layout: str, doubted: bool) -> None:
-    """128 tokens of 8 heads, written as kernels take them; the report asks whether they are."""
+def test_more_heads_than_tokens_are_doubted(
+    tmp_path: Path, layout: str, doubted: bool
+) -> None:
+    """128 tokens of 8 heads, written as kernels take them; the report asks whether they
+    are."""
     tensors = {f"0.{n}": drawn(1, 128, 8, 4, seed=i) for i, n in enumerate("qkv")}
     path = third_party(tmp_path / "x.safetensors", tensors, layout=layout)
     made = numdev.audit(path, kernels=["sdpa-math"], formats=["bfloat16"], device="cpu")
@@ -213,7 +255,8 @@ def test_more_heads_than_tokens_are_doubted(tmp_path: Path, layout: str, doubted
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
 QUERIES, KEYS = (5, 1, 0, 3), (5, 9, 0, 7)
-"""A prefill, a decode step, a sequence that is only padding, and a chunk after four keys."""
+"""A prefill, a decode step, a sequence that is only padding, and a chunk after four
+keys."""
 
 
 def begins(counts: tuple[int, ...]) -> Tensor:
@@ -228,7 +271,8 @@ def packed() -> dict[str, Any]:
 
 
 def paged() -> dict[str, Any]:
-    """The same keys in pages of four that lie in no order, the rest of each page full of NaN."""
+    """The same keys in pages of four that lie in no order, the rest of each page full of
+    NaN."""
     given = packed()
     caches = {n: torch.full((12, PAGE, KV_HEADS, DIM), math.nan) for n in "kv"}
     free = iter((7, 2, 11, 0, 5, 9, 3))
@@ -244,12 +288,17 @@ def paged() -> dict[str, Any]:
     return {**whole, **caches, "seqused_k": lengths, "block_table": table}
 
 
-def attention(q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal: bool) -> Any:
-    """One sequence in numpy, aligned at the last key: [queries, heads, dim] from packed tensors."""
+def attention(
+    q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal: bool
+) -> Any:
+    """One sequence in numpy, aligned at the last key: [queries, heads, dim] from packed
+    tensors."""
     out = np.zeros((len(q), HEADS, v.shape[-1]))
     for head, i in np.ndindex(HEADS, len(q)):
         at, own = i + len(k) - len(q), head // (HEADS // KV_HEADS)
-        seen = slice(0 if left is None else max(0, at - left), at + 1 if causal else len(k))
+        seen = slice(
+            0 if left is None else max(0, at - left), at + 1 if causal else len(k)
+        )
         weights = np.exp(k[seen, own] @ q[i, head] * scale)
         out[i, head] = weights @ v[seen, own] / weights.sum()
     return out
@@ -257,8 +306,11 @@ def attention(q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal:
 
 @pytest.mark.parametrize("given", [packed, paged])
 @pytest.mark.parametrize(("causal", "left"), [(True, None), (False, None), (True, 2)])
-def test_a_packed_call_is_one_case_a_sequence(given: Any, causal: bool, left: int | None) -> None:
-    """Each case in fp64 is what plain loops over packed tensors give; a scale 1 % off is not."""
+def test_a_packed_call_is_one_case_a_sequence(
+    given: Any, causal: bool, left: int | None
+) -> None:
+    """Each case in fp64 is what plain loops over packed tensors give; a scale 1 % off is
+    not."""
     whole = packed()
     window = {} if left is None else {"window_size": (left, 0)}
     cases = numdev.varlen_cases(**given(), causal=causal, softmax_scale=0.3, **window)
@@ -290,30 +342,39 @@ def test_flash_attentions_words_for_nothing() -> None:
     assert (case.softcap, case.window) == (None, None)
     case = numdev.varlen_cases(**packed(), softcap=30.0, window_size=(3, -1))[0]
     assert (case.softcap, case.window) == (30.0, (3, None))
-    assert numdev.varlen_cases(**packed(), causal=True, window_size=(3, -1))[0].window == (3, 0)
+    assert numdev.varlen_cases(**packed(), causal=True, window_size=(3, -1))[
+        0
+    ].window == (3, 0)
 
 
 @pytest.mark.parametrize(("given", "changes", "says"), [
     (packed, {"cu_seqlens_q": torch.tensor([0, 6, 5])}, "cu_seqlens_q: expected"),
     (packed, {"cu_seqlens_k": None}, r"got .*none"),
     (packed, {"cu_seqlens_k": torch.tensor([0, 5])}, r"got .*\[5\], \[2\]"),
-    (packed, {"seqused_k": torch.tensor([6, 9, 0, 7])}, "sequence 0: expected 6 keys, got 5"),
+    (packed, {"seqused_k": torch.tensor([6, 9, 0, 7])}, ("sequence 0: expected 6 keys, got 5")),
     (paged, {"block_table": torch.zeros(1, 3)}, r"\[1, 3\]"),
     (paged, {"block_table": torch.full((4, 3), 12)}, "expected pages below 12"),
     (paged, {"seqused_k": torch.tensor([5, 13, 0, 7])}, "expected 13 keys, got 12"),
     (packed, {"window_size": (3,)}, r"window_size: .* got \[3\]"),
 ])  # fmt: skip
-def test_what_does_not_fit_together_is_refused(given: Any, changes: Any, says: str) -> None:
+def test_what_does_not_fit_together_is_refused(
+    given: Any, changes: Any, says: str
+) -> None:
     with pytest.raises(UsageError, match=says):
         numdev.varlen_cases(**{**given(), **changes})
 
 
 def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: Any) -> None:
-    """Two layers' calls in one file: the same tensors come back, rows know the phase, and the
-    report sets prefill beside decode."""
+    """Two layers' calls in one file: the same tensors come back, rows know the phase, and
+    the report sets prefill beside decode."""
     cases = []
     for i in range(2):
-        how = {"causal": True, "module": f"layers.{i}.attn", "layer": i, "source": "engine"}
+        how = {
+            "causal": True,
+            "module": f"layers.{i}.attn",
+            "layer": i,
+            "source": "engine",
+        }
         cases += numdev.varlen_cases(**paged(), **how)
     numdev.save_cases(tmp_path / "dump.safetensors", cases)
     stored = open_cases(tmp_path / "dump.safetensors").cases

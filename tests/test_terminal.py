@@ -1,4 +1,5 @@
-"""What the terminal shows: no wider than it, nothing cut off, and foreign text as mere text."""
+"""What the terminal shows: no wider than it, nothing cut off, and foreign text as mere
+text."""
 
 from __future__ import annotations
 
@@ -39,18 +40,26 @@ def test_the_check_of_widths_rejects() -> None:
     (222.4, "2.2e2", "222", "222"), (999.6, "1.0e3", "1000", "1e3"),
     (8512.0, "8.5e3", "8510", "9e3"), (3.67e29, "3.7e29", "3.67e29", "4e29"), (None, "–", "–", "–"),
 ])  # fmt: skip
-def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: str) -> None:
-    """Digits as far as they read well, then powers without zeros in the exponent; in a map four
-    characters, rounded and not cut."""
+def test_numbers_in_cells(
+    value: float | None, error: str, multiple: str, four: str
+) -> None:
+    """Digits as far as they read well, then powers without zeros in the exponent; in a
+    map four characters, rounded and not cut."""
     assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
     if value:
-        text = on_terminal(document_of(audit(rows=(row(floor_ratio=value, expected_ratio=None),))))
+        text = on_terminal(
+            document_of(audit(rows=(row(floor_ratio=value, expected_ratio=None),)))
+        )
         assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
 
 
 def test_a_number_never_reads_as_its_limit() -> None:
     """It has one more digit where it would, and no more than three else."""
-    assert [numbers.three(x, 1.05) for x in (1.0504, 1.05, 1.057)] == ["1.0504", "1.05", "1.06"]
+    assert [numbers.three(x, 1.05) for x in (1.0504, 1.05, 1.057)] == [
+        "1.0504",
+        "1.05",
+        "1.06",
+    ]
 
 
 def everything(name: str) -> AuditReport:
@@ -63,28 +72,34 @@ def everything(name: str) -> AuditReport:
     changes = {
         "summary": made.summary.model_copy(update={"kernels": kernels}),
         "weights": (cast,),
-        "provenance": provenance(system=system, source={"checkpoint": name, "prompt": name}),
+        "provenance": provenance(
+            system=system, source={"checkpoint": name, "prompt": name}
+        ),
     }
     return made.model_copy(update=changes)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
 def test_hostile_text_is_printed_and_does_nothing(name: str) -> None:
-    """Markup, escape sequences and control characters in any name or message come out as text:
-    nothing is swallowed, no control character but the line's end gets out, no line is too long."""
+    """Markup, escape sequences and control characters in any name or message come out as
+    text: nothing is swallowed, no control character but the line's end gets out, no line
+    is too long."""
     page = document_of(everything(name))
     for width in (80, 120, 2000):
         text = on_terminal(page, width)
         assert fits(text, width)
         assert [c for c in text if not c.isprintable() and c != "\n"] == []
-    # answer (2), finding, tested, kernel and option (2), what ran (2), who is skipped and why (2),
-    # map (2), weights (2), source
-    assert "".join(line.strip() for line in text.splitlines()).count(plain(name).strip()) >= 15
+    # answer (2), finding, tested, kernel and option (2), what ran (2), who is skipped and
+    # why (2), map (2), weights (2), source
+    assert (
+        "".join(line.strip() for line in text.splitlines()).count(plain(name).strip())
+        >= 15
+    )
 
 
 def test_progress_is_drawn_on_a_terminal_alone(capsys: Any, monkeypatch: Any) -> None:
-    """Into a pipe or a file nothing is drawn, on neither stream. On a terminal the bar is on
-    stderr, and a name cannot break out of it."""
+    """Into a pipe or a file nothing is drawn, on neither stream. On a terminal the bar is
+    on stderr, and a name cannot break out of it."""
     for show in (True, False):
         with terminal.progress(show=show) as progress:
             progress("[red]case", 1, 2)
@@ -99,7 +114,8 @@ def test_progress_is_drawn_on_a_terminal_alone(capsys: Any, monkeypatch: Any) ->
 
 
 def test_a_gate_that_judged_nothing_says_so() -> None:
-    """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit does."""
+    """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit
+    does."""
     nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows",
                "where": {"kernel": "nobody"}}  # fmt: skip
     rows = [row()]
@@ -116,7 +132,8 @@ HOSTILE = "up\r\nPASS\x1b[2J\u202eend"
 
 @pytest.mark.parametrize("kind", ["numbers", "words", "map", "series"])
 def test_a_title_has_one_line_and_no_control_characters(kind: Any) -> None:
-    """Of a document, a heading, a table and a column, whoever chose it: it is spelled out."""
+    """Of a document, a heading, a table and a column, whoever chose it: it is spelled
+    out."""
     columns = [doc.Column(HOSTILE), doc.Column(f"{HOSTILE} {HOSTILE}")]
     table = doc.table(columns, [("a", "1")], title=HOSTILE, kind=kind)
     document = doc.Document(HOSTILE, (doc.Heading(HOSTILE), table))

@@ -44,7 +44,7 @@ def only(judgement: Judgement) -> Any:
         ("metric: rms, at_most: .nan", "at_most"),
         ("metric: rms, at_most: -1", "at_most"),
         ("metric: rms, absent: true", "suspicion"),
-        ("metric: rms, at_most: 1, where: {kernl: x}", "0.where.kernl'; did you mean 'kernel'"),
+        ("metric: rms, at_most: 1, where: {kernl: x}", ("0.where.kernl'; did you mean 'kernel'")),
         ("metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2", "two thresholds are named"),
         ("metric: rms / rel, at_most: 1", "no metric 'rms / rel'"),
         ("metric: rms, at_most: 1, line: 3", "unknown key"),
@@ -52,10 +52,10 @@ def only(judgement: Judgement) -> Any:
         ("metric: rms, at_most: 1, where: {tensor: [out, '!d']}", "unknown name 'd'"),
         ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
         ("metric: expected_ratio, at_most: 0.5, certain: {p: 1}", "certain.p"),
-        ("metric: expected_ratio, at_most: 0.5, certain: {}", "expected a metric of bias"),
+        ("metric: expected_ratio, at_most: 0.5, certain: {}", ("expected a metric of bias")),
         ("metric: suspicion, absent: true, scatter: 4", "`scatter` need at_most"),
         ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "unknown name 'o'"),
-        ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' is"),
+        ("metric: rms, at_most: 1, at_most: 5", ("line 1: not valid YAML: the key 'at_most' is")),
     ],
 )  # fmt: skip
 def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -67,7 +67,8 @@ def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> N
 
 
 def test_a_file_without_thresholds_has_the_default_ones(tmp_path: Path) -> None:
-    """An empty list, which would pass whatever it is given, is refused, as a misspelt key is."""
+    """An empty list, which would pass whatever it is given, is refused, as a misspelt key
+    is."""
     (tmp_path / "t.yaml").write_text("required: [mine]")
     found = read_rules(tmp_path / "t.yaml")
     assert (found.thresholds, found.required) == (default_rules().thresholds, ("mine",))
@@ -89,14 +90,19 @@ def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("elements", "heads", "limit"), [
     (128, 1, 1.354), (64, 1, 1.5), (1600, 1, 1.1), (10**6, 1, 1.1), (128, 8, 1.157)])  # fmt: skip
-def test_a_limit_knows_how_many_numbers_it_holds(elements: int, heads: int, limit: float) -> None:
-    """4/√n above 1 where that is more than the limit; 1.25/√N of it for a median of N heads. Two
-    rows of dq, which share the errors of their deltas, are 16 numbers."""
+def test_a_limit_knows_how_many_numbers_it_holds(
+    elements: int, heads: int, limit: float
+) -> None:
+    """4/√n above 1 where that is more than the limit; 1.25/√N of it for a median of N
+    heads. Two rows of dq, which share the errors of their deltas, are 16 numbers."""
     of = {"heads": heads} if heads > 1 else {}
     book = rules(metric="expected_ratio", at_most=1.1, scatter=4, **of)
     for excess, outcome in ((-0.001, "passed"), (0.001, "exceeded")):
         found = dict(expected_ratio=limit + excess, elements=elements)
-        assert only(judge([row(head, **found) for head in range(heads)], book)).outcome == outcome
+        assert (
+            only(judge([row(head, **found) for head in range(heads)], book)).outcome
+            == outcome
+        )
     of_dq = dict(tensor="dq", elements=elements, rows_measured=2, expected_ratio=1.99)
     single = rules(metric="expected_ratio", at_most=1.1, scatter=4)
     assert only(judge([row(**of_dq)], single)).outcome == "passed"
@@ -144,7 +150,9 @@ thresholds:
     ([row()], "catches scale (caught from 0.01) could not be judged"),
     ([row(nonfinite=7)], "returns 7 elements of the output that are NaN or infinite"),
 ])  # fmt: skip
-def test_what_is_not_passed_is_said(tmp_path: Path, capsys: Any, rows: Any, said: str) -> None:
+def test_what_is_not_passed_is_said(
+    tmp_path: Path, capsys: Any, rows: Any, said: str
+) -> None:
     """In the terminal, with an exit code of its own."""
     (tmp_path / "t.yaml").write_text(FILE)
     write(report(*rows), tmp_path)
@@ -154,9 +162,12 @@ def test_what_is_not_passed_is_said(tmp_path: Path, capsys: Any, rows: Any, said
 
 
 def test_a_number_that_is_none_never_passes() -> None:
-    """NaN that came in past validation is beyond every limit; what is infinite is said in words."""
+    """NaN that came in past validation is beyond every limit; what is infinite is said in
+    words."""
     for value in (float("nan"), float("inf")):
-        rows = [row(h).model_copy(update={"rms": value if h == 1 else 1.0}) for h in range(3)]
+        rows = [
+            row(h).model_copy(update={"rms": value if h == 1 else 1.0}) for h in range(3)
+        ]
         found = judge(rows, rules(metric="rms", at_most=2))
         assert (found.exit_code, only(found).observed) == (1, str(value))
 
@@ -171,14 +182,17 @@ def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) ->
 @pytest.mark.parametrize(("changes", "said"), [
     ({}, ()),
     ({"overflows": {"float8_e5m2": 5}}, ()),
-    ({"overflows": {"float16": 5}}, ("layer 0: 5 elements of the inputs overflow float16",)),
+    ({"overflows": {"float16": 5}}, (("layer 0: 5 elements of the inputs overflow float16"),)),
     ({"nonfinite": {"v": 3}}, ("layer 0: v holds 3 elements that are NaN or infinite",)),
 ])  # fmt: skip
 def test_inputs_that_are_not_finite_are_told_and_no_pass(changes: Any, said: Any) -> None:
-    """As they came, or rounded to a format of the report; how many elements of what, and where."""
+    """As they came, or rounded to a format of the report; how many elements of what, and
+    where."""
     made = unjudged(*together([row(), row(format="float16")]))
     of_calls = tuple(one.model_copy(update=changes) for one in made.cases)
-    judged = judging.judgement_of(made.model_copy(update={"cases": of_calls}), default_rules())
+    judged = judging.judgement_of(
+        made.model_copy(update={"cases": of_calls}), default_rules()
+    )
     (found,) = (test for test in judged.tests if test.rule == "finite inputs")
     assert (found.reasons, judged.exit_code) == (said, 3 if said else 0)
 
@@ -194,7 +208,9 @@ def test_inputs_that_are_not_finite_are_told_and_no_pass(changes: Any, said: Any
     ({"sequences_asked": 8, "sequences_read": 1, "tokens_asked": 256, "tokens_read": 256},
      "1 x 256 tokens were read where 8 x 256 tokens were asked for"),
 ])  # fmt: skip
-def test_less_text_than_asked_for_is_told_and_no_pass(source: Any, why: str | None) -> None:
+def test_less_text_than_asked_for_is_told_and_no_pass(
+    source: Any, why: str | None
+) -> None:
     """Fewer sequences, or shorter ones: what was read first, then what was asked for."""
     made = unjudged(*together([row()]))
     provenance = made.provenance.model_copy(update={"source": source})
@@ -206,7 +222,8 @@ def test_less_text_than_asked_for_is_told_and_no_pass(source: Any, why: str | No
 
 
 def test_few_heads_never_lower_a_limit() -> None:
-    """The limit of few heads counts where it is above the kernel's own, and that where it is."""
+    """The limit of few heads counts where it is above the kernel's own, and that where it
+    is."""
     for own, of_few, limit in ((3.0, 5.0, 5.0), (3.0, 2.0, 3.0)):
         book = rules(metric="rms", at_most=1, heads=8, few=(4, of_few),
                      instead=[{"tensor": "out", "at_most": own}])  # fmt: skip
@@ -221,48 +238,71 @@ def test_what_may_be_lacking_is_what_the_rule_says() -> None:
     for lenient, code in (("nothing", 3), ("rows", 3), ("numbers", 0)):
         book = rules(metric="noise", at_most=1, may_lack=lenient)
         assert judge(lacks, book, repeats=1).exit_code == code
-        assert judge(lacks, book, repeats=2).exit_code == 3, "the plan has what the row lacks"
+        assert judge(lacks, book, repeats=2).exit_code == 3, (
+            "the plan has what the row lacks"
+        )
         absent = only(judge([row()], rules(metric="rms", at_most=1, may_lack=lenient,
                                            where={"tensor": "dq"})))  # fmt: skip
-        assert absent.standing == ("missing" if lenient == "nothing" else "not applicable")
+        assert absent.standing == (
+            "missing" if lenient == "nothing" else "not applicable"
+        )
 
 
 def test_an_undecided_head_beside_others_is_no_pass() -> None:
     """It is shown, not the one that is held; each is counted as what it is."""
     ends = ((1.0, 1.05), (1.04, 1.5), (0.9, 1.0))
     book = rules(metric="expected_ratio", at_most=1.1)
-    found = only(judge([estimated(h, expected_ratio=x) for h, x in enumerate(ends)], book))
-    assert (found.standing, found.observed, found.interval) == ("undecided", 1.27, (1.04, 1.5))
+    found = only(
+        judge([estimated(h, expected_ratio=x) for h, x in enumerate(ends)], book)
+    )
+    assert (found.standing, found.observed, found.interval) == (
+        "undecided",
+        1.27,
+        (1.04, 1.5),
+    )
     assert (found.judged, found.offending, found.unjudged) == (2, 0, 1)
     assert found.places[0].head == 1
     assert "expected_ratio, 1.04 to 1.5, contains the limit 1.1" in found.reasons[0]
 
 
 def test_another_metric_stands_in_for_a_number_that_says_why_it_is_none() -> None:
-    """Not for one that nobody measured; nor is one excused that an emulation stands for."""
+    """Not for one that nobody measured; nor is one excused that an emulation stands
+    for."""
     book = rules(metric="expected_ratio", at_most=1.1,
                  otherwise=[{"metric": "baseline_ratio", "at_most": 2}])  # fmt: skip
     for nulls, standing in (({"expected_ratio": "why"}, "held"), ({}, "missing")):
-        assert only(judge([row(expected_ratio=None, nulls=nulls)], book)).standing == standing
+        assert (
+            only(judge([row(expected_ratio=None, nulls=nulls)], book)).standing
+            == standing
+        )
     lone = rules(metric="worst_row", at_most=5, may_lack="numbers")
     for claim, standing in ((None, "not applicable"), ("fa2", "missing")):
-        bare = row(claim=claim, expected_ratio=None, worst_row=None, nulls={"worst_row": "why"})
+        bare = row(
+            claim=claim, expected_ratio=None, worst_row=None, nulls={"worst_row": "why"}
+        )
         assert only(judge([bare], lone)).standing == standing
     predicted = rules(metric="expected_ratio", at_most=5, may_lack="numbers")
-    for why, standing in ((NOT_PREDICTED, "not applicable"), ("another reason", "missing")):
+    for why, standing in (
+        (NOT_PREDICTED, "not applicable"),
+        ("another reason", "missing"),
+    ):
         keys = row(tensor="dk", sampled=True, expected_ratio=None, claim="fa2",
                    nulls={"expected_ratio": why})  # fmt: skip
         assert only(judge([keys], predicted)).standing == standing
 
 
 def test_a_median_at_its_limit_is_within() -> None:
-    """Of eight heads the fifth from above is the median, the less bad of the two in the middle;
-    beyond the limit it accuses all heads that are."""
+    """Of eight heads the fifth from above is the median, the less bad of the two in the
+    middle; beyond the limit it accuses all heads that are."""
     book = rules(metric="rms", at_most=1.5, heads=8)
     for middle, outcome, offending in ((1.5, "passed", 0), (1.51, "exceeded", 5)):
         sizes = (2.0, 2.0, 2.0, 1.6, middle, 1.0, 1.0, 1.0)
         found = only(judge([row(h, rms=x) for h, x in enumerate(sizes)], book))
-        assert (found.outcome, found.observed, found.offending) == (outcome, middle, offending)
+        assert (found.outcome, found.observed, found.offending) == (
+            outcome,
+            middle,
+            offending,
+        )
 
 
 def test_a_p_of_0_is_the_smallest() -> None:
@@ -281,12 +321,21 @@ def test_calls_are_told_apart_by_case_call_and_seed() -> None:
         assert (ran.judged, ran.offending, ran.unjudged) == (1, 1, 0), name
     declined = row(status="skipped", reason="declined", head=None)
     (ran,) = run_tests([declined, row(**bad)], planned([declined]), default_rules())
-    assert (ran.judged, ran.offending, ran.unjudged, ran.reasons) == (0, 1, 0, ("raised",))
+    assert (ran.judged, ran.offending, ran.unjudged, ran.reasons) == (
+        0,
+        1,
+        0,
+        ("raised",),
+    )
 
 
 def test_what_was_asked_for_may_be_declined_in_some_calls_and_not_in_all() -> None:
     """A kernel by name; gradients always; one that nobody named may decline all."""
-    for tensor, named, asked in (("out", True, True), ("out", False, False), ("dq", False, True)):
+    for tensor, named, asked in (
+        ("out", True, True),
+        ("out", False, False),
+        ("dq", False, True),
+    ):
         declined = row(case="d", head=None, status="skipped", reason="no", tensor=tensor)
         some, none = [row(tensor=tensor), declined], [declined]
         for rows, missing in ((some, False), (none, asked)):
@@ -306,7 +355,12 @@ def test_a_kernel_without_an_element_to_judge_ran() -> None:
 def test_a_planted_fault_that_no_rule_judges_was_not_missed() -> None:
     """Nor was it caught: it is left out of the doses from which on all are caught."""
     unknown = {"metric": "expected_ratio", "at_most": 1.1, "may_lack": "numbers"}
-    rows = [row(), control("f", 0.1, 9.0), control("f", 0.2, 9.0), control("f", 0.3, None)]
+    rows = [
+        row(),
+        control("f", 0.1, 9.0),
+        control("f", 0.2, 9.0),
+        control("f", 0.3, None),
+    ]
     (power,) = power_of(rows, planned(rows), rules(**unknown))
     assert [d.outcome for d in power.doses] == ["caught", "caught", "unmeasured"]
     assert power.caught_from == 0.1
@@ -322,7 +376,9 @@ def test_a_fault_is_to_be_caught_from_its_dose_on_in_every_format(
 ) -> None:
     """The dose itself is enough; a format without the fault is not."""
     book = default_rules().model_copy(update={"catches": {"scale": dose}})
-    judged = judge([*(row(format=fmt) for fmt in formats), control("scale", 0.01, 9.0)], book)
+    judged = judge(
+        [*(row(format=fmt) for fmt in formats), control("scale", 0.01, 9.0)], book
+    )
     (proof,) = (test for test in judged.tests if test.rule == "catches scale")
     assert (proof.reasons, judged.exit_code) == (why, 3 if why else 0)
 
@@ -339,7 +395,9 @@ def test_a_kernel_that_declined_all_is_nothing_judged() -> None:
     )  # fmt: skip
 
 
-def test_other_rules_judge_again_and_the_first_are_held_to_the_report(tmp_path: Path) -> None:
+def test_other_rules_judge_again_and_the_first_are_held_to_the_report(
+    tmp_path: Path,
+) -> None:
     """A stored report passes by its own rules and fails by stricter ones."""
     stored = report(row())
     assert judging.judge_report(stored).exit_code == 0
@@ -348,7 +406,9 @@ def test_other_rules_judge_again_and_the_first_are_held_to_the_report(tmp_path: 
     assert (judged.exit_code, [t.rule for t in judged.tests][:1]) == (1, ["r"])
     for name in ("verdicts", "tested"):
         edited = stored.model_copy(update={name: getattr(stored, name)[:0]})
-        with pytest.raises(MeasurementError, match=f"its {name} does not follow from its rows"):
+        with pytest.raises(
+            MeasurementError, match=f"its {name} does not follow from its rows"
+        ):
             judging.judge_report(edited)
 
 
@@ -362,14 +422,18 @@ def test_a_report_that_does_not_say_where_it_is_from_is_from_elsewhere() -> None
 
 def test_a_limits_excess() -> None:
     """The size over the limit; infinite beyond a limit of 0, and of what is no number."""
-    limit, none = Limit(metric="bias_size", at_most=0.5), Limit(metric="nonfinite", at_most=0)
+    limit, none = (
+        Limit(metric="bias_size", at_most=0.5),
+        Limit(metric="nonfinite", at_most=0),
+    )
     assert [limit.excess(x) for x in (-1.0, 0.25, None)] == [2.0, 0.5, 0.0]
     assert limit.excess(float("nan")) == float("inf")
     assert [none.excess(x) for x in (0.0, 1e-9)] == [0.0, float("inf")]
 
 
 def test_rows_of_dk_share_the_errors_of_their_delta() -> None:
-    """As those of dq: 8 numbers a row; those of dv do not. 1 + 4/√16 is 2, 1 + 4/√128 is 1.354."""
+    """As those of dq: 8 numbers a row; those of dv do not. 1 + 4/√16 is 2, 1 + 4/√128 is
+    1.354."""
     book = rules(metric="expected_ratio", at_most=1.1, scatter=4)
     for tensor, limit in (("dq", 2.0), ("dk", 2.0), ("dv", 1.354), ("out", 1.354)):
         sized = row(tensor=tensor, elements=128, rows_measured=2, expected_ratio=1.0)
@@ -382,12 +446,17 @@ def test_a_finding_counts_the_heads_of_all_its_formats() -> None:
     rows = [*(row(h, **(wrong if h < 2 else {})) for h in range(4)),
             *(row(h, format="float16", **(wrong if h < 1 else {})) for h in range(3))]  # fmt: skip
     ((finding, *_), _) = findings_of(rows)
-    assert (finding.count, finding.judged, finding.formats) == (3, 7, ("bfloat16", "float16"))
+    assert (finding.count, finding.judged, finding.formats) == (
+        3,
+        7,
+        ("bfloat16", "float16"),
+    )
     assert "; 3 of 7 heads, worst at layer 0 head 0)." in finding.sentence
 
 
 def test_what_a_correction_removes_is_said_by_format() -> None:
-    """Of each format its own median: the one over all heads, 70 %, would be of neither."""
+    """Of each format its own median: the one over all heads, 70 %, would be of
+    neither."""
     wrong = {"suspicion": "the scale is 1", "suspicion_cut": 50.0}
     of_format = {"bfloat16": (0.5, 0.6, 0.7), "float16": (0.94, 0.95, 0.96)}
     rows = [
@@ -409,4 +478,7 @@ def test_the_interval_of_a_median_is_told_from_its_lower_to_its_upper_end() -> N
     heads = [estimated(h, expected_ratio=x) for h, x in enumerate(ends)]
     found = only(judge(heads, rules(metric="expected_ratio", at_most=1.1, heads=8)))
     assert found.standing == "undecided"
-    assert "the interval of the median expected_ratio, 0.9 to 1.2, contains" in found.reasons[0]
+    assert (
+        "the interval of the median expected_ratio, 0.9 to 1.2, contains"
+        in found.reasons[0]
+    )

@@ -1,4 +1,5 @@
-"""`numdev train`: lanes that share nothing, runs that continue, and rows that say what happened."""
+"""`numdev train`: lanes that share nothing, runs that continue, and rows that say what
+happened."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ from numdev.kernels.reference import attend
 from numdev.report import Provenance, read
 from numdev.report.document import Figures, tables_of
 from numdev.training import figures
-from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
+from numdev.training.config import (
+    Optimiser,
+    TrainConfig,
+    TrainRequest,
+    recorded_steps,
+    resolve,
+)
 from numdev.training.data import load
 from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
@@ -57,7 +64,11 @@ OTHERS: list[dict[str, Any]] = [
     {"name": "flash", "role": "flash", "kernel": "sdpa-flash"},
     {"name": "half", "role": "low_precision", "format": "float16"},
     {"name": "pure", "role": "low_precision", "format": "pure bfloat16"},
-    {"name": "fp32 attention", "role": "attention_precision", "attention_format": "float32"},
+    {
+        "name": "fp32 attention",
+        "role": "attention_precision",
+        "attention_format": "float32",
+    },
     {"name": "other", "role": "other_seed", "seed": 10},
     {"name": "noise", "role": "null_rounding"},
     {"name": "ulp", "role": "null_ulp"},
@@ -84,10 +95,14 @@ def config(tmp_path: Path, *variants: dict[str, Any], **changes: Any) -> Path:
 
 
 def request(path: Path, **changes: Any) -> TrainRequest:
-    return resolve(read_yaml(path, TrainConfig), path.name, **{"device": "cpu", **changes})
+    return resolve(
+        read_yaml(path, TrainConfig), path.name, **{"device": "cpu", **changes}
+    )
 
 
-def run(tmp_path: Path, *variants: dict[str, Any], to: str = "out", **changes: Any) -> TrainReport:
+def run(
+    tmp_path: Path, *variants: dict[str, Any], to: str = "out", **changes: Any
+) -> TrainReport:
     return train(request(config(tmp_path, *variants, **changes)), tmp_path / to)
 
 
@@ -102,9 +117,12 @@ def weights_of(report: TrainReport, name: str) -> list[Any]:
 
 
 def test_a_repeat_is_the_golden_run_bit_for_bit(tmp_path: Path) -> None:
-    """Its rows are the golden run's, and its distances are zero; those of the others are not."""
+    """Its rows are the golden run's, and its distances are zero; those of the others are
+    not."""
     report = run(tmp_path, *OTHERS)
-    golden, repeat = ([r for r in of(report, n) if "loss" in r] for n in ("golden", "repeat"))
+    golden, repeat = (
+        [r for r in of(report, n) if "loss" in r] for n in ("golden", "repeat")
+    )
     assert golden == repeat
     assert {d.equal for d in weights_of(report, "repeat")} == {1.0}
     assert {d.max_abs for d in weights_of(report, "repeat")} == {0.0}
@@ -125,8 +143,9 @@ def test_the_order_of_variants_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_gradients_of_another_kernel(tmp_path: Path) -> None:
-    """With a kernel behind it that is its own, a variant's run is that kernel's; with another one
-    its first loss is its kernel's and its first gradient the other's. The report names both."""
+    """With a kernel behind it that is its own, a variant's run is that kernel's; with
+    another one its first loss is its kernel's and its first gradient the other's. The
+    report names both."""
     exact = {"name": "emulated", "preset": "exact", "compute": "float32"}
     rough = {**exact, "scores": "e8m3"}
     variants = ({"name": "exact", "kernel": exact}, {"name": "rough", "kernel": rough})
@@ -139,7 +158,9 @@ def test_the_gradients_of_another_kernel(tmp_path: Path) -> None:
     assert first["crossed"][1] != first["exact"][1]
     differs = {v.name: v.differs for v in report.variants}
     options = {name: value for name, value in rough.items() if name != "name"}
-    assert differs["crossed"] == {"backward_kernel": {"name": "emulated", "options": options}}
+    assert differs["crossed"] == {
+        "backward_kernel": {"name": "emulated", "options": options}
+    }
     assert differs["rough"] == {}
 
 
@@ -151,17 +172,24 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
     network = build(asked.model, 256, 0)
     decayed = [p for p in network.parameters() if p.ndim > 1]
     others = [p for p in network.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
     found = {}
     for step in range(1, 7):
         batch = data.batch(0, step)
         logits = network(batch["inputs"])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten()
+        )
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         done = max(0, step - 2) / 4
-        lr = 0.01 * (step / 2 if step < 3 else 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+        lr = 0.01 * (
+            step / 2 if step < 3 else 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+        )
         for group in adam.param_groups:
             group["lr"] = lr
         adam.step()
@@ -171,7 +199,8 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
     assert [r.step for r in rows] == [1, 2, 4, 6]
     for r in rows:
         loss, norm, lr = found[r.step]
-        # The kernel is the baseline and not SDPA, and the update is fused: fp32 rounding apart.
+        # The kernel is the baseline and not SDPA, and the update is fused: fp32 rounding
+        # apart.
         assert r.loss == pytest.approx(loss, rel=1e-5)
         assert r.grad_norm == pytest.approx(norm, rel=1e-4)
         assert r.lr == pytest.approx(lr, rel=1e-12)
@@ -181,7 +210,9 @@ def test_somebody_elses_loop_has_the_same_batches_and_weights(tmp_path: Path) ->
     """Bit for bit, from what docs/training.md says alone."""
     asked = request(config(tmp_path))
     data = load(asked.data, asked.model, asked.batch, torch.device("cpu"))
-    text = torch.frombuffer(bytearray((tmp_path / "text.txt").read_bytes()), dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray((tmp_path / "text.txt").read_bytes()), dtype=torch.uint8
+    )
     for seed, step in ((0, 1), (3, 7)):
         words = hashlib.sha256(f"batch/{seed}/{step}".encode()).digest()
         made = torch.Generator().manual_seed(int.from_bytes(words[:7], "big"))
@@ -201,20 +232,24 @@ def test_somebody_elses_loop_has_the_same_batches_and_weights(tmp_path: Path) ->
 
 
 def test_a_lane_that_is_lost_goes_on_beside_the_others(tmp_path: Path) -> None:
-    """A rate far too high: None, with the reason, and the golden run as if nothing were."""
-    report = run(tmp_path, {"name": "lost", "optimiser": {"lr": 1e30, "warmup": 0}}, to="a")
+    """A rate far too high: None, with the reason, and the golden run as if nothing
+    were."""
+    report = run(
+        tmp_path, {"name": "lost", "optimiser": {"lr": 1e30, "warmup": 0}}, to="a"
+    )
     rows = {r.step: r for r in report.rows if r.variant == "lost"}
     assert (rows[1].loss is None, rows[6].loss is None) == (False, True)
     assert rows[6].nulls["loss"] == rows[6].nulls["spectral_norm"] == "not finite"
     last = weights_of(report, "lost")[-1]
     assert (last.w1, last.nulls["w1"]) == (None, "not finite")
     assert report.summary.answer[0] == (
-        "NOT FINITE: lost: its loss is not finite in 1 of 1 seeds, first at step 2 of seed 0."
+        "NOT FINITE: lost: its loss is not finite in 1 of 1 seeds, first at step 2 "
+        "of seed 0."
     )
     assert of(report, "golden") == of(run(tmp_path, to="b"), "golden")
 
 
-# --- what is measured ----------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------
 
 
 def raises_backward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
@@ -226,7 +261,9 @@ def raises_backward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> An
 
 def test_a_kernel_that_raises_anything_is_named(tmp_path: Path) -> None:
     """In backward too: foreign code is not taken for a bug of numdev."""
-    with pytest.raises(MeasurementError, match=r"variant odd.*KeyError: 'back.*leave the variant"):
+    with pytest.raises(
+        MeasurementError, match=r"variant odd.*KeyError: 'back.*leave the variant"
+    ):
         run(tmp_path, {"name": "odd", "kernel": f"{__name__}:raises_backward"})
 
 
@@ -238,32 +275,42 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path, monkeypatch: Any)
         raise RuntimeError("unexpected pos 64 vs 0")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(MeasurementError, match=r"state\.pt: the state cannot be saved.*room"):
+    with pytest.raises(
+        MeasurementError, match=r"state\.pt: the state cannot be saved.*room"
+    ):
         run(tmp_path, save_every=1e-6)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {JOURNAL}
 
 
 def test_distances_are_numpys_and_scipys() -> None:
     made = torch.Generator().manual_seed(0)
-    shapes = {"tokens.weight": (9, 4), "blocks.0.attention.q.weight": (12, 4), "final.weight": (4,)}
+    shapes = {
+        "tokens.weight": (9, 4),
+        "blocks.0.attention.q.weight": (12, 4),
+        "final.weight": (4,),
+    }
     a, b = ({n: torch.randn(s, generator=made) for n, s in shapes.items()} for _ in "ab")
     row = distance(a, b, seed=0, variant="v", step=3, of="weights")
-    x, y = (np.concatenate([t.double().numpy().ravel() for t in w.values()]) for w in (a, b))
+    x, y = (
+        np.concatenate([t.double().numpy().ravel() for t in w.values()]) for w in (a, b)
+    )
     assert row.elements == 88
     assert row.rel == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), rel=1e-12)
     assert row.w1 == pytest.approx(wasserstein_distance(x, y), rel=1e-12)
 
 
 def test_outputs_are_what_numpy_says() -> None:
-    """Of two calls laid end to end, in floors: rms error, rms difference from the golden run's,
-    bias in ulps and slope beyond the floor's own. A number that is not finite leaves none."""
+    """Of two calls laid end to end, in floors: rms error, rms difference from the golden
+    run's, bias in ulps and slope beyond the floor's own. A number that is not finite
+    leaves none."""
     made = torch.Generator().manual_seed(0)
     truths = [torch.randn(2, 3, 5, 4, generator=made, dtype=torch.float64) for _ in "ab"]
     floors = [round_to(x, FORMATS["bfloat16"]).to(torch.bfloat16) for x in truths]
     own = [(x * 1.02).to(torch.bfloat16) for x in floors]
     row = row_of(own, floors, truths, 3, "v")
     t, f, o = (
-        np.concatenate([x.double().numpy().ravel() for x in w]) for w in (truths, floors, own)
+        np.concatenate([x.double().numpy().ravel() for x in w])
+        for w in (truths, floors, own)
     )
     rms = lambda x: math.sqrt(np.mean(np.square(x)))  # noqa: E731
     spacing = np.exp2(np.floor(np.log2(np.abs(t))) - 7)
@@ -271,7 +318,9 @@ def test_outputs_are_what_numpy_says() -> None:
     assert row.floors == pytest.approx(rms(o - t) / rms(f - t), rel=1e-12)
     unit = rms(np.exp2(np.floor(np.log2(np.abs(f))) - 7)) / math.sqrt(12)
     assert row.apart == pytest.approx(rms(o - f) / unit, rel=1e-12)
-    assert row.bias == pytest.approx(np.sum((o - f) * np.sign(t)) / np.sum(spacing), rel=1e-12)
+    assert row.bias == pytest.approx(
+        np.sum((o - f) * np.sign(t)) / np.sum(spacing), rel=1e-12
+    )
     assert row.slope == pytest.approx(np.sum((o - f) * t) / np.sum(t * t), rel=1e-12)
     assert row.slope == pytest.approx(0.02, rel=0.05)
     own[1][0, 0, 0, 0] = math.nan
@@ -284,22 +333,39 @@ def test_what_is_at_the_output_is_recorded(tmp_path: Path) -> None:
     re-rounding lies as many floors from the golden run's as it claims."""
     more = [{"name": "four", "role": "null_rounding", "times": 4.0}]
     report = run(
-        tmp_path, *OTHERS, *more, steps=1, record=[1], model={**SMALL["model"], "width": 64}
+        tmp_path,
+        *OTHERS,
+        *more,
+        steps=1,
+        record=[1],
+        model={**SMALL["model"], "width": 64},
     )
     rows = {row.variant: row for row in report.outputs}
-    others = {"sgd": 0.0, "flash": None, "fp32 attention": None, "noise": 1.0, "four": 4.0}
+    others = {
+        "sgd": 0.0,
+        "flash": None,
+        "fp32 attention": None,
+        "noise": 1.0,
+        "four": 4.0,
+    }
     assert rows.keys() == {"golden", *others}
     assert rows["golden"].apart == 0.0
     assert rows["fp32 attention"].floors == pytest.approx(1.0, rel=0.01)
     for name, apart in others.items():
         if apart is not None:
             assert rows[name].apart == pytest.approx(apart, rel=0.25), name
-    assert {v.name: v.times for v in report.variants if v.times} == {"noise": 1.0, "four": 4.0}
+    assert {v.name: v.times for v in report.variants if v.times} == {
+        "noise": 1.0,
+        "four": 4.0,
+    }
 
 
 def test_spectral_norms_are_the_largest_singular_values() -> None:
     """To fp64's precision, by numpy; NaN in the head that holds one, and in no other."""
-    weights = [torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    weights = [
+        torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(i))
+        for i in range(2)
+    ]
     weights[1][2, 0, 0] = math.nan
     found = spectral_norms(weights).numpy()
     finite = torch.stack(weights).double().nan_to_num(0.0).numpy()
@@ -309,19 +375,26 @@ def test_spectral_norms_are_the_largest_singular_values() -> None:
 
 
 def test_the_largest_score_is_of_what_a_query_sees() -> None:
-    """By numpy, with grouped heads, causal and not: a large score of a hidden pair is in one."""
+    """By numpy, with grouped heads, causal and not: a large score of a hidden pair is in
+    one."""
     made = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 4, 5, 8, generator=made), torch.randn(2, 2, 5, 8, generator=made)
+    q, k = (
+        torch.randn(2, 4, 5, 8, generator=made),
+        torch.randn(2, 2, 5, 8, generator=made),
+    )
     k[1, 1, 4] = -30 * q[1, 2, 0]
     scores = np.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(2, dim=1)) * 0.3
     for causal in (True, False):
-        case = AttentionCase(ref=CaseRef(case="t"), q=q, k=k, v=k, scale=0.3, is_causal=causal)
+        case = AttentionCase(
+            ref=CaseRef(case="t"), q=q, k=k, v=k, scale=0.3, is_causal=causal
+        )
         truth = np.abs(np.tril(scores) if causal else scores).max()
         assert float(largest_score(case)) == pytest.approx(truth, rel=1e-5)
 
 
 def test_recorded_steps() -> None:
-    """The first and the last always; 1, 2, 3, 5 of each decade; multiples; none after the end."""
+    """The first and the last always; 1, 2, 3, 5 of each decade; multiples; none after the
+    end."""
     assert recorded_steps("log", None, 12) == (0, 1, 2, 3, 5, 10, 12)
     assert recorded_steps("log", 50, 120) == (0, 1, 2, 3, 5, 10, 20, 30, 50, 100, 120)
     assert recorded_steps((4, 2, 900), None, 6) == (0, 2, 4, 6)
@@ -331,11 +404,13 @@ def test_rates() -> None:
     """Half a cosine from the warm-up's end to `final` at the last step."""
     cosine = Optimiser(lr=2.0, schedule="cosine", warmup=4, final=0.1)
     middle = 2.0 * (0.1 + 0.9 * 0.5)
-    assert [rate(cosine, s, 24) for s in (1, 4, 14, 24)] == pytest.approx([0.5, 2.0, middle, 0.2])
+    assert [rate(cosine, s, 24) for s in (1, 4, 14, 24)] == pytest.approx(
+        [0.5, 2.0, middle, 0.2]
+    )
     assert rate(Optimiser(lr=2.0), 1, 10) == rate(Optimiser(lr=2.0), 10, 10) == 2.0
 
 
-# --- runs that continue --------------------------------------------------------------------------
+# --- runs that continue ---------------------------------------------------------------
 
 
 def comparable(report: Any) -> dict[str, Any]:
@@ -379,15 +454,16 @@ DRAWERS = [{"name": f"drawing {i}", "kernel": given} for i, given in enumerate(D
 
 @pytest.mark.parametrize("kinds", [OTHERS[:5], OTHERS[5:], DRAWERS], ids=str)
 def test_an_interrupted_run_ends_with_the_same_report(tmp_path: Path, kinds: Any) -> None:
-    """Interrupted again and again, between steps of either seed and after the last; all kinds of
-    variants, also recipes that draw."""
+    """Interrupted again and again, between steps of either seed and after the last; all
+    kinds of variants, also recipes that draw."""
     asked = request(config(tmp_path, *kinds, seeds=[0, 1], steps=3, record=[2]))
     cut(asked, tmp_path / "cut", 0, 1, 2, 4, 6)
     assert ends_as_one_that_was_not_cut(asked, tmp_path / "cut")
 
 
 def test_a_resumed_run_goes_on_from_its_state(tmp_path: Path) -> None:
-    """The step after comes first. Another request is refused, and --overwrite begins anew."""
+    """The step after comes first. Another request is refused, and --overwrite begins
+    anew."""
     asked, other = request(config(tmp_path)), request(config(tmp_path, steps=7))
     seen: list[int] = []
     cut(asked, tmp_path / "o", 3)
@@ -395,12 +471,18 @@ def test_a_resumed_run_goes_on_from_its_state(tmp_path: Path) -> None:
         train(other, tmp_path / "o")
     train(asked, tmp_path / "o", progress=lambda what, done, total: seen.append(done))
     assert seen == [3, 4, 5, 6]
-    train(other, tmp_path / "o", overwrite=True, progress=lambda w, done, t: seen.append(done))
+    train(
+        other,
+        tmp_path / "o",
+        overwrite=True,
+        progress=lambda w, done, t: seen.append(done),
+    )
     assert seen[4] == 0
 
 
 def test_a_repeat_draws_what_the_golden_run_drew(tmp_path: Path) -> None:
-    """So it is that run bit for bit also where that rounds at random; another seed is another."""
+    """So it is that run bit for bit also where that rounds at random; another seed is
+    another."""
     golden = {**GOLDEN, "kernel": DRAWING[0]}
     others = [{"name": "repeat", "role": "null_repeat"}]
     others.append({"name": "another", "kernel": {**DRAWING[0], "seed": 7}})
@@ -413,7 +495,9 @@ HARM = {"run": Calls(os.mkdir, "harm")}
 
 
 @pytest.mark.parametrize("content", [None, [1], HARM], ids=["bytes", "list", "code"])
-def test_a_damaged_state_is_no_state(tmp_path: Path, content: Any, monkeypatch: Any) -> None:
+def test_a_damaged_state_is_no_state(
+    tmp_path: Path, content: Any, monkeypatch: Any
+) -> None:
     """And one that would run code when unpickled does not."""
     monkeypatch.chdir(tmp_path)
     asked = request(config(tmp_path))
@@ -448,31 +532,43 @@ def test_an_edited_state_is_no_state(tmp_path: Path, edit: Any) -> None:
     assert ends_as_one_that_was_not_cut(asked, tmp_path / "o")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"]
+)
 @pytest.mark.thorough
-def test_a_process_that_is_stopped_continues(tmp_path: Path, number: signal.Signals) -> None:
-    """A process of its own, stopped by a real signal in whatever it is doing: the report is that of
-    an undisturbed run. Ctrl-C saves the state and exits with 130."""
+def test_a_process_that_is_stopped_continues(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """A process of its own, stopped by a real signal in whatever it is doing: the report
+    is that of an undisturbed run. Ctrl-C saves the state and exits with 130."""
     path = config(tmp_path, *STATEFUL, steps=60, save_every=0.02, record=[1, 2, 50])
     to = str(tmp_path / "cut")
     process = spawn("train", str(path), "--device", "cpu", "-q", "-o", to, cwd=tmp_path)
     journal, state = (tmp_path / "cut" / name for name in (JOURNAL, STATE))
-    while process.poll() is None and not (lines_of(journal) >= 1 + 3 and state.exists()):  # step 2
+    # Step 2
+    while process.poll() is None and not (lines_of(journal) >= 1 + 3 and state.exists()):
         time.sleep(0.01)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), said
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), (
+        said
+    )
     assert state.exists()
     assert ends_as_one_that_was_not_cut(request(path), tmp_path / "cut")
 
 
 def test_determinism_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by an exception; settings and environment are as before, a user's own workspace kept."""
+    """Also by an exception; settings and environment are as before, a user's own
+    workspace kept."""
     monkeypatch.delenv(WORKSPACE, raising=False)
 
     def settings() -> tuple[Any, ...]:
         fills = torch.utils.deterministic.fill_uninitialized_memory
-        return torch.are_deterministic_algorithms_enabled(), fills, os.environ.get(WORKSPACE)
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            fills,
+            os.environ.get(WORKSPACE),
+        )
 
     before = settings()
     with pytest.raises(ZeroDivisionError), deterministic(wanted=True):  # noqa: PT012
@@ -496,16 +592,16 @@ FILES = {"source": "text", "files": ["{data}"]}
     ({"steps": 10**30}, "steps: Input should be less than or equal to 10000000"),
     ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'"),
     ({"model": {**SMALL["model"], "kv_heads": 1}}, "kv_heads: expected with llama alone"),
-    ({"model": {**SMALL["model"], "heads": 3}}, "width: expected a multiple of 6, got 16"),
+    ({"model": {**SMALL["model"], "heads": 3}}, ("width: expected a multiple of 6, got 16")),
     ({"data": {"source": "text"}}, "files: expected with"),
     ({"data": {**FILES, "tokenizer": "bpe", "vocabulary": 257}}, "or equal to 258"),
     ({"data": {**FILES, "vocabulary": 300}}, "vocabulary: expected with"),
     ({"variants": [{"name": "a"}]}, "one with the role golden, got 0"),
-    (with_golden({"name": "a b"}, {"name": "a-b"}), "expected distinct names, got 'a-b' 2 times"),
-    (with_golden({"name": "x", "role": "flash"}), "x, flash: expected kernel, got nothing"),
+    (with_golden({"name": "a b"}, {"name": "a-b"}), ("expected distinct names, got 'a-b' 2 times")),
+    (with_golden({"name": "x", "role": "flash"}), ("x, flash: expected kernel, got nothing")),
     (with_golden({**OTHERS[0], "seed": 1}), "null_repeat: expected nothing, got seed"),
-    (with_golden({**OTHERS[0], "times": 2}), "times: expected with null_rounding, got null_repeat"),
-    (with_golden({**OTHERS[6], "times": 65}), "times: Input should be less than or equal to 64"),
+    (with_golden({**OTHERS[0], "times": 2}), ("times: expected with null_rounding, got null_repeat")),
+    (with_golden({**OTHERS[6], "times": 65}), ("times: Input should be less than or equal to 64")),
     ({"variants": [{**GOLDEN, "seed": 1}]}, "golden: expected kernel (and"),
     ({"checkpoints": {"steps": [1], "variants": ["gold"]}}, "did you mean 'golden'"),
     ({"checkpoints": {"steps": [7]}}, "expected at most step 6, got 7"),
@@ -526,15 +622,17 @@ def test_what_is_wrong_is_said(tmp_path: Path, changes: Any, words: str) -> None
 
 
 def test_a_run_in_parts_ends_with_the_same_report(tmp_path: Path, capsys: Any) -> None:
-    """--stop-after exits with 0, says how to go on, and writes no report; --steps and --seed hold;
-    with --json stdout is the report and nothing else."""
+    """--stop-after exits with 0, says how to go on, and writes no report; --steps and
+    --seed hold; with --json stdout is the report and nothing else."""
     path, output = config(tmp_path, OTHERS[6], seeds=[0, 1]), tmp_path / "o"
     more = ("--steps", 2, "--seed", 5, "--device", "cpu")
     parts = 0
     while not (output / "report.json").exists():
         assert numdev("train", path, "-o", output, "--stop-after", 0.001, *more) == 0
         said = capsys.readouterr().err
-        assert ("continue with the same command" in said) != (output / "report.json").exists()
+        assert ("continue with the same command" in said) != (
+            output / "report.json"
+        ).exists()
         parts += 1
     assert parts == 3  # a seed that is finished ends no part
     assert numdev("train", path, "-o", tmp_path / "p", "--json", *more) == 0
@@ -555,14 +653,19 @@ def test_checkpoints_are_written_as_they_were_at_their_step(tmp_path: Path) -> N
     assert numdev("audit", saved, "-o", tmp_path / "a", "-q", "--length", 16) == 0
     assert read(tmp_path / "a").measured
     other = config(tmp_path, OTHERS[1], checkpoints={"steps": ["last"]})
-    assert numdev("train", other, "-o", output, "-q", "--overwrite", "--device", "cpu") == 0
+    assert (
+        numdev("train", other, "-o", output, "-q", "--overwrite", "--device", "cpu") == 0
+    )
     names = {path.name for path in (output / "checkpoints").iterdir()}
     assert names == {"golden-seed0-step6", "flash-seed0-step6"}
 
 
 @pytest.mark.parametrize(("off", "least", "most"), [(1.0, 0.9, 1.3), (1.02, 5.0, 20.0)])
-def test_sharpened_calls_tell_a_wrong_scale(off: float, least: float, most: float) -> None:
-    """Scores that are near zero hide it; q times a power of two, until scores reach 8, shows it."""
+def test_sharpened_calls_tell_a_wrong_scale(
+    off: float, least: float, most: float
+) -> None:
+    """Scores that are near zero hide it; q times a power of two, until scores reach 8,
+    shows it."""
     made = torch.Generator().manual_seed(0)
     q, k, v = (0.1 * torch.randn(2, 2, 64, 32, generator=made) for _ in "qkv")
     case = AttentionCase(
@@ -572,7 +675,8 @@ def test_sharpened_calls_tell_a_wrong_scale(off: float, least: float, most: floa
     sharp = sharpened(case)
     assert 8.0 <= float(largest_score(sharp)) < 16.0
     assert torch.equal(
-        sharp.q / case.q, torch.full_like(q, float(sharp.q[0, 0, 0, 0] / case.q[0, 0, 0, 0]))
+        sharp.q / case.q,
+        torch.full_like(q, float(sharp.q[0, 0, 0, 0] / case.q[0, 0, 0, 0])),
     )
 
     def errs(case: AttentionCase) -> float:
@@ -585,7 +689,7 @@ def test_sharpened_calls_tell_a_wrong_scale(off: float, least: float, most: floa
     assert least < errs(sharp) < most
 
 
-# --- the first sentences -------------------------------------------------------------------------
+# --- the first sentences --------------------------------------------------------------
 
 
 ROLES: dict[str, Any] = {
@@ -597,10 +701,11 @@ ROLES: dict[str, Any] = {
 
 
 def told(
-    distances: dict[str, dict[int, list[Any]]], losses: dict[str, list[list[Any]]] | None = None
+    distances: dict[str, dict[int, list[Any]]],
+    losses: dict[str, list[list[Any]]] | None = None,
 ) -> tuple[str, ...]:
-    """The answer of a run: of variants the mean distances by step, one for each seed; and losses
-    by seed, of steps 1, 2, and so on."""
+    """The answer of a run: of variants the mean distances by step, one for each seed; and
+    losses by seed, of steps 1, 2, and so on."""
     how: Any = {"kernel": "k", "format": "bfloat16", "attention_format": "bfloat16"}
     place: Any = {"of": "weights", "elements": 9, "w1": 0.0}
     rows: Any = {"grad_norm": 1.0, "lr": 1.0, "max_logit": 1.0, "spectral_norm": 1.0}
@@ -631,40 +736,55 @@ def told(
 
 
 def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
-    """Of the steps before two doses lie together, seed by seed, with their range; not of the last
-    step, at which here everything is as far as everything."""
+    """Of the steps before two doses lie together, seed by seed, with their range; not of
+    the last step, at which here everything is as far as everything."""
     one = {1: [1.0, 2.0, 4.0], 2: [2.0, 4.0, 8.0], 9: [50.0, 50.0, 50.0]}
     flash = {1: [1.1, 2.0, 3.6], 2: [2.2, 4.0, 7.2], 9: [50.0, 50.0, 50.0]}
-    sixteen = {step: [(3 if step < 9 else 1) * x for x in values] for step, values in one.items()}
+    sixteen = {
+        step: [(3 if step < 9 else 1) * x for x in values] for step, values in one.items()
+    }
     said = told({"flash": flash, "one": one, "two": one, "sixteen": sixteen})
     mean = (1.1 * 1.0 * 0.9) ** (1 / 3)
     assert said[0] == (
-        f"flash: its weights are {mean:.2f} times (0.90 to 1.10, 3 seeds) as far from the golden "
+        f"flash: its weights are {mean:.2f} times (0.90 to 1.10, 3 seeds) as far "
+        "from the golden "
         "run's as re-rounding attention at one floor, at steps 1 to 2."
     )
-    assert said[1].startswith("null: re-rounded at 16: its weights are 3.00 times (3.00 to 3.00, ")
+    assert said[1].startswith(
+        "null: re-rounded at 16: its weights are 3.00 times (3.00 to 3.00, "
+    )
     assert len(said) == 2
 
 
 def test_without_a_null_a_run_says_the_first_step_alone() -> None:
     assert told({"flash": {1: [0.02, 0.04], 9: [0.5, 0.5]}}) == (
-        "flash: its weights are 0.028 (0.02 to 0.04, 2 seeds) of their size off the golden run's "
+        "flash: its weights are 0.028 (0.02 to 0.04, 2 seeds) of their size off the "
+        "golden run's "
         "at step 1; with no re-rounding beside it nothing is said of later ones.",
     )
 
 
 def test_what_is_lost_comes_first() -> None:
-    """Most seeds first, with the first step; the table says of how many seeds a mean is."""
+    """Most seeds first, with the first step; the table says of how many seeds a mean
+    is."""
     fine = [[2.0, 2.0, 2.0]] * 3
     lost = [[2.0, None, None], [2.0, 2.0, None], [3.862] * 3]
     losses = {"golden": fine, "one": [[2.0, None, None], *fine[:2]], "flash": lost}
     said = told({"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses)
     assert said[:2] == (
-        "NOT FINITE: flash: its loss is not finite in 2 of 3 seeds, first at step 2 of seed 0.",
-        "NOT FINITE: one: its loss is not finite in 1 of 3 seeds, first at step 2 of seed 0.",
+        (
+            "NOT FINITE: flash: its loss is not finite in 2 of 3 seeds, first at step 2 "
+            "of seed 0."
+        ),
+        (
+            "NOT FINITE: one: its loss is not finite in 1 of 3 seeds, first at step 2 "
+            "of seed 0."
+        ),
     )
     values = [("flash", 3, loss) for loss in (None, None, 3.862)]
-    drawn = figures.figure("Loss", "loss", "loss", ["flash"], values, lambda x: (x[0], None, None))
+    drawn = figures.figure(
+        "Loss", "loss", "loss", ["flash"], values, lambda x: (x[0], None, None)
+    )
     axis = figures.axis_of([1, 3])
     [table] = tables_of(Figures((drawn,), axis))
     assert [cell.text for cell in table.rows[0].cells] == ["flash", "–", "3.862 (1 of 3)"]
@@ -685,8 +805,9 @@ def test_weights_that_are_no_longer_finite_are_not_said_to_be_the_same() -> None
 ])  # fmt: skip
 @pytest.mark.parametrize("scaled", [False, True])
 def test_updates_are_torchs_bit_for_bit(settings: Any, theirs: str, scaled: bool) -> None:
-    """As torch.optim's fused classes make them, over five steps of another rate each, with a
-    parameter that has no gradient at first, and with a scaler, which skips a step of infinities."""
+    """As torch.optim's fused classes make them, over five steps of another rate each,
+    with a parameter that has no gradient at first, and with a scaler, which skips a step
+    of infinities."""
     made = Optimiser(**settings)
     shapes = [(4, 3), (3,), (2, 5)]
     ours, others = (
@@ -700,14 +821,18 @@ def test_updates_are_torchs_bit_for_bit(settings: Any, theirs: str, scaled: bool
     ]
     updates: Any = Updates(made, ours)
     reference = getattr(torch.optim, theirs)(groups, lr=made.lr, fused=True, **more)
-    scalers = [torch.amp.GradScaler("cpu", enabled=scaled, init_scale=4.0) for _ in range(2)]
+    scalers = [
+        torch.amp.GradScaler("cpu", enabled=scaled, init_scale=4.0) for _ in range(2)
+    ]
     for step in range(5):
         updates.set_rate(0.01 * (step + 1))
         for group in reference.param_groups:
             group["lr"] = 0.01 * (step + 1)
         for i, (a, b) in enumerate(zip(ours, others, strict=True)):
             if step or i or theirs == "SGD":  # which refuses that, with momentum, itself
-                a.grad = normal(*a.shape, seed=10 * step + i) * (math.inf if step == 2 else 1.0)
+                a.grad = normal(*a.shape, seed=10 * step + i) * (
+                    math.inf if step == 2 else 1.0
+                )
                 b.grad = a.grad.clone()
         for optimiser, scaler in ((updates, scalers[0]), (reference, scalers[1])):
             scaler.scale(torch.ones(()))
@@ -728,7 +853,8 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def test_state_of_updates_goes_on_where_it_was() -> None:
-    """What was saved and loaded by another makes the same next step; an empty state is a start."""
+    """What was saved and loaded by another makes the same next step; an empty state is a
+    start."""
     first, second = ([torch.nn.Parameter(normal(3, 2, seed=1))] for _ in range(2))
     made = Optimiser()
     one, other = Updates(made, first), Updates(made, second)
@@ -739,7 +865,9 @@ def test_state_of_updates_goes_on_where_it_was() -> None:
     assert torch.equal(first[0], second[0])
     third = [torch.nn.Parameter(first[0].detach().clone())]
     resumed = Updates(made, third)
-    resumed.load([{name: x.clone() for name, x in slots.items()} for slots in one.state()])
+    resumed.load(
+        [{name: x.clone() for name, x in slots.items()} for slots in one.state()]
+    )
     for updates, parameters in ((one, first), (resumed, third)):
         parameters[0].grad = normal(3, 2, seed=3)
         updates.step()
@@ -753,18 +881,23 @@ def test_training_imports_no_compiler(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from numdev.cli.main import cli\n"
-        f"sys.argv = ['numdev', 'train', {str(small)!r}, '-o', {str(tmp_path / 'o')!r}, '-q']\n"
+        f"sys.argv = ['numdev', 'train', {str(small)!r}, '-o', "
+        f"{str(tmp_path / 'o')!r}, '-q']\n"
         "try:\n    cli()\nfinally:\n"
         "    names = ('torch._dynamo', 'torch._inductor', 'torch')\n"
         "    print([name for name in names if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "['torch']"
 
 
-def test_what_compiles_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor by its variable where nothing has imported it, and by its setting where something
-    has; all as before afterwards."""
+def test_what_compiles_is_told_to_be_deterministic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor by its variable where nothing has imported it, and by its setting where
+    something has; all as before afterwards."""
     settings = SimpleNamespace(deterministic=False)
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "0")
     monkeypatch.setitem(sys.modules, "torch._inductor.config", settings)

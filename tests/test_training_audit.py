@@ -44,12 +44,21 @@ def unfinished(case: AttentionCase) -> Output:
     (Kernel(name="b", function=unfinished), "failed",
      "in a training step: NotImplementedError: to be written"),
 ])  # fmt: skip
-def test_without_a_backward_its_output_is_measured(kernel: Any, status: str, reason: str) -> None:
+def test_without_a_backward_its_output_is_measured(
+    kernel: Any, status: str, reason: str
+) -> None:
     """And it says in one row, and to the gate, why it has no gradient."""
     *measured, last = rows_of(kernel)
-    assert [(r.tensor, r.head, r.status) for r in measured] == [("out", h, "ok") for h in range(4)]
+    assert [(r.tensor, r.head, r.status) for r in measured] == [
+        ("out", h, "ok") for h in range(4)
+    ]
     assert all((r.floor_ratio or 0) >= 0.9 for r in measured)
-    assert (last.tensor, last.head, last.status, last.reason) == ("dq", None, status, reason)
+    assert (last.tensor, last.head, last.status, last.reason) == (
+        "dq",
+        None,
+        status,
+        reason,
+    )
     forward, backward = run_tests([*measured, last], planned(measured), default_rules())
     assert (forward.tensor, forward.judged) == ("out", 1)
     name = {"ok": "judged", "skipped": "unjudged", "failed": "offending"}[status]
@@ -57,16 +66,23 @@ def test_without_a_backward_its_output_is_measured(kernel: Any, status: str, rea
 
 
 def test_a_selection_of_heads_grows_to_its_groups() -> None:
-    """dk and dv are sums over a group: head 1 alone measures heads 0 and 1, and their kv head's
-    numbers are those of the whole case."""
+    """dk and dv are sums over a group: head 1 alone measures heads 0 and 1, and their kv
+    head's numbers are those of the whole case."""
     measured = (rows_of(find("sdpa-math"), heads) for heads in (None, (1,)))
     whole, part = ({(r.tensor, r.head): r.rms for r in rows} for rows in measured)
-    assert {key for key in part if key[0] in ("out", "dk")} == {("out", 0), ("out", 1), ("dk", 0)}
-    assert all(whole[key] == pytest.approx(value, rel=1e-12) for key, value in part.items())
+    assert {key for key in part if key[0] in ("out", "dk")} == {
+        ("out", 0),
+        ("out", 1),
+        ("dk", 0),
+    }
+    assert all(
+        whole[key] == pytest.approx(value, rel=1e-12) for key, value in part.items()
+    )
 
 
 def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
-    """It is a convention: its upstream gradient is 0, and the mean of V there is no fault in dv."""
+    """It is a convention: its upstream gradient is 0, and the mean of V there is no fault
+    in dv."""
     mask = torch.ones(60, 60, dtype=torch.bool)
     mask[7:20] = False
     bench = prepare(grouped_step(60, mask=mask), gradients=True)
@@ -93,11 +109,14 @@ def audited(config: Path, *arguments: str) -> Any:
 
 
 def test_the_report_has_gradients(config: Path) -> None:
-    """In the summary and on the page, beside the floor and what is predicted; drawn, and said."""
+    """In the summary and on the page, beside the floor and what is predicted; drawn, and
+    said."""
     found = audited(config, "--kernel", "sdpa-flash")
     kernel = next(k for k in found.summary.kernels if k.role == "kernel")
     assert [g.tensor for g in kernel.gradients] == ["dq", "dk", "dv"]
-    assert all(g.expected_ratio_worst == pytest.approx(1, abs=0.1) for g in kernel.gradients)
+    assert all(
+        g.expected_ratio_worst == pytest.approx(1, abs=0.1) for g in kernel.gradients
+    )
     assert kernel.noise == 0
     assert found.cases[0].grad_out is not None
     assert found.summary.worst_rows == ()
@@ -107,8 +126,8 @@ def test_the_report_has_gradients(config: Path) -> None:
 
 
 def test_planted_faults_are_measured_and_caught(config: Path) -> None:
-    """Every control in every dose beside the kernel; the findings say from which dose they would
-    be caught; the kernel's own ranking is without them."""
+    """Every control in every dose beside the kernel; the findings say from which dose
+    they would be caught; the kernel's own ranking is without them."""
     found = audited(config, "--kernel", "sdpa-math", "--control")
     doses = {(r.kernel, r.options["dose"]) for r in found.rows if r.role == "control"}
     assert ("control:scale", 0.03) in doses
@@ -122,10 +141,18 @@ def test_a_sweep_measures_gradients_too(config: Path) -> None:
     """`backward: true` in a sweep's YAML, and `--backward` on the command line."""
     text = CASES.replace("seq_len: 70", "seq_len: [33, 65]")
     path = config.parent / "sweep.yaml"
-    for content, flags in ((text, ()), (text.replace("backward: true", ""), ("--backward",))):
+    for content, flags in (
+        (text, ()),
+        (text.replace("backward: true", ""), ("--backward",)),
+    ):
         path.write_text("seeds: 1\nkernels: [sdpa-math]\n" + content)
         output = ("-o", config.parent / "s", "--overwrite")
         done = invoked("sweep", path, *output, "--json", *flags)
         assert done.exit_code == 0, done.output
         rows = json.loads(done.stdout)["rows"]
-        assert {row["tensor"] for row in rows if row["status"] == "ok"} >= {"out", "dq", "dk", "dv"}
+        assert {row["tensor"] for row in rows if row["status"] == "ok"} >= {
+            "out",
+            "dq",
+            "dk",
+            "dv",
+        }

@@ -1,4 +1,5 @@
-"""Training on a GPU: recorded steps are the steps themselves, and runs come out the same twice."""
+"""Training on a GPU: recorded steps are the steps themselves, and runs come out the same
+twice."""
 
 from __future__ import annotations
 
@@ -51,14 +52,17 @@ EMULATED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", [v["name"] for v in (*VARIANTS[:6], *LADDER, *EMULATED)])
 def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
-    """Weights, loss and norm after steps of which most were replayed from a recording, with one
-    that was watched in between, are those of steps that all ran as they are: the same bits."""
+    """Weights, loss and norm after steps of which most were replayed from a recording,
+    with one that was watched in between, are those of steps that all ran as they are: the
+    same bits."""
     asked = request(tmp_path, *VARIANTS[:6], *LADDER, *EMULATED)
     variant = next(v for v in asked.variants if v.name == name)
     device = torch.device("cuda")
     data = load(asked.data, asked.model, asked.batch, device)
     with deterministic(wanted=True):
-        replayed, plain = (Lane(variant, asked.model, data.vocabulary, 0, device) for _ in range(2))
+        replayed, plain = (
+            Lane(variant, asked.model, data.vocabulary, 0, device) for _ in range(2)
+        )
         assert plain.replay is not None
         plain.replay = None
         for step in range(1, asked.steps + 1):
@@ -100,9 +104,11 @@ def waits(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def test_a_recording_that_fails_names_its_variant(tmp_path: Path, monkeypatch: Any) -> None:
-    """A kernel that waits for the device, taken for one that does not. Random numbers can be drawn
-    afterwards, and are those that would have been."""
+def test_a_recording_that_fails_names_its_variant(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A kernel that waits for the device, taken for one that does not. Random numbers can
+    be drawn afterwards, and are those that would have been."""
     name = f"{__name__}:waits"
     monkeypatch.setattr("numdev.training.lane.RECORDABLE", {name})
     asked = request(tmp_path, {**VARIANTS[0], "kernel": name})
@@ -110,7 +116,9 @@ def test_a_recording_that_fails_names_its_variant(tmp_path: Path, monkeypatch: A
         train(asked, tmp_path / "out")
     torch.cuda.manual_seed(3)
     drawn = torch.randn(5, device="cuda")
-    other = torch.randn(5, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    other = torch.randn(
+        5, device="cuda", generator=torch.Generator("cuda").manual_seed(3)
+    )
     assert torch.equal(drawn, other)
 
 

@@ -1,6 +1,7 @@
 """Kernels inside a network that learns: the output is theirs, and so are the gradients.
 
-Recipes that draw random numbers go on from call to call; with a run's state: `test_train.py`."""
+Recipes that draw random numbers go on from call to call; with a run's state:
+`test_train.py`."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def in_network(
     kernel: Kernel, given: AttentionCase, options: dict[str, Any], *, autocast: bool = True,
     generator: torch.Generator | None = None, behind: tuple[Kernel, Any] | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The output and the gradients of q, k and v, as a network under autocast would get them;
-    `behind`: the gradients by another kernel."""
+    """The output and the gradients of q, k and v, as a network under autocast would get
+    them; `behind`: the gradients by another kernel."""
     q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
     inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
     with torch.autocast(given.q.device.type, BF16, enabled=autocast):
@@ -59,9 +60,11 @@ def in_network(
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize(("name", "options"), KERNELS, ids=str)
-def test_the_numbers_are_those_of_its_own_step(name: str, options: Any, dtype: torch.dtype) -> None:
-    """Under autocast, bit for bit, but for the recipes whose large blocks sum in another order:
-    those lie within a hundredth of the gradient's own rounding error in bf16."""
+def test_the_numbers_are_those_of_its_own_step(
+    name: str, options: Any, dtype: torch.dtype
+) -> None:
+    """Under autocast, bit for bit, but for the recipes whose large blocks sum in another
+    order: those lie within a hundredth of the gradient's own rounding error in bf16."""
     kernel, given = find(name), case(dtype)
     made = kernel.with_options(options)
     alone = kernel.gradients(given, **made)
@@ -76,7 +79,8 @@ def test_the_numbers_are_those_of_its_own_step(name: str, options: Any, dtype: t
 
 @pytest.mark.parametrize("name", ["baseline", "sdpa-flash", "emulated", "reference"])
 def test_autocast_changes_nothing_in_either_pass(name: str) -> None:
-    """Inputs in fp32 stay so: cast silently in forward alone, they would give other numbers."""
+    """Inputs in fp32 stay so: cast silently in forward alone, they would give other
+    numbers."""
     kernel, given = find(name), case(torch.float32)
     options = kernel.with_options({"compute": "float32"} if name == "emulated" else {})
     with_it = in_network(kernel, given, options)
@@ -85,19 +89,30 @@ def test_autocast_changes_nothing_in_either_pass(name: str) -> None:
 
 
 def test_what_cannot_be_trained_with_is_refused() -> None:
-    """A kernel without a backward, one whose gradients stop on the way, and one that declines."""
+    """A kernel without a backward, one whose gradients stop on the way, and one that
+    declines."""
     given = case()
     for kernel, words in (
-        (Kernel(name="a", function=lambda c: Output(out=c.q), backward=None), "no backward pass"),
-        (Kernel(name="b", function=lambda c: Output(out=c.q.detach())), "no autograd graph"),
-        (Kernel(name="c", function=lambda c: Output(out=c.q), supports=lambda c: "no"), "no"),
+        (
+            Kernel(name="a", function=lambda c: Output(out=c.q), backward=None),
+            "no backward pass",
+        ),
+        (
+            Kernel(name="b", function=lambda c: Output(out=c.q.detach())),
+            "no autograd graph",
+        ),
+        (
+            Kernel(name="c", function=lambda c: Output(out=c.q), supports=lambda c: "no"),
+            "no",
+        ),
     ):
         with pytest.raises(Refused, match=words):
             in_network(kernel, given, {})
 
 
 def test_graphs_are_freed_without_the_garbage_collector() -> None:
-    """No tensor holds the node that made it: memory would grow by every step until collected."""
+    """No tensor holds the node that made it: memory would grow by every step until
+    collected."""
 
     class Marker:
         pass
@@ -121,18 +136,26 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
     ("ahead", "behind"), [("sdpa-flash", "emulated"), ("emulated", "sdpa-flash")]
 )
 def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
-    """The first one's output, the other's gradients, bit for bit, under autocast; both differ."""
-    given, s_in_bf16 = case(), {"compute": "float32", "preset": "exact", "scores": "bfloat16"}
+    """The first one's output, the other's gradients, bit for bit, under autocast; both
+    differ."""
+    given, s_in_bf16 = (
+        case(),
+        {"compute": "float32", "preset": "exact", "scores": "bfloat16"},
+    )
     options = {"sdpa-flash": {}, "emulated": find("emulated").with_options(s_in_bf16)}
-    one, other = (in_network(find(name), given, options[name]) for name in (ahead, behind))
-    both = in_network(find(ahead), given, options[ahead], behind=(find(behind), options[behind]))
+    one, other = (
+        in_network(find(name), given, options[name]) for name in (ahead, behind)
+    )
+    both = in_network(
+        find(ahead), given, options[ahead], behind=(find(behind), options[behind])
+    )
     assert torch.equal(both[0], one[0])
     for x, theirs, not_theirs in zip(both[1:], other[1:], one[1:], strict=True):
         assert torch.equal(x, theirs)
         assert not torch.equal(x, not_theirs)
 
 
-# --- recipes that draw random numbers ------------------------------------------------------------
+# --- recipes that draw random numbers -------------------------------------------------
 
 
 def one_signed(length: int = 64) -> AttentionCase:
@@ -141,11 +164,14 @@ def one_signed(length: int = 64) -> AttentionCase:
 
 
 def deltas(**options: Any) -> tuple[Tensor, Tensor]:
-    """delta of a recipe with dP in bf16, and that which makes each row of dS sum to zero, [heads *
-    rows]. V is -2 at most keys and the number below at some, so O rounds to -2."""
+    """delta of a recipe with dP in bf16, and that which makes each row of dS sum to zero,
+    [heads * rows]. V is -2 at most keys and the number below at some, so O rounds to
+    -2."""
     given = one_signed(512)
     below = torch.rand(given.v.shape, generator=torch.Generator().manual_seed(1)) < 0.2
-    given = dataclasses.replace(given, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16())
+    given = dataclasses.replace(
+        given, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16()
+    )
     r = backward.rounder(given, recipe(dp="working", **options))
     read = backward.kept(r).with_upstream(given.grad_out)
     blocks = [(slice(0, given.q_len), slice(0, given.kv_len))]
@@ -155,13 +181,15 @@ def deltas(**options: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_a_sham_error_is_as_large_and_has_no_sign() -> None:
-    """Row by row the error of delta is as large as without it, to fp32's last bits; without it the
-    mean is most of its rms, with it none but chance's."""
+    """Row by row the error of delta is as large as without it, to fp32's last bits;
+    without it the mean is most of its rms, with it none but chance's."""
     own, even = deltas()
     sham, again = deltas(delta_sign="random")
     assert torch.equal(even, again)
     error, drawn = own - even, sham - even
-    assert ((drawn.abs() - error.abs()).abs() <= 4 * 2.0**-24 * (own.abs() + error.abs())).all()
+    assert (
+        (drawn.abs() - error.abs()).abs() <= 4 * 2.0**-24 * (own.abs() + error.abs())
+    ).all()
     rms = error.square().mean().sqrt()
     assert error.mean().abs() > 0.5 * rms
     assert drawn.mean().abs() < 4 * rms / len(error) ** 0.5
@@ -169,7 +197,8 @@ def test_a_sham_error_is_as_large_and_has_no_sign() -> None:
 
 
 def test_nothing_is_drawn_where_nothing_is_random() -> None:
-    """A generator stays as it is under any other recipe, and under kernels that know of none."""
+    """A generator stays as it is under any other recipe, and under kernels that know of
+    none."""
     made = torch.Generator().manual_seed(3)
     before = made.get_state()
     for name, options in (("emulated", {"compute": "float32"}), ("baseline", {})):

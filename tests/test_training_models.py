@@ -49,11 +49,16 @@ def furthest(network: Any, theirs: Any) -> float:
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda m: m.kind)
-def test_transformers_gives_a_saved_decoders_logits(model: ModelConfig, tmp_path: Path) -> None:
-    """In fp32, by transformers' own eager code; and with one weight off they are not the same."""
+def test_transformers_gives_a_saved_decoders_logits(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    """In fp32, by transformers' own eager code; and with one weight off they are not the
+    same."""
     network, data = trained(model, tmp_path)
     checkpoints.write(network, model, data, path := tmp_path / "saved", {})
-    theirs = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager"
+    ).eval()
     assert furthest(network, theirs) < 1e-5
     with torch.no_grad():
         next(iter(network.query_weights()))[0, 0, 0] += 0.1
@@ -72,8 +77,11 @@ def test_weights_follow_from_the_seed_alone(model: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda m: m.kind)
-def test_query_weights_are_what_makes_the_queries(model: ModelConfig, tmp_path: Path) -> None:
-    """Head by head: with those of one head zero, that head's queries are zero, and no other's."""
+def test_query_weights_are_what_makes_the_queries(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    """Head by head: with those of one head zero, that head's queries are zero, and no
+    other's."""
     data, queries = data_of(model, tmp_path), []
 
     def watched(q: Any, k: Any, v: Any) -> torch.Tensor:
@@ -91,7 +99,8 @@ def test_query_weights_are_what_makes_the_queries(model: ModelConfig, tmp_path: 
 
 
 def test_a_trained_tokenizer_goes_with_its_checkpoint(tmp_path: Path) -> None:
-    """AutoTokenizer opens it, text survives it, and windows begin with its first token."""
+    """AutoTokenizer opens it, text survives it, and windows begin with its first
+    token."""
     from transformers import AutoTokenizer
 
     network, data = trained(LLAMA, tmp_path, tokenizer="bpe", vocabulary=300)
@@ -107,7 +116,8 @@ def test_a_trained_tokenizer_goes_with_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_batches_follow_from_seed_and_step_alone(tmp_path: Path) -> None:
-    """In any order; targets are inputs one place on; another seed or step is another batch."""
+    """In any order; targets are inputs one place on; another seed or step is another
+    batch."""
     data = data_of(LLAMA, tmp_path)
     later, first = data.batch(0, 7), data.batch(0, 1)
     assert torch.equal(data.batch(0, 7)["inputs"], later["inputs"])
@@ -117,9 +127,12 @@ def test_batches_follow_from_seed_and_step_alone(tmp_path: Path) -> None:
 
 
 def test_every_bundled_configuration_is_valid() -> None:
-    """configs/train/*.yaml validate, and the main experiment has ten million parameters."""
+    """configs/train/*.yaml validate, and the main experiment has ten million
+    parameters."""
     folder = Path(__file__).parent.parent / "configs" / "train"
-    found = {path.name: read_yaml(path, TrainConfig) for path in sorted(folder.glob("*.yaml"))}
+    found = {
+        path.name: read_yaml(path, TrainConfig) for path in sorted(folder.glob("*.yaml"))
+    }
     assert len(found) == 10
     with torch.device("meta"):
         network = build(found["bounds-gpt.yaml"].model, 256, None)
@@ -128,8 +141,9 @@ def test_every_bundled_configuration_is_valid() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_rerounding_errs_as_much_as_a_rounding(dtype: torch.dtype) -> None:
-    """On 2^20 values in [1, 2), whose ulp is one: the mean square is ulp²/12 and the mean 0, each
-    within 5 standard deviations (a value moves with probability 1/12, and then by one ulp)."""
+    """On 2^20 values in [1, 2), whose ulp is one: the mean square is ulp²/12 and the mean
+    0, each within 5 standard deviations (a value moves with probability 1/12, and then by
+    one ulp)."""
     n = 1 << 20
     made = torch.Generator().manual_seed(0)
     # No power of two, below which the neighbour is nearer.
@@ -142,12 +156,15 @@ def test_a_rerounding_errs_as_much_as_a_rounding(dtype: torch.dtype) -> None:
     assert abs(error.mean()) < 5 * math.sqrt(share / n)
 
 
-@pytest.mark.parametrize("times", [1 / 64, 1 / 16, 1 / 4, 1 / 2, 2.0, 3.4, 4.0, 16.0, 64.0])
+@pytest.mark.parametrize(
+    "times", [1 / 64, 1 / 16, 1 / 4, 1 / 2, 2.0, 3.4, 4.0, 16.0, 64.0]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_dose_is_of_the_rms_it_claims(dtype: torch.dtype, times: float) -> None:
-    """On 2^20 values of all magnitudes and signs, powers of two among them, in ulps of each: the
-    mean square is times² ulp²/12, the mean along the value's sign 0 but for rounding across a power
-    of two. A share p moves by k ulps, so within 5 standard deviations of means of n draws."""
+    """On 2^20 values of all magnitudes and signs, powers of two among them, in ulps of
+    each: the mean square is times² ulp²/12, the mean along the value's sign 0 but for
+    rounding across a power of two. A share p moves by k ulps, so within 5 standard
+    deviations of means of n draws."""
     n, made = 1 << 20, torch.Generator().manual_seed(0)
     x = (torch.randn(n, generator=made) * torch.rand(n, generator=made).exp2()).to(dtype)
     x[:8] = torch.tensor([1.0, -2.0, 0.5, 4.0, 0.0, math.inf, -math.inf, math.nan])
@@ -161,8 +178,9 @@ def test_a_dose_is_of_the_rms_it_claims(dtype: torch.dtype, times: float) -> Non
     assert k == math.ceil(times / math.sqrt(12))
     assert k * k * p == pytest.approx(times**2 / 12)
     mean_square = float(error.square().mean())
-    # Rounding the k ulps across a power of two to twice the spacing moves an odd k by one, either
-    # way: of the mean square at most (2 k + 1) in k / 128 of the values of bfloat16.
+    # Rounding the k ulps across a power of two to twice the spacing moves an odd k by
+    # one, either way: of the mean square at most (2 k + 1) in k / 128 of the values of
+    # bfloat16.
     slack = p * (2 * k + 1) * k / 128 if dtype == torch.bfloat16 and k > 1 else 0.0
     spread = k * k * math.sqrt(p * (1 - p) / n)
     assert abs(mean_square - times**2 / 12) < 5 * spread + 0.05 * slack

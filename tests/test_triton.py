@@ -1,12 +1,13 @@
-"""Every Triton kernel where there is no GPU: it runs in Triton's interpreter, and is built for GPUs
-that are not here and fits into what their blocks have.
+"""Every Triton kernel where there is no GPU: it runs in Triton's interpreter, and is
+built for GPUs that are not here and fits into what their blocks have.
 
     python tests/test_triton.py 80 90               compiles for these; what became of each as JSON
     python tests/test_triton.py 90 --only mask      what has this in its name
 
-A change that no longer compiles on a GPU is seen where there is none; and of generations on which
-nobody measured it is known which paths are there. Nothing runs that was compiled: what kernels
-would have written is whatever was in memory. CUDA's own assembler comes with Triton."""
+A change that no longer compiles on a GPU is seen where there is none; and of generations
+on which nobody measured it is known which paths are there. Nothing runs that was
+compiled: what kernels would have written is whatever was in memory. CUDA's own assembler
+comes with Triton."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ from numdev.kernels.reference import fused
 from numdev.metrics.yardstick import Yardstick
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide,
-technical specifications)."""
+"""Bytes of shared memory that a block may have, by compute capability (CUDA C++
+Programming Guide, technical specifications)."""
 KERNELS = {"compare_rows", "forward", "score_gradients", "of_queries", "of_keys"}
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton"
+)
 
 
 @needs_triton
@@ -49,13 +52,23 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 )
 def test_in_the_interpreter(cases: str, marked: str) -> None:
     """A file's tests pass, in a process of its own."""
-    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases), "-m", marked)
+    arguments = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / cases),
+        "-m",
+        marked,
+    )
     done = python(*arguments, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
 
 
 def build(*arguments: str) -> dict[str, Any]:
-    """What became of each launch, in a process of its own: what it compiles runs nowhere."""
+    """What became of each launch, in a process of its own: what it compiles runs
+    nowhere."""
     done = python(__file__, *arguments, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-3000:]
     launched: dict[str, Any] = json.loads(done.stdout)
@@ -87,17 +100,25 @@ def test_every_kernel_is_built(capability: int, built: dict[str, Any]) -> None:
     assert {name: x["refused"] for name, x in mine.items() if x["refused"]} == {}
     kernels = [kernel for x in mine.values() for kernel in x["built"]]
     assert {kernel["kernel"] for kernel in kernels} == KERNELS
-    most = {name: max(kernel["shared"] for kernel in x["built"]) for name, x in mine.items()}
-    large = {name.partition(": ")[2] for name, x in most.items() if x > SHARED[capability]}
+    most = {
+        name: max(kernel["shared"] for kernel in x["built"]) for name, x in mine.items()
+    }
+    large = {
+        name.partition(": ")[2] for name, x in most.items() if x > SHARED[capability]
+    }
     # Its tiles are options, and Triton's message says what to do.
     assert large == ({"triton-flash, 256 bfloat16"} if capability == 120 else set())
 
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_tiles_are_the_measured_ones(capability: int, width: int, monkeypatch: Any) -> None:
+def test_tiles_are_the_measured_ones(
+    capability: int, width: int, monkeypatch: Any
+) -> None:
     """Tensors that are pretended to be on such a GPU get them, where they can be."""
-    monkeypatch.setattr(fused, "_of_gpu", lambda _: (SHARED[capability], capability // 10))
+    monkeypatch.setattr(
+        fused, "_of_gpu", lambda _: (SHARED[capability], capability // 10)
+    )
     with FakeTensorMode():
         x = torch.empty(1, 2, 8, width, device="cuda:0")
         case = AttentionCase(ref=CaseRef(case="there"), q=x, k=x, v=x, scale=1.0)
@@ -106,7 +127,7 @@ def test_tiles_are_the_measured_ones(capability: int, width: int, monkeypatch: A
     assert (tile in fused.ELSEWHERE.values()) == (capability in (100, 120))
 
 
-# --- the process that compiles -------------------------------------------------------------------
+# --- the process that compiles --------------------------------------------------------
 
 
 def launches() -> Iterator[tuple[str, Any]]:
@@ -127,7 +148,14 @@ def launches() -> Iterator[tuple[str, Any]]:
         "mask": {"mask": torch.rand(70, 70) < 0.7, "sinks": True},
         "soft cap": {"softcap": 30.0, "window": (9, 3), "is_causal": False},
     }
-    usual = {"heads": 2, "q_len": 70, "kv_len": 70, "head_dim": 64, "v_dim": 64, "is_causal": True}
+    usual = {
+        "heads": 2,
+        "q_len": 70,
+        "kv_len": 70,
+        "head_dim": 64,
+        "v_dim": 64,
+        "is_causal": True,
+    }
     flash = find("triton-flash")
     for name, fields in kinds.items():
         case = step(**{"dtype": torch.bfloat16, **usual, **fields})

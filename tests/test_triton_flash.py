@@ -1,5 +1,6 @@
-"""The kernel `triton-flash`: what of it needs no triton, and what only a GPU can show: bfloat16,
-its real tiles, and that it rounds as it says. `triton_flash_cases.py` has the rest."""
+"""The kernel `triton-flash`: what of it needs no triton, and what only a GPU can show:
+bfloat16, its real tiles, and that it rounds as it says. `triton_flash_cases.py` has the
+rest."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def case(**changes: Any) -> AttentionCase:
     shapes = {"q": (1, 2, 6, 20), "k": (1, 1, 9, 20), "v": (1, 1, 9, 4)}
     dtype = changes.pop("dtype", torch.bfloat16)
     tensors = {name: torch.ones(*shape, dtype=dtype) for name, shape in shapes.items()}
-    return AttentionCase(ref=CaseRef(case="small"), **{"scale": 0.5, **tensors, **changes})
+    return AttentionCase(
+        ref=CaseRef(case="small"), **{"scale": 0.5, **tensors, **changes}
+    )
 
 
 def call(here: AttentionCase, **options: Any) -> Call:
@@ -52,16 +55,21 @@ def test_senseless_options_are_refused(options: dict[str, Any], words: str) -> N
 
 
 def test_the_claim_is_what_ran() -> None:
-    """Every option in force is said, tiles included, and the claim is read off it; a case can be
-    emulated under it. Which rows the stabilised softmax shifts hangs on the last bits of their
-    scores, so nothing is claimed; the guarded one asks none."""
+    """Every option in force is said, tiles included, and the claim is read off it; a case
+    can be emulated under it. Which rows the stabilised softmax shifts hangs on the last
+    bits of their scores, so nothing is claimed; the guarded one asks none."""
 
     def claim(**options: Any) -> Any:
         ran = Output(out=torch.zeros(1), did=call(case(), **options).options)
         return KERNEL.claims(case(), ran, System(device="cuda"))
 
     found = claim(scores="working", block_kv=16, kv_order="descending")
-    expected = {"scores": "working", "block_kv": 16, "block_q": 128, "kv_order": "descending"}
+    expected = {
+        "scores": "working",
+        "block_kv": 16,
+        "block_q": 128,
+        "kv_order": "descending",
+    }
     assert found.items() >= {**expected, "p": "working", "accumulator": "float32"}.items()
     emulated(case(), **found)
     assert claim(softmax="stabilised") is None
@@ -82,8 +90,8 @@ def test_what_it_cannot_do_has_a_reason(changes: dict[str, Any], reason: str) ->
 
 
 def test_heads_are_padded_to_powers_of_two() -> None:
-    """20 features take 32 places, 4 take 16, which is the least. fp32 products have small tiles,
-    also where only P is fp32, and what is asked for is taken."""
+    """20 features take 32 places, 4 take 16, which is the least. fp32 products have small
+    tiles, also where only P is fp32, and what is asked for is taken."""
     plan = call(case()).plan
     assert (plan.head_dim, plan.wide, plan.v_dim, plan.v_wide) == (20, 32, 4, 16)
     wide = call(case(v=torch.ones(1, 1, 9, 129, dtype=torch.bfloat16))).plan
@@ -100,7 +108,7 @@ def test_heads_are_padded_to_powers_of_two() -> None:
     assert sizes(block_q=16) == (16, 64)
 
 
-# --- on a GPU ------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------
 
 HALVES = (torch.bfloat16, torch.float16)
 TENSORS = ("out", "dq", "dk", "dv")
@@ -122,12 +130,18 @@ MASKS: dict[str, dict[str, Any]] = {
     "additive": {"mask": ("holes", "1hqk"), "is_causal": True},
 }
 # Compiling is what takes time here: unusual heads meet few masks.
-UNUSUAL = itertools.product(("wide heads", "narrow heads", "decode"), ("causal", "window"))
+UNUSUAL = itertools.product(
+    ("wide heads", "narrow heads", "decode"), ("causal", "window")
+)
 
 
-def on_gpu(shape: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> AttentionCase:
+def on_gpu(
+    shape: str, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> AttentionCase:
     """4 query heads on 2 kv heads, on the GPU, with an upstream gradient."""
-    return to_cuda(step(batch=2, heads=4, kv_heads=2, dtype=dtype, **SHAPES[shape], **changes))
+    return to_cuda(
+        step(batch=2, heads=4, kv_heads=2, dtype=dtype, **SHAPES[shape], **changes)
+    )
 
 
 def norms(found: Any, other: Any) -> dict[str, float]:
@@ -139,7 +153,9 @@ def norms(found: Any, other: Any) -> dict[str, float]:
 def arithmetic(exact: Any) -> dict[str, float]:
     """What fp32 arithmetic may err in norm, by tensor: 32 roundings of the term scale."""
     scales = (exact.term_scale, exact.dq_terms, exact.dk_terms, exact.dv_terms)
-    return {x: 32 * 2.0**-24 * float(s.norm()) for x, s in zip(TENSORS, scales, strict=True)}
+    return {
+        x: 32 * 2.0**-24 * float(s.norm()) for x, s in zip(TENSORS, scales, strict=True)
+    }
 
 
 @on_cuda
@@ -153,15 +169,20 @@ def arithmetic(exact: Any) -> dict[str, float]:
     ],
 )
 def test_errors_are_near_the_floor(shape: str, mask: str, dtype: torch.dtype) -> None:
-    """The output errs at most 2 floors in rms and gradients 8 beside fp32 arithmetic, in float32 by
-    that alone (TF32 would not pass); rows without keys are 0, and lse is fp64's to 1e-4."""
+    """The output errs at most 2 floors in rms and gradients 8 beside fp32 arithmetic, in
+    float32 by that alone (TF32 would not pass); rows without keys are 0, and lse is
+    fp64's to 1e-4."""
     here = on_gpu(shape, dtype, **MASKS[mask])
     found, exact = KERNEL.gradients(here), gradients(here)
     floor = floor_of(exact, here.format)
     errors, least, spared = norms(found, exact), norms(floor, exact), arithmetic(exact)
     limits = (0, 0, 0, 0) if dtype == torch.float32 else (2, 8, 8, 8)
     for tensor, limit in zip(TENSORS, limits, strict=True):
-        assert errors[tensor] <= limit * least[tensor] + spared[tensor], (tensor, errors, least)
+        assert errors[tensor] <= limit * least[tensor] + spared[tensor], (
+            tensor,
+            errors,
+            least,
+        )
     assert not found.out[exact.empty].any()
     full = ~exact.empty
     assert (found.lse.double() - exact.lse)[full].abs().max() < 1e-4
@@ -184,17 +205,21 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     [*((given, torch.bfloat16) for given in OPTIONS), (OPTIONS[-1], torch.float16)],
     ids=str,
 )
-def test_options_compute_what_they_claim(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Every option's error has the size of its emulation's, to 3 %, and element by element half of
-    it or more is the emulation's own in bfloat16. (In float16 boundaries are eight times as dense,
-    and fp32 arithmetic carries more over them.)"""
+def test_options_compute_what_they_claim(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Every option's error has the size of its emulation's, to 3 %, and element by
+    element half of it or more is the emulation's own in bfloat16. (In float16 boundaries
+    are eight times as dense, and fp32 arithmetic carries more over them.)"""
     here = on_gpu("whole tiles", dtype, is_causal=True)
     found, exact = KERNEL.gradients(here, **options), gradients(here)
     claim = KERNEL.claims(here, found, System.here())
     for tensor, expected in emulated_step(here, claim).items():
         r = getattr(exact, tensor)
         error, predicted = (x.double() - r for x in (getattr(found, tensor), expected))
-        assert float(error.norm() / predicted.norm()) == pytest.approx(1.0, abs=0.03), tensor
+        assert float(error.norm() / predicted.norm()) == pytest.approx(1.0, abs=0.03), (
+            tensor
+        )
         if dtype == torch.bfloat16:
             residual = float((error - predicted).norm() / predicted.norm())
             assert residual < 0.5, (tensor, residual)
@@ -203,11 +228,13 @@ def test_options_compute_what_they_claim(options: dict[str, Any], dtype: torch.d
 @on_cuda
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_row_of_one_key_has_no_gradient(is_causal: bool) -> None:
-    """Scores of 10,000 on the diagonal and 0 beside it: P is 1 there, whatever the tile, so O is V,
-    delta is dP, and dS is 0 to the last bits of two sums in another order. Where scale S - m is one
-    fused step, P is 1 only to 5e-4, and dq to 0.1."""
+    """Scores of 10,000 on the diagonal and 0 beside it: P is 1 there, whatever the tile,
+    so O is V, delta is dP, and dS is 0 to the last bits of two sums in another order.
+    Where scale S - m is one fused step, P is 1 only to 5e-4, and dq to 0.1."""
     made = torch.Generator().manual_seed(7)
-    v, dO = (torch.randn(2, 3, n, 64, generator=made).bfloat16().cuda() for n in (192, 64))
+    v, dO = (
+        torch.randn(2, 3, n, 64, generator=made).bfloat16().cuda() for n in (192, 64)
+    )
     q = (114.0 * torch.eye(64)).bfloat16().cuda().expand(2, 3, 64, 64).contiguous()
     k = torch.zeros_like(v)
     k[:, :, 64:128] = q  # one whole tile of forward

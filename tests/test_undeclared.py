@@ -1,7 +1,8 @@
-"""Kernels that declare no claim: sound ones that round in another known way than `fa2` pass, and
-say which way; faulty ones fail as they did, though other ways are tried.
+"""Kernels that declare no claim: sound ones that round in another known way than `fa2`
+pass, and say which way; faulty ones fail as they did, though other ways are tried.
 
-That every planted fault is caught by the default cases is in test_api.py; here are rounding's."""
+That every planted fault is caught by the default cases is in test_api.py; here are
+rounding's."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ from numdev.testing import CheckFailed, check_attention
 BF16 = "bfloat16"
 FEW = ("causal", "grouped", "large-logits", "tied-maxima")
 planted, designs = load("benchmarks/planted.py"), load("benchmarks/designs.py")
-LONG = {"name": "long", "heads": 2, "seq_len": 385, "inputs": {"name": "normal", "logits": 16.0}}
+LONG = {
+    "name": "long",
+    "heads": 2,
+    "seq_len": 385,
+    "inputs": {"name": "normal", "logits": 16.0},
+}
 FA4 = "FlashAttention-4"
 LAGGING = (FA4, "a lagging maximum alone", "a lagging maximum and a polynomial")
 
@@ -51,7 +57,9 @@ def eager(case: Any) -> Tensor:
     return attend(case, recipe("eager"))
 
 
-def returns_nan(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+def returns_nan(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None
+) -> Tensor:
     """Right, but 0/0 in a row that sees no key."""
     S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
     S = S if attn_mask is None else S.masked_fill(~attn_mask, -math.inf)
@@ -98,7 +106,8 @@ def test_each_design_has_a_kernel_and_options() -> None:
 @pytest.mark.parametrize("name", designs.DESIGNS)
 @pytest.mark.one_in(8)
 def test_a_sound_design_is_not_accused(name: str) -> None:
-    """In both formats and passes, in grouped heads too; a maximum that lags is told by that."""
+    """In both formats and passes, in grouped heads too; a maximum that lags is told by
+    that."""
     result = check_attention(designs.kernel(name), cases=("grouped", LONG), seeds=0)
     said = {r.claim for r in result.report.rows if r.role == "kernel" and r.claim}
     assert (name in LAGGING) == any("FlashAttention-4" in claim for claim in said)
@@ -106,7 +115,8 @@ def test_a_sound_design_is_not_accused(name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_lagging_maximum_is_beyond_fa2_in_the_output_alone() -> None:
-    """Held to `fa2` the output is accused; held to what explains it, not even beside a wrong dV."""
+    """Held to `fa2` the output is accused; held to what explains it, not even beside a
+    wrong dV."""
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         v.register_hook(lambda grad: grad * 1.02) if v.requires_grad else None
@@ -120,14 +130,22 @@ def test_a_lagging_maximum_is_beyond_fa2_in_the_output_alone() -> None:
         assert {f.tensor for f in findings if f.severity == "exceeded"} == {tensor}
 
 
-FAULTS = ("row_sum_rounded", "p_truncated", "scores_rounded", "ds_truncated", "delta_missing")
+FAULTS = (
+    "row_sum_rounded",
+    "p_truncated",
+    "scores_rounded",
+    "ds_truncated",
+    "delta_missing",
+)
 
 
 def grouped(apart: bool, fault: str = "") -> Any:
-    """A function told of its groups, `planted.sound` in every query head but for the fault; dk and
-    dv of each are rounded `apart`, or what they sum is."""
+    """A function told of its groups, `planted.sound` in every query head but for the
+    fault; dk and dv of each are rounded `apart`, or what they sum is."""
 
-    def kernel(q: Tensor, k: Any, v: Any, is_causal: bool = False, enable_gqa: bool = False) -> Any:
+    def kernel(
+        q: Tensor, k: Any, v: Any, is_causal: bool = False, enable_gqa: bool = False
+    ) -> Any:
         wide = [x if apart else x.float() for x in (k, v)]
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide)
         return Within.apply(q, k, v, is_causal, fault)
@@ -139,20 +157,28 @@ class Within(torch.autograd.Function):
     """Sound in q's format, with gradients of k and v in theirs."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: str) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: str
+    ) -> Tensor:
         low, scale = [x.to(q.dtype) for x in (q, k, v)], q.shape[-1] ** -0.5
         planted._Flash.forward(ctx, *low, causal, scale, "")
         out, lse, m = ctx.to_save[3:]
         lse = lse.half().float() if fault == "log-sum-exp in fp16" else lse
         ctx.save_for_backward(*(x.to(k.dtype) for x in low), out, lse, m)
-        ctx.how = (causal, scale, "dq_accumulator_rounded" if fault.startswith("dq") else "")
+        ctx.how = (
+            causal,
+            scale,
+            "dq_accumulator_rounded" if fault.startswith("dq") else "",
+        )
         ctx.low = q.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(planted, "_rounded", lambda x, dtype: x.to(ctx.low).to(x.dtype))
+            patched.setattr(
+                planted, "_rounded", lambda x, dtype: x.to(ctx.low).to(x.dtype)
+            )
             if ctx.how[2]:
                 patched.setattr(planted, "TILE", 32)
             dq, dk, dv, *_ = planted._Flash.backward(ctx, grad, None)
@@ -178,10 +204,13 @@ def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) ->
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
-    ("fault", "tensor"), [("log-sum-exp in fp16", "dv"), ("dq in bf16 over 8 tiles", "dq")]
+    ("fault", "tensor"),
+    [("log-sum-exp in fp16", "dv"), ("dq in bf16 over 8 tiles", "dq")],
 )
 @pytest.mark.one_in(4)
-def test_no_way_to_sum_a_group_excuses_a_fault(apart: bool, fault: str, tensor: str) -> None:
+def test_no_way_to_sum_a_group_excuses_a_fault(
+    apart: bool, fault: str, tensor: str
+) -> None:
     """Neither leaves room for what else is rounded."""
     with pytest.raises(CheckFailed) as caught:
         check_attention(grouped(apart, fault), cases=WIDE, formats=BF16)
@@ -195,14 +224,19 @@ def test_a_fault_is_explained_by_no_way(name: str) -> None:
     fault = next(p for p in planted.PLANTED if p.name == name)
     for backward in (True, False) if "out" in fault.tensors else (True,):
         with pytest.raises(CheckFailed) as caught:
-            check_attention(fault.function, cases=FEW[:2], formats=BF16, backward=backward)
+            check_attention(
+                fault.function, cases=FEW[:2], formats=BF16, backward=backward
+            )
         assert claims(caught.value.result.report.rows) <= {"fa2"}
 
 
-@pytest.mark.parametrize("name", ["causal", "grouped", "additive-mask", "empty-rows", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["causal", "grouped", "additive-mask", "empty-rows", "sinks"]
+)
 @pytest.mark.parametrize("words", WAYS)
 def test_ways_are_attention(words: str, name: str) -> None:
-    """Each, in both passes, is within a few roundings of fp64, and 0 where a row sees no key."""
+    """Each, in both passes, is within a few roundings of fp64, and 0 where a row sees no
+    key."""
     prepared = bench_of(name)
     found = Kernel(name="way", function=WAYS[words]).gradients(prepared.case)
     exact = gradients(prepared.case)
@@ -213,7 +247,8 @@ def test_ways_are_attention(words: str, name: str) -> None:
 
 
 def test_only_elements_explain() -> None:
-    """Errors of a way's size but another sign, or twice as large, are not its own; its own are."""
+    """Errors of a way's size but another sign, or twice as large, are not its own; its
+    own are."""
     prepared = bench_of("causal")
     step = emulated_step(prepared.case, {"preset": "eager"})
     formats = dict.fromkeys(step, prepared.case.format)
@@ -230,8 +265,10 @@ def test_only_elements_explain() -> None:
 
 
 def test_worst_rows_are_held_to_the_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's worst row is as far off where it is named as in the kernel's own rows."""
-    monkeypatch.setattr(explanations, "NOTABLE", 0.0)  # else rows as predicted are not listed
+    """A kernel's worst row is as far off where it is named as in the kernel's own
+    rows."""
+    # Else rows as predicted are not listed
+    monkeypatch.setattr(explanations, "NOTABLE", 0.0)
     bench, kernel = bench_of("large-logits"), Kernel(name="mine", function=eager)
     task = task_of(bench, kernel)
     measured = measure_task(task, kernel, bench, HERE)
@@ -253,7 +290,11 @@ def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
     said = " ".join(str(caught.value).split())
     assert "returns NaN or infinity in fully masked rows" in said
     assert "empty-rows" in said
-    rows = [r for r in caught.value.result.report.rows if r.role == "kernel" and r.tensor == "out"]
+    rows = [
+        r
+        for r in caught.value.result.report.rows
+        if r.role == "kernel" and r.tensor == "out"
+    ]
     hurt = [r for r in rows if r.empty_nonfinite is not None]
     assert {r.case for r in hurt} == {"empty-rows"}
     assert all(r.empty_rows and r.empty_nonfinite == 64 * r.empty_rows for r in hurt)
@@ -264,13 +305,18 @@ def test_a_number_in_rows_without_keys_passes() -> None:
     for function in (designs.through_casts, wrapper):
         check_attention(function, cases="empty-rows")
     result = check_attention(planted.sound, cases=["empty-rows", "full"])
-    assert result.skipped[0] == "Not tested, since the function has no parameter for it: mask."
+    assert (
+        result.skipped[0]
+        == "Not tested, since the function has no parameter for it: mask."
+    )
 
 
 @pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, False)])
-def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(wrong: int, passes: bool) -> None:
-    """dS of upstream gradients as large as this is beyond float16 wherever it is rounded, and dq is
-    not; beside it the other tensors are explained as ever. NaN elsewhere is."""
+def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(
+    wrong: int, passes: bool
+) -> None:
+    """dS of upstream gradients as large as this is beyond float16 wherever it is rounded,
+    and dq is not; beside it the other tensors are explained as ever. NaN elsewhere is."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if wrong:
@@ -291,7 +337,9 @@ def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(wrong: int, passes: b
     assert "intermediates overflow float16" in str(found) or not passes
 
 
-def test_what_explained_a_call_is_tried_alone_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_explained_a_call_is_tried_alone_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A check's kernel rounds alike in all calls: all ways are tried in one of them."""
     searched: list[str] = []
     whole = naming.likenesses
@@ -301,7 +349,9 @@ def test_what_explained_a_call_is_tried_alone_in_the_next(monkeypatch: pytest.Mo
         return whole(output, tensors, formats, bench, system)
 
     def wrapped(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal
+        )
 
     monkeypatch.setattr(naming, "likenesses", counted)
     given: Any = {"cases": ["causal", "long", "cross"], "formats": "bfloat16"}

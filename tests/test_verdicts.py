@@ -1,4 +1,5 @@
-"""What must not pass, each beside a sound twin that does: from the command line, run and gate."""
+"""What must not pass, each beside a sound twin that does: from the command line, run and
+gate."""
 
 from __future__ import annotations
 
@@ -39,9 +40,12 @@ KINDS = ("audit", "effects", "invariance")
 
 
 def kernels(*names: str) -> list[str]:
-    """`--kernel` for each; those without a backend of that name are of verdict_kernels."""
+    """`--kernel` for each; those without a backend of that name are of
+    verdict_kernels."""
     own = (n if hasattr(verdict_kernels, n) else "" for n in names)
-    full = (f"verdict_kernels:{n}" if n else name for n, name in zip(own, names, strict=True))
+    full = (
+        f"verdict_kernels:{n}" if n else name for n, name in zip(own, names, strict=True)
+    )
     return [word for name in full for word in ("--kernel", name)]
 
 
@@ -70,7 +74,7 @@ def rules_in(folder: Path, **content: Any) -> Path:
     return file
 
 
-# --- estimates without an interval ----------------------------------------------------------------
+# --- estimates without an interval ----------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
@@ -98,8 +102,8 @@ def test_few_sampled_rows_decide_nothing(rows: int, tmp_path: Path) -> None:
 def test_all_rows_or_enough_of_them_decide(
     kernel: str, flags: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
-    """The same kernel fails, and the same roundings once pass, by the numbers and by their
-    intervals."""
+    """The same kernel fails, and the same roundings once pass, by the numbers and by
+    their intervals."""
     ran = measured(tmp_path, *AUDIT, *kernels(kernel), *flags, "--gate")
     assert ran.code == code
     [error] = having(gated(tmp_path)[1], rule="error")
@@ -108,9 +112,12 @@ def test_all_rows_or_enough_of_them_decide(
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 3])
-def test_few_sequences_decide_nothing(sequences: int, target: Path, tmp_path: Path) -> None:
-    """Of one and two sequences a cost of 8 times the predicted one (limit 1.5) is NOT JUDGED, and
-    shown as it is: the geometric mean of the rows' ratios. Of three it fails."""
+def test_few_sequences_decide_nothing(
+    sequences: int, target: Path, tmp_path: Path
+) -> None:
+    """Of one and two sequences a cost of 8 times the predicted one (limit 1.5) is NOT
+    JUDGED, and shown as it is: the geometric mean of the rows' ratios. Of three it
+    fails."""
     own = kernels("six_times", "sdpa-math")
     ran = effects(target, tmp_path, *own, sequences=sequences)
     costs = {
@@ -144,27 +151,29 @@ def test_a_single_sequence_decides_what_is_certain(target: Path, tmp_path: Path)
     assert ran.code == gated(tmp_path)[0] == 1
 
 
-# --- metrics under sampling -----------------------------------------------------------------------
+# --- metrics under sampling -----------------------------------------------------------
 
 CLASSES = (WHOLE, MAXIMA, ESTIMATED, TESTED)
 
 
 def test_every_metric_is_in_exactly_one_class() -> None:
-    """What sampled rows tell of it was decided for each, and the classes name no other."""
-    assert {name: sum(name in each for each in CLASSES) for name in METRICS} == dict.fromkeys(
-        METRICS, 1
-    )
+    """What sampled rows tell of it was decided for each, and the classes name no
+    other."""
+    assert {
+        name: sum(name in each for each in CLASSES) for name in METRICS
+    } == dict.fromkeys(METRICS, 1)
     assert frozenset().union(*CLASSES) == METRICS
 
 
 @pytest.mark.parametrize(
-    ("classified", "sampled", "code"), [(False, True, 3), (True, True, 0), (False, False, 0)]
+    ("classified", "sampled", "code"),
+    [(False, True, 3), (True, True, 0), (False, False, 0)],
 )
 def test_a_metric_in_no_class_is_not_judged_where_rows_are_sampled(
     classified: bool, sampled: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that somebody adds and forgets; where it is said to be exact, or all rows are there, it
-    is judged."""
+    """One that somebody adds and forgets; where it is said to be exact, or all rows are
+    there, it is judged."""
     monkeypatch.setitem(of_rows.DERIVED, "newest", lambda row: row.rms)
     monkeypatch.setattr(rule_book, "METRICS", METRICS | {"newest"})
     if classified:
@@ -177,7 +186,7 @@ def test_a_metric_in_no_class_is_not_judged_where_rows_are_sampled(
     assert test.observed == 1e-3
 
 
-# --- the model's own checks -----------------------------------------------------------------------
+# --- the model's own checks -----------------------------------------------------------
 
 
 def raises(*_: Any, **__: Any) -> None:
@@ -207,7 +216,8 @@ UNTRIED = {
 def test_a_check_that_could_not_be_tried_is_no_pass(
     name: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was asked for, and what it needs raises: NOT JUDGED, with its name and the reason."""
+    """It was asked for, and what it needs raises: NOT JUDGED, with its name and the
+    reason."""
     plant, flags = UNTRIED[name]
     plant(monkeypatch)
     ran = effects(target, tmp_path, *kernels("sdpa-math"), *flags)
@@ -215,23 +225,29 @@ def test_a_check_that_could_not_be_tried_is_no_pass(
     code, verdict = gated(tmp_path)
     assert code == 3
     [check] = having(verdict, rule=name)
-    assert (check["standing"], check["reasons"]) == ("undecided", ["RuntimeError: none today"])
+    assert (check["standing"], check["reasons"]) == (
+        "undecided",
+        ["RuntimeError: none today"],
+    )
     assert f"{name} could not be judged of model" in ran.words
     [model] = [v for v in ran.report.verdicts if v.kernel == "model"]
     assert model.outcome == "unmeasured"
 
 
 EVERY = (
-    "repeat, eager, sdpa, causality, cache, mask, batch, compiled, compiled eager and format hold"
+    "repeat, eager, sdpa, causality, cache, mask, batch, compiled, compiled "
+    "eager and format hold"
 )
-NO_COMPILER = "compiled (not asked for: --compile), compiled eager (not asked for: --compile)"
+NO_COMPILER = (
+    "compiled (not asked for: --compile), compiled eager (not asked for: --compile)"
+)
 ASKED = f"cache (not asked for: --generate), {NO_COMPILER}"
 ONE = "the model has one implementation of attention"
 SENTENCES = {
     "decoder, all": ("llama", ("--generate", "4", "--compile"), EVERY),
     "decoder": (
         "llama", (),
-        "repeat, eager, sdpa, causality, mask, batch and format hold; not tested: " + ASKED,
+        ("repeat, eager, sdpa, causality, mask, batch and format hold; not tested: ") + ASKED,
     ),
     "encoder": (
         "bert", (),
@@ -240,7 +256,7 @@ SENTENCES = {
     ),
     "sees only the future": (
         "backwards", (),
-        f"repeat, batch and format hold; not tested: eager ({ONE}), sdpa ({ONE}), causality (the "
+        f"repeat, batch and format hold; not tested: eager ({ONE}), sdpa ({ONE}), " "causality (the "
         "model is no decoder), cache (not asked for: --generate), mask (no attention mask), "
         + NO_COMPILER,
     ),
@@ -248,7 +264,8 @@ SENTENCES = {
 
 
 def stored(name: str, folder: Path) -> tuple[Any, ...]:
-    """A model as a target, of tests/models.py or of verdict_kernels, and the options it needs."""
+    """A model as a target, of tests/models.py or of verdict_kernels, and the options it
+    needs."""
     if name in models.MODELS:
         return (models.saved(name, folder),)
     file = folder / f"{name}.safetensors"
@@ -260,8 +277,8 @@ def stored(name: str, folder: Path) -> tuple[Any, ...]:
 def test_the_models_sentence_is_what_was_tested(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What held, and what was not tested and why; nothing more. (A compiler that changes nothing
-    stands for one that takes minutes.)"""
+    """What held, and what was not tested and why; nothing more. (A compiler that changes
+    nothing stands for one that takes minutes.)"""
     name, flags, sentence = SENTENCES[case]
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     path, *more = stored(name, tmp_path)
@@ -288,17 +305,20 @@ def test_of_a_model_that_does_not_repeat_itself_nothing_else_is_said(
     assert {t["rule"] for t in decided if t["observed"] is not None} == {"repeat"}
 
 
-# --- rule files -----------------------------------------------------------------------------------
+# --- rule files -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def declined(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """By kind, a report of a sound kernel and of one that declines every call, by its rules."""
+    """By kind, a report of a sound kernel and of one that declines every call, by its
+    rules."""
     folder = tmp_path_factory.mktemp("declined")
     both = kernels("sdpa-math", "declines")
     rules = rules_in(folder, skipped="allow")
     return {
-        kind: measured(folder / kind, *command(kind, target), *both, "--thresholds", rules)
+        kind: measured(
+            folder / kind, *command(kind, target), *both, "--thresholds", rules
+        )
         for kind in KINDS
     }
 
@@ -321,7 +341,11 @@ RULE_FILES = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("content", "code"), RULE_FILES, ids=lambda x: str(x))
 def test_a_rule_file_means_the_same_for_every_kind(
-    content: dict[str, Any], code: int, kind: str, declined: dict[str, Ran], tmp_path: Path
+    content: dict[str, Any],
+    code: int,
+    kind: str,
+    declined: dict[str, Ran],
+    tmp_path: Path,
 ) -> None:
     """`holds_for`, `required`, `catches` and `skipped`, by the gate."""
     rules = rules_in(tmp_path, **content)
@@ -330,9 +354,12 @@ def test_a_rule_file_means_the_same_for_every_kind(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_file_is_the_runs_own(kind: str, declined: dict[str, Ran]) -> None:
-    """The run that was given the rules ends as the gate does with them, and its report says so."""
+    """The run that was given the rules ends as the gate does with them, and its report
+    says so."""
     ran = declined[kind]
-    assert Rules.model_validate(ran.report.rules) == read_rules(ran.folder.parent / "rules.yaml")
+    assert Rules.model_validate(ran.report.rules) == read_rules(
+        ran.folder.parent / "rules.yaml"
+    )
     assert (ran.code, ran.report.outcome) == (0, "passed")
     assert called("gate", ran.folder)[0] == 3  # by the default rules
 
@@ -341,8 +368,8 @@ def test_a_rule_file_is_the_runs_own(kind: str, declined: dict[str, Ran]) -> Non
 def test_what_was_asked_for_by_name_was(
     kind: str, declined: dict[str, Ran], tmp_path: Path
 ) -> None:
-    """A plan that says that its kernels were not named, beside a request that names them, does not
-    excuse the one that declined."""
+    """A plan that says that its kernels were not named, beside a request that names them,
+    does not excuse the one that declined."""
     data = json.loads(declined[kind].report.model_dump_json())
     assert data["plan"]["named"]
     data["plan"]["named"] = False
@@ -352,12 +379,14 @@ def test_what_was_asked_for_by_name_was(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("content", [{"required": ["absent"]}, {"holds_for": {"gpu": "absent"}}])
+@pytest.mark.parametrize(
+    "content", [{"required": ["absent"]}, {"holds_for": {"gpu": "absent"}}]
+)
 def test_a_run_by_rules_that_cannot_be_met_is_no_pass(
     content: dict[str, Any], kind: str, target: Path, tmp_path: Path
 ) -> None:
-    """A kernel that is required and not there; another machine, which is told before anything is
-    measured."""
+    """A kernel that is required and not there; another machine, which is told before
+    anything is measured."""
     rules = rules_in(tmp_path, **content)
     flags = (*kernels("sdpa-math"), "--thresholds", rules)
     ran = measured(tmp_path / "out", *command(kind, target), *flags)
@@ -366,7 +395,8 @@ def test_a_run_by_rules_that_cannot_be_met_is_no_pass(
 
 
 def test_a_fault_that_was_planted_and_is_caught_passes(tmp_path: Path) -> None:
-    """`catches` in an audit with planted faults; not from a dose below those that are caught."""
+    """`catches` in an audit with planted faults; not from a dose below those that are
+    caught."""
     audit = (*AUDIT, *kernels("sdpa-math"), "--control", "--gate")
     assert measured(tmp_path / "out", *audit).code == 0
     power = {p["fault"]: p for p in gated(tmp_path / "out")[1]["power"]}
@@ -377,12 +407,12 @@ def test_a_fault_that_was_planted_and_is_caught_passes(tmp_path: Path) -> None:
         assert gated(tmp_path / "out", "--thresholds", rules)[0] == expected
 
 
-# --- axes and yardsticks --------------------------------------------------------------------------
+# --- axes and yardsticks --------------------------------------------------------------
 
 
 def test_memory_that_runs_out_for_all_but_one_shape_is_no_excuse(tmp_path: Path) -> None:
-    """An axis along which a kernel ran in no call is NOT JUDGED, those that must keep bits among
-    them."""
+    """An axis along which a kernel ran in no call is NOT JUDGED, those that must keep
+    bits among them."""
     verdict_kernels.FIRST.clear()
     ran = measured(tmp_path, *INVARIANCE, *kernels("raises_elsewhere"), "--gate")
     assert ran.code == 3
@@ -405,8 +435,8 @@ def test_an_error_that_speaks_of_memory_is_a_failure(tmp_path: Path) -> None:
 def test_a_models_output_is_held_to_what_roundings_explain(
     name: str, code: int, tmp_path: Path
 ) -> None:
-    """One that moves with its neighbours in the batch fails, its kernel does not; its twin that is
-    told which dimension is the batch passes."""
+    """One that moves with its neighbours in the batch fails, its kernel does not; its
+    twin that is told which dimension is the batch passes."""
     path, *more = stored(name, tmp_path)
     flags = ("--length", "24", "--axis", "batch", "--gate", *kernels("sdpa-math"))
     ran = measured(tmp_path / "out", "invariance", path, *more, *flags)
@@ -421,7 +451,8 @@ def test_a_models_output_is_held_to_what_roundings_explain(
 def test_a_models_output_that_could_not_be_compared_is_no_pass(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Along an axis that was asked for, the model's cache raises; without that it passes."""
+    """Along an axis that was asked for, the model's cache raises; without that it
+    passes."""
     flags = ("--length", "24", "--axis", "decode", "--gate", *kernels("sdpa-math"))
     assert measured(tmp_path / "sound", "invariance", target, *flags).code == 0
     plant_no_cache(monkeypatch)
@@ -440,7 +471,7 @@ def test_a_yardstick_that_was_asked_for_has_a_verdict(
     assert ("baseline", "passed") in [(v.kernel, v.outcome) for v in ran.report.verdicts]
 
 
-# --- what is not finite ---------------------------------------------------------------------------
+# --- what is not finite ---------------------------------------------------------------
 
 WEIGHT = "model.layers.1.self_attn.q_proj"
 
@@ -478,8 +509,8 @@ def test_a_weight_that_is_nan_is_named_and_no_pass(
 def test_where_every_run_overflows_run_and_gate_agree(
     planted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No kernel gives a number: NOT JUDGED, with the layer; with a check that fails beside it,
-    FAIL, of both."""
+    """No kernel gives a number: NOT JUDGED, with the layer; with a check that fails
+    beside it, FAIL, of both."""
     path = models.saved("llama", tmp_path)
     weights = load_file(path / "model.safetensors")
     weight = weights["model.layers.0.mlp.up_proj.weight"]
@@ -500,7 +531,7 @@ def test_a_kernel_that_gives_nan_fails(kind: str, target: Path, tmp_path: Path) 
     assert ran.code == gated(tmp_path)[0] == 1
 
 
-# --- what was read --------------------------------------------------------------------------------
+# --- what was read --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "code"), [("abc", 3), ("the quick brown fox " * 99, 0)])
@@ -509,11 +540,14 @@ def test_a_kernel_that_gives_nan_fails(kind: str, target: Path, tmp_path: Path) 
 def test_a_text_that_is_too_short_is_no_pass(
     kind: str, text: str, code: int, tmp_path: Path
 ) -> None:
-    """How much was read and asked for stands beside the verdict; of a longer one nothing."""
+    """How much was read and asked for stands beside the verdict; of a longer one
+    nothing."""
     (tmp_path / "text.txt").write_text(text)
     more = ("--no-sites",) if kind == "effects" else ("--layers", "0")
     flags = ("--text", tmp_path / "text.txt", "--length", "16", "--sequences", "3", *more)
-    ran = measured(tmp_path / "out", kind, "demo", *flags, *kernels("sdpa-math"), "--gate")
+    ran = measured(
+        tmp_path / "out", kind, "demo", *flags, *kernels("sdpa-math"), "--gate"
+    )
     assert ran.code == gated(tmp_path / "out")[0] == code
     words = "1 x 2 tokens were read where 3 x 16 tokens were asked for"
     assert (words in ran.words) == bool(code)
@@ -524,7 +558,7 @@ def test_a_text_that_is_too_short_is_no_pass(
     assert ("NOT JUDGED" in shown.words) == bool(code)
 
 
-# --- arguments ------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["", " "])
@@ -547,12 +581,13 @@ def test_a_log_sum_exp_of_a_wrong_shape_is_not_dropped(
     assert (words in ran.words) == bool(code)
 
 
-# --- float32 in effects ---------------------------------------------------------------------------
+# --- float32 in effects ---------------------------------------------------------------
 
 
 def test_a_column_is_called_what_it_holds(target: Path, tmp_path: Path) -> None:
-    """In float32 nothing is predicted: the ratio is to eager attention, which is not judged
-    against itself; in bfloat16 to the prediction, which eager attention has too."""
+    """In float32 nothing is predicted: the ratio is to eager attention, which is not
+    judged against itself; in bfloat16 to the prediction, which eager attention has
+    too."""
     own = kernels("sdpa-math")
     float32 = effects(target, tmp_path / "f", *own, "--format", "float32")
     bfloat16 = effects(target, tmp_path / "b", *own)
@@ -568,8 +603,14 @@ def test_a_column_is_called_what_it_holds(target: Path, tmp_path: Path) -> None:
             for r in ran.report.summary.runs
             if (r.kind, r.kernel) == ("attention", "sdpa-math") and r.layer is None
         )
-        kind, kernel = ("attention", "baseline") if fmt == "float32" else ("predicted", "sdpa-math")
-        costs = {(r.kind, r.kernel, r.sequence): r.cost for r in ran.report.rows if r.layer is None}
+        kind, kernel = (
+            ("attention", "baseline") if fmt == "float32" else ("predicted", "sdpa-math")
+        )
+        costs = {
+            (r.kind, r.kernel, r.sequence): r.cost
+            for r in ran.report.rows
+            if r.layer is None
+        }
         ratios = [
             costs["attention", "sdpa-math", i] / costs[kind, kernel, i] for i in range(3)
         ]  # fmt: skip
@@ -581,9 +622,13 @@ def test_a_column_is_called_what_it_holds(target: Path, tmp_path: Path) -> None:
     assert shares == {"float32": "not applicable", "bfloat16": "held"}
 
 
-def test_eager_attention_is_not_judged_against_itself(target: Path, tmp_path: Path) -> None:
+def test_eager_attention_is_not_judged_against_itself(
+    target: Path, tmp_path: Path
+) -> None:
     """A kernel that is far worse than it fails in float32, where it is the yardstick."""
     own = kernels("a_hundred_times")
     ran = effects(target, tmp_path, *own, "--format", "float32")
-    [test] = having(gated(tmp_path)[1], rule="own share", kernel="verdict_kernels:a_hundred_times")
+    [test] = having(
+        gated(tmp_path)[1], rule="own share", kernel="verdict_kernels:a_hundred_times"
+    )
     assert (ran.code, test["standing"]) == (1, "exceeded")

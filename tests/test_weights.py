@@ -1,4 +1,5 @@
-"""`numdev weights` as a user meets it: what is compared, what is said, and the exit codes."""
+"""`numdev weights` as a user meets it: what is compared, what is said, and the exit
+codes."""
 
 from __future__ import annotations
 
@@ -77,14 +78,17 @@ def matters(found: WeightsReport, what: str) -> list[tuple[str, str | None]]:
 def test_equal_weights_are_said_to_be_equal(compare: Compare) -> None:
     """Every element equal: one sentence, and no remark."""
     found = compare(state(), state())
-    assert said(found) == "b.pt equals a.pt: every finite element of the 4 tensors compared (456)."
+    assert (
+        said(found)
+        == "b.pt equals a.pt: every finite element of the 4 tensors compared (456)."
+    )
     assert found.remarks == ()
     assert found.totals[0].identical == 4
 
 
 def test_weights_in_bfloat16_are_set_beside_a_coarser_cast(compare: Compare) -> None:
-    """Where the first is stored in bfloat16 a cast to it changes nothing; the yardstick is the
-    first coarser format. Where there is none, that is said."""
+    """Where the first is stored in bfloat16 a cast to it changes nothing; the yardstick
+    is the first coarser format. Where there is none, that is said."""
     first = {k: x.bfloat16() for k, x in state().items()}
     assert compare(first, state(1)).totals[0].yardstick == "float8_e4m3fn"
     found = compare({k: x.to(torch.float8_e4m3fn) for k, x in state().items()}, state(1))
@@ -104,7 +108,8 @@ def test_tensors_of_zeros_are_not_equal(compare: Compare) -> None:
     same = compare(state(0, **more), state(0, **more))
     assert same.totals[0].equal == 1.0
     assert said(same) == (
-        "b.pt equals a.pt: every finite element of the 4 tensors compared, and 2 more are 0 in "
+        "b.pt equals a.pt: every finite element of the 4 tensors compared, and 2 "
+        "more are 0 in "
         "both."
     )
     assert said(compare(more, more)) == (
@@ -112,19 +117,23 @@ def test_tensors_of_zeros_are_not_equal(compare: Compare) -> None:
     )
 
 
-@pytest.mark.parametrize(("elements", "least", "most"), [(4_000, 15, 40), (1_000_000, 0.7, 2.0)])
+@pytest.mark.parametrize(
+    ("elements", "least", "most"), [(4_000, 15, 40), (1_000_000, 0.7, 2.0)]
+)
 def test_w1_of_two_seeds_is_set_beside_a_cast(
     compare: Compare, elements: int, least: float, most: float
 ) -> None:
-    """Two draws of N(0, 0.02): many casts in a small tensor, about one in a million values. The
-    sentence has the quotient: W1 over that of a cast, which is its mean change."""
+    """Two draws of N(0, 0.02): many casts in a small tensor, about one in a million
+    values. The sentence has the quotient: W1 over that of a cast, which is its mean
+    change."""
     a, b = normal(elements, seed=1), normal(elements, seed=2)
     found = compare({"w": a}, {"w": b})
     cast = (a.bfloat16().double() - a.double()).abs().mean()
     quotient = wasserstein_distance(a.double().numpy(), b.double().numpy()) / float(cast)
     assert least < quotient < most
-    assert f"of the mean difference and {times(quotient)}× that of one cast to bfloat16. " in said(
-        found
+    assert (
+        f"of the mean difference and {times(quotient)}× that of one cast to bfloat16. "
+        in said(found)
     )
     assert "takes two seeds for one cast" not in said(found)
 
@@ -153,8 +162,9 @@ def test_nan_weights_are_counted_and_the_rest_is_compared(compare: Compare) -> N
 
 
 def test_what_a_pickle_holds_that_is_no_array_is_named(compare: Compare) -> None:
-    """Sparse, nested, without values, complex; and a shape that the stored bytes are not enough
-    for, which would take forever to compare. The rest is compared, and nothing is a bug."""
+    """Sparse, nested, without values, complex; and a shape that the stored bytes are not
+    enough for, which would take forever to compare. The rest is compared, and nothing is
+    a bug."""
     odd = {
         "sparse": torch.eye(2).to_sparse(),
         "empty": torch.empty(3, device="meta"),
@@ -171,7 +181,10 @@ def test_what_a_pickle_holds_that_is_no_array_is_named(compare: Compare) -> None
 
 def test_a_difference_beyond_float64_is_not_zero(compare: Compare) -> None:
     """Two ends of float64's range are not said to be equal, nor to hold no element."""
-    ends = [{"w": torch.full((4,), sign * 1.7e308, dtype=torch.float64)} for sign in (1.0, -1.0)]
+    ends = [
+        {"w": torch.full((4,), sign * 1.7e308, dtype=torch.float64)}
+        for sign in (1.0, -1.0)
+    ]
     found = compare(*ends)
     [row] = found.rows
     assert (row.max_abs, row.mean_abs, row.equal) == (None, None, 0.0)
@@ -180,7 +193,8 @@ def test_a_difference_beyond_float64_is_not_zero(compare: Compare) -> None:
 
 
 def test_a_tied_head(compare: Compare) -> None:
-    """A pickle that shares storage has it under both names; a set that leaves it out lacks it."""
+    """A pickle that shares storage has it under both names; a set that leaves it out
+    lacks it."""
     tied = {HEAD: state(1)[EMBEDDING], **state(1)}
     tied[EMBEDDING] = tied[HEAD]
     for found in (compare(state(), tied), compare(tied, state())):
@@ -191,8 +205,11 @@ def test_a_tied_head(compare: Compare) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., tuple[int, str, str]]:
-    """`numdev weights ARGUMENTS -o out` in a directory with a.pt, b.pt and c.pt: code, output."""
+def run(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> Callable[..., tuple[int, str, str]]:
+    """`numdev weights ARGUMENTS -o out` in a directory with a.pt, b.pt and c.pt: code,
+    output."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("a.pt", "b.pt", "c.pt")):
         torch.save(state(seed), name)
@@ -201,7 +218,8 @@ def run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., tuple[in
 
 
 def test_damage_is_exit_code_3_after_the_report(run: Any, tmp_path: Path) -> None:
-    """A truncated shard: the rest is reported, one line names it, and none of it is missing."""
+    """A truncated shard: the rest is reported, one line names it, and none of it is
+    missing."""
     for name, seed in (("x", 0), ("y", 1)):
         sharded(tmp_path / name, state(seed))
     path = tmp_path / "y" / "model-00002-of-00002.safetensors"
@@ -224,7 +242,11 @@ def test_errors_are_one_line(run: Any) -> None:
         ("a.pt nowhere.pt", 2, "no such file or directory"),
         ("a.pt b.pt b.pt", 2, "given twice"),
         ("a.pt broken.pt", 3, "broken.pt: is damaged or holds Python objects"),
-        ("a.pt others.pt", 3, "no tensor could be compared: others.pt: model.embed_tokens"),
+        (
+            "a.pt others.pt",
+            3,
+            "no tensor could be compared: others.pt: model.embed_tokens",
+        ),
     ):
         found, out, err = run(*names.split())
         assert (found, out, err.count("\n")) == (code, "", 1)
@@ -244,10 +266,14 @@ def test_another_request_is_refused(run: Any) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_numbers_are_the_same(run: Any, tmp_path: Path) -> None:
     """CPU and GPU add up in other orders (n u of 256 terms) and agree in all else."""
-    here, there = (weights(["a.pt", "b.pt"], tmp_path / d, device=d) for d in ("cpu", "cuda"))
+    here, there = (
+        weights(["a.pt", "b.pt"], tmp_path / d, device=d) for d in ("cpu", "cuda")
+    )
     for one, other in zip(here.rows, there.rows, strict=True):
         for name, value in one.model_dump().items():
-            wanted = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+            wanted = (
+                pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+            )
             assert getattr(other, name) == wanted, (one.tensor, name)
 
 
@@ -282,10 +308,12 @@ def agree(found: dict[str, Any], wanted: dict[str, float]) -> bool:
 
 
 def test_a_group_is_its_tensors_laid_end_to_end() -> None:
-    """Every paired number of several tensors is that of their concatenation by numpy and scipy, W1
-    of a cast among them; W1 is the mean of theirs, which is never below W1 of the concatenation.
-    The comparison rejects a number that is off by 1e-9."""
-    pairs = [(normal(40, n, seed=n), normal(40, n, seed=n + 1, size=0.1)) for n in (3, 50, 77)]
+    """Every paired number of several tensors is that of their concatenation by numpy and
+    scipy, W1 of a cast among them; W1 is the mean of theirs, which is never below W1 of
+    the concatenation. The comparison rejects a number that is off by 1e-9."""
+    pairs = [
+        (normal(40, n, seed=n), normal(40, n, seed=n + 1, size=0.1)) for n in (3, 50, 77)
+    ]
     pairs[0][0][:9] = pairs[0][1][:9]
     pairs.append((torch.zeros(7), torch.zeros(7)))
     found = numbers(pooled([compared(a, b, cast_costs(b)) for a, b in pairs]), "mean_w1")
@@ -298,7 +326,8 @@ def test_a_group_is_its_tensors_laid_end_to_end() -> None:
     assert found["nulls"] == {}
     each = [wasserstein_distance(*(t.flatten().numpy() for t in pair)) for pair in pairs]
     mean = np.average(each, weights=[x.numel() for x, _ in pairs])
-    assert found["mean_w1"] == pytest.approx(mean, rel=1e-6)  # scipy adds float32 up in float32
+    # Scipy adds float32 up in float32
+    assert found["mean_w1"] == pytest.approx(mean, rel=1e-6)
     assert found["mean_w1"] >= of_all
 
 
@@ -306,7 +335,9 @@ def test_formats_of_8_bits_and_of_64() -> None:
     """Weights stored in float8 and float64 are compared like any."""
     b = normal(30, 30, seed=6, size=1.0)
     found = measured(b.to(torch.float8_e4m3fn), b.double())
-    assert found["max_abs"] == (b.to(torch.float8_e4m3fn).double() - b.double()).abs().max()
+    assert (
+        found["max_abs"] == (b.to(torch.float8_e4m3fn).double() - b.double()).abs().max()
+    )
     assert found["float8_e4m3fn_times"] == pytest.approx(1, rel=RELATIVE)
     nulls = measured(b, b.to(torch.float8_e4m3fn))["nulls"]
     assert nulls.keys() == {"float8_e4m3fn_times", *(f"{name}_times" for name in CASTS)}
@@ -325,7 +356,9 @@ KINDS_OF = {
     "norm": "transformer.h.3.ln_1.weight model.layers.10.self_attn.k_norm.weight "
     "bert.embeddings.LayerNorm.weight vit.encoder.layer.0.layernorm_before.weight",
     "other": "model.layers.0.self_attn.rotary_emb.inv_freq 0.weight",
-    "head": "lm_head.weight output.weight cls.predictions.transform.dense.weight head.weight",
+    "head": (
+        "lm_head.weight output.weight cls.predictions.transform.dense.weight head.weight"
+    ),
 }
 """Names of GPT-2, Llama, BERT, ViT, timm, T5 and PyTorch's Transformer."""
 
@@ -338,13 +371,20 @@ def test_kinds_by_common_names(kind: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
-    """NaN and infinity are counted for their side; the numbers are those of the finite pairs."""
+    """NaN and infinity are counted for their side; the numbers are those of the finite
+    pairs."""
     a, b = normal(50, seed=4), normal(50, seed=5)
     clean = measured(a[3:], b[3:])
     a[0] = a[1] = b[1] = b[2] = bad
     found = measured(a, b)
-    assert (found["nonfinite_of"], found["nonfinite_against"], found["elements"]) == (2, 2, 50)
-    assert all(found[k] == clean[k] for k in ("max_abs", "mean_abs", "rel", "w1", "equal"))
+    assert (found["nonfinite_of"], found["nonfinite_against"], found["elements"]) == (
+        2,
+        2,
+        50,
+    )
+    assert all(
+        found[k] == clean[k] for k in ("max_abs", "mean_abs", "rel", "w1", "equal")
+    )
 
 
 STATE = {
@@ -360,7 +400,9 @@ APP = {"app": {"model": {f"module.{k}": x for k, x in STATE.items()}, **OPTIMISE
 
 def values(path: Path | str) -> dict[str, Tensor]:
     """Everything in a set of weights."""
-    return {name: stored.read() for name, stored in open_weights(str(path)).tensors.items()}
+    return {
+        name: stored.read() for name, stored in open_weights(str(path)).tensors.items()
+    }
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -370,8 +412,8 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 
 
 def test_every_kind_of_file_gives_its_tensors(tmp_path: Path) -> None:
-    """Names, formats and values are those that were saved, without wrappers' prefixes; and the
-    comparison rejects another value, format or name."""
+    """Names, formats and values are those that were saved, without wrappers' prefixes;
+    and the comparison rejects another value, format or name."""
     (tmp_path / "lone").mkdir()
     save_file(STATE, tmp_path / "m.safetensors")
     save_file(STATE, tmp_path / "lone" / "adapter_model.safetensors")
@@ -380,7 +422,10 @@ def test_every_kind_of_file_gives_its_tensors(tmp_path: Path) -> None:
     torch.save(NESTED, tmp_path / "m.pth")
     index = sharded(tmp_path / "sharded", STATE)
     for path in (
-        *(tmp_path / name for name in ("m.safetensors", "lone", "m.pt", "m.bin", "m.pth")),
+        *(
+            tmp_path / name
+            for name in ("m.safetensors", "lone", "m.pt", "m.bin", "m.pth")
+        ),
         *(index, index.parent),
         distributed(tmp_path / "d", dict(STATE)),
         distributed(tmp_path / "n", {"model": dict(STATE), **OPTIMISER}),
@@ -388,14 +433,20 @@ def test_every_kind_of_file_gives_its_tensors(tmp_path: Path) -> None:
     ):
         assert same(values(path), STATE), path
     scale = STATE["scale"]
-    for other in ({"scale": scale + 1e-9}, {"scale": scale.float()}, {"more": torch.zeros(1)}):
+    for other in (
+        {"scale": scale + 1e-9},
+        {"scale": scale.float()},
+        {"more": torch.zeros(1)},
+    ):
         assert not same(STATE, STATE | other)
 
 
 def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
     """What shares its storage is listed once, and found under all its names."""
     x = torch.randn(3, 2)
-    torch.save({"head": x, "other": x.clone(), "embed": x, "view": x[:2]}, tmp_path / "t.pt")
+    torch.save(
+        {"head": x, "other": x.clone(), "embed": x, "view": x[:2]}, tmp_path / "t.pt"
+    )
     found = open_weights(str(tmp_path / "t.pt"))
     assert list(found.tensors) == ["head", "other", "view"]
     assert found.tied == {"embed": "head"}
@@ -405,12 +456,14 @@ def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
 
 
 WHOLE = torch.arange(35, dtype=torch.float32).view(7, 5)
-QUARTERS = [(rows, at) for rows in (slice(0, 4), slice(4, 7)) for at in (slice(0, 2), slice(2, 5))]
+QUARTERS = [
+    (rows, at) for rows in (slice(0, 4), slice(4, 7)) for at in (slice(0, 2), slice(2, 5))
+]
 
 
 def pieces(directory: Path, blocks: list[tuple[slice, ...]] = QUARTERS) -> Path:
-    """A distributed checkpoint of WHOLE as `w`, in blocks, one file each, as several ranks write
-    it. Torch's own classes make its metadata."""
+    """A distributed checkpoint of WHOLE as `w`, in blocks, one file each, as several
+    ranks write it. Torch's own classes make its metadata."""
     directory.mkdir()
     chunks, storage = [], {}
     for rank, block in enumerate(blocks):
@@ -424,7 +477,9 @@ def pieces(directory: Path, blocks: list[tuple[slice, ...]] = QUARTERS) -> Path:
         storage[torchs.MetadataIndex("w", offset)] = place
     kind = torchs.TensorProperties.create_from_tensor(WHOLE)
     about = torchs.TensorStorageMetadata(kind, WHOLE.shape, chunks)
-    written = torchs.Metadata({"w": about}, planner_data={"w": ("w",)}, storage_data=storage)
+    written = torchs.Metadata(
+        {"w": about}, planner_data={"w": ("w",)}, storage_data=storage
+    )
     (directory / ".metadata").write_bytes(pickle.dumps(written))
     return directory
 
@@ -444,7 +499,8 @@ def test_pieces_are_put_together(tmp_path: Path) -> None:
     lambda content, other: other.ljust(len(content), b"\0"), None,
 ], ids=["truncated", "garbled", "another block", "gone"])  # fmt: skip
 def test_a_damaged_piece_is_named(spoil: Any, tmp_path: Path) -> None:
-    """A tensor one of whose files is spoiled raises, with the tensor's name and the file's."""
+    """A tensor one of whose files is spoiled raises, with the tensor's name and the
+    file's."""
     directory = pieces(tmp_path / "d")
     file, other = directory / "__0_0.distcp", directory / "__3_0.distcp"
     if spoil is None:
@@ -466,20 +522,31 @@ def test_pieces_that_leave_a_gap_are_refused(blocks: Any, tmp_path: Path) -> Non
     Calls(os.mkdir, "ran"), {"state_dict_metadata": Calls(os.system, "touch ran")},
     Calls(torch.load, "x"), torch.nn.Linear(2, 2),
 ])  # fmt: skip
-def test_metadata_that_calls_is_refused(content: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    """A pickle that would call or build anything is refused by its name, and nothing runs."""
+def test_metadata_that_calls_is_refused(
+    content: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """A pickle that would call or build anything is refused by its name, and nothing
+    runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(MeasurementError, match=r"asks for .*, which is not part of a checkpoint"):
+    with pytest.raises(
+        MeasurementError, match=r"asks for .*, which is not part of a checkpoint"
+    ):
         read_metadata(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [".metadata"]
 
 
-def test_metadata_changes_none_of_torchs_classes(tmp_path: Path, monkeypatch: Any) -> None:
-    """Writing into a class reaches only a stand-in; plain pickle would have changed torch's."""
+def test_metadata_changes_none_of_torchs_classes(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Writing into a class reaches only a stand-in; plain pickle would have changed
+    torch's."""
     monkeypatch.setattr(torchs.Metadata, "version", None)
-    # Push the class, then the state (None, {"version": "spoilt"}); BUILD sets attributes by it.
-    spoils = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(Vversion\nVspoilt\ndtb."
+    # Push the class, then the state (None, {"version": "spoilt"}); BUILD sets attributes
+    # by it.
+    spoils = (
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(Vversion\nVspoilt\ndtb."
+    )
     (tmp_path / ".metadata").write_bytes(spoils)
     with pytest.raises(MeasurementError, match="is not the metadata"):
         read_metadata(tmp_path)

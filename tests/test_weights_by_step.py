@@ -1,5 +1,6 @@
-"""`numdev weights` over the steps of a training: what is compared with what, by layer and kind, and
-what is said to stand out; beside numpy's and scipy's arithmetic on the stored tensors."""
+"""`numdev weights` over the steps of a training: what is compared with what, by layer and
+kind, and what is said to stand out; beside numpy's and scipy's arithmetic on the stored
+tensors."""
 
 from __future__ import annotations
 
@@ -46,14 +47,17 @@ MOVED = "layers.1.self_attn.q_proj.weight"
 
 
 def tensors(run: str, seed: int, step: int) -> dict[str, torch.Tensor]:
-    """Normal weights, and a normal difference of the run's size times 1e-3; one bias of zeros."""
+    """Normal weights, and a normal difference of the run's size times 1e-3; one bias of
+    zeros."""
     same = torch.Generator().manual_seed(100 * seed + step)
     own = torch.Generator().manual_seed(hash_of(run) + 100 * seed + step)
     made = {}
     for name, shape in NAMES.items():
         base, gap = (torch.randn(shape, generator=g) for g in (same, own))
         size = RUNS[run][2] * (10 if (run, name, step) == ("flash", MOVED, 4) else 1)
-        made[name] = torch.zeros(shape) if name.endswith("bias") else base + 1e-3 * size * gap
+        made[name] = (
+            torch.zeros(shape) if name.endswith("bias") else base + 1e-3 * size * gap
+        )
     return made
 
 
@@ -67,7 +71,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("trained") / "run"
     for name, (role, times, _) in RUNS.items():
         for seed, step in PLACES:
-            path = directory / "checkpoints" / f"{name.replace(' ', '-')}-seed{seed}-step{step}"
+            path = (
+                directory
+                / "checkpoints"
+                / f"{name.replace(' ', '-')}-seed{seed}-step{step}"
+            )
             path.mkdir(parents=True)
             save_file(tensors(name, seed, step), path / "model.safetensors")
             variant = {"name": name, "role": role, "times": times or 1.0}
@@ -88,7 +96,12 @@ def stored(trained: Path, run: str, seed: int, step: int) -> dict[str, np.ndarra
     return {name: x.double().numpy().ravel() for name, x in read.items()}
 
 
-KIND = {"embed_tokens": "embedding", "self_attn": "attention", "mlp": "mlp", "norm": "norm"}
+KIND = {
+    "embed_tokens": "embedding",
+    "self_attn": "attention",
+    "mlp": "mlp",
+    "norm": "norm",
+}
 
 
 def chosen(layer: Any, kind: str) -> list[str]:
@@ -116,21 +129,26 @@ def distances(trained: Path, c: Any, run: str, seed: int) -> dict[str, float]:
 
 
 def test_every_cell_is_numpys_and_scipys(found: WeightsReport, trained: Path) -> None:
-    """Of all runs, seeds and steps: everything, each layer, kind, and place; from the stored
-    tensors. fp64 sums of some hundred terms: n u below 1e-13."""
+    """Of all runs, seeds and steps: everything, each layer, kind, and place; from the
+    stored tensors. fp64 sums of some hundred terms: n u below 1e-13."""
     wheres = {(c.layer, c.kind) for c in found.cells}
     assert len(wheres) == 1 + 3 + 4 + 6
     assert len(found.cells) == 14 * len(PLACES) * (len(RUNS) - 1)
     for c in found.cells:
         wanted = distances(trained, c, c.of, c.seed)
         for name, value in wanted.items():
-            assert getattr(c, name) == pytest.approx(value, rel=1e-12), (c.of, c.layer, name)
+            assert getattr(c, name) == pytest.approx(value, rel=1e-12), (
+                c.of,
+                c.layer,
+                name,
+            )
         assert c.mean_abs != pytest.approx(wanted["mean_abs"] + 1e-9, rel=1e-12)
 
 
 def test_tensors_of_zeros_count_as_equal_nowhere(found: WeightsReport) -> None:
-    """The bias that is 0 in all sets is no evidence: alone it has no share of equal elements, and
-    in the repeated run, whose weights are the baseline's, 6 of 7 tensors are identical."""
+    """The bias that is 0 in all sets is no evidence: alone it has no share of equal
+    elements, and in the repeated run, whose weights are the baseline's, 6 of 7 tensors
+    are identical."""
     at = {(c.of, c.seed, c.step, c.layer, c.kind): c for c in found.cells}
     alone = at["repeat", 0, 1, 1, "mlp"]
     assert (alone.equal, alone.identical, alone.zeros) == (None, 0, 1)
@@ -139,13 +157,17 @@ def test_tensors_of_zeros_count_as_equal_nowhere(found: WeightsReport) -> None:
     assert (whole.equal, whole.identical, whole.zeros) == (1.0, 6, 1)
     assert at["flash", 0, 1, "all", "all"].equal == 0.0
     said = "\n".join(found.summary.answer)
-    assert "repeat has baseline's weights at every step: every element of the tensors that are not "
+    assert (
+        "repeat has baseline's weights at every step: every element of the "
+        "tensors that are not "
+    )
     assert "0 in both (1 are)." in said
 
 
 def test_standings_are_numpys_and_scipys(found: WeightsReport, trained: Path) -> None:
-    """Values, those of the nulls at one floor, their ratio with its ends over seeds, and the margin
-    over the farthest null of at most one floor, which the one of 16 floors is not."""
+    """Values, those of the nulls at one floor, their ratio with its ends over seeds, and
+    the margin over the farthest null of at most one floor, which the one of 16 floors is
+    not."""
     assert {s.variant for s in found.standings} == {"flash", "fp32"}
     for s in found.standings:
         own = [distances(trained, s, s.variant, seed)[s.metric] for seed in SEEDS]
@@ -156,7 +178,10 @@ def test_standings_are_numpys_and_scipys(found: WeightsReport, trained: Path) ->
         if own[0] == 0:
             assert (s.value, s.ratio, s.margin, s.stands_out) == (None, None, None, None)
             continue
-        usual = [gmean(x) for x in zip(nulls["re-rounded 1"], nulls["re-rounded 2"], strict=True)]
+        usual = [
+            gmean(x)
+            for x in zip(nulls["re-rounded 1"], nulls["re-rounded 2"], strict=True)
+        ]
         ratios = [a / b for a, b in zip(own, usual, strict=True)]
         margin = min(own[i] / max(x[i] for x in nulls.values()) for i in SEEDS)
         assert (s.value, s.null) == pytest.approx((gmean(own), gmean(usual)))
@@ -169,25 +194,32 @@ def test_standings_are_numpys_and_scipys(found: WeightsReport, trained: Path) ->
 
 
 def test_what_stands_out_is_the_first_sentence(found: WeightsReport) -> None:
-    """Flash's one place, planted at step 4; low precision, which is nowhere beyond chance; early
-    ratios; and all that is shown of quantiles is of what stands out."""
+    """Flash's one place, planted at step 4; low precision, which is nowhere beyond
+    chance; early ratios; and all that is shown of quantiles is of what stands out."""
     out = [s for s in found.standings if s.stands_out]
-    assert {(s.variant, s.step, s.layer, s.kind) for s in out} == {("flash", 4, 1, "attention")}
+    assert {(s.variant, s.step, s.layer, s.kind) for s in out} == {
+        ("flash", 4, 1, "attention")
+    }
     margin = next(s.margin for s in out if s.metric == "mean_abs")
     first = found.summary.answer[0]
     assert first == (
-        f"flash stands out in layer 1 attention: at step 4 it is at least {margin:.2f} times as "
-        "far from baseline as the farthest null there, in the mean, in every seed; 1 of 5 places "
+        "flash stands out in layer 1 attention: at step 4 it is at least "
+        f"{margin:.2f} times as "
+        "far from baseline as the farthest null there, in the mean, in every seed; "
+        "1 of 5 places "
         "(the tensors of one kind in one layer) stand out, at step 4."
     )
     assert found.summary.answer[1] == (
-        "fp32 stands out nowhere: in none of 5 places (the tensors of one kind in one layer) is it "
+        "fp32 stands out nowhere: in none of 5 places (the tensors of one kind in "
+        "one layer) is it "
         "farther from baseline than chance by the rule, at steps 1 to 4."
     )
     assert {q.tensor for q in found.quantiles} == {MOVED}
 
 
-def test_quantiles_are_those_of_the_stored_values(found: WeightsReport, trained: Path) -> None:
+def test_quantiles_are_those_of_the_stored_values(
+    found: WeightsReport, trained: Path
+) -> None:
     """By sorting: 64 values, of which quantile q is between the two at 63 q."""
 
     def level(run: str, q: float) -> float:
@@ -199,7 +231,9 @@ def test_quantiles_are_those_of_the_stored_values(found: WeightsReport, trained:
     assert [q.quantile for q in found.quantiles] == list(QUANTILES)
     for q in found.quantiles:
         base = level("baseline", q.quantile)
-        nulls = [level(n, q.quantile) - base for n in ("re-rounded 1", "re-rounded 2", "ulp")]
+        nulls = [
+            level(n, q.quantile) - base for n in ("re-rounded 1", "re-rounded 2", "ulp")
+        ]
         assert q.against == pytest.approx(base)
         assert q.shift == pytest.approx(level("flash", q.quantile) - base)
         assert (q.null_least, q.null_most) == pytest.approx((min(nulls), max(nulls)))
@@ -208,7 +242,8 @@ def test_quantiles_are_those_of_the_stored_values(found: WeightsReport, trained:
 def test_one_metric_over_another_is_said_of_early_steps(
     found: WeightsReport, trained: Path
 ) -> None:
-    """Flash over low precision by place, geometric means over seeds and early steps, their ends."""
+    """Flash over low precision by place, geometric means over seeds and early steps,
+    their ends."""
     assert found.early == (1, 4)
     places = {(c.layer, c.kind) for c in found.cells if "all" not in (c.layer, c.kind)}
     ratios = []
@@ -216,7 +251,9 @@ def test_one_metric_over_another_is_said_of_early_steps(
         each = []
         for seed, step in PLACES:
             c = CellLike(layer, kind, step)
-            own, other = (distances(trained, c, n, seed)["mean_w1"] for n in ("flash", "fp32"))
+            own, other = (
+                distances(trained, c, n, seed)["mean_w1"] for n in ("flash", "fp32")
+            )
             each.append(own / other)
         ratios.append(gmean(each))
     ends = f"{min(ratios):.2f} to {max(ratios):.2f} in mean W1"
@@ -246,8 +283,13 @@ def cells(values: dict[str, float], seeds: Iterable[int] = SEEDS) -> list[CellRo
     ]
 
 
-def judged(nulls: dict[str, float], flash: float, roles: dict[str, str]) -> list[Standing]:
-    runs = [RunRecord(name="baseline", role="golden"), RunRecord(name="flash", role="flash")]
+def judged(
+    nulls: dict[str, float], flash: float, roles: dict[str, str]
+) -> list[Standing]:
+    runs = [
+        RunRecord(name="baseline", role="golden"),
+        RunRecord(name="flash", role="flash"),
+    ]
     runs += [RunRecord(name=name, role=roles[name]) for name in nulls]
     return list(standings(runs, cells({"flash": flash, **nulls})))
 
@@ -257,7 +299,8 @@ def judged(nulls: dict[str, float], flash: float, roles: dict[str, str]) -> list
     (3.01, set(LIMITS)), (0.0, set()),
 ])  # fmt: skip
 def test_the_rule(flash: float, names: set[str]) -> None:
-    """More than 1.5 times the farthest null by the mean and W1, 3 times by the largest."""
+    """More than 1.5 times the farthest null by the mean and W1, 3 times by the
+    largest."""
     roles = {"a": "null_rounding", "b": "null_ulp"}
     found = judged({"a": 1.0, "b": 0.5}, flash, roles)
     assert {s.metric for s in found if s.stands_out} == names
@@ -265,22 +308,33 @@ def test_the_rule(flash: float, names: set[str]) -> None:
 
 
 def test_too_few_nulls_judge_nothing() -> None:
-    """One null, or none: how far chance may go is not known, and nothing is said to stand out, nor
-    to be within it."""
-    one, none = "1 null run of at most one floor moves", "0 null runs of at most one floor move"
+    """One null, or none: how far chance may go is not known, and nothing is said to stand
+    out, nor to be within it."""
+    one, none = (
+        "1 null run of at most one floor moves",
+        "0 null runs of at most one floor move",
+    )
     for nulls, words in (({"a": 1.0}, one), ({}, none)):
         found = judged(nulls, 100.0, {"a": "null_ulp"})
         assert {s.stands_out for s in found} == {None}
-        runs = [RunRecord(name="baseline", role="golden"), RunRecord(name="flash", role="flash")]
+        runs = [
+            RunRecord(name="baseline", role="golden"),
+            RunRecord(name="flash", role="flash"),
+        ]
         first = next(answer(runs, cells({"flash": 100.0, **nulls}), found, (1,)))
         assert first == (
-            f"flash: where it stands out is not judged: {words} it in a seed, and the rule needs 2."
+            f"flash: where it stands out is not judged: {words} it in a seed, and "
+            "the rule needs 2."
         )
 
 
 def test_what_chance_does_not_move_is_said_to_be_unjudged() -> None:
-    """A place that flash moves and no null does has no margin; it is named, not passed over."""
-    runs = [RunRecord(name="baseline", role="golden"), RunRecord(name="flash", role="flash")]
+    """A place that flash moves and no null does has no margin; it is named, not passed
+    over."""
+    runs = [
+        RunRecord(name="baseline", role="golden"),
+        RunRecord(name="flash", role="flash"),
+    ]
     runs += [RunRecord(name=name, role="null_ulp") for name in "ab"]
     rows = cells({"flash": 1.0, "a": 1.0, "b": 1.0})
     still = cells({"flash": 0.25, "a": 0.0, "b": 0.0})
@@ -288,9 +342,13 @@ def test_what_chance_does_not_move_is_said_to_be_unjudged() -> None:
     found = list(standings(runs, rows))
     assert [s.stands_out for s in found if s.kind == "norm"] == [None] * 3
     assert list(answer(runs, rows, found, (1,)))[:2] == [
-        "flash stands out nowhere: in none of 1 places (the tensors of one kind in one layer) is "
+        "flash stands out nowhere: in none of 1 places (the tensors of one kind in "
+        "one layer) is "
         "it farther from baseline than chance by the rule, at step 1.",
-        "flash moves layer 0 norm by at most 0.25, where fewer than 2 nulls do: not judged there.",
+        (
+            "flash moves layer 0 norm by at most 0.25, where fewer than 2 nulls do: not "
+            "judged there."
+        ),
     ]
 
 
@@ -309,7 +367,7 @@ def test_a_seed_within_chance_is_enough_not_to_stand_out() -> None:
     assert {s.stands_out for s in standings(runs, rows + within)} == {False}
 
 
-# --- which runs -----------------------------------------------------------------------------------
+# --- which runs -----------------------------------------------------------------------
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -323,8 +381,8 @@ def run(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_a_training_and_its_lists_are_the_same_numbers(
     run: Run, trained: Path, found: WeightsReport
 ) -> None:
-    """Checkpoints as a pattern, as a list, and as a directory of their own; nulls named by --null.
-    Numbers are those of the training's own report."""
+    """Checkpoints as a pattern, as a list, and as a directory of their own; nulls named
+    by --null. Numbers are those of the training's own report."""
     folder = trained / "checkpoints"
     for path in folder.glob("re-rounded-1-seed*"):
         shutil.copytree(path, Path("null") / path.name)
@@ -332,31 +390,49 @@ def test_a_training_and_its_lists_are_the_same_numbers(
     named = [folder / f"{name}-seed*" for name in ("baseline", "flash", "ulp")]
     code, out, _ = run(*named[:2], "--null", "null", "--null", listed, "--null", named[2])
     assert code == 0
-    assert f"{named[1]} stands out in layer 1 attention: at step 4" in " ".join(out.split())
+    assert f"{named[1]} stands out in layer 1 attention: at step 4" in " ".join(
+        out.split()
+    )
     again = report.read(Path("out"))
     assert [r.null for r in again.runs] == [False, False, True, True, True]
-    theirs = {(c.seed, c.step, c.layer, c.kind): c for c in found.cells if c.of == "flash"}
-    ours = {(c.seed, c.step, c.layer, c.kind): c for c in again.cells if c.of == str(named[1])}
+    theirs = {
+        (c.seed, c.step, c.layer, c.kind): c for c in found.cells if c.of == "flash"
+    }
+    ours = {
+        (c.seed, c.step, c.layer, c.kind): c for c in again.cells if c.of == str(named[1])
+    }
     assert ours.keys() == theirs.keys()
     assert all(ours[at].mean_w1 == theirs[at].mean_w1 for at in ours)
 
 
 def test_the_terminal_the_page_and_the_json(run: Run, trained: Path) -> None:
-    """All three distances side by side with chance's; W1 by the name that says which it is."""
+    """All three distances side by side with chance's; W1 by the name that says which it
+    is."""
     code, out, _ = run(trained)
     assert code == 0
     words = " ".join(out.split())
     assert words.startswith("flash stands out in layer 1 attention")
-    assert "Quantiles of layers.1.self_attn.q_proj.weight, flash at step 4, seed 0" in words
+    assert (
+        "Quantiles of layers.1.self_attn.q_proj.weight, flash at step 4, seed 0" in words
+    )
     page = Path("out/report.html").read_text()
-    for text in ("flash, step 4", "mean W1", "Stands out (!)", "null: re-rounded at 16 floors"):
+    for text in (
+        "flash, step 4",
+        "mean W1",
+        "Stands out (!)",
+        "null: re-rounded at 16 floors",
+    ):
         assert text in page
-    assert Path("out/standings.csv").read_text().startswith("variant,role,layer,kind,step,metric")
+    assert (
+        Path("out/standings.csv")
+        .read_text()
+        .startswith("variant,role,layer,kind,step,metric")
+    )
 
 
 def test_what_is_no_training_is_one_line(run: Run, trained: Path) -> None:
-    """Nothing kept; two lists in one directory; one run; a set of weights beside a run; --null of
-    sets of weights."""
+    """Nothing kept; two lists in one directory; one run; a set of weights beside a run;
+    --null of sets of weights."""
     Path("empty/checkpoints").mkdir(parents=True)
     Path("empty/report.json").write_text("{}")
     torch.save({"w": torch.ones(2)}, "a.pt")
@@ -374,7 +450,8 @@ def test_what_is_no_training_is_one_line(run: Run, trained: Path) -> None:
 
 
 def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
-    """A run that lacks a step is compared where it is; a step without the golden run nowhere."""
+    """A run that lacks a step is compared where it is; a step without the golden run
+    nowhere."""
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     shutil.rmtree(copy / "checkpoints" / "flash-seed1-step4")
@@ -388,7 +465,10 @@ def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
         "step 1, seed 0: not kept of baseline",
         "step 4, seed 1: not kept of flash",
     ]
-    assert any(line.startswith("Missing in copy: step 1, seed 0") for line in found.summary.answer)
+    assert any(
+        line.startswith("Missing in copy: step 1, seed 0")
+        for line in found.summary.answer
+    )
 
 
 def test_steps_and_layers_by_name(tmp_path: Path) -> None:
@@ -396,7 +476,11 @@ def test_steps_and_layers_by_name(tmp_path: Path) -> None:
         12, 7, None,
     ]  # fmt: skip
     assert [seed_of(Path(name)) for name in ("x-seed3-step5", "step5")] == [3, 0]
-    names = ("transformer.h.3.attn.c_attn.weight", "model.embed_tokens.weight", "0.weight")
+    names = (
+        "transformer.h.3.attn.c_attn.weight",
+        "model.embed_tokens.weight",
+        "0.weight",
+    )
     assert [layer_of(name) for name in names] == [3, "none", 0]
     assert not is_over_steps(["demo", str(tmp_path)])
     with pytest.raises(UsageError, match="no such file or directory"):

@@ -19,7 +19,8 @@ FINITE = Rules(thresholds=(Threshold(name="r", metric="nonfinite", at_most=0),))
 
 
 def rows(**changes: Any) -> list[DeviationRow]:
-    """Two kernels, two calls of four heads in groups of two, with two seeds, all tensors."""
+    """Two kernels, two calls of four heads in groups of two, with two seeds, all
+    tensors."""
     return together([
         (lse if tensor == "lse" else row)(
             head, **{"kernel": kernel, "case": name, "seed": seed, "tensor": tensor, **changes}
@@ -33,7 +34,9 @@ def rows(**changes: Any) -> list[DeviationRow]:
 def told(found: list[DeviationRow], **plan: Any) -> AuditReport:
     """A report of these rows that was to have all of `rows()`."""
     cases = tuple(case(name, 4, 2) for name in "cd")
-    return unjudged(*found).model_copy(update={"cases": cases, "plan": planned(rows(), **plan)})
+    return unjudged(*found).model_copy(
+        update={"cases": cases, "plan": planned(rows(), **plan)}
+    )
 
 
 def judged(found: AuditReport) -> int:
@@ -50,21 +53,25 @@ def test_a_whole_report_is_judged() -> None:
     assert judged(told(rows())) == 0
     without_lse = together([r for r in rows() if r.tensor != "lse"])
     assert judged(told(without_lse)) == 0, "it need not be returned"
-    with pytest.raises(MeasurementError, match="has no rows for one of out, dq, dk, dv, lse"):
+    with pytest.raises(
+        MeasurementError, match="has no rows for one of out, dq, dk, dv, lse"
+    ):
         judged(told([r for r in rows() if r.tensor != "lse"]))
 
 
 @pytest.mark.parametrize(("place", "said"), [
-    ({"head": 3, "tensor": "out"}, "a (bfloat16) has no row for out head 3, or several of c"),
+    ({"head": 3, "tensor": "out"}, ("a (bfloat16) has no row for out head 3, or several of c")),
     ({"head": 1, "tensor": "dv", "kernel": "b"}, "b (bfloat16) has no row for dv head 1"),
-    ({"head": 3, "tensor": "lse", "kernel": "a"}, "a (bfloat16) has no row for lse head 3"),
+    ({"head": 3, "tensor": "lse", "kernel": "a"}, ("a (bfloat16) has no row for lse head 3")),
     ({"tensor": "dk", "kernel": "b"}, "b (bfloat16) has no row for dk head 0"),
     ({"case": "d"}, "a (bfloat16) has no row for out head 0, or several of d, seed 0"),
     ({"case": "d", "seed": 1}, "or several of d, seed 1"),
     ({"kernel": "b"}, "b (bfloat16) has no row for out head 0"),
     ({"kernel": "a", "case": "c", "seed": 1, "tensor": "out", "head": 0}, "of c, seed 1"),
 ])  # fmt: skip
-def test_what_was_planned_and_is_not_there_is_no_pass(place: dict[str, Any], said: str) -> None:
+def test_what_was_planned_and_is_not_there_is_no_pass(
+    place: dict[str, Any], said: str
+) -> None:
     """A head, a tensor, a call, a seed, a kernel: of one, or of all."""
     with pytest.raises(MeasurementError) as error:
         judged(told(without(rows(), **place)))
@@ -81,7 +88,8 @@ def test_what_goes_by_another_name_is_not_there(change: dict[str, Any]) -> None:
 
 
 def test_what_was_not_planned_is_refused() -> None:
-    """A row that is there twice would have a share of every median; and another kernel's rows."""
+    """A row that is there twice would have a share of every median; and another kernel's
+    rows."""
     for more, said in (
         (row(0, kernel="a", tensor="dq"), "a .* dq head 0, or several of c"),
         (row(9, kernel="a"), "a row too many, out head 9, of c"),
@@ -92,8 +100,8 @@ def test_what_was_not_planned_is_refused() -> None:
 
 
 def test_a_call_is_measured_whole_or_skipped_whole() -> None:
-    """A row that says why a call was skipped excuses no row that is missing beside measured ones;
-    one of dq stands for all gradients."""
+    """A row that says why a call was skipped excuses no row that is missing beside
+    measured ones; one of dq stands for all gradients."""
     skipped = row(None, kernel="a", status="skipped", reason="no")
     less = without(rows(), kernel="a", case="c", seed=0, tensor="out", head=3)
     with pytest.raises(MeasurementError, match="a row too many"):
@@ -102,13 +110,19 @@ def test_a_call_is_measured_whole_or_skipped_whole() -> None:
     assert judged(told([*without(rows(), **at), skipped])) == 0
     there = lambda r: all(getattr(r, name) == x for name, x in at.items())  # noqa: E731
     bare = [r for r in rows() if r.tensor in ("out", "lse") or not there(r)]
-    bare = [r.model_copy(update={"tensors": ("out", "lse")}) if there(r) else r for r in bare]
+    bare = [
+        r.model_copy(update={"tensors": ("out", "lse")}) if there(r) else r for r in bare
+    ]
     assert judged(told([*bare, skipped.model_copy(update={"tensor": "dq"})])) == 0
 
 
 def test_heads_that_were_asked_for() -> None:
     """Head 3 with its gradients takes its group along."""
-    some = [r for r in rows() if (r.head == 1 if r.tensor in ("dk", "dv") else r.head in (2, 3))]
+    some = [
+        r
+        for r in rows()
+        if (r.head == 1 if r.tensor in ("dk", "dv") else r.head in (2, 3))
+    ]
     assert judged(told(some, heads=(3,))) == 0
     with pytest.raises(MeasurementError, match="out head 2"):
         judged(told(without(some, head=2, tensor="out", kernel="b"), heads=(3,)))
@@ -116,7 +130,10 @@ def test_heads_that_were_asked_for() -> None:
 
 def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     """Those of kernels are there."""
-    plain = [r.model_copy(update={"role": "baseline"}) if r.kernel == "b" else r for r in rows()]
+    plain = [
+        r.model_copy(update={"role": "baseline"}) if r.kernel == "b" else r
+        for r in rows()
+    ]
     less = [r for r in plain if r.kernel != "b" or r.tensor not in ("dk", "dv")]
     plan = planned(plain, rows=64)
     assert judged(told(together(less)).model_copy(update={"plan": plan})) == 0
@@ -134,7 +151,9 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     ({"rms_rows": 0.5, "rows_measured": 100}, "an rms of 0.5 rows, of 100"),
     ({"rms_rows": 101.0, "rows_measured": 100}, "an rms of 101 rows, of 100"),
 ])  # fmt: skip
-def test_a_row_that_contradicts_itself_or_its_floor_is_refused(change: Any, said: str) -> None:
+def test_a_row_that_contradicts_itself_or_its_floor_is_refused(
+    change: Any, said: str
+) -> None:
     """In one head of one kernel, beside the floor of the same head."""
     for fmt in ("bfloat16", "float16"):
         if fmt == "float16" and "elements" in change:
@@ -149,8 +168,12 @@ def test_a_row_that_contradicts_itself_or_its_floor_is_refused(change: Any, said
 @pytest.mark.parametrize("name", ["expected_ratio", "rms_ratio", "worst_row", "noise",
                                   "bias_p", "bias_size", "nonfinite"])  # fmt: skip
 @pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize("reason", [None, "needs at least two sequences", "0/0", "because"])
-def test_a_number_that_lacks_for_no_reason_is_no_pass(name: str, heads: int, reason: Any) -> None:
+@pytest.mark.parametrize(
+    "reason", [None, "needs at least two sequences", "0/0", "because"]
+)
+def test_a_number_that_lacks_for_no_reason_is_no_pass(
+    name: str, heads: int, reason: Any
+) -> None:
     """In one head or in all, whatever reason it gives."""
     nulls = {} if reason is None else {name: reason}
     lacking = [row(h, claim="fa2", **{name: None}, nulls=nulls) for h in range(heads)]
@@ -162,12 +185,17 @@ def test_a_number_that_lacks_for_no_reason_is_no_pass(name: str, heads: int, rea
     ("refused-only", True, (3, 0)), ("refused-only", False, (0, 0)),
     ("never", False, (3, 3)), ("allow", True, (0, 0)),
 ])  # fmt: skip
-def test_what_was_asked_for_and_skipped(policy: Any, named: bool, codes: tuple[int, int]) -> None:
+def test_what_was_asked_for_and_skipped(
+    policy: Any, named: bool, codes: tuple[int, int]
+) -> None:
     """A kernel that ran in no call, and one that refused one of two."""
     book = FINITE.model_copy(update={"skipped": policy})
     away = row(None, kernel="away", status="skipped", reason="not installed")
     some = [row(kernel="away", case="d"), away]
-    for rows, code in (([away, away.model_copy(update={"case": "d"})], codes[0]), (some, codes[1])):
+    for rows, code in (
+        ([away, away.model_copy(update={"case": "d"})], codes[0]),
+        (some, codes[1]),
+    ):
         found = report(row(), row(case="d"), *rows)
         plan = found.plan.model_copy(update={"named": named})
         again = judging.judged(found.model_copy(update={"plan": plan}), book)

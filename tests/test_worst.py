@@ -1,4 +1,5 @@
-"""The rows that err most: found where they were planted, measured right, and called by name."""
+"""The rows that err most: found where they were planted, measured right, and called by
+name."""
 
 from __future__ import annotations
 
@@ -31,10 +32,14 @@ def yardstick(case: AttentionCase, tensor: str = "out") -> tuple[Yardstick, Tens
     terms = exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms")
     empty = torch.zeros_like(exact.unseen) if tensor in ("dk", "dv") else exact.empty
     r = getattr(exact, tensor)
-    return Yardstick(reference=r, term_scale=terms, empty=empty, format=BFLOAT16), exact.lse
+    return Yardstick(
+        reference=r, term_scale=terms, empty=empty, format=BFLOAT16
+    ), exact.lse
 
 
-def spoiled(case: AttentionCase, at: tuple[int, ...], by: float = 1.0, tensor: str = "out") -> Any:
+def spoiled(
+    case: AttentionCase, at: tuple[int, ...], by: float = 1.0, tensor: str = "out"
+) -> Any:
     """The tensor with tiny errors everywhere, and one row far off."""
     y, lse = yardstick(case, tensor)
     size = torch.where(y.term_scale > 0, y.term_scale, 0.0)
@@ -52,7 +57,9 @@ def test_facts_of_queries(feature: str) -> None:
     for h in range(case.heads):
         out = y.reference.clone()
         out[:, h] += 1e-3 * normal(*out[:, h].shape, seed=5)
-        found = worst_rows(case, out, y, range(case.heads), count=case.q_len * case.q.shape[0])
+        found = worst_rows(
+            case, out, y, range(case.heads), count=case.q_len * case.q.shape[0]
+        )
         assert len(found) == int((~y.empty[:, h]).sum())
         for w in found:
             assert w.head == h
@@ -60,7 +67,9 @@ def test_facts_of_queries(feature: str) -> None:
             check_query(case, w, exact.weights[at], exact.lse[at])
 
 
-def check_query(case: AttentionCase, w: WorstRow, weights: dict[int, Any], lse: Any) -> None:
+def check_query(
+    case: AttentionCase, w: WorstRow, weights: dict[int, Any], lse: Any
+) -> None:
     """One row's facts from the probabilities of the keys it sees and its log-sum-exp."""
     S = {j: float(mpmath.log(x) + lse) for j, x in weights.items()}
     P, carriers = {j: float(x) for j, x in weights.items()}, list[int]()
@@ -82,19 +91,24 @@ def check_query(case: AttentionCase, w: WorstRow, weights: dict[int, Any], lse: 
         "tied": sum(top - x <= 1e-12 * max(1.0, abs(top)) for x in S.values()),
         "nearly_tied": sum(top - x <= 1e-3 for x in S.values()),
         "carriers": len(carriers),
-        "one_sign": pytest.approx(float((carried @ signs).abs().mean() / carried.sum()), abs=1e-9),
+        "one_sign": pytest.approx(
+            float((carried @ signs).abs().mean() / carried.sum()), abs=1e-9
+        ),
     }
     assert {name: getattr(w, name) for name in expected} == expected
 
 
 def facts(case: AttentionCase, *rows: int) -> dict[str, Tensor]:
     """Of rows of the first head and batch entry."""
-    return of_queries(case, 0, torch.zeros(len(rows), dtype=torch.long), torch.tensor(rows))
+    return of_queries(
+        case, 0, torch.zeros(len(rows), dtype=torch.long), torch.tensor(rows)
+    )
 
 
 def test_equal_keys_tie_wherever_they_stand() -> None:
-    """Two equal keys share the maximum, wherever they are and although the terms of their score are
-    10^9 times as large, so that rounding is 10^6 times what counts as equal: the same for both."""
+    """Two equal keys share the maximum, wherever they are and although the terms of their
+    score are 10^9 times as large, so that rounding is 10^6 times what counts as equal:
+    the same for both."""
     n, d = 131, 16
     k = normal(1, 1, n, d, seed=0)
     k[..., 0], k[..., 1] = -400.0, 1880.0 * 2.0**20
@@ -109,7 +123,8 @@ def test_equal_keys_tie_wherever_they_stand() -> None:
 
 
 def test_equal_probabilities() -> None:
-    """Of n equal scores, n a multiple of ten, exactly nine in ten carry 90 %, and all are tied."""
+    """Of n equal scores, n a multiple of ten, exactly nine in ten carry 90 %, and all are
+    tied."""
     for n in range(10, 400, 30):
         case = make_case(heads=1, q_len=2, kv_len=n)
         found = facts(dataclasses.replace(case, q=torch.zeros_like(case.q)), 0, 1)
@@ -118,8 +133,8 @@ def test_equal_probabilities() -> None:
 
 
 def test_infinite_and_hidden_scores() -> None:
-    """A row that sees nothing has no probability at all; of one whose score is infinite nothing is
-    known, and its neighbour is as it was."""
+    """A row that sees nothing has no probability at all; of one whose score is infinite
+    nothing is known, and its neighbour is as it was."""
     case = make_case(heads=1, q_len=3, kv_len=4, is_causal=True, causal_offset=-1)
     k = case.k.clone()
     k[0, 0, 1] = math.inf
@@ -131,19 +146,27 @@ def test_infinite_and_hidden_scores() -> None:
 
 @pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
 def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
-    """What was spoiled comes first, with its error and place; for dk and dv it is a key."""
+    """What was spoiled comes first, with its error and place; for dk and dv it is a
+    key."""
     case = make_case(batch=2, heads=4, kv_heads=2, q_len=24, kv_len=30, seed=1)
     case = dataclasses.replace(case, grad_out=normal(2, 4, 24, 4, seed=2))
     keys = tensor in ("dk", "dv")
     out, y, lse = spoiled(case, (1, 1, 7), by=0.5, tensor=tensor)
     found = worst_rows(case, out, y, range(2 if keys else 4), tensor=tensor, lse=lse)
     first = found[0]
-    assert (first.batch, first.head, first.row, first.rows) == (1, 1, 7, 30 if keys else 24)
+    assert (first.batch, first.head, first.row, first.rows) == (
+        1,
+        1,
+        7,
+        30 if keys else 24,
+    )
     size, terms = (float(x[1, 1, 7].norm()) for x in (y.reference, y.term_scale))
     numbers = (first.ratio, first.error, first.cancellation)
     assert numbers == pytest.approx((0.5, 0.5 * terms, size / terms), rel=1e-6)
     where = f"{'key' if keys else 'row'} 7 (of {first.rows}; batch entry 1)"
-    assert first.sentence.startswith(f"{where} has an error of 0.5 of the size of its terms: ")
+    assert first.sentence.startswith(
+        f"{where} has an error of 0.5 of the size of its terms: "
+    )
     assert len({(w.batch, w.row) for w in found}) == 3
     assert {w.head for w in found} == {1}
     assert found[1].ratio > found[2].ratio
@@ -160,8 +183,8 @@ def test_a_sampled_row_is_named_by_its_place_in_the_call() -> None:
 
 
 def test_what_is_not_finite_comes_first_and_what_says_nothing_is_left_out() -> None:
-    """A NaN is worse than any error. Nothing is said of rows that see no key, nor where there is no
-    error; and of sequences with a common beginning one is enough."""
+    """A NaN is worse than any error. Nothing is said of rows that see no key, nor where
+    there is no error; and of sequences with a common beginning one is enough."""
     case = make_case(q_len=12, kv_len=12, seed=2)
     out, y, _ = spoiled(case, (0, 1, 4))
     out[0, 0, 8, :2] = math.nan
@@ -184,12 +207,14 @@ def test_what_is_not_finite_comes_first_and_what_says_nothing_is_left_out() -> N
     assert len({w.row for w in worst_rows(case, out, y, range(2))}) == 3
 
 
-# --- what stands out -----------------------------------------------------------------------------
+# --- what stands out ------------------------------------------------------------------
 
 
 def planted(n: int = 64, **fields: Any) -> AttentionCase:
     """Ordinary rows; one is then given its peculiarity."""
-    return make_case(**{"heads": 1, "q_len": n, "kv_len": n, "head_dim": 16, "seed": 7, **fields})
+    return make_case(
+        **{"heads": 1, "q_len": n, "kv_len": n, "head_dim": 16, "seed": 7, **fields}
+    )
 
 
 def described(case: AttentionCase, row: int, **changes: Any) -> str:
@@ -216,7 +241,9 @@ def changes_of(what: str, case: AttentionCase) -> dict[str, Tensor]:
         q[0, 0, 17] = 40 * k[0, 0, 0]
     else:  # one row looks along the first feature
         q[..., 0], q[0, 0, 17, 0] = 0.0, 1.0 if what == "one sign" else -60.0
-        k[0, 0, : 8 if what == "one sign" else 64, 0] = 30.0 if what == "one sign" else 1.0
+        k[0, 0, : 8 if what == "one sign" else 64, 0] = (
+            30.0 if what == "one sign" else 1.0
+        )
         if what == "sink":
             return {"q": q, "k": k, "sinks": torch.tensor([-4.0]).double()}
         v[0, 0, :8] = v[0, 0, :8].abs()
@@ -228,7 +255,7 @@ def changes_of(what: str, case: AttentionCase) -> dict[str, Tensor]:
     ("tie", "2 keys share its maximum, P = 0.5 each"),
     ("tie, one sign", "V keeps one sign (1.00; median 0."),
     ("one sign", "V keeps one sign (1.00; median 0."), ("cancels", "its terms cancel to"),
-    ("first key", "key 0 has P = 1 (median 0.0"), ("sink", "the sink has P = 1 (median 0.0"),
+    ("first key", "key 0 has P = 1 (median 0.0"), ("sink", ("the sink has P = 1 (median 0.0")),
     ("sink", "its log-sum-exp is -3.99"),
 ])  # fmt: skip
 def test_what_was_planted_stands_out(what: str, says: str) -> None:
@@ -240,12 +267,15 @@ def test_what_was_planted_stands_out(what: str, says: str) -> None:
 
 
 def test_few_rows_tell_of_ties_alone() -> None:
-    """Of one query nothing is usual, but a tie is a tie; rows that see few keys stand out."""
+    """Of one query nothing is usual, but a tie is a tie; rows that see few keys stand
+    out."""
     case = planted(1, kv_len=64)
     assert described(case, 0) == f"{NOTHING} (with 0 rows to compare it with)."
     k = case.k.clone()
     k[0, 0, 3] = k[0, 0, 60]
-    assert described(case, 0, k=k, q=12 * k[:, :, 3:4]).startswith("2 keys share its maximum")
+    assert described(case, 0, k=k, q=12 * k[:, :, 3:4]).startswith(
+        "2 keys share its maximum"
+    )
     assert "keys that it sees: 2 (median 3" in described(planted(is_causal=True), 1)
 
 
@@ -261,8 +291,9 @@ def kept(head: int, **changes: Any) -> WorstRow:
 
 
 def test_the_worst_rows_are_shown() -> None:
-    """What is not finite first, predicted or not, then by ratio; each row once, three in all. What
-    is less than twice what is predicted, or stands beside no prediction, is noise."""
+    """What is not finite first, predicted or not, then by ratio; each row once, three in
+    all. What is less than twice what is predicted, or stands beside no prediction, is
+    noise."""
     lost = kept(3, nonfinite=4, error=None, ratio=None, predicted=False)
     large, limit = kept(1, ratio=30.0), kept(0, ratio=NOTABLE)
     assert most([kept(5), limit, large, lost]) == (lost, large, limit)

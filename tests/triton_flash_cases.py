@@ -2,21 +2,24 @@
 
     TRITON_INTERPRET=1 python -m pytest tests/triton_flash_cases.py
 
-A process of its own, since triton reads that variable when it is imported; `test_triton.py` starts
-it. bfloat16 is left to the GPU: the interpreter computes it wrongly.
+A process of its own, since triton reads that variable when it is imported;
+`test_triton.py` starts it. bfloat16 is left to the GPU: the interpreter computes it
+wrongly.
 
-Every case is compared with fp64 element by element, in shares of a bound. Let u be the unit
-roundoff of the working format, w = 2^-24, T the term scale, t the number of tiles a row meets, A =
-|scale| sum |q||k| the sum of absolute terms of a score (the largest one), n the length. P is
-rounded once and the output once: 2 u T. What options add, in u T: l from rounded P 1; S rounded 2 A
-(in numerator and denominator, e^x - 1 <= 1.01 x here); an accumulator that is rounded twice a tile
-2 t, O stored 1 a tile; l rounded t. fp32 arithmetic adds (2 d + n + 8 t + 20) (1 + A) w, all of it
-in one direction. Where P is subnormal in float16 it is off by up to 2^-25, and n of them are added.
+Every case is compared with fp64 element by element, in shares of a bound. Let u be the
+unit roundoff of the working format, w = 2^-24, T the term scale, t the number of tiles a
+row meets, A = |scale| sum |q||k| the sum of absolute terms of a score (the largest one),
+n the length. P is rounded once and the output once: 2 u T. What options add, in u T: l
+from rounded P 1; S rounded 2 A (in numerator and denominator, e^x - 1 <= 1.01 x here); an
+accumulator that is rounded twice a tile 2 t, O stored 1 a tile; l rounded t. fp32
+arithmetic adds (2 d + n + 8 t + 20) (1 + A) w, all of it in one direction. Where P is
+subnormal in float16 it is off by up to 2^-25, and n of them are added.
 
-In backward P = exp(S - L) is off by what L and S are, e = 2 A + t + 1 as far as options have it; dS
-by that, by its rounding and by delta's error, which is that of O; dq and dk are cast: e + o + 2,
-with o of the output, of X = |scale| sum P (D + E) |K|, D = sum |dO||V|, E = sum |dO| T, and 1
-more where dP is rounded. dv has e + 2 of sum P |dO|. (dS subnormal: 2^-25 a term, as P.)"""
+In backward P = exp(S - L) is off by what L and S are, e = 2 A + t + 1 as far as options
+have it; dS by that, by its rounding and by delta's error, which is that of O; dq and dk
+are cast: e + o + 2, with o of the output, of X = |scale| sum P (D + E) |K|, D = sum
+|dO||V|, E = sum |dO| T, and 1 more where dP is rounded. dv has e + 2 of sum P |dO|. (dS
+subnormal: 2^-25 a term, as P.)"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ WHOLE = ("causal", "causal, bottom-right", "causal, rows without keys", "window"
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, AttentionCase]]:
-    """Everything that decides who sees whom, and how tensors lie: in one tile, and in several."""
+    """Everything that decides who sees whom, and how tensors lie: in one tile, and in
+    several."""
     for name, fields in FEATURES.items():
         if "softcap" not in fields:
             yield name, step(**fields, dtype=dtype)
@@ -98,15 +102,24 @@ class Truth:
             "dk": of_group(case, dS.mT @ q.abs()),
             "dv": of_group(case, P.mT @ dO.abs()),
         }
-        largest = {"out": v, "dq": abs(case.scale) * k, "dk": abs(case.scale) * q, "dv": dO}
+        largest = {
+            "out": v,
+            "dq": abs(case.scale) * k,
+            "dk": abs(case.scale) * q,
+            "dv": dO,
+        }
         self.largest = {name: float(x.abs().max()) for name, x in largest.items()}
 
     def shares(self, found, options) -> dict[str, float]:
-        """The largest error of each tensor as a share of its bound; nan where one is not finite."""
+        """The largest error of each tensor as a share of its bound; nan where one is not
+        finite."""
         case = self.case
         u = torch.finfo(case.q.dtype).eps / 2
         size = {**TILES, **options}
-        t, n = -(-case.kv_len // size["block_kv"]), max(case.q_len * case.group, case.kv_len)
+        t, n = (
+            -(-case.kv_len // size["block_kv"]),
+            max(case.q_len * case.group, case.kv_len),
+        )
         has = lambda name, value: options.get(name) == value  # noqa: E731
         e = has("scores", "working") * 2 * self.A + has("row_sum", "working") * t
         e += has("l_from", "rounded")
@@ -116,10 +129,14 @@ class Truth:
         found_shares = {}
         of_dS = e + o + 2 + has("dp", "working")
         for name, count in (("out", o), ("dq", of_dS), ("dk", of_dS), ("dv", e + 2)):
-            bound = (count * u + 3 * arithmetic) * self.terms[name] + lost * self.largest[name]
+            bound = (count * u + 3 * arithmetic) * self.terms[name] + lost * self.largest[
+                name
+            ]
             error = (getattr(found, name).double() - getattr(self.exact, name)).abs()
             share = torch.where(error == 0, 0.0, error / bound)
-            found_shares[name] = float(share.max()) if share.isfinite().all() else math.nan
+            found_shares[name] = (
+                float(share.max()) if share.isfinite().all() else math.nan
+            )
         found_shares["lse"] = self._lse_share(found.lse, e * u + 3 * arithmetic)
         return found_shares
 
@@ -127,18 +144,21 @@ class Truth:
         """L = m + log l: off by what S is and by the relative error of l, and rounded."""
         exact = self.exact.lse
         error = torch.where(lse == exact, 0.0, (lse.double() - exact).abs())
-        return float((error / (relative + 2 * W * exact.abs().clamp(min=1.0, max=1e9))).max())
+        return float(
+            (error / (relative + 2 * W * exact.abs().clamp(min=1.0, max=1e9))).max()
+        )
 
 
-# --- the right function --------------------------------------------------------------------------
+# --- the right function ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 @pytest.mark.one_in(2)
 def test_every_case_is_within_its_bound(dtype: torch.dtype) -> None:
-    """Output, log-sum-exp and gradients err by less than roundings can add up to; rows without keys
-    are 0, whether position or a mask empties them; and a scale 2 % off is beyond the bound of every
-    tensor of the large cases. So is the guarded softmax in those, in fp16."""
+    """Output, log-sum-exp and gradients err by less than roundings can add up to; rows
+    without keys are 0, whether position or a mask empties them; and a scale 2 % off is
+    beyond the bound of every tensor of the large cases. So is the guarded softmax in
+    those, in fp16."""
     emptied = set()
     for name, made in cases(dtype):
         truth = Truth(made)
@@ -151,7 +171,9 @@ def test_every_case_is_within_its_bound(dtype: torch.dtype) -> None:
         if truth.exact.empty.any():
             emptied.add(name)
         if name.startswith("large") and not truth.exact.empty.all():
-            off = truth.shares(gradients(dataclasses.replace(made, scale=1.02 * made.scale)), {})
+            off = truth.shares(
+                gradients(dataclasses.replace(made, scale=1.02 * made.scale)), {}
+            )
             assert min(off.values()) > 1.0, (name, off)
     assert emptied >= {"large: causal, rows without keys", "large: bool mask per head"}
 
@@ -169,9 +191,9 @@ def write_places(
 
 
 def test_ranges_of_tiles_are_exact() -> None:
-    """The tiles visited are those that some line meets, and those taken for full are full: nothing
-    is lost, and nothing is computed in vain at either end. Without a limit on a side the sweep
-    that checks there is the other one's."""
+    """The tiles visited are those that some line meets, and those taken for full are
+    full: nothing is lost, and nothing is computed in vain at either end. Without a limit
+    on a side the sweep that checks there is the other one's."""
     made = torch.Generator().manual_seed(8)
 
     def draw(low: int, high: int) -> int:
@@ -207,17 +229,26 @@ def test_ranges_of_tiles_are_exact() -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.one_in(3)
 def test_options_compute_what_they_claim(options: dict[str, Any]) -> None:
-    """Every option is within its bound in fp16, with what it may add. Under its claim the rms error
-    is as the emulation has it, to 3 %, and element by element less than 0.25 of it is left:
-    a P whose last bits differ, as by the processor, may fall on the other side of a boundary."""
-    shape = {"heads": 1, "q_len": 96, "kv_len": 96, "head_dim": 32, "scale": 2.5 * 32**-0.5}
+    """Every option is within its bound in fp16, with what it may add. Under its claim the
+    rms error is as the emulation has it, to 3 %, and element by element less than 0.25 of
+    it is left: a P whose last bits differ, as by the processor, may fall on the other
+    side of a boundary."""
+    shape = {
+        "heads": 1,
+        "q_len": 96,
+        "kv_len": 96,
+        "head_dim": 32,
+        "scale": 2.5 * 32**-0.5,
+    }
     made = step(seed=5, dtype=HALF, is_causal=True, **shape)
     found, truth = KERNEL.gradients(made, **{**TILES, **options}), Truth(made)
     assert max(truth.shares(found, options).values()) <= 1.0
     predicted = emulated_step(made, KERNEL.claims(made, found, CPU))
     for name in TENSORS:
         exact = getattr(truth.exact, name)
-        real, expected = (x.double() - exact for x in (getattr(found, name), predicted[name]))
+        real, expected = (
+            x.double() - exact for x in (getattr(found, name), predicted[name])
+        )
         assert float(real.norm() / expected.norm()) == pytest.approx(1.0, abs=0.03), name
         left = float((real - expected).norm() / expected.norm())
         assert left < 0.25, name
@@ -232,12 +263,14 @@ def test_options_compute_what_they_claim(options: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.one_in(3)
-def test_stabilised_softmax_of_ties(dtype: torch.dtype, beta: float, score: float) -> None:
-    """Two tied scores with V = 1 are 1 exactly in plain softmax, whose P is 1. Stabilised, P is
-    the rounded exp of the shift, and so the output is off by how that rounds; beyond the format's
-    range the row is NaN, not a number; so it is far below 0, where even l is 0, with a log-sum-exp
-    of -inf. Otherwise the log-sum-exp hears nothing of the shift. `emulated` with the same words
-    has the same rows."""
+def test_stabilised_softmax_of_ties(
+    dtype: torch.dtype, beta: float, score: float
+) -> None:
+    """Two tied scores with V = 1 are 1 exactly in plain softmax, whose P is 1.
+    Stabilised, P is the rounded exp of the shift, and so the output is off by how that
+    rounds; beyond the format's range the row is NaN, not a number; so it is far below 0,
+    where even l is 0, with a log-sum-exp of -inf. Otherwise the log-sum-exp hears nothing
+    of the shift. `emulated` with the same words has the same rows."""
     q, k = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 2, 16)
     q[..., 0], k[..., 0] = score, 1.0
     q, k, v = q.to(dtype), k.to(dtype), torch.ones(1, 1, 2, 16).to(dtype)
@@ -256,7 +289,8 @@ def test_stabilised_softmax_of_ties(dtype: torch.dtype, beta: float, score: floa
         assert math.isnan(lse) if score > 0 else lse == -math.inf
     else:
         assert out == O
-        # m is beta times the score and log l takes it back: 4 roundings of numbers that large.
+        # m is beta times the score and log l takes it back: 4 roundings of numbers that
+        # large.
         spread = 4 * W * max(1.0, beta * abs(score))
         assert lse == pytest.approx(score + math.log(2.0), abs=spread)
     emulated = find("emulated").attend(made, **TILES, **words)
@@ -266,11 +300,15 @@ def test_stabilised_softmax_of_ties(dtype: torch.dtype, beta: float, score: floa
 
 
 @pytest.mark.parametrize(
-    "words", [{}, {"softmax": "stabilised"}, {"softmax": "guarded", "dp": "working"}], ids=str
+    "words",
+    [{}, {"softmax": "stabilised"}, {"softmax": "guarded", "dp": "working"}],
+    ids=str,
 )
 def test_training_gives_the_numbers_of_its_own_step(words: dict[str, str]) -> None:
     """Output and gradients, bit for bit, also under autocast, with grouped heads."""
     made = step(dtype=HALF, q_len=20, kv_len=20, head_dim=16, is_causal=True)
     options = KERNEL.with_options({**TILES, **words})
     done, found = KERNEL.gradients(made, **options), in_network(KERNEL, made, options)
-    assert all(torch.equal(x, getattr(done, n)) for x, n in zip(found, TENSORS, strict=True))
+    assert all(
+        torch.equal(x, getattr(done, n)) for x, n in zip(found, TENSORS, strict=True)
+    )

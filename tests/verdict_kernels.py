@@ -24,7 +24,8 @@ def erring(case: AttentionCase, times: float, **rounded: str) -> Tensor:
 
 
 def in_float32(case: AttentionCase) -> Tensor:
-    """The sound twin of the next: its output stays in float32, so that all it errs is scaled."""
+    """The sound twin of the next: its output stays in float32, so that all it errs is
+    scaled."""
     return erring(case, 1.0, out="float32")
 
 
@@ -77,8 +78,8 @@ def whole_lse(case: AttentionCase) -> tuple[Tensor, Tensor]:
 
 
 def moving() -> nn.Module:
-    """A model whose output moves with its neighbours in the batch: its encoder takes the first
-    dimension for the tokens, and is fed [batch, length]."""
+    """A model whose output moves with its neighbours in the batch: its encoder takes the
+    first dimension for the tokens, and is fed [batch, length]."""
     return Encoder(batch_first=False)
 
 
@@ -98,7 +99,9 @@ class Encoder(nn.Module):
         torch.manual_seed(0)
         self.ahead = ahead
         self.embed = nn.Embedding(96, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.0, batch_first=batch_first
+        )
         self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:

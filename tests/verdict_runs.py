@@ -1,4 +1,5 @@
-"""Commands run once for several tests: what they printed, their exit code, and the report."""
+"""Commands run once for several tests: what they printed, their exit code, and the
+report."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def measured(folder: Path, *arguments: object) -> Ran:
 
 
 def gated(folder: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
-    """The exit code of `numdev gate` on the report there, and its verdict; empty where it is
-    refused in one line."""
+    """The exit code of `numdev gate` on the report there, and its verdict; empty where it
+    is refused in one line."""
     code, out, err = called("gate", folder, "--json", *arguments)
     if not out:
         assert err.startswith("numdev: error: "), err

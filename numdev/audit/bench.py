@@ -1,9 +1,10 @@
 """One case on the bench: in one format, with everything its kernels are measured against.
 
-What the tasks of one case share (references, floor, baseline) is computed once per format. Kernels
-see the whole call; a selection of heads and rows restricts what is measured. With gradients it
-grows to whole groups of query heads, since dk and dv are sums over a group. Of a sample of query
-rows the baseline is of these alone, and dk and dv are of sampled keys, with no baseline."""
+What the tasks of one case share (references, floor, baseline) is computed once per
+format. Kernels see the whole call; a selection of heads and rows restricts what is
+measured. With gradients it grows to whole groups of query heads, since dk and dv are sums
+over a group. Of a sample of query rows the baseline is of these alone, and dk and dv are
+of sampled keys, with no baseline."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ KV_TENSORS = ("dk", "dv")  # of kv heads; the others are of query heads
 # By tensor, the field of a reference with its term scale.
 TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 
-# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along them.
+# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along
+# them.
 AXES = {
     "q": ("batch", "head", "row", "feature"),
     "k": ("batch", "kv_head", "key", "feature"),
@@ -54,7 +56,8 @@ class Selection:
     heads: tuple[int, ...]  # the query heads that are measured, in the order of the case
     queries: Tensor | None = None  # the query rows that are measured, where not all are
     keys: Tensor | None = None
-    """The keys that dk and dv are measured in, where queries are sampled: some, or all."""
+    """The keys that dk and dv are measured in, where queries are sampled: some, or
+    all."""
     strata: Mapping[str, Strata] = field(default_factory=dict)
     """By tensor, where some of its rows are measured since they stood out."""
     wholes: dict[str, Reference] = field(default_factory=dict)
@@ -75,12 +78,21 @@ class Selection:
         if gradients:
             groups = {h // case.group for h in chosen}
             chosen = {h for h in range(case.heads) if h // case.group in groups}
-        measured, queries, keys = tuple(h for h in range(case.heads) if h in chosen), None, None
-        if sample is not None and (rows := sample.draw(case.q_len, "queries")) is not None:
+        measured, queries, keys = (
+            tuple(h for h in range(case.heads) if h in chosen),
+            None,
+            None,
+        )
+        if (
+            sample is not None
+            and (rows := sample.draw(case.q_len, "queries")) is not None
+        ):
             some = sample.draw(case.kv_len, "keys")
             queries = rows.to(case.q.device)
             keys = (torch.arange(case.kv_len) if some is None else some).to(case.q.device)
-        return cls(case=case, gradients=gradients, heads=measured, queries=queries, keys=keys)
+        return cls(
+            case=case, gradients=gradients, heads=measured, queries=queries, keys=keys
+        )
 
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
@@ -91,14 +103,16 @@ class Selection:
         return self.kv_heads if tensor in KV_TENSORS else self.heads
 
     def row_indices(self, tensor: str) -> Tensor | None:
-        """Where the measured rows of `tensor` stand in the call; None where all are measured."""
+        """Where the measured rows of `tensor` stand in the call; None where all are
+        measured."""
         return self.keys if tensor in KV_TENSORS else self.queries
 
     def length_of(self, tensor: str) -> int:
         return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
-        """Of how many rows those of `tensor` are a sample, or which strata; None where all are."""
+        """Of how many rows those of `tensor` are a sample, or which strata; None where
+        all are."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         if tensor in self.strata:
             return self.strata[tensor]
@@ -110,14 +124,23 @@ class Selection:
         return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
 
     def bins_of(self, tensor: str) -> Tensor | None:
-        """Which drawn row of `tensor` is in which bin of positions (`sampling.membership`)."""
+        """Which drawn row of `tensor` is in which bin of positions
+        (`sampling.membership`)."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         every = torch.arange(length, device=self.case.q.device)
-        bins, of = membership(length, every if rows is None else rows), self.sampled_from(tensor)
-        return bins * of.drawn[:, None] if bins is not None and isinstance(of, Strata) else bins
+        bins, of = (
+            membership(length, every if rows is None else rows),
+            self.sampled_from(tensor),
+        )
+        return (
+            bins * of.drawn[:, None]
+            if bins is not None and isinstance(of, Strata)
+            else bins
+        )
 
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
-        """The measured heads and rows of a tensor [batch, heads, rows, ...], or those alone."""
+        """The measured heads and rows of a tensor [batch, heads, rows, ...], or those
+        alone."""
         x, rows = self.select_heads(x, tensor), self.row_indices(tensor)
         return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
 
@@ -135,7 +158,8 @@ class Selection:
         return case.select_heads(list(self.heads))
 
     def restricted(self, case: AttentionCase) -> AttentionCase:
-        """A case of this call's shape, restricted to the measured heads and query rows."""
+        """A case of this call's shape, restricted to the measured heads and query
+        rows."""
         heads = self.with_heads(case)
         return heads if self.queries is None else heads.select_rows(self.queries.cpu())
 
@@ -157,8 +181,11 @@ class Selection:
             self.wholes[name] = dataclasses.replace(found, term_scale=found.out[..., :0])
         return self.wholes[name]
 
-    def baseline(self, case: AttentionCase, *, gradients: bool = False) -> Output | Failure:
-        """Plain attention of a case of this shape, or of its sampled rows without dk and dv."""
+    def baseline(
+        self, case: AttentionCase, *, gradients: bool = False
+    ) -> Output | Failure:
+        """Plain attention of a case of this shape, or of its sampled rows without dk and
+        dv."""
         whole = case if self.queries is None else self.restricted(case)
         output = attempt(find("baseline"), whole, {}, gradients=gradients)
         if self.queries is None or isinstance(output, Failure):
@@ -167,7 +194,8 @@ class Selection:
 
     @cached_property
     def baseline_fp32(self) -> Tensor | None:
-        """The output of plain attention in float32, of what is measured of the case as it came."""
+        """The output of plain attention in float32, of what is measured of the case as it
+        came."""
         wide = self.baseline(self.case.rounded_to(FORMATS["float32"]))
         return self.select(wide.out) if isinstance(wide, Output) else None
 
@@ -182,9 +210,11 @@ class Bench:
     format: Format
     reference: Reference  # of what is measured; with gradients where they are wanted
     lse: Tensor
-    """[B, H, q_len] of the measured heads: the reference's, of all queries where it is known."""
+    """[B, H, q_len] of the measured heads: the reference's, of all queries where it is
+    known."""
     baseline: Output | Failure
-    yardsticks: Mapping[str, Yardstick]  # by tensor: `out`, and with gradients dq, dk and dv
+    # By tensor: `out`, and with gradients dq, dk and dv
+    yardsticks: Mapping[str, Yardstick]
     watch: Stopwatch
     unscreened: str | None = None  # why no rows stand beside a sample
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -192,9 +222,14 @@ class Bench:
 
     @classmethod
     def of(
-        cls, selection: Selection, fmt: Format, exact: tuple[Reference, Tensor], watch: Stopwatch
+        cls,
+        selection: Selection,
+        fmt: Format,
+        exact: tuple[Reference, Tensor],
+        watch: Stopwatch,
     ) -> Bench:
-        """The selection in a format. `exact`: `Selection.exact` of the case as it came."""
+        """The selection in a format. `exact`: `Selection.exact` of the case as it
+        came."""
         given = selection.case
         case = given if given.is_in(fmt) else given.rounded_to(fmt)
         unrounded, (reference, lse) = exact[0], exact
@@ -211,7 +246,8 @@ class Bench:
             plain = getattr(baseline, tensor, None)
             rows = {"empty": reference.empty, "lse": reference.lse}
             if tensor in KV_TENSORS and isinstance(reference, Gradients):
-                # A key that no query sees has gradients of exactly 0, and is judged by that.
+                # A key that no query sees has gradients of exactly 0, and is judged by
+                # that.
                 rows = {"empty": torch.zeros_like(reference.unseen)}
             arithmetic = by_key if tensor in KV_TENSORS else by_query
             rows["arithmetic"] = selection.select(arithmetic, tensor)
@@ -250,10 +286,12 @@ class Bench:
         sampled = self.selection.queries is not None
         return tuple(n for n in self.yardsticks if not (sampled and n in KV_TENSORS))
 
-    def predicted(self, claim: Mapping[str, Any], *, forward: bool = False) -> Mapping[str, Tensor]:
-        """What the emulation with these options returns for what is measured, by tensor; or of the
-        output alone. In fp32, a fraction of the reference's cost, which agrees in rms to 0.1 %. Of
-        sampled keys after a forward pass that rounded nowhere."""
+    def predicted(
+        self, claim: Mapping[str, Any], *, forward: bool = False
+    ) -> Mapping[str, Tensor]:
+        """What the emulation with these options returns for what is measured, by tensor;
+        or of the output alone. In fp32, a fraction of the reference's cost, which agrees
+        in rms to 0.1 %. Of sampled keys after a forward pass that rounded nowhere."""
         key = f"{forward} {sorted(claim.items())!r}"
         if key not in self.predictions:
             with self.watch("predictions"):
@@ -262,7 +300,9 @@ class Bench:
                     if select.keys is not None:
                         whole = select.whole(self.case)
                         call, made = select.with_heads(self.case), recipe_of(claim)
-                        keys = backward.of_keys(call, made, select.keys, whole.out, whole.lse)
+                        keys = backward.of_keys(
+                            call, made, select.keys, whole.out, whole.lse
+                        )
                         step |= {"dk": keys[1], "dv": keys[2]}
                 else:
                     step = {"out": emulation(self.restricted, claim)}
@@ -271,15 +311,22 @@ class Bench:
 
 
 def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """What fp32 arithmetic alone may err, relative to the term scale: [B, H, q_len] by query and
-    [B, kv_heads, kv_len] by key.
+    """What fp32 arithmetic alone may err, relative to the term scale: [B, H, q_len] by
+    query and [B, kv_heads, kv_len] by key.
 
-    A score is a sum of d products; in fp32 its roundings amount to about u sqrt(d) / 3 of the sum
-    of their sizes, at most |scale| |q_i| |k_j|, and P moves by that relatively. Nothing beside the
-    rounding to 16 bits for scores of usual size, and all there is where they reach 1e4."""
-    u = FORMATS["float32"].unit_roundoff * math.sqrt(case.q.shape[-1]) / 3 * abs(case.scale)
+    A score is a sum of d products; in fp32 its roundings amount to about u sqrt(d) / 3 of
+    the sum of their sizes, at most |scale| |q_i| |k_j|, and P moves by that relatively.
+    Nothing beside the rounding to 16 bits for scores of usual size, and all there is
+    where they reach 1e4."""
+    u = (
+        FORMATS["float32"].unit_roundoff
+        * math.sqrt(case.q.shape[-1])
+        / 3
+        * abs(case.scale)
+    )
     q, k = (
-        torch.linalg.vector_norm(widened(x), dim=-1, dtype=torch.float64) for x in (case.q, case.k)
+        torch.linalg.vector_norm(widened(x), dim=-1, dtype=torch.float64)
+        for x in (case.q, case.k)
     )
     largest_k = k.amax(dim=-1, keepdim=True).repeat_interleave(case.group, dim=1)
     largest_q = q.unflatten(1, (case.kv_heads, case.group)).amax(dim=(2, 3))
@@ -287,8 +334,8 @@ def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
 
 
 def settled(case: AttentionCase) -> AttentionCase:
-    """The case with an upstream gradient of 0 where a row sees no key: what such a row returns is a
-    convention, and so would be what flows back through it."""
+    """The case with an upstream gradient of 0 where a row sees no key: what such a row
+    returns is a convention, and so would be what flows back through it."""
     if case.grad_out is None:
         return case
     empty = empty_rows(case)[..., None]
@@ -296,10 +343,11 @@ def settled(case: AttentionCase) -> AttentionCase:
 
 
 def part(case: AttentionCase, **kept: range) -> AttentionCase:
-    """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`), its
-    tensors copied, dense, in their own order of axes in memory: kernels choose by it. With a kv
-    head come all query heads that read it, unless `head` says which. Each row sees what it saw: of
-    rows from r and keys from k, j <= i + offset becomes j' + k <= i' + r + offset."""
+    """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`),
+    its tensors copied, dense, in their own order of axes in memory: kernels choose by it.
+    With a kv head come all query heads that read it, unless `head` says which. Each row
+    sees what it saw: of rows from r and keys from k, j <= i + offset becomes j' + k <= i'
+    + r + offset."""
     if "kv_head" in kept and "head" not in kept:
         group, heads = case.group, kept["kv_head"]
         kept["head"] = range(heads.start * group, heads.stop * group)
@@ -307,9 +355,12 @@ def part(case: AttentionCase, **kept: range) -> AttentionCase:
     for name, axes in AXES.items():
         x = getattr(case, name)
         for dim, axis in enumerate(() if x is None else axes[-x.ndim :]):
-            if axis in kept and len(kept[axis]) < x.shape[dim]:  # a mask may broadcast there
+            # A mask may broadcast there
+            if axis in kept and len(kept[axis]) < x.shape[dim]:
                 x = x.detach().narrow(dim, kept[axis].start, len(kept[axis])).clone()
         parts[name] = x
     moved = kept.get("row", range(1)).start - kept.get("key", range(1)).start
-    parts["causal_offset"] = case.causal_offset + (moved if case.restricts_positions else 0)
+    parts["causal_offset"] = case.causal_offset + (
+        moved if case.restricts_positions else 0
+    )
     return dataclasses.replace(case, **parts)

@@ -1,9 +1,10 @@
 """Messages between numdev and a process in which foreign code runs.
 
-A task goes there as torch pickles it. An answer is the task's token, the length of a JSON header,
-the header, the bytes of the tensors it names, and the token; nothing of it is unpickled. The
-process may write anything, at any speed: a message is whole by its deadline or it is none, and what
-it may hold follows from the case, not from what it says of itself."""
+A task goes there as torch pickles it. An answer is the task's token, the length of a JSON
+header, the header, the bytes of the tensors it names, and the token; nothing of it is
+unpickled. The process may write anything, at any speed: a message is whole by its
+deadline or it is none, and what it may hold follows from the case, not from what it says
+of itself."""
 
 from __future__ import annotations
 
@@ -27,11 +28,14 @@ LENGTH = struct.Struct(">Q")
 TOKEN_BYTES = 16  # with which an answer begins and ends, and no other
 MAX_HEADER = 1 << 20
 MAX_TASK = 1 << 48  # what a worker believes, which nobody but numdev writes to
-MAX_GAP = 16  # how many times its own size a tensor may span in memory: q of a packed qkv spans 3
+# How many times its own size a tensor may span in memory: q of a packed qkv spans 3
+MAX_GAP = 16
 TAIL_BYTES = 1 << 13  # of what a process writes to stderr, the end
 TICK_S = 0.2  # how often it is looked whether the process lives
 DTYPES = {
-    str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype) and x.is_floating_point
+    str(x): x
+    for x in vars(torch).values()
+    if isinstance(x, torch.dtype) and x.is_floating_point
 }
 TEXTS = ("not_lse", "ran", "ran_backward")
 
@@ -45,10 +49,12 @@ class Late(Exception):
 
 
 class Channel:
-    """numdev's end: a socket, and what the process writes to stderr. `has_ended` says whether the
-    process is gone: what it leaves behind may hold the other end for ever."""
+    """numdev's end: a socket, and what the process writes to stderr. `has_ended` says
+    whether the process is gone: what it leaves behind may hold the other end for ever."""
 
-    def __init__(self, end: socket.socket, stderr: int, has_ended: Callable[[], bool]) -> None:
+    def __init__(
+        self, end: socket.socket, stderr: int, has_ended: Callable[[], bool]
+    ) -> None:
         self.socket, self.stderr, self.has_ended = end, stderr, has_ended
         self.tail = b""
         end.setblocking(False)
@@ -59,7 +65,8 @@ class Channel:
         os.close(self.stderr)
 
     def is_clean(self) -> bool:
-        """Whether nothing has come that nobody asked for, nor was the other end closed."""
+        """Whether nothing has come that nobody asked for, nor was the other end
+        closed."""
         try:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -80,7 +87,8 @@ class Channel:
                 raise Ended from error
 
     def read(self, size: int, deadline: float) -> bytearray:
-        """So many bytes. Raises Ended where they end before, and Late after the deadline."""
+        """So many bytes. Raises Ended where they end before, and Late after the
+        deadline."""
         message = bytearray(size)
         self.fill(memoryview(message), deadline)
         return message
@@ -111,8 +119,8 @@ class Channel:
         self.tail = b""
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Until the socket is ready. Takes meanwhile what comes on stderr, so that a process that
-        writes much does not wait for a reader."""
+        """Until the socket is ready. Takes meanwhile what comes on stderr, so that a
+        process that writes much does not wait for a reader."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.socket, event)
             selector.register(self.stderr, selectors.EVENT_READ)
@@ -120,8 +128,12 @@ class Channel:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise Late
-                ended = self.has_ended()  # first: what it sent before its end still counts
-                ready = [key.fd for key, _ in selector.select(0 if ended else min(TICK_S, left))]
+                # First: what it sent before its end still counts
+                ended = self.has_ended()
+                ready = [
+                    key.fd
+                    for key, _ in selector.select(0 if ended else min(TICK_S, left))
+                ]
                 if self.socket.fileno() in ready:
                     return
                 if ended:
@@ -139,7 +151,7 @@ class Channel:
         return bool(text)
 
 
-# --- answers -------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------
 
 
 Part = bytes | memoryview
@@ -151,8 +163,8 @@ def failed_answer(status: Literal["skipped", "failed"], reason: str) -> list[Par
 
 
 def output_answer(output: Output) -> list[Part]:
-    """What is sent after the token for a kernel's output. Raises ValueError where it says too
-    much."""
+    """What is sent after the token for a kernel's output. Raises ValueError where it says
+    too much."""
     tensors = {name: x for name, x in vars(output).items() if isinstance(x, Tensor)}
     layouts = {
         name: {"dtype": str(x.dtype), "shape": list(x.shape), "stride": list(x.stride())}
@@ -174,8 +186,8 @@ def _header(content: Mapping[str, Any]) -> list[Part]:
 def read_answer(
     channel: Channel, token: bytes, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
-    """The output of a case, on the CPU, or a status and its reason. Raises ValueError for anything
-    else that came, Ended and Late."""
+    """The output of a case, on the CPU, or a status and its reason. Raises ValueError for
+    anything else that came, Ended and Late."""
     _expect(channel, token, deadline)
     answer = _read_answer(channel, case, deadline)
     _expect(channel, token, deadline)
@@ -195,7 +207,10 @@ def _read_answer(
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {length}")
     header = json.loads(channel.read(length, deadline))
     if "status" in header:
-        if header["status"] not in ("skipped", "failed") or type(header["reason"]) is not str:
+        if (
+            header["status"] not in ("skipped", "failed")
+            or type(header["reason"]) is not str
+        ):
             raise ValueError("status: expected skipped or failed, and a reason")
         return header["status"], header["reason"]
     shapes = shapes_of(case)
@@ -216,11 +231,19 @@ def shapes_of(case: AttentionCase) -> dict[str, tuple[int, ...]]:
     rows = tuple(case.q.shape[:3])
     out = (*rows, case.v.shape[-1])
     inputs = {"dq": case.q, "dk": case.k, "dv": case.v}
-    return {"out": out, "lse": rows, **{name: tuple(x.shape) for name, x in inputs.items()}}
+    return {
+        "out": out,
+        "lse": rows,
+        **{name: tuple(x.shape) for name, x in inputs.items()},
+    }
 
 
 def _tensor(
-    channel: Channel, name: str, layout: Mapping[str, Any], shape: tuple[int, ...], deadline: float
+    channel: Channel,
+    name: str,
+    layout: Mapping[str, Any],
+    shape: tuple[int, ...],
+    deadline: float,
 ) -> Tensor:
     """The next tensor, laid out in memory as it was."""
     dtype, stride = DTYPES[layout["dtype"]], layout["stride"]
@@ -238,7 +261,7 @@ def _tensor(
     return strided_as(x, torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
 
-# --- at the other end ----------------------------------------------------------------------------
+# --- at the other end -----------------------------------------------------------------
 
 
 def read_task(end: socket.socket) -> bytearray:

@@ -1,4 +1,5 @@
-"""A check: one kernel on small cases, held to the gate's rules. `numdev.testing` asks for one."""
+"""A check: one kernel on small cases, held to the gate's rules. `numdev.testing` asks for
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml, validated
 
-SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}  # of a case that does not say
+# Of a case that does not say
+SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}
 FEATURES = bundled("check/features.yaml")  # one feature a case
 Backward = bool | Literal["auto"]
 Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or several
@@ -51,12 +53,15 @@ def measured(
         tasks, case = plan.tasks(located.ref), located.load()
         if why := kernel.supports(case):  # nobody to set floor and baseline beside
             declined = Failure("skipped", why)
-            done[located.ref.case] = {"case": [case_record(case, located.axes, plan.formats)]}
+            done[located.ref.case] = {
+                "case": [case_record(case, located.axes, plan.formats)]
+            }
             done |= {task.key: {"row": [bare_row(task, declined)]} for _, task in tasks}
             continue
         drawn = as_located(case, located.axes)  # once: it takes a tenth of a small call
         done |= {
-            key: rows for key, rows, _ in measured_here(drawn, tasks, plan, attempt, watch, later)
+            key: rows
+            for key, rows, _ in measured_here(drawn, tasks, plan, attempt, watch, later)
         }
     conclude(later)
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
@@ -75,17 +80,24 @@ def measured(
 
 
 def declining(kernel: Kernel) -> Kernel:
-    """The kernel, with a NotImplementedError taken for a refusal (in backward: there is none), and
-    what PyTorch raises where the chosen SDPA operator takes no such call."""
+    """The kernel, with a NotImplementedError taken for a refusal (in backward: there is
+    none), and what PyTorch raises where the chosen SDPA operator takes no such call."""
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(case: AttentionCase, **options: Any) -> Any:
-            refuse((case.v.isinf().any(), f"V is beyond the largest number of {case.format.name}"))
+            refuse(
+                (
+                    case.v.isinf().any(),
+                    f"V is beyond the largest number of {case.format.name}",
+                )
+            )
             try:
                 return function(case, **options)
             except RuntimeError as error:  # NotImplementedError is one
-                if isinstance(error, NotImplementedError) or "No available kernel" in str(error):
+                if isinstance(error, NotImplementedError) or "No available kernel" in str(
+                    error
+                ):
                     raise Refused(one_line(error)) from error
                 raise
 
@@ -98,31 +110,45 @@ def declining(kernel: Kernel) -> Kernel:
             return differentiate(lambda c: kernel.function(c, **options), case)
 
     backward = refusing(step) if callable(step) else None
-    return dataclasses.replace(kernel, function=refusing(kernel.function), backward=backward)
+    return dataclasses.replace(
+        kernel, function=refusing(kernel.function), backward=backward
+    )
 
 
 class CheckSource(ConfigSource):
-    """Cases named by a kernel's author (None: configs/check/default.yaml): a name of these or of a
-    regime of inputs, a YAML file, captured tensors, a mapping with the keys of a YAML case, a call
-    at hand. Drawn ones come once for each seed, with grad_out if wanted. Raises UsageError for a
-    name that is none, for what cannot be read, and for two cases of one name."""
+    """Cases named by a kernel's author (None: configs/check/default.yaml): a name of
+    these or of a regime of inputs, a YAML file, captured tensors, a mapping with the keys
+    of a YAML case, a call at hand. Drawn ones come once for each seed, with grad_out if
+    wanted. Raises UsageError for a name that is none, for what cannot be read, and for
+    two cases of one name."""
 
     def __init__(
-        self, named: Sequence[Named] | None, seeds: Sequence[int], device: str, *, gradients: bool
+        self,
+        named: Sequence[Named] | None,
+        seeds: Sequence[int],
+        device: str,
+        *,
+        gradients: bool,
     ) -> None:
         if not seeds:
-            raise UsageError("seeds: expected at least one, got none", hint="for example seeds=0")
+            raise UsageError(
+                "seeds: expected at least one, got none", hint="for example seeds=0"
+            )
         self._seeds, self._device, self._gradients = tuple(seeds), device, gradients
         self.target = "default cases" if named is None else "given cases"
         self.cases = [] if named is not None else self._drawn(default_cases())
         for number, each in enumerate(named or ()):
             self.cases += self._located(each, number)
         if not self.cases:
-            raise UsageError("cases: expected at least one, got none", hint="leave it out for all")
+            raise UsageError(
+                "cases: expected at least one, got none", hint="leave it out for all"
+            )
         names = Counter((located.ref.case, located.ref.seed) for located in self.cases)
         (name, _), count = names.most_common(1)[0]
         if count > 1:
-            raise UsageError(f"{count} cases are named {name!r}", hint="name each differently")
+            raise UsageError(
+                f"{count} cases are named {name!r}", hint="name each differently"
+            )
 
     def _located(self, named: Named, number: int) -> Sequence[Located]:
         seed = self._seeds[0] if self._gradients else None
@@ -137,7 +163,8 @@ class CheckSource(ConfigSource):
             return self._drawn(_by_name(named))
         if not holds_cases(path):
             raise UsageError(
-                f"{path}: holds no captured tensors", hint="see docs/inputs.md, or give a .yaml"
+                f"{path}: holds no captured tensors",
+                hint="see docs/inputs.md, or give a .yaml",
             )
         return open_cases(path, device=self._device, upstream=seed).cases
 
@@ -147,7 +174,8 @@ class CheckSource(ConfigSource):
         return list(source)
 
 
-TILE = 64  # keys: the least that most kernels take at once; their tiles are multiples of it
+# Keys: the least that most kernels take at once; their tiles are multiples of it
+TILE = 64
 LEAST_IN_TILE = 16  # keys in the last tile from which on an error there is no small one
 SHAPES: Mapping[str, Callable[[CaseRecord], bool]] = {
     "a group size unlike the number of kv heads": lambda c: (
@@ -156,7 +184,9 @@ SHAPES: Mapping[str, Callable[[CaseRecord], bool]] = {
     "more queries than keys": lambda c: c.q_len > c.kv_len,
     "more keys than queries": lambda c: 1 < c.q_len < c.kv_len,
     "a single query": lambda c: c.q_len == 1 < c.kv_len,
-    "several tiles of keys, the last one full": lambda c: c.kv_len > TILE and not c.kv_len % TILE,
+    "several tiles of keys, the last one full": lambda c: (
+        c.kv_len > TILE and not c.kv_len % TILE
+    ),
     "several tiles of keys, the last one partly full": lambda c: (
         c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
     ),
@@ -164,11 +194,13 @@ SHAPES: Mapping[str, Callable[[CaseRecord], bool]] = {
     "V of another width": lambda c: c.v_dim != c.head_dim,
     "several sequences": lambda c: c.batch > 1,
 }
-"""What sizes of a call may be to each other, where code that takes one for another goes wrong."""
+"""What sizes of a call may be to each other, where code that takes one for another goes
+wrong."""
 
 
 def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
-    """Which of SHAPES no call has; a window to both sides too, where calls have windows."""
+    """Which of SHAPES no call has; a window to both sides too, where calls have
+    windows."""
     untested = [words for words, has in SHAPES.items() if not any(map(has, called))]
     windows = [case.window for case in called if case.window is not None]
     if windows and not any(left and right for left, right in windows):
@@ -182,7 +214,8 @@ def default_cases() -> tuple[CaseConfig, ...]:
 
 
 def _by_name(name: str) -> Sequence[CaseConfig]:
-    """A case of the default set, or a regime of inputs, without and with a causal mask."""
+    """A case of the default set, or a regime of inputs, without and with a causal
+    mask."""
     known = {config.name: config for config in default_cases()}
     if name in known:
         return [known[name]]

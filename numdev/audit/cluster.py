@@ -1,9 +1,10 @@
 """Cases measured by Dask workers: processes of this machine, or those of a scheduler's.
 
-A case is a future; one that is not drawn is shipped. Kernels under audit run isolated within
-workers. Dask does a case again elsewhere when its worker died; one whose workers died twice becomes
-failed rows. This process alone writes the journal. A worker measures what this process would: it
-has its settings of torch, and refuses where anything else that may change a number differs."""
+A case is a future; one that is not drawn is shipped. Kernels under audit run isolated
+within workers. Dask does a case again elsewhere when its worker died; one whose workers
+died twice becomes failed rows. This process alone writes the journal. A worker measures
+what this process would: it has its settings of torch, and refuses where anything else
+that may change a number differs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from numdev.audit.isolation import Failure, Isolated, copied, set_torch, threads, torch_settings
+from numdev.audit.isolation import (
+    Failure,
+    Isolated,
+    copied,
+    set_torch,
+    threads,
+    torch_settings,
+)
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
@@ -44,41 +52,53 @@ CONNECT_S = 30.0
 TICK_S = 1.0  # how often it is looked whether the scheduler is there
 CONFIG = {
     "distributed.scheduler.allowed-failures": 1,  # a case is tried twice
-    "distributed.scheduler.worker-saturation": 1.0,  # so that no case that waits dies with another
+    # So that no case that waits dies with another
+    "distributed.scheduler.worker-saturation": 1.0,
     "distributed.nanny.pre-spawn-environ": {},  # it would stay set in this process
-    "distributed.admin.large-graph-warning-threshold": "1 TB",  # cases are large, and few at a time
+    # Cases are large, and few at a time
+    "distributed.admin.large-graph-warning-threshold": "1 TB",
     "distributed.worker.profile.enabled": False,
 }
 Tasks = Sequence[tuple[Planned, Task]]
-GONE, KEPT = "the Dask scheduler is gone", "what is finished is kept; the same command continues"
+GONE, KEPT = (
+    "the Dask scheduler is gone",
+    "what is finished is kept; the same command continues",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Who measures in this process's place: `workers` processes, or those of a Dask scheduler."""
+    """Who measures in this process's place: `workers` processes, or those of a Dask
+    scheduler."""
 
     workers: int | None = None
     scheduler: str | None = None
 
 
 def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
-    """None where neither is given: this process measures. UsageError for both, and without Dask."""
+    """None where neither is given: this process measures. UsageError for both, and
+    without Dask."""
     if workers is None and scheduler is None:
         return None
     if workers is not None and workers < 1:
         raise UsageError(f"--workers: expected at least 1, got {workers}")
     if workers is not None and scheduler is not None:
-        raise UsageError("--workers and --scheduler exclude each other", hint="give one of them")
+        raise UsageError(
+            "--workers and --scheduler exclude each other", hint="give one of them"
+        )
     if importlib.util.find_spec("distributed") is None:
         what = f"{'--scheduler' if workers is None else '--workers'} needs Dask"
-        raise UsageError(f"{what}, which is not installed", hint='pip install "numdev[dask]"')
+        raise UsageError(
+            f"{what}, which is not installed", hint='pip install "numdev[dask]"'
+        )
     return Cluster(workers=workers, scheduler=scheduler)
 
 
 @contextlib.contextmanager
 def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
-    """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU all. Here
-    too, since a report is about one number of threads. UsageError for more than GPUs, or CPUs."""
+    """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU
+    all. Here too, since a report is about one number of threads. UsageError for more than
+    GPUs, or CPUs."""
     if cluster is None or cluster.workers is None:
         yield
         return
@@ -88,7 +108,9 @@ def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
         what = f"{most}, the number of {'processors' if on_cpu else 'GPUs'} here"
         raise UsageError(f"--workers: expected at most {what}, got {cluster.workers}")
     before = torch.get_num_threads()
-    with threads(max(1, before // cluster.workers)) if on_cpu else contextlib.nullcontext():
+    with (
+        threads(max(1, before // cluster.workers)) if on_cpu else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -101,7 +123,8 @@ def at_work(
     watch: Stopwatch,
     say: Callable[[str], None],
 ) -> Iterator[Workers | None]:
-    """The workers of a cluster; None without one. Raises UsageError where no scheduler answers."""
+    """The workers of a cluster; None without one. Raises UsageError where no scheduler
+    answers."""
     if cluster is None:
         yield None
         return
@@ -127,15 +150,16 @@ class Workers:
     plan: Plan
     expected: str  # JSON: what must be the same on a worker
     limit_s: float
-    watch: Stopwatch  # gets the workers' times; the time this process waits is not counted
+    # Gets the workers' times; the time this process waits is not counted
+    watch: Stopwatch
     client: Client
     flights: dict[Future[Any], Tasks] = field(default_factory=dict)
     arrived: queue.SimpleQueue[Future[Any]] = field(default_factory=queue.SimpleQueue)
 
     def submit(self, located: Located, tasks: Tasks) -> Iterator[Finished]:
-        """Send a case with its unfinished tasks, as soon as there is room for it: two cases for
-        each worker, so that none waits for the next one; of shipped cases one each and one more, so
-        that memory does not grow with the number of layers."""
+        """Send a case with its unfinished tasks, as soon as there is room for it: two
+        cases for each worker, so that none waits for the next one; of shipped cases one
+        each and one more, so that memory does not grow with the number of layers."""
         shipped = not isinstance(located, Drawn)
         while True:
             present = max(1, self.present())
@@ -178,7 +202,9 @@ class Workers:
             raise MeasurementError(GONE, hint=KEPT) from error
         except Exception as error:
             what = f"a worker failed: {one_line(error)}"
-            raise MeasurementError(what, hint="is the same numdev installed there?") from error
+            raise MeasurementError(
+                what, hint="is the same numdev installed there?"
+            ) from error
         if isinstance(answer, NumdevError):
             raise answer
         finished, seconds = answer
@@ -186,8 +212,9 @@ class Workers:
         yield from finished
 
     def present(self) -> int:
-        """How many workers there are now. Raises MeasurementError where the scheduler is gone,
-        UsageError for a worker of several cases at a time, which would share a GPU."""
+        """How many workers there are now. Raises MeasurementError where the scheduler is
+        gone, UsageError for a worker of several cases at a time, which would share a
+        GPU."""
         if self.client.status != "running":
             raise MeasurementError(GONE, hint=KEPT)
         try:
@@ -197,25 +224,34 @@ class Workers:
         for address, count in threads.items():
             if count > 1:
                 hint = "start it by `dask worker --nthreads 1`"
-                raise UsageError(f"worker {address}: expected 1 thread, got {count}", hint=hint)
+                raise UsageError(
+                    f"worker {address}: expected 1 thread, got {count}", hint=hint
+                )
         return len(threads)
 
 
 def shared_out(
-    client: Client, expected: str, function: Callable[..., T], parts: Sequence[tuple[Any, ...]]
+    client: Client,
+    expected: str,
+    function: Callable[..., T],
+    parts: Sequence[tuple[Any, ...]],
 ) -> Iterator[T]:
-    """What `function(*part)` returns on the workers for each part, as it comes. Raises what it
-    raises there, MeasurementError for anything but a NumdevError."""
+    """What `function(*part)` returns on the workers for each part, as it comes. Raises
+    what it raises there, MeasurementError for anything but a NumdevError."""
     from distributed import as_completed
 
-    futures = [client.submit(_called, expected, function, part, pure=False) for part in parts]
+    futures = [
+        client.submit(_called, expected, function, part, pure=False) for part in parts
+    ]
     for future in as_completed(futures, loop=client.loop):
         try:
             yield future.result()
         except NumdevError:
             raise
         except Exception as error:
-            raise MeasurementError(f"a worker failed: {one_line(error)}", hint=KEPT) from error
+            raise MeasurementError(
+                f"a worker failed: {one_line(error)}", hint=KEPT
+            ) from error
 
 
 def _called(expected: str, function: Callable[..., T], part: tuple[Any, ...]) -> T:
@@ -226,7 +262,8 @@ def _called(expected: str, function: Callable[..., T], part: tuple[Any, ...]) ->
 
 @contextlib.contextmanager
 def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
-    """A client of the cluster's scheduler; on leaving, nothing that was started here is left."""
+    """A client of the cluster's scheduler; on leaving, nothing that was started here is
+    left."""
     import dask
     from distributed import Client, Nanny, Scheduler, SpecCluster
     from distributed.comm.addressing import resolve_address
@@ -234,40 +271,63 @@ def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(dask.config.set(CONFIG))
-        stack.enter_context(silence_logging_cmgr(logging.CRITICAL))  # it is said by numdev
+        # It is said by numdev
+        stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
         if cluster.workers is None:
             try:
-                resolve_address(str(cluster.scheduler))  # else a client's own end takes a minute
-                client = Client(cluster.scheduler, timeout=CONNECT_S, set_as_default=False)
+                # Else a client's own end takes a minute
+                resolve_address(str(cluster.scheduler))
+                client = Client(
+                    cluster.scheduler, timeout=CONNECT_S, set_as_default=False
+                )
             except (OSError, ValueError, TimeoutError) as error:
                 what = f"--scheduler {cluster.scheduler}: no Dask scheduler answers there"
-                raise UsageError(what, hint="give an address, e.g. tcp://10.0.0.1:8786") from error
+                raise UsageError(
+                    what, hint="give an address, e.g. tcp://10.0.0.1:8786"
+                ) from error
             stack.enter_context(client)
             stack.callback(client.run, leave, on_error="ignore")
             yield client
             return
-        # A scheduler in this process, and workers in processes of their own, each with a nanny
-        # that starts it anew when it dies. They end when this process does, even by SIGKILL.
+        # A scheduler in this process, and workers in processes of their own, each with a
+        # nanny that starts it anew when it dies. They end when this process does, even by
+        # SIGKILL.
         gpus = visible_gpus() if system.device == "cuda" else []
-        threads = {name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        own = [{"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {} for i in range(cluster.workers)]
+        threads = {
+            name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        }
+        own = [
+            {"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {}
+            for i in range(cluster.workers)
+        ]
         here = {"host": "127.0.0.1", "dashboard": False}
         # memory_limit: tensors are not Dask's to count, nor to spill.
-        shared = {**here, "nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL}
+        shared = {
+            **here,
+            "nthreads": 1,
+            "memory_limit": 0,
+            "silence_logs": logging.CRITICAL,
+        }
         each = ({**shared, "env": {**threads, **environ}} for environ in own)
         local = SpecCluster(
             scheduler={"cls": Scheduler, "options": here},
             workers={i: {"cls": Nanny, "options": its} for i, its in enumerate(each)},
-            shutdown_on_close=False,  # what an interrupt left half begun ends with its parent
+            # What an interrupt left half begun ends with its parent
+            shutdown_on_close=False,
         )
-        yield stack.enter_context(Client(stack.enter_context(local), set_as_default=False))
+        yield stack.enter_context(
+            Client(stack.enter_context(local), set_as_default=False)
+        )
 
 
-# --- on a worker ---------------------------------------------------------------------------------
+# --- on a worker ----------------------------------------------------------------------
 
 
-def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]] | NumdevError:
-    """What goes into the journal of a case, and seconds by section; or why nothing was measured."""
+def work(
+    expected: str, parcel: bytes
+) -> tuple[list[Finished], dict[str, float]] | NumdevError:
+    """What goes into the journal of a case, and seconds by section; or why nothing was
+    measured."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             known = json.loads(expected)
@@ -279,7 +339,9 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
             with watch("capture"):
                 case = copied(located.load(), plan.system.device)
             here = as_located(case, located.axes)
-            return list(measured_here(here, planned, plan, process, watch)), watch.seconds()
+            return list(
+                measured_here(here, planned, plan, process, watch)
+            ), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"
         return type(error)(f"worker {who}: {error.message}", hint=error.hint)
@@ -297,8 +359,8 @@ SAME = "install the same on all workers and restart them"
 
 
 def check_here(expected: Mapping[str, Any]) -> None:
-    """Take over torch's settings. Raises UsageError where anything else is different here, but for
-    the number of GPUs: a worker mostly sees one."""
+    """Take over torch's settings. Raises UsageError where anything else is different
+    here, but for the number of GPUs: a worker mostly sees one."""
     set_torch(expected["torch"])
     system = System.here(expected["environment"]["device"])
     here = json.loads(json.dumps(environment(system), default=str))
@@ -306,7 +368,8 @@ def check_here(expected: Mapping[str, Any]) -> None:
     if here != there:
         where, wanted, got = first_difference(there, here)
         raise UsageError(
-            f"a worker's environment differs: {where}: expected {wanted!r}, got {got!r}", hint=SAME
+            f"a worker's environment differs: {where}: expected {wanted!r}, got {got!r}",
+            hint=SAME,
         )
 
 

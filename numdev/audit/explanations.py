@@ -1,8 +1,9 @@
-"""What explains the errors of a measured kernel: a known way of rounding, its rounding sites, the
-rows that err most, and where along a call errors are.
+"""What explains the errors of a measured kernel: a known way of rounding, its rounding
+sites, the rows that err most, and where along a call errors are.
 
-Without a declared claim a kernel is held to `fa2`; where it errs beyond that, other ways sound code
-rounds are tried (`likenesses`); the running sums of `golden2024` and `qiu2025` are a fault here."""
+Without a declared claim a kernel is held to `fa2`; where it errs beyond that, other ways
+sound code rounds are tried (`likenesses`); the running sums of `golden2024` and `qiu2025`
+are a fault here."""
 
 from __future__ import annotations
 
@@ -43,12 +44,15 @@ from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.system import System
 from numdev.yamlfile import Strict, bundled, read_yaml
 
-# --- a known way of rounding ---------------------------------------------------------------------
+# --- a known way of rounding -----------------------------------------------------------
 
-Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
-Tried = Callable[..., Step | None]  # `forward`: of the output alone; None: it cannot take the call
+# By tensor, what a way returns for the measured heads and rows
+Step = Mapping[str, Tensor]
+# `forward`: of the output alone; None: it cannot take the call
+Tried = Callable[..., Step | None]
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
-MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
+# Ways that are written out keep all scores of a call; no larger one is tried
+MOST_SCORES = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,9 +63,11 @@ class Likeness:
     expected: Step
     residual: float  # the root mean square of all tensors'
 
-    def without_its_bias(self, metrics: Sequence[Metrics], yardstick: Yardstick) -> list[Metrics]:
-        """The metrics of an output, without a large bias that the way has too (two nearer each
-        other than the limit are one); `nulls` says whose it is."""
+    def without_its_bias(
+        self, metrics: Sequence[Metrics], yardstick: Yardstick
+    ) -> list[Metrics]:
+        """The metrics of an output, without a large bias that the way has too (two nearer
+        each other than the limit are one); `nulls` says whose it is."""
         beyond_limit = functools.partial(excess, "bias_size")
         if not any(beyond_limit(head.get("bias_size")) > 1 for head in metrics):
             return list(metrics)
@@ -71,23 +77,32 @@ class Likeness:
             size, other = head.get("bias_size"), its.get("bias_size")
             if size and other and beyond_limit(size) > 1 >= beyond_limit(size - other):
                 why = f"{size:+.3f} ulp, {self.words}"
-                head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
+                head = {
+                    **head,
+                    "bias_size": None,
+                    "nulls": {**head["nulls"], "bias_size": why},
+                }
             explained.append(head)
         return explained
 
 
 @functools.cache
 def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
-    """The default thresholds of a metric, of single heads or of medians, and their least limit."""
+    """The default thresholds of a metric, of single heads or of medians, and their least
+    limit."""
     every = (t for t in default_rules().thresholds if t.metric == name)
     limits = tuple(t for t in every if bool(t.heads) == median)
-    ends = [t.at_most or 0.0 for t in limits] + [x.at_most for t in limits for x in t.instead]
+    ends = [t.at_most or 0.0 for t in limits] + [
+        x.at_most for t in limits for x in t.instead
+    ]
     return limits, min(ends, default=0.0)
 
 
-def excess(name: str, value: float | None, row: DeviationRow | None = None, n: int = 0) -> float:
-    """How far a metric, or its median of n heads, is on the way to its limit by default; 0 where it
-    is within every limit there is."""
+def excess(
+    name: str, value: float | None, row: DeviationRow | None = None, n: int = 0
+) -> float:
+    """How far a metric, or its median of n heads, is on the way to its limit by default;
+    0 where it is within every limit there is."""
     limits, least = _limits(name, median=bool(n))
     if value is None or abs(value) <= least:
         return 0.0
@@ -101,8 +116,9 @@ def _is_judged(name: str, row: DeviationRow) -> bool:
 
 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
-    """The tensors of one call that are beyond what the default rules allow them, by rounding: none
-    where another function is suspected of the output, or something is not finite."""
+    """The tensors of one call that are beyond what the default rules allow them, by
+    rounding: none where another function is suspected of the output, or something is not
+    finite."""
 
     def is_beyond(heads: Sequence[DeviationRow]) -> bool:
         predicted = [r for r in heads if r.worst_row is not None]
@@ -127,17 +143,28 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
 
 
 def locate(measured: Measured, bench: Bench) -> None:
-    """Say of each head in which rows it is beyond the default limit of a single row, or not
-    finite, where these are few or of one batch entry."""
+    """Say of each head in which rows it is beyond the default limit of a single row, or
+    not finite, where these are few or of one batch entry."""
     select = (measured.bench or bench).selection
     for at, row in enumerate(measured.rows):
-        ratios = measured.along[row.tensor].ratios if row.tensor in measured.along else None
-        if ratios is not None and (row.nonfinite or excess("worst_row", row.worst_row, row) > 1):
-            limit = next(t for t in default_rules().thresholds if t.metric == "worst_row").at(row)
-            bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (limit.at_most or 0)
+        ratios = (
+            measured.along[row.tensor].ratios if row.tensor in measured.along else None
+        )
+        if ratios is not None and (
+            row.nonfinite or excess("worst_row", row.worst_row, row) > 1
+        ):
+            limit = next(
+                t for t in default_rules().thresholds if t.metric == "worst_row"
+            ).at(row)
+            bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (
+                limit.at_most or 0
+            )
             noun = "key" if row.tensor in KV_TENSORS else "row"
             rows = select.row_indices(row.tensor)
-            places = {"errs_in": where(bad, rows, noun), "errs_in_of": instances(bad, rows, noun)}
+            places = {
+                "errs_in": where(bad, rows, noun),
+                "errs_in_of": instances(bad, rows, noun),
+            }
             measured.rows[at] = row.model_copy(update=places)
 
 
@@ -148,19 +175,24 @@ def likenesses(
     bench: Bench,
     system: System,
 ) -> dict[str, Likeness]:
-    """By tensor, the way that best explains an output of which `tensors` are beyond their limits
-    under `fa2`: of all that came back, in `formats`, or of the output, or of the gradients. Where
-    it explains all of dk or of dv alone, both are summed over their query heads as it sums them.
-    Nothing where no way does that takes the call, or where no element can be predicted (in
-    float32)."""
+    """By tensor, the way that best explains an output of which `tensors` are beyond their
+    limits under `fa2`: of all that came back, in `formats`, or of the output, or of the
+    gradients. Where it explains all of dk or of dv alone, both are summed over their
+    query heads as it sums them. Nothing where no way does that takes the call, or where
+    no element can be predicted (in float32)."""
     select = bench.selection.select
     came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in came.items() if n == "out" or all_finite([x])]
-    if any(made.unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
+    if any(
+        made.unpredictable({"preset": "fa2"}, bench.case.format, formats[n])
+        for n in names
+    ):
         return {}
     residuals = {n: _residual(came[n], bench.yardsticks[n]) for n in names}
     apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
-    alone = [(n,) for n in names if n in KV_TENSORS and n in tensors and bench.case.group > 1]
+    alone = [
+        (n,) for n in names if n in KV_TENSORS and n in tensors and bench.case.group > 1
+    ]
     best: dict[tuple[str, ...], Likeness] = {}
 
     def hold(words: str, way: Tried, *parts: Sequence[str]) -> None:
@@ -177,8 +209,9 @@ def likenesses(
     rest: list[tuple[str, Tried]] = []
     whole: Likeness | None = None
     for words, way in _ways(formats, bench, system):
-        # Backward costs most, and is not worth it where the way's output is another, or so far off
-        # that the way cannot come nearer than the one that explains all tensors already.
+        # Backward costs most, and is not worth it where the way's output is another, or
+        # so far off that the way cannot come nearer than the one that explains all
+        # tensors already.
         most = IN_ONE if "out" in tensors else math.inf
         if whole is not None:
             most = min(most, whole.residual * math.sqrt(len(names)))
@@ -187,7 +220,9 @@ def likenesses(
             rest.append((words, way))
             continue
         hold(words, way, names, *apart, *alone)
-        if (whole := best.get(tuple(names))) is not None and whole.residual <= fits.ENOUGH:
+        if (
+            whole := best.get(tuple(names))
+        ) is not None and whole.residual <= fits.ENOUGH:
             break
     if whole is not None:
         return dict.fromkeys(names, whole)
@@ -206,16 +241,22 @@ def likenesses(
     return found
 
 
-CUBIC_SHOWS = 1e-3  # unit roundoffs below it: the cubic's 8.8e-5 is nothing beside bfloat16's
-PARTLY = 1.6  # of the exponential's own squared error, beside which half of it is left on each side
-TILES_AND_ORDERS = tuple(itertools.product((128, 64, 32), ("descending", "ascending"), (8, None)))
+# Unit roundoffs below it: the cubic's 8.8e-5 is nothing beside bfloat16's
+CUBIC_SHOWS = 1e-3
+# Of the exponential's own squared error, beside which half of it is left on each side
+PARTLY = 1.6
+TILES_AND_ORDERS = tuple(
+    itertools.product((128, 64, 32), ("descending", "ascending"), (8, None))
+)
 
 
-def _partly_cubic(x: Tensor, formats: Mapping[str, Format], bench: Bench) -> Likeness | None:
-    """FlashAttention-4's cubic in keys of a tile that nobody knows: an output that lies between the
-    one with the cubic nowhere and the one with it everywhere. What is left of it beside the one and
-    the other is, squared and together, what these two differ by; rounding to the format makes of
-    two halves up to the root of two of that."""
+def _partly_cubic(
+    x: Tensor, formats: Mapping[str, Format], bench: Bench
+) -> Likeness | None:
+    """FlashAttention-4's cubic in keys of a tile that nobody knows: an output that lies
+    between the one with the cubic nowhere and the one with it everywhere. What is left of
+    it beside the one and the other is, squared and together, what these two differ by;
+    rounding to the format makes of two halves up to the root of two of that."""
     if bench.format.unit_roundoff > CUBIC_SHOWS or "out" not in formats:
         return None
     y, best = bench.yardsticks["out"], None
@@ -230,23 +271,40 @@ def _partly_cubic(x: Tensor, formats: Mapping[str, Format], bench: Bench) -> Lik
         ]
         if (none := ways[0]) is None or (every := ways[1]) is None:
             continue
-        own = float(fits.weighed((none["out"] - every["out"]).double(), weight).square().sum())
-        sides = [fits.weighed(x.double() - way["out"].double(), weight) for way in (none, every)]
+        own = float(
+            fits.weighed((none["out"] - every["out"]).double(), weight).square().sum()
+        )
+        sides = [
+            fits.weighed(x.double() - way["out"].double(), weight)
+            for way in (none, every)
+        ]
         left = [float(side.square().sum()) for side in sides]
         if sum(left) <= PARTLY * own and (best is None or sum(left) < best[0]):
             nearer = none if left[0] <= left[1] else every
-            best = (sum(left), math.sqrt(min(left)) / error if error else 0.0, nearer, tile)
+            best = (
+                sum(left),
+                math.sqrt(min(left)) / error if error else 0.0,
+                nearer,
+                tile,
+            )
     if best is None:
         return None
-    words = f"as FlashAttention-4 rounds (block_kv {best[3]}), with its exponential in part of P"
+    words = (
+        f"as FlashAttention-4 rounds (block_kv {best[3]}), with its exponential "
+        "in part of P"
+    )
     return Likeness(words=words, expected=best[2], residual=best[1])
 
 
 def held_to(
-    words: str, names: Collection[str], formats: Mapping[str, Format], bench: Bench, system: System
+    words: str,
+    names: Collection[str],
+    formats: Mapping[str, Format],
+    bench: Bench,
+    system: System,
 ) -> dict[str, Likeness]:
-    """By tensor, the way of these words, whether it explains the call or not: of a kernel that it
-    explains in others. Nothing where it cannot take this one."""
+    """By tensor, the way of these words, whether it explains the call or not: of a kernel
+    that it explains in others. Nothing where it cannot take this one."""
     for each, way in _ways(formats, bench, system):
         if each == words and (step := way()) is not None:
             like = Likeness(words=words, expected=step, residual=1.0)
@@ -255,7 +313,8 @@ def held_to(
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
-    """|x - way| / |x - r| of the way's tensor, rows counting alike; 0 or infinity if x is exact."""
+    """|x - way| / |x - r| of the way's tensor, rows counting alike; 0 or infinity if x is
+    exact."""
     wide = x.double()
     weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(fits.weighed(wide - y.reference, weight).norm())
@@ -282,9 +341,14 @@ def _ways(
             options = ", ".join(f"{name} {value}" for name, value in more.items())
             words = f"as {design['kernel']} rounds{options and f' ({options})'}"
             claims[words] = {**design["claim"], "group_sum": "running", **more}
-    if bench.case.group > 1:  # as FlashAttention-2 does, and autograd where k and v are repeated
+    # As FlashAttention-2 does, and autograd where k and v are repeated
+    if bench.case.group > 1:
         apart = {"as fa2 rounds": {"preset": "fa2"}, **claims}
-        alone = {"group_sum": "separate", "dk_partial": "working", "dv_partial": "working"}
+        alone = {
+            "group_sum": "separate",
+            "dk_partial": "working",
+            "dv_partial": "working",
+        }
         claims |= {f"{words}, dk and dv of each query head": {**claim, **alone}
                    for words, claim in apart.items()}  # fmt: skip
     for words, claim in claims.items():
@@ -305,11 +369,17 @@ def designs() -> tuple[dict[str, Any], ...]:
 
 
 def _predicted(
-    claim: Mapping[str, Any], formats: Mapping[str, Format], bench: Bench, *, forward: bool = False
+    claim: Mapping[str, Any],
+    formats: Mapping[str, Format],
+    bench: Bench,
+    *,
+    forward: bool = False,
 ) -> Step | None:
     """What a claim predicts; None where it cannot take the call."""
     with contextlib.suppress(Refused, MeasurementError, UsageError):
-        return bench.predicted(made.returning(claim, bench.case, formats), forward=forward)
+        return bench.predicted(
+            made.returning(claim, bench.case, formats), forward=forward
+        )
     return None
 
 
@@ -327,23 +397,30 @@ def _written(way: Way, bench: Bench, *, forward: bool = False) -> Step | None:
     return {n: x.float() for n in bench.by_row if (x := getattr(output, n)) is not None}
 
 
-# --- rounding sites ------------------------------------------------------------------------------
+# --- rounding sites -------------------------------------------------------------------
 
-# How many heads are compared: a kernel rounds alike in all of them, and each costs emulations.
+# How many heads are compared: a kernel rounds alike in all of them, and each costs
+# emulations.
 MOST_HEADS = 4
-KEPT_BYTES = 1 << 30  # how much of the emulations is kept; the first are what tensors share
+# How much of the emulations is kept; the first are what tensors share
+KEPT_BYTES = 1 << 30
 
 
 def explain(
     task: Task, kernel: Kernel, measured: Measured, bench: Bench, system: System
 ) -> list[AttributionRow]:
-    """Which roundings make the errors of a measured task, by tensor its kernel returned; none where
-    it returned nothing. "Unknown" where emulations predict nothing, as in fp32, and on failure."""
+    """Which roundings make the errors of a measured task, by tensor its kernel returned;
+    none where it returned nothing. "Unknown" where emulations predict nothing, as in
+    fp32, and on failure."""
     output, rows = measured.output, list[AttributionRow]()
     if output is None:
         return rows
     try:
-        claim = kernel.claims(bench.case, output, system) if kernel.declares else {"preset": "fa2"}
+        claim = (
+            kernel.claims(bench.case, output, system)
+            if kernel.declares
+            else {"preset": "fa2"}
+        )
         compared = _Compared(bench, output)
         for tensor in compared.formats:
             of = {**identity(task), "tensor": tensor, "heads": compared.heads[tensor]}
@@ -357,7 +434,8 @@ def explain(
 
 
 class _Compared:
-    """Some heads of a kernel's output, in the measured rows, the truth, and emulations of them."""
+    """Some heads of a kernel's output, in the measured rows, the truth, and emulations of
+    them."""
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
@@ -376,7 +454,8 @@ class _Compared:
         self.kept: dict[str, dict[str, Tensor]] = {}
 
     def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
-        """What a row says of one tensor: which roundings explain it, or why that is not known."""
+        """What a row says of one tensor: which roundings explain it, or why that is not
+        known."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
             why = "query rows are sampled, and a key's gradient is a sum over all of them"
@@ -416,14 +495,22 @@ class _Compared:
         if tensor == "out":
             step = {"out": made.emulation(self.case, recipe)}
         else:
-            step = {t: x for t, x in made.emulated_step(self.case, recipe).items() if t != "out"}
-        if sum(x.nbytes for kept in self.kept.values() for x in kept.values()) < KEPT_BYTES:
+            step = {
+                t: x
+                for t, x in made.emulated_step(self.case, recipe).items()
+                if t != "out"
+            }
+        if (
+            sum(x.nbytes for kept in self.kept.values() for x in kept.values())
+            < KEPT_BYTES
+        ):
             self.kept[key] = step
         return step[tensor]
 
 
 def _informed(claim: fits.Claim | None, out: AttributionRow) -> fits.Claim | None:
-    """The claim with the tiles that explain the output, where it was right but for those."""
+    """The claim with the tiles that explain the output, where it was right but for
+    those."""
     if claim is None or not out.explained_by:
         return claim
     if out.recipe.get("preset") != claim.get("preset", "fa2"):
@@ -437,18 +524,23 @@ def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
     return heads[:: max(1, len(heads) // most)][:most]
 
 
-def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def whole_groups(
+    heads: tuple[int, ...], group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """About MOST_HEADS query heads, in whole groups, and the kv heads these read."""
-    kv = chosen(tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group))
+    kv = chosen(
+        tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group)
+    )
     return tuple(h * group + i for h in kv for i in range(group)), kv
 
 
-# --- the rows that err most ----------------------------------------------------------------------
+# --- the rows that err most -----------------------------------------------------------
 
 SHOWN = 3  # rows in a report's summary
-# From this multiple of what is predicted for it a row is shown. In sound kernels on a model's own
-# inputs the worst is at 1.01 in forward and 1.42 in backward (the demo, bfloat16); the smallest
-# limit of the rules is 5 (`worst row`), and what comes near it is to be seen.
+# From this multiple of what is predicted for it a row is shown. In sound kernels on a
+# model's own inputs the worst is at 1.01 in forward and 1.42 in backward (the demo,
+# bfloat16); the smallest limit of the rules is 5 (`worst row`), and what comes near it is
+# to be seen.
 NOTABLE = 2.0
 PLACE = ("case", "layer", "call", "tensor", "head", "batch", "row")
 
@@ -456,12 +548,14 @@ PLACE = ("case", "layer", "call", "tensor", "head", "batch", "row")
 def examine(
     task: Task, kernel: Kernel, measured: Measured, bench: Bench, system: System
 ) -> list[WorstRow]:
-    """The worst rows of each tensor of a measured task, beside what its rows were held to; none
-    where it returned nothing, or no row is near what `most` may show."""
+    """The worst rows of each tensor of a measured task, beside what its rows were held
+    to; none where it returned nothing, or no row is near what `most` may show."""
     bench = measured.bench or bench
     output, held_to, select = measured.output, measured.held_to, bench.selection
     worst: list[WorstRow] = []
-    of_heads = [row for row in measured.rows if row.status == "ok" and row.tensor != "lse"]
+    of_heads = [
+        row for row in measured.rows if row.status == "ok" and row.tensor != "lse"
+    ]
     notable = (r.worst_row is None or r.worst_row > 0.9 * NOTABLE for r in of_heads)
     if output is None or not (any(notable) or any(row.nonfinite for row in of_heads)):
         return worst
@@ -470,7 +564,8 @@ def examine(
         formats = formats_of(output, bench)
         for tensor, fmt in formats.items():
             if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
-                continue  # what a key receives comes from query heads that are not measured
+                # What a key receives comes from query heads that are not measured
+                continue
             predicted = None
             if made.unexpected(claim, bench.case.format, fmt) is None:
                 step = bench.predicted(made.returning(claim, bench.case, formats))
@@ -490,23 +585,27 @@ def examine(
 
 
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
-    """Those a summary shows, each once: first what is not finite, then ratios from NOTABLE on."""
-    notable = [r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)]
+    """Those a summary shows, each once: first what is not finite, then ratios from
+    NOTABLE on."""
+    notable = [
+        r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)
+    ]
     unique: dict[tuple[object, ...], WorstRow] = {}
     for row in sorted(notable, key=lambda row: (-row.nonfinite, -(row.ratio or 0.0))):
         unique.setdefault(tuple(getattr(row, name) for name in PLACE), row)
     return tuple(list(unique.values())[:SHOWN])
 
 
-# --- along a call --------------------------------------------------------------------------------
+# --- along a call ---------------------------------------------------------------------
 
 OF_PROFILE = ("case", "layer", "attends", "role", "kernel", "options", "format")
 
 
 def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow]:
-    """How each tensor errs along its call, by bin of positions; none where there are no bins, and
-    of planted faults. Errors are root mean squares in the unit of `row_rel`. Not times the floor,
-    which is 0 where a row sees one key: its result is a row of V and needs no rounding."""
+    """How each tensor errs along its call, by bin of positions; none where there are no
+    bins, and of planted faults. Errors are root mean squares in the unit of `row_rel`.
+    Not times the floor, which is 0 where a row sees one key: its result is a row of V and
+    needs no rounding."""
     rows: list[ProfileRow] = []
     about = {name: x for name, x in identity(task).items() if name in OF_PROFILE}
     for tensor, deviation in measured.along.items():
@@ -519,9 +618,12 @@ def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow
         if deviation.compared is not None:
             output, yardstick, expected = deviation.compared
             shown["ulps"] = by_ulps(output, yardstick)
-            shown["ulps_predicted"] = None if expected is None else by_ulps(expected, yardstick)
+            shown["ulps_predicted"] = (
+                None if expected is None else by_ulps(expected, yardstick)
+            )
         if task.role == "kernel" and "predicted" in along:
-            least = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
+            # As in expected_ratio
+            least = np.maximum(along["predicted"], along["least_row"])
             shown["predicted"] = _rms(least, along["expected_count"])
         rows.append(ProfileRow.model_validate({**about, **shown}))
     return rows

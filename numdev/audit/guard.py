@@ -1,9 +1,10 @@
-"""The process between numdev and its worker: it starts the worker, and takes everything with it
-that the worker started.
+"""The process between numdev and its worker: it starts the worker, and takes everything
+with it that the worker started.
 
-A script of the standard library alone, so that it is there before torch is imported and cannot hang
-with a kernel. It ends when numdev does, even by SIGKILL, and as its worker ended. On Linux it
-adopts what daemonises itself, and the worker dies with it; elsewhere it kills the worker's group.
+A script of the standard library alone, so that it is there before torch is imported and
+cannot hang with a kernel. It ends when numdev does, even by SIGKILL, and as its worker
+ended. On Linux it adopts what daemonises itself, and the worker dies with it; elsewhere
+it kills the worker's group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-TICK_S = 1.0  # how often it is looked whether numdev lives: a fork of it may hold the lifeline
+# How often it is looked whether numdev lives: a fork of it may hold the lifeline
+TICK_S = 1.0
 
 
 def main() -> None:
@@ -34,7 +36,8 @@ def main() -> None:
     if worker == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # what it sends to its group or its parent's reaches nothing of numdev's
+        # What it sends to its group or its parent's reaches nothing of numdev's
+        os.setsid()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         for inherited in (lifeline, woken, wake):
             os.close(inherited)
@@ -43,7 +46,11 @@ def main() -> None:
         serve(pipe)
         return
     os.close(pipe)
-    for number in signal.valid_signals() - {signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP}:
+    for number in signal.valid_signals() - {
+        signal.SIGCHLD,
+        signal.SIGKILL,
+        signal.SIGSTOP,
+    }:
         with contextlib.suppress(OSError):
             signal.signal(number, signal.SIG_IGN)
     status = end_of(worker, numdev, lifeline, woken)
@@ -59,7 +66,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def end_of(worker: int, numdev: int, lifeline: int, woken: int) -> int:
-    """The worker's wait status; 0 as soon as numdev has closed the lifeline, or is gone."""
+    """The worker's wait status; 0 as soon as numdev has closed the lifeline, or is
+    gone."""
     while True:
         ready, _, _ = select.select([lifeline, woken], [], [], TICK_S)
         if lifeline in ready or os.getppid() != numdev:
@@ -86,7 +94,9 @@ def children() -> list[int]:
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+            parents[int(status.parent.name)] = int(
+                status.read_text().rpartition(")")[2].split()[1]
+            )
     return [child for child, parent in parents.items() if parent == os.getpid()]
 
 

@@ -1,4 +1,5 @@
-"""Ctrl-C by a handler of our own, Ctrl-C that waits, and whether an exception is Ctrl-C at all."""
+"""Ctrl-C by a handler of our own, Ctrl-C that waits, and whether an exception is Ctrl-C
+at all."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
-    """SIGINT by `handler`; gives the one before, and restores it. Nothing in other threads."""
+    """SIGINT by `handler`; gives the one before, and restores it. Nothing in other
+    threads."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -24,11 +26,13 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def noticing() -> Iterator[Callable[[], bool]]:
-    """Says whether an interrupt came meanwhile, which tells the user's from a KeyboardInterrupt
-    that foreign code raised. What handled it before still does, or it is ignored still."""
+    """Says whether an interrupt came meanwhile, which tells the user's from a
+    KeyboardInterrupt that foreign code raised. What handled it before still does, or it
+    is ignored still."""
     before = signal.getsignal(signal.SIGINT)
     came = threading.Event()
-    if before is signal.SIG_DFL or before is None:  # it ends the process, or is not Python's
+    # It ends the process, or is not Python's
+    if before is signal.SIG_DFL or before is None:
         yield came.is_set
         return
 
@@ -43,7 +47,8 @@ def noticing() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """An interrupt waits for the end of what must not be done by halves; a second does not."""
+    """An interrupt waits for the end of what must not be done by halves; a second does
+    not."""
     came = False
 
     def remember(number: int, frame: Any) -> None:

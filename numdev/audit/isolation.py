@@ -1,10 +1,11 @@
 """Kernels are foreign code: what one does wrong costs its own row.
 
-`attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in words. A
-CUDA fault ruins its process, a segmentation fault ends it, a hang never does: `Isolated` runs
-kernels in a worker process with a time limit, kept as long as nothing fails, bit for bit as here.
-`guard` starts the worker and ends all that it started: at the limit, on Ctrl-C, on `close`, and
-when this process is gone. (`multiprocessing` would import the caller's main module.)"""
+`attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in
+words. A CUDA fault ruins its process, a segmentation fault ends it, a hang never does:
+`Isolated` runs kernels in a worker process with a time limit, kept as long as nothing
+fails, bit for bit as here. `guard` starts the worker and ends all that it started: at the
+limit, on Ctrl-C, on `close`, and when this process is gone. (`multiprocessing` would
+import the caller's main module.)"""
 
 from __future__ import annotations
 
@@ -51,15 +52,16 @@ from numdev.temporary import remove_stale
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no output. Plain words: an exception would keep the kernel's tensors alive."""
+    """Why there is no output. Plain words: an exception would keep the kernel's tensors
+    alive."""
 
     status: Literal["skipped", "failed"]
     reason: str
 
 
 Runner = Callable[..., Output | Failure]  # `attempt`, or an `Isolated`
-# How a case is laid out in memory, and in what state the process is, while a kernel runs. It can be
-# pickled, and leaves the values of the tensors as they are.
+# How a case is laid out in memory, and in what state the process is, while a kernel runs.
+# It can be pickled, and leaves the values of the tensors as they are.
 Within = Callable[[AttentionCase], AbstractContextManager[AttentionCase]]
 
 
@@ -71,17 +73,21 @@ def attempt(
     gradients: bool = False,
     within: Within = contextlib.nullcontext,
 ) -> Output | Failure:
-    """The kernel's output, with `gradients` that of one training step, or what went wrong, be it an
-    exception that is no `Exception`; the user's Ctrl-C alone comes out. The kernel gets a copy of
-    the inputs, so that writing into them, a failure, spoils no other's."""
+    """The kernel's output, with `gradients` that of one training step, or what went
+    wrong, be it an exception that is no `Exception`; the user's Ctrl-C alone comes out.
+    The kernel gets a copy of the inputs, so that writing into them, a failure, spoils no
+    other's."""
     run = kernel.gradients if gradients else kernel.attend
     with noticing() as is_interrupted:
         try:
             with torch.set_grad_enabled(gradients), within(copied(case)) as here:
                 output = run(here, **options)
             if case.q.is_cuda:
-                torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next
-            if written := [n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))]:
+                # A fault of this kernel comes out here, not in the next
+                torch.cuda.synchronize()
+            if written := [
+                n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))
+            ]:
                 return Failure("failed", f"writes into its inputs ({', '.join(written)})")
             own: Output = copied(output)  # a kernel may return the same memory every time
             return own
@@ -96,7 +102,8 @@ def attempt(
 
 
 def copied(record: Any, device: str | torch.device | None = None) -> Any:
-    """A case or an output with detached tensors of its own, or on a device, laid out alike."""
+    """A case or an output with detached tensors of its own, or on a device, laid out
+    alike."""
     moved = {
         name: strided_as(x.detach().to(device or x.device, copy=device is None), x)
         for name, x in tensors_of(record).items()
@@ -108,17 +115,19 @@ def tensors_of(record: Any) -> dict[str, Tensor]:
     return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
 
 
-# --- in a process of its own ----------------------------------------------------------------------
+# --- in a process of its own ----------------------------------------------------------
 
 GUARD = Path(__file__).with_name("guard.py")
 UNUSABLE = "its process gave an unusable answer"
-START_S = 300.0  # what importing torch may take: seconds, but minutes on a cold network disk
+# What importing torch may take: seconds, but minutes on a cold network disk
+START_S = 300.0
 END_S = 5.0  # what a guard may take to end what its worker started
 NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
 
 
 class Isolated(contextlib.AbstractContextManager["Isolated"]):
-    """Runs kernels in a worker process. Use as a context manager; not from two threads at once."""
+    """Runs kernels in a worker process. Use as a context manager; not from two threads at
+    once."""
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
@@ -137,11 +146,12 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         gradients: bool = False,
         within: Within = contextlib.nullcontext,
     ) -> Output | Failure:
-        """What `attempt` gives for the kernel of this name. The limit is for the task's way there,
-        and again for the kernel, its compilation and the answer, not for the start of a worker. A
-        kernel that fails where another one ran is asked again where none did, so that what one
-        leaves behind costs no other its row. Raises MeasurementError where no worker can be
-        started; any exception, Ctrl-C included, ends the worker first."""
+        """What `attempt` gives for the kernel of this name. The limit is for the task's
+        way there, and again for the kernel, its compilation and the answer, not for the
+        start of a worker. A kernel that fails where another one ran is asked again where
+        none did, so that what one leaves behind costs no other its row. Raises
+        MeasurementError where no worker can be started; any exception, Ctrl-C included,
+        ends the worker first."""
         device, on_cpu = case.q.device, copied(case, "cpu")
         how = (dict(options), gradients, within)
         task = packed((kernel.name, how, on_cpu, str(device), torch_settings()))
@@ -170,11 +180,13 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             worker.close()
 
     def _ready_for(self, name: str) -> Worker:
-        """A worker that waits for a task; a fresh one for a kernel that has failed before, which
-        would only be asked twice."""
+        """A worker that waits for a task; a fresh one for a kernel that has failed
+        before, which would only be asked twice."""
         worker = self.worker
         if worker is not None:
-            is_spoiled = worker.process.poll() is not None or not worker.channel.is_clean()
+            is_spoiled = (
+                worker.process.poll() is not None or not worker.channel.is_clean()
+            )
             if is_spoiled or (name in self._suspects and worker.kernels - {name}):
                 self.close()
         if self.worker is None:
@@ -189,7 +201,8 @@ class Worker:
 
     process: subprocess.Popen[bytes]
     channel: Channel
-    lifeline: int  # what closes it, the end of this process too, ends the guard and all of its
+    # What closes it, the end of this process too, ends the guard and all of its
+    lifeline: int
     kernels: set[str] = field(default_factory=set)  # that were run there
 
     @classmethod
@@ -216,10 +229,13 @@ class Worker:
             theirs.close()
             os.close(end)
             os.close(written)
-        return cls(process, Channel(ours, stderr, lambda: process.poll() is not None), lifeline)
+        return cls(
+            process, Channel(ours, stderr, lambda: process.poll() is not None), lifeline
+        )
 
     def expect_ready(self) -> None:
-        """Wait until it has imported what it needs. Raises MeasurementError where it cannot."""
+        """Wait until it has imported what it needs. Raises MeasurementError where it
+        cannot."""
         try:
             token = self.channel.read(TOKEN_BYTES, time.monotonic() + START_S)
             reason = UNUSABLE if token != NOTHING else None
@@ -247,7 +263,9 @@ class Worker:
             return Failure("failed", f"no answer within {limit_s:g} s")
         except Ended:
             return Failure("failed", self.fate())
-        except Exception as error:  # a process in which foreign code ran may answer anything
+        except (
+            Exception
+        ) as error:  # a process in which foreign code ran may answer anything
             return Failure("failed", f"{UNUSABLE} ({one_line(error)})")
 
     def fate(self) -> str:
@@ -273,7 +291,8 @@ class Worker:
         except subprocess.TimeoutExpired:  # its guard was stopped
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
+            # In the driver, nothing ends it
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=2 * END_S)
         self.channel.close()
         remove_stale(Path(tempfile.gettempdir()), "numdev-")  # of a kernel that was ended
@@ -304,10 +323,14 @@ def serve(descriptor: int) -> None:
         try:
             failed = isinstance(result, Failure)
             answer = (
-                failed_answer(result.status, result.reason) if failed else output_answer(result)
+                failed_answer(result.status, result.reason)
+                if failed
+                else output_answer(result)
             )
         except Exception as error:
-            answer = failed_answer("failed", f"its output cannot be sent: {one_line(error)}")
+            answer = failed_answer(
+                "failed", f"its output cannot be sent: {one_line(error)}"
+            )
         for part in (token, *answer, token):
             end.sendall(part)
 
@@ -334,13 +357,15 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Numbers in the largest tensor; with fewer, threads wait for one another: benchmarks/threads.py.
+# Numbers in the largest tensor; with fewer, threads wait for one another:
+# benchmarks/threads.py.
 SMALL = 1 << 20
 
 
 def fitting(numbers: int) -> int:
-    """On how many threads of a CPU PyTorch computes work whose largest tensor has so many numbers:
-    one, or all. By the shape alone, and never by the load, since sums may depend on it."""
+    """On how many threads of a CPU PyTorch computes work whose largest tensor has so many
+    numbers: one, or all. By the shape alone, and never by the load, since sums may depend
+    on it."""
     return 1 if numbers < SMALL else torch.get_num_threads()
 
 
@@ -353,7 +378,8 @@ def torch_settings() -> dict[str, Any]:
 
 
 def set_torch(wanted: Mapping[str, Any]) -> None:
-    """Set what differs from what `torch_settings` gave, and nothing else: that may have effects."""
+    """Set what differs from what `torch_settings` gave, and nothing else: that may have
+    effects."""
     now = torch_settings()
     for name, (_, set_to) in SETTINGS.items():
         if now[name] != wanted[name]:

@@ -1,10 +1,11 @@
 """What is finished stays finished: a run's rows on disk, task by task.
 
-The journal (`rows.jsonl`) is a header that names the request and the environment, then one line for
-each finished task, written at once: killed at any moment, it loses at most the line being written.
-The last key of a line is the SHA-256 of all lines up to it, so that one that was edited, removed,
-repeated or moved is told from the torn last one. The same request in the same environment continues
-where it stopped; anything else is refused, unless nothing was measured before the run failed."""
+The journal (`rows.jsonl`) is a header that names the request and the environment, then
+one line for each finished task, written at once: killed at any moment, it loses at most
+the line being written. The last key of a line is the SHA-256 of all lines up to it, so
+that one that was edited, removed, repeated or moved is told from the torn last one. The
+same request in the same environment continues where it stopped; anything else is refused,
+unless nothing was measured before the run failed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from numdev.temporary import remove_stale
 JOURNAL = "rows.jsonl"
 # What is built from a journal or goes on from it, and goes with it under --overwrite.
 RESULTS = (
-    *("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv", "distances.csv"),
+    *(
+        "report.json",
+        "report.html",
+        "rows.csv",
+        "weights.csv",
+        "cells.csv",
+        "distances.csv",
+    ),
     *("heads.csv", "cures.csv", "kernels.csv", "models.csv", "state.pt"),
 )
 START, TASK, DIGEST = b'{"header":', b'{"task":', b',"digest":"'
@@ -49,9 +57,9 @@ class _Task(BaseModel):
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """The finished tasks of one request in one directory. Use as a context manager. `visit` must be
-    called for every task of the request, finished or not; `rows` then gives all rows of a kind in
-    that order, however often the run was interrupted."""
+    """The finished tasks of one request in one directory. Use as a context manager.
+    `visit` must be called for every task of the request, finished or not; `rows` then
+    gives all rows of a kind in that order, however often the run was interrupted."""
 
     def __init__(self, directory: Path, header: Mapping[str, Any]) -> None:
         self.directory = directory
@@ -62,16 +70,22 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._digest = ""  # of the last line
 
     @classmethod
-    def open(cls, directory: Path, header: Mapping[str, Any], *, overwrite: bool) -> Journal:
-        """Start or continue in `directory`. Raises UsageError when it cannot be written, holds
-        something else, or, unless `overwrite`, a damaged journal or that of another request."""
+    def open(
+        cls, directory: Path, header: Mapping[str, Any], *, overwrite: bool
+    ) -> Journal:
+        """Start or continue in `directory`. Raises UsageError when it cannot be written,
+        holds something else, or, unless `overwrite`, a damaged journal or that of another
+        request."""
         journal = cls(directory, header)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             remove_stale(directory)
             journal._open(overwrite=overwrite)
         except OSError as error:
-            what = f"{error.filename or directory}: cannot write results there ({error.strerror})"
+            what = (
+                f"{error.filename or directory}: cannot write results there "
+                f"({error.strerror})"
+            )
             raise UsageError(what, hint="choose another --output") from error
         return journal
 
@@ -84,30 +98,36 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return len(self._done)
 
     def visit(self, key: str) -> bool:
-        """Note that the task belongs to this run, in this order; True if it is finished."""
+        """Note that the task belongs to this run, in this order; True if it is
+        finished."""
         self._order.setdefault(key)
         return key in self._done
 
     def append(self, key: str, rows: Mapping[str, Iterable[Row]]) -> None:
-        """Record a finished task: its rows, by the kind of list of a report they go into."""
+        """Record a finished task: its rows, by the kind of list of a report they go
+        into."""
         self.visit(key)
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
         self._write({"task": key, "rows": self._done[key]})
 
     def rows(self, kind: str) -> list[Any]:
-        """The rows of a kind of all visited and finished tasks, in the order of first visit: as
-        they were appended, plain data where an earlier run did."""
+        """The rows of a kind of all visited and finished tasks, in the order of first
+        visit: as they were appended, plain data where an earlier run did."""
         done = (self._done.get(key, {}) for key in self._order)
         return [row for rows in done for row in rows.get(kind, ())]
 
     def records(self, kind: str, model: type[M]) -> tuple[M, ...]:
-        """The same as records of a report. Raises UsageError where an earlier run's are none."""
+        """The same as records of a report. Raises UsageError where an earlier run's are
+        none."""
         try:
             return tuple(model.model_validate(row) for row in self.rows(kind))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "a row"
-            what = f"{kind}: expected a {model.__name__}, got one with {where}: {first['msg']}"
+            what = (
+                f"{kind}: expected a {model.__name__}, got one with {where}: "
+                f"{first['msg']}"
+            )
             self._refuse(what, error)
 
     def _open(self, *, overwrite: bool) -> None:
@@ -141,27 +161,34 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 )
         self._file = path.open("r+b")
         good = sum(len(line) + 1 for line in lines)
-        self._file.truncate(good)  # a torn last line belongs to a task that was not finished
+        # A torn last line belongs to a task that was not finished
+        self._file.truncate(good)
         self._file.seek(good)
 
     def _read(self, lines: Iterable[bytes]) -> dict[str, Any]:
-        """Take over the tasks of whole lines; the header before them. Raises UsageError for a line
-        that is not as it was written, or not where."""
+        """Take over the tasks of whole lines; the header before them. Raises UsageError
+        for a line that is not as it was written, or not where."""
         header: dict[str, Any] = {}
         for number, line in enumerate(lines, 1):
             body, _, end = line.rpartition(DIGEST)
             self._digest = _chained(self._digest, body)
             if end != f'{self._digest}"}}'.encode():
-                self._refuse(f"line {number}: expected the digest of what was written, got another")
+                self._refuse(
+                    f"line {number}: expected the digest of what was written, got another"
+                )
             try:
                 plain = json.loads(body + b"}")
                 if number == 1:
                     header = _Header.model_validate(plain).header
                 else:
                     task = _Task.model_validate(plain)
-                    self._done[task.task] = {kind: list(rows) for kind, rows in task.rows.items()}
+                    self._done[task.task] = {
+                        kind: list(rows) for kind, rows in task.rows.items()
+                    }
             except ValueError as error:
-                self._refuse(f"line {number}: expected a finished task, got something else", error)
+                self._refuse(
+                    f"line {number}: expected a finished task, got something else", error
+                )
         return header
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -184,7 +211,8 @@ def _chained(before: str, body: bytes) -> str:
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Where two unequal pieces of plain data first differ, as `key.key`, and both values there."""
+    """Where two unequal pieces of plain data first differ, as `key.key`, and both values
+    there."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*new, *old]:
             if old.get(key) != new.get(key):

@@ -1,11 +1,11 @@
-"""What a kernel that errs computes instead: one call by itself, or the failing calls of a check
-together.
+"""What a kernel that errs computes instead: one call by itself, or the failing calls of a
+check together.
 
-An audit measures call after call, and names each by itself (`name`). A check has few calls and
-keeps those that fail (`Failing`): where no known way of rounding explains them, it searches the one
-that errs most, then one of each feature of a call, and holds what it finds against all others
-(`conclude`). So a fault that shows everywhere is found where it shows best, hides no other,
-and is counted in every head that has it."""
+An audit measures call after call, and names each by itself (`name`). A check has few
+calls and keeps those that fail (`Failing`): where no known way of rounding explains them,
+it searches the one that errs most, then one of each feature of a call, and holds what it
+finds against all others (`conclude`). So a fault that shows everywhere is found where it
+shows best, hides no other, and is counted in every head that has it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from torch import Tensor
 
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.bench import part as part_of
-from numdev.audit.explanations import Likeness, beyond, excess, held_to, likenesses, locate
+from numdev.audit.explanations import (
+    Likeness,
+    beyond,
+    excess,
+    held_to,
+    likenesses,
+    locate,
+)
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.rows import Measured, Runs, formats_of
 from numdev.cases import AttentionCase
@@ -40,7 +47,8 @@ from numdev.metrics.of_rows import lse_error
 from numdev.report import DeviationRow
 from numdev.system import System
 
-SEARCHED = 109  # rows of the part of a call whose gradients are searched: no multiple of a tile
+# Rows of the part of a call whose gradients are searched: no multiple of a tile
+SEARCHED = 109
 UNKNOWN = "none of the mistakes that numdev knows explains the error"
 ELSEWHERE = "its cause was looked for in other calls"
 Named = Mapping[tuple[str, int], Suspicion]  # by tensor and head
@@ -72,16 +80,19 @@ class Failing:
 
     @property
     def rows(self) -> list[DeviationRow]:
-        """Of this call, of which later ones take the place: whoever has them sees what is named."""
+        """Of this call, of which later ones take the place: whoever has them sees what is
+        named."""
         return self.measured.rows
 
     @cached_property
     def wrong(self) -> tuple[str, ...]:
-        """The tensors beyond their limits; the output alone where it is, of which gradients inherit
-        the mistake."""
+        """The tensors beyond their limits; the output alone where it is, of which
+        gradients inherit the mistake."""
         wrong = beyond(self.rows)
         of_lse = (
-            r for r in self.rows if r.tensor == "lse" and not any(r.suspicion for r in self.rows)
+            r
+            for r in self.rows
+            if r.tensor == "lse" and not any(r.suspicion for r in self.rows)
         )
         if any(excess("lse_error", lse_error(r), r) > 1 for r in of_lse):
             wrong += ("lse",)
@@ -101,8 +112,8 @@ class Failing:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What may go wrong by itself in a call like this; and whether the output is wrong, for
-        gradients alone tell of another fault."""
+        """What may go wrong by itself in a call like this; and whether the output is
+        wrong, for gradients alone tell of another fault."""
         case = self.bench.case
         masked = "" if case.mask is None else f"{case.mask.dtype} mask"
         present = {
@@ -124,11 +135,12 @@ class Failing:
 
     @cached_property
     def in_float32(self) -> Output | Failure:
-        """What the kernel returns of the same inputs in float32: 16 bits hide a small mistake."""
+        """What the kernel returns of the same inputs in float32: 16 bits hide a small
+        mistake."""
         case = dataclasses.replace(self.bench.case, grad_out=None)
         return self.again(case.rounded_to(_wide(case)))
 
-    # --- what it computes ---
+    # --- what it computes --------------------------------------------------------------
 
     def causes(self, hints: Hints | None = None) -> Named:
         """What is said of the tensors that are wrong; `hints`: all that is tried."""
@@ -145,11 +157,20 @@ class Failing:
         if isinstance(wide, Output):
             case = bench.case.rounded_to(_wide(bench.case))
             causes = suspect(
-                case, wide.out, bench.reference, heads, heads, select.queries, out, alternatives
+                case,
+                wide.out,
+                bench.reference,
+                heads,
+                heads,
+                select.queries,
+                out,
+                alternatives,
             )
             if causes:
                 return causes
-            errors = (select.select(x).double() - bench.reference.out for x in (wide.out, out))
+            errors = (
+                select.select(x).double() - bench.reference.out for x in (wide.out, out)
+            )
             fine, coarse = (float(x.nan_to_num(0.0, 0.0, 0.0).norm()) for x in errors)
             shown = fine / coarse if coarse else 1.0
         if shown > VANISHED:  # it is in float32 too, where it had been found
@@ -161,14 +182,17 @@ class Failing:
         )  # fmt: skip
 
     def _of_gradients(self, hints: Hints | None) -> Named:
-        """Of a part of the call that is searched in a moment: the first batch entries, queries and
-        keys, of the kv head that errs most."""
+        """Of a part of the call that is searched in a moment: the first batch entries,
+        queries and keys, of the kv head that errs most."""
         case, wrong = self.bench.case, [r for r in self.rows if r.tensor in self.wrong]
         worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
         kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
         few = sorted({kv, (kv + 1) % case.kv_heads}) if case.group > 1 else [kv]
         cut = part_of(
-            case.select_groups(few), batch=range(2), row=range(SEARCHED), key=range(SEARCHED)
+            case.select_groups(few),
+            batch=range(2),
+            row=range(SEARCHED),
+            key=range(SEARCHED),
         )
         how = {"gradients": any(row.tensor != "lse" for row in wrong)}
         wide = cut.rounded_to(_wide(case))
@@ -179,12 +203,14 @@ class Failing:
             return {}
         part = f" (tried on its first {SEARCHED} keys)" if case.kv_len > SEARCHED else ""
         beside = judged if isinstance(judged, Output) and judged is not step else None
-        by = suspect_gradients(wide, step, part, beside, None if hints is None else hints.words)
+        by = suspect_gradients(
+            wide, step, part, beside, None if hints is None else hints.words
+        )
         return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
 
     def imprecise(self, hints: tuple[Loss, ...] | None = None) -> tuple[Loss, ...]:
-        """Say which step is coarser than it should be, where one explains a head's errors; returns
-        those. `hints`: of other calls, which alone are tried."""
+        """Say which step is coarser than it should be, where one explains a head's
+        errors; returns those. `hints`: of other calls, which alone are tried."""
         bench, select = self.bench, self.bench.selection
         names = ("out", *(n for n in GRADIENTS if n in bench.yardsticks))
         wrong = tuple(n for n in self.wrong if n != "lse")
@@ -196,7 +222,9 @@ class Failing:
             return ()
         terms = {n: getattr(bench.reference, TERMS[n]) for n in names}
         with bench.watch("names"):
-            found = imprecision(bench.case, returned, bench.reference, terms, wrong, hints)
+            found = imprecision(
+                bench.case, returned, bench.reference, terms, wrong, hints
+            )
         for at in self.unnamed:
             row = self.rows[at]
             if by := found.get((row.tensor, row.head or 0)):
@@ -239,7 +267,7 @@ class Failing:
         tensors = (*vars(self.bench.reference).values(), *vars(self.output).values())
         return 3 * sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
-    # --- how it rounds ---
+    # --- how it rounds -----------------------------------------------------------------
 
     @property
     def unnamed_formats(self) -> dict[str, Format]:
@@ -250,8 +278,8 @@ class Failing:
 
     @property
     def likes(self) -> Mapping[str, Likeness]:
-        """By tensor that computes nothing else, the known way of rounding that explains the call
-        as it came: searched for once for the same tensors."""
+        """By tensor that computes nothing else, the known way of rounding that explains
+        the call as it came: searched for once for the same tensors."""
         formats = self.unnamed_formats
         if set(self.wrong).isdisjoint(self.bench.by_row):
             return {}
@@ -268,10 +296,12 @@ class Failing:
         return bool(likes)
 
     def is_only_a_way(self) -> bool:
-        """Whether a known way of rounding explains all that is wrong, and nearly all of its errors:
-        there is no mistake to look for. If so, the call is held to it."""
+        """Whether a known way of rounding explains all that is wrong, and nearly all of
+        its errors: there is no mistake to look for. If so, the call is held to it."""
         likes = self.likes
-        if not {*self.wrong} <= {*likes} or any(x.residual > ENOUGH for x in likes.values()):
+        if not {*self.wrong} <= {*likes} or any(
+            x.residual > ENOUGH for x in likes.values()
+        ):
             return False
         measured = dataclasses.replace(self.runs, likes=likes).measured()
         if right := not beyond(measured.rows):
@@ -279,8 +309,8 @@ class Failing:
         return right
 
     def held_as_elsewhere(self, words: str) -> bool:
-        """Hold the call to the way that explains the kernel in others, if it is within its limits
-        by that."""
+        """Hold the call to the way that explains the kernel in others, if it is within
+        its limits by that."""
         formats = self.unnamed_formats
         likes = held_to(words, [*formats], formats, self.bench, self.system)
         if not likes:
@@ -335,7 +365,8 @@ def has_room(waiting: Sequence[Failing], call: Failing) -> bool:
 
 
 def name(failing: Failing) -> None:
-    """Name what one call's tensors beyond their limits are of, or say that nothing is known."""
+    """Name what one call's tensors beyond their limits are of, or say that nothing is
+    known."""
     if failing.wrong:
         failing.say(failing.causes())
         failing.searched = True
@@ -344,12 +375,15 @@ def name(failing: Failing) -> None:
     failing.finish()
 
 
-IN_VAIN = 3  # searches of a kernel's calls that find nothing: there is nothing to be found
-MOST = 8  # searches of all that is known: the worst call, and one of each feature that fails
+# Searches of a kernel's calls that find nothing: there is nothing to be found
+IN_VAIN = 3
+# Searches of all that is known: the worst call, and one of each feature that fails
+MOST = 8
 
 
 def conclude(calls: Sequence[Failing]) -> None:
-    """Name what the failing calls of kernels compute, each kernel's in a format together."""
+    """Name what the failing calls of kernels compute, each kernel's in a format
+    together."""
     groups = grouped(calls, lambda c: (label(c.runs.task), c.bench.format.name))
     for same in groups.values():
         _conclude(sorted(same, key=lambda c: -c.severity))
@@ -363,7 +397,8 @@ def _conclude(calls: Sequence[Failing]) -> None:
     for call in _in_turn(calls):
         if hints and _try(call, hints):
             continue
-        # A search costs ten times what asking for a way does, and finds nothing in sound code.
+        # A search costs ten times what asking for a way does, and finds nothing in sound
+        # code.
         if not early.misses and not call.kernel.declares and _may_round_so(call):
             likely = [words for words, _ in claims.most_common(1)]
             only = any(map(call.held_as_elsewhere, likely)) or call.is_only_a_way()
@@ -380,8 +415,11 @@ def _conclude(calls: Sequence[Failing]) -> None:
             hints.add(named)
         open_ = not call.kernel.declares and (ways.hits or ways.misses < IN_VAIN)
         if open_ and _may_round_so(call):
-            # A kernel rounds alike in all calls: what explains another is tried first, and alone.
-            alike = any(call.held_as_elsewhere(words) for words, _ in claims.most_common(1))
+            # A kernel rounds alike in all calls: what explains another is tried first,
+            # and alone.
+            alike = any(
+                call.held_as_elsewhere(words) for words, _ in claims.most_common(1)
+            )
             ways.count(alike or call.held_to_its_way())
             claims.update(call.ways)
         if call.unnamed and losses:
@@ -423,7 +461,8 @@ def _try(call: Failing, hints: Hints) -> bool:
 
 
 def _in_turn(calls: Sequence[Failing]) -> Iterator[Failing]:
-    """All calls: the worst, then the worst of each feature, which are searched; then the others."""
+    """All calls: the worst, then the worst of each feature, which are searched; then the
+    others."""
     seen: set[str] = set()
     first: list[Failing] = []
     rest: list[Failing] = []

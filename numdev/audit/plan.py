@@ -1,6 +1,8 @@
-"""What an audit measures of every case: kernels x options x formats, and which rows and heads.
+"""What an audit measures of every case: kernels x options x formats, and which rows and
+heads.
 
-A plan refuses what cannot be run here before anything is measured. Tasks are plain data."""
+A plan refuses what cannot be run here before anything is measured. Tasks are plain
+data."""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kernel on one case in one format. The kernel runs whole; `heads` and `sample` say which
-    query heads and rows are measured (None: all)."""
+    """One kernel on one case in one format. The kernel runs whole; `heads` and `sample`
+    say which query heads and rows are measured (None: all)."""
 
     case: CaseRef
     role: Role
@@ -53,7 +55,8 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict)
     format: str
     heads: tuple[int, ...] | None = None
-    gradients: bool = False  # whether it is a training step, and dq, dk and dv are measured too
+    # Whether it is a training step, and dq, dk and dv are measured too
+    gradients: bool = False
     repeats: int = 1
     """How often the kernel runs on the same inputs; from two on its noise is measured."""
     sample: Sample | None = None
@@ -68,8 +71,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is the same for all cases of a run: fields of `AuditRequest`, and whether the rows that
-    err most and errors along calls are looked at (`details`)."""
+    """What is the same for all cases of a run: fields of `AuditRequest`, and whether the
+    rows that err most and errors along calls are looked at (`details`)."""
 
     system: System
     formats: Sequence[Format]
@@ -90,14 +93,16 @@ class Plan:
         system: System,
         own: Mapping[str, Kernel] | None = None,
     ) -> Plan:
-        """The plan of an audit or a sweep. Raises UsageError for what cannot be run here. `own`:
-        kernels by name that are not registered."""
+        """The plan of an audit or a sweep. Raises UsageError for what cannot be run here.
+        `own`: kernels by name that are not registered."""
         same = ["backward", "rows", "repeats"]
         if isinstance(request, SweepRequest):
             kernels = plan_kernels((*request.kernels, request.baseline))
         else:
             kernels = plan_kernels(request.kernels, own, under_audit=True)
-            kernels += plan_controls(gradients=request.backward) if request.control else []
+            kernels += (
+                plan_controls(gradients=request.backward) if request.control else []
+            )
             same += ["heads", "explain", "seed"]
         return cls(
             system=system,
@@ -121,7 +126,8 @@ class Plan:
         )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
-        """All tasks of a case, as they are reported: by format, what always runs first."""
+        """All tasks of a case, as they are reported: by format, what always runs
+        first."""
         for fmt in self.formats:
             for planned in self.kernels:
                 yield planned, self.task(planned, fmt.name, ref)
@@ -149,7 +155,8 @@ class Plan:
 def header(
     request: Mapping[str, Any], system: System, kernels: Sequence[Planned], source: Any
 ) -> dict[str, Any]:
-    """What a run must have in common with the journal it continues: not how the source was read."""
+    """What a run must have in common with the journal it continues: not how the source
+    was read."""
     return {
         "request": request,
         "environment": environment(system),
@@ -169,7 +176,9 @@ def fingerprint() -> str:
     package = Path(numdev.__file__).parent
     whole = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        whole.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+        whole.update(
+            path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes()
+        )
     return f"{numdev.__version__}+{whole.hexdigest()[:12]}"
 
 
@@ -179,9 +188,9 @@ def plan_kernels(
     *,
     under_audit: bool = False,
 ) -> list[Planned]:
-    """The standard three and the kernels under audit, in the order they run, each once. One of the
-    three that is chosen is measured again as a kernel if it is to be `under_audit`. Raises
-    UsageError for a kernel or an option that does not exist."""
+    """The standard three and the kernels under audit, in the order they run, each once.
+    One of the three that is chosen is measured again as a kernel if it is to be
+    `under_audit`. Raises UsageError for a kernel or an option that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
         kernel = (own or {}).get(choice.name) or find(choice.name)
@@ -195,7 +204,8 @@ def plan_kernels(
 
 
 def plan_controls(*, gradients: bool) -> list[Planned]:
-    """Planted faults in every dose, to be measured beside the kernels on the same data."""
+    """Planted faults in every dose, to be measured beside the kernels on the same
+    data."""
     return [
         Planned(role="control", kernel=control.kernel(), options={"dose": dose})
         for control in CONTROLS.values()
@@ -205,7 +215,8 @@ def plan_controls(*, gradients: bool) -> list[Planned]:
 
 
 def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
-    """The formats by name, each once. Raises UsageError for one that no kernel could run in."""
+    """The formats by name, each once. Raises UsageError for one that no kernel could run
+    in."""
     any_format = any(p.kernel.any_format for p in kernels if p.role == "kernel")
     formats: dict[Format, None] = {}
     for name in names:
@@ -213,7 +224,11 @@ def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Forma
         try:
             dtype = dtype_of(fmt)
         except UsageError:
-            why = None if any_format else "PyTorch has no dtype for it; only `emulated` runs in it"
+            why = (
+                None
+                if any_format
+                else "PyTorch has no dtype for it; only `emulated` runs in it"
+            )
         else:
             why = "no kernel takes plain 8-bit q, k and v" if dtype.itemsize < 2 else None
             fmt = format_of(dtype)
@@ -230,7 +245,8 @@ def digest(data: Any) -> str:
 
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a report can hold them: what JSON has no word for (a dtype, infinity) by name."""
+    """Options as a report can hold them: what JSON has no word for (a dtype, infinity) by
+    name."""
 
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | str):

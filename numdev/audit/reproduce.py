@@ -1,8 +1,9 @@
 """A report's findings, each made small and written as a script (`numdev.audit.script`).
 
-The call a finding is worst in is opened again from the source, rounded as the kernel saw it, and
-reduced for as long as the accused row is accused again, by the same measurements and limit, or the
-kernel raises. What does not come again gets no script, and that is said."""
+The call a finding is worst in is opened again from the source, rounded as the kernel saw
+it, and reduced for as long as the accused row is accused again, by the same measurements
+and limit, or the kernel raises. What does not come again gets no script, and that is
+said."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from numdev.sources.opening import Source
 
 FOLDER = "reproducers"
 SECONDS = 20.0  # how long one finding is reduced
-# A kernel that takes so many seconds to fail hangs, or takes its process along: it is not asked
-# again and again, and the case is kept whole.
+# A kernel that takes so many seconds to fail hangs, or takes its process along: it is not
+# asked again and again, and the case is kept whole.
 SLOW = 2.0
 PLACE = ("case", "module", "layer", "call", "phase", "seed")
 
@@ -67,8 +68,8 @@ def reproduce(
     seconds: float = SECONDS,
 ) -> list[Path]:
     """Write a reproducer for the first `count` findings that have a place, into
-    `directory`/reproducers; returns the scripts. Each is reduced for `seconds`. What cannot be
-    reproduced or written costs its script and no more; `say` is told."""
+    `directory`/reproducers; returns the scripts. Each is reduced for `seconds`. What
+    cannot be reproduced or written costs its script and no more; `say` is told."""
     scripts: list[Path] = []
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
@@ -79,7 +80,9 @@ def reproduce(
     try:
         for located in source if waiting else ():
             place = [getattr(located.ref, name) for name in PLACE]
-            here = [f for f in waiting if [getattr(f.place, name) for name in PLACE] == place]
+            here = [
+                f for f in waiting if [getattr(f.place, name) for name in PLACE] == place
+            ]
             waiting = [f for f in waiting if f not in here]
             for finding in here:
                 progress(f"making small: {finding.folder}", len(scripts), total)
@@ -96,7 +99,9 @@ def reproduce(
                 else:
                     scripts.append(script)
                     say(f"Reproducer: {script}")
-    except RuntimeError as error:  # a fault that ruined the device, so that no model runs on it
+    except (
+        RuntimeError
+    ) as error:  # a fault that ruined the device, so that no model runs on it
         say(f"No reproducer for {', '.join(f.folder for f in waiting)}: {error}")
     if count and len(wanted) > count:
         say(f"{len(wanted) - count} more findings have no reproducer.")
@@ -106,8 +111,8 @@ def reproduce(
 def _shown(
     finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
 ) -> dict[str, Any]:
-    """A small call in which a finding's row is accused again, or its kernel fails, and what a
-    script looks at in it. Raises NumdevError where it does not show again."""
+    """A small call in which a finding's row is accused again, or its kernel fails, and
+    what a script looks at in it. Raises NumdevError where it does not show again."""
     which, metric = ("kernel", finding.kernel, finding.options), finding.metric or ""
     planned = next(p for p in plan.kernels if (p.role, p.kernel.name, p.options) == which)
     case, kernel = whole.rounded_to(format_named(finding.formats[0])), planned.kernel
@@ -128,7 +133,9 @@ def _shown(
 
     held = kernel  # what explained nothing in the whole call is not tried in its parts
     if not kernel.declares:
-        held = dataclasses.replace(kernel, claims=lambda case, output, system: {"preset": "fa2"})
+        held = dataclasses.replace(
+            kernel, claims=lambda case, output, system: {"preset": "fa2"}
+        )
     repeats = 3 if metric == "noise_ratio" else 1
     task = plan.task(planned, finding.formats[0], case.ref)
     task = dataclasses.replace(task, heads=None, repeats=repeats)
@@ -143,7 +150,9 @@ def _shown(
     small = reduce(case, lambda case: accused(case) is not None, seconds, head=head)
     row = accused(small) or accused(small)
     if row is None:
-        raise NumdevError("it does not show every time", hint="the kernel differs between runs")
+        raise NumdevError(
+            "it does not show every time", hint="the kernel differs between runs"
+        )
     figure = figure_for(metric, row.bias_of)
     observed, limit = getattr(row, figure), None
     if metric == "expected_ratio" and row.expected_ratio and observed:
@@ -171,15 +180,18 @@ def _shows(row: DeviationRow, finding: Finding) -> bool:
     return size > (finding.limit or 0.0)
 
 
-# --- the smallest call ---------------------------------------------------------------------------
+# --- the smallest call ----------------------------------------------------------------
 
-TRIES = 3  # how often the input and the result are asked: a kernel may differ from run to run
-Ends = tuple[tuple[str, bool], ...]  # axes that are cut together; whether at the start or the end
+# How often the input and the result are asked: a kernel may differ from run to run
+TRIES = 3
+# Axes that are cut together; whether at the start or the end
+Ends = tuple[tuple[str, bool], ...]
 ROWS_START, ROWS_END = ("row", True), ("row", False)
 KEYS_START, KEYS_END = ("key", True), ("key", False)
-# Cuts that keep the offset come first, since a kernel may be wrong at one alignment only. Where
-# positions count, as many queries as keys stay as many: where they differ kernels align causality
-# at one corner or the other, and a kernel that is right could be shown to differ for that alone.
+# Cuts that keep the offset come first, since a kernel may be wrong at one alignment only.
+# Where positions count, as many queries as keys stay as many: where they differ kernels
+# align causality at one corner or the other, and a kernel that is right could be shown to
+# differ for that alone.
 SQUARE: tuple[Ends, ...] = ((ROWS_END, KEYS_END), (ROWS_START, KEYS_START))
 SINGLE: tuple[Ends, ...] = ((ROWS_END,), (KEYS_END,), (KEYS_START,), (ROWS_START,))
 
@@ -191,12 +203,13 @@ def reduce(
     *,
     head: int = 0,
 ) -> AttentionCase:
-    """The smallest form of `case` for which `still_shows` holds: query head `head` alone, else as
-    few kv heads as will do. No candidate is begun after `budget_s` seconds. Raises MeasurementError
-    where the finding does not show in `case` itself."""
+    """The smallest form of `case` for which `still_shows` holds: query head `head` alone,
+    else as few kv heads as will do. No candidate is begun after `budget_s` seconds.
+    Raises MeasurementError where the finding does not show in `case` itself."""
     if not any(still_shows(case) for _ in range(TRIES)):
         raise MeasurementError(
-            f"the finding could not be reproduced in case {case.ref.case!r} ({TRIES} attempts)"
+            f"the finding could not be reproduced in case {case.ref.case!r} "
+            f"({TRIES} attempts)"
         )
     best, deadline = case, time.monotonic() + budget_s
 
@@ -215,7 +228,10 @@ def reduce(
         dropped, step = 0, 1 << most.bit_length() >> 1
         while step:
             t = dropped + step
-            kept = {a: range(t, sizes[a]) if start else range(sizes[a] - t) for a, start in ends}
+            kept = {
+                a: range(t, sizes[a]) if start else range(sizes[a] - t)
+                for a, start in ends
+            }
             if t <= most and accept(part(whole, **kept)):
                 dropped = t
             step //= 2

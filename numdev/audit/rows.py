@@ -38,15 +38,18 @@ from numdev.sources.tensorfile import kind_of
 if TYPE_CHECKING:
     from numdev.audit.explanations import Likeness
 
-AVERAGES = ("expected_ratio", "rms_ratio", "rms_rows")  # over all rows, beside what is predicted
+# Over all rows, beside what is predicted
+AVERAGES = ("expected_ratio", "rms_ratio", "rms_rows")
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    rows: list[DeviationRow]  # one per head and tensor, or a single one that says why there is none
-    output: Output | None = None  # what the kernel returned first; None where it returned nothing
+    # One per head and tensor, or a single one that says why there is none
+    rows: list[DeviationRow]
+    # What the kernel returned first; None where it returned nothing
+    output: Output | None = None
     held_to: Mapping[str, Tensor] = field(default_factory=dict)
     """By tensor, the way of rounding it was held to, where that is not its claim's."""
     along: Mapping[str, Deviation] = field(default_factory=dict)
@@ -56,24 +59,35 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The runs of a task, and what they are held to: what the kernel's roundings predict, its
-    claim's, or those of the way of `likes` that explains it."""
+    """The runs of a task, and what they are held to: what the kernel's roundings predict,
+    its claim's, or those of the way of `likes` that explains it."""
 
     task: Task
     runs: Sequence[Output]
     bench: Bench
     claim: Mapping[str, Any] | None
     likes: Mapping[str, Likeness] = field(default_factory=dict)
-    repeats: dict[str, tuple[list[str], list[Noise]]] = field(default_factory=dict, repr=False)
-    """By tensor, the first run's checksums and how far runs differ: whatever they are held to."""
+    repeats: dict[str, tuple[list[str], list[Noise]]] = field(
+        default_factory=dict, repr=False
+    )
+    """By tensor, the first run's checksums and how far runs differ: whatever they are
+    held to."""
 
     def measured(self) -> Measured:
-        """Rows of every tensor of the first run. MeasurementError where one is lacking."""
-        task, output, bench, select = self.task, self.runs[0], self.bench, self.bench.selection
+        """Rows of every tensor of the first run. MeasurementError where one is
+        lacking."""
+        task, output, bench, select = (
+            self.task,
+            self.runs[0],
+            self.bench,
+            self.bench.selection,
+        )
         rest = self.elsewhere()
         trained = any(getattr(output, name) is not None for name in GRADIENTS)
         # What was computed of sampled queries alone has no dk and dv.
-        tensors = bench.by_row if task.role in ("baseline", "control") else (*bench.yardsticks,)
+        tensors = (
+            bench.by_row if task.role in ("baseline", "control") else (*bench.yardsticks,)
+        )
         tensors = tuple(tensors) if trained else ("out",)
         lse = None if task.role in ("precision", "control") else output.lse
         every = (*tensors, *(() if lse is None else ("lse",)))
@@ -106,21 +120,28 @@ class Runs:
             rows += self.shown(tensor, heads, fmt)
         if lse is not None:
             exact, lse = bench.reference, select.select(lse)
-            heads = measure_plain(lse, exact.lse, exact.empty, of=select.sampled_from("lse")).heads
+            heads = measure_plain(
+                lse, exact.lse, exact.empty, of=select.sampled_from("lse")
+            ).heads
             self.finish(heads, "lse", rest)
             rows += self.shown("lse", heads)
         held_to = {name: like.expected[name] for name, like in self.likes.items()}
         rows = [row.model_copy(update={"tensors": every}) for row in rows]
-        return Measured(rows=rows, output=output, held_to=held_to, along=along, bench=bench)
+        return Measured(
+            rows=rows, output=output, held_to=held_to, along=along, bench=bench
+        )
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
         """One tensor's metrics beside what is predicted of it."""
         bench, select = self.bench, self.bench.selection
         y, bins = bench.yardsticks[tensor].for_format(fmt), select.bins_of(tensor)
-        measured = functools.partial(measure, x, y, of=select.sampled_from(tensor), bins=bins)
+        measured = functools.partial(
+            measure, x, y, of=select.sampled_from(tensor), bins=bins
+        )
         if self.task.role == "floor":
             return measured()
-        # Of sampled keys single rows alone are judged, for no other way of rounding is tried there.
+        # Of sampled keys single rows alone are judged, for no other way of rounding is
+        # tried there.
         lacking = () if tensor in bench.by_row else (*AVERAGES, "baseline_ratio")
         why = unexpected(self.claim, bench.case.format, fmt)
         if why is not None:
@@ -141,20 +162,24 @@ class Runs:
             _null(head, lacking, NOT_PREDICTED)
         if any(head["nonfinite"] for head in deviation.heads):
             over = y.floor_finite & y.seen & ~x.isfinite() & ~expected.isfinite()
-            for head, count in zip(deviation.heads, over.sum(dim=(0, 2, 3)).tolist(), strict=True):
+            for head, count in zip(
+                deviation.heads, over.sum(dim=(0, 2, 3)).tolist(), strict=True
+            ):
                 head["nonfinite"], head["overflow"] = head["nonfinite"] - count, count
         return deviation
 
     def elsewhere(self) -> dict[str, list[Elsewhere]]:
-        """What of a kernel's tensors is not finite in the rows that are not measured, by tensor;
-        nothing where all that came back is finite, as it should be."""
+        """What of a kernel's tensors is not finite in the rows that are not measured, by
+        tensor; nothing where all that came back is finite, as it should be."""
         bench, output, select = self.bench, self.runs[0], self.bench.selection
         if self.task.role != "kernel" or select.queries is None:
             return {}
         formats = formats_of(output, bench)
         if output.lse is not None:
             formats["lse"] = format_of(output.lse.dtype)
-        whole = {name: select.select_heads(getattr(output, name), name) for name in formats}
+        whole = {
+            name: select.select_heads(getattr(output, name), name) for name in formats
+        }
         if all_finite(whole.values()) and inputs_finite(bench.case):
             return {}
         case = select.with_heads(bench.case)
@@ -164,7 +189,8 @@ class Runs:
         }
 
     def suspect(self, heads: Sequence[Metrics], x: Tensor) -> None:
-        """How much is not finite in rows without a key; what heads far off seem to compute."""
+        """How much is not finite in rows without a key; what heads far off seem to
+        compute."""
         bench, select = self.bench, self.bench.selection
         if any(head["empty_rows"] for head in heads):
             wrong = ~x.isfinite() & bench.yardsticks["out"].empty[..., None]
@@ -181,17 +207,21 @@ class Runs:
                 head.update(causes[h].fields)
 
     def count_in_empty_rows(self, heads: Sequence[Metrics], dq: Tensor) -> None:
-        """Adds to `nonfinite` what is not finite of dq in rows that see no key: what such a row
-        returns is a convention, but nothing that follows depends on its query, whose gradient is
-        0. It reaches the weights that make the query."""
+        """Adds to `nonfinite` what is not finite of dq in rows that see no key: what such
+        a row returns is a convention, but nothing that follows depends on its query,
+        whose gradient is 0. It reaches the weights that make the query."""
         wrong = ~dq.isfinite() & self.bench.yardsticks["dq"].empty[..., None]
         for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
             head["nonfinite"] += count
 
     def finish(
-        self, heads: Sequence[Metrics], tensor: str, rest: Mapping[str, Sequence[Elsewhere]]
+        self,
+        heads: Sequence[Metrics],
+        tensor: str,
+        rest: Mapping[str, Sequence[Elsewhere]],
     ) -> None:
-        """What holds of all rows: `nonfinite`, the first run's checksum, how far runs differ."""
+        """What holds of all rows: `nonfinite`, the first run's checksum, how far runs
+        differ."""
         for head, there in zip(heads, rest.get(tensor, ()), strict=False):
             count = head["nonfinite"] + there.nonfinite
             head["nonfinite"] = count
@@ -202,7 +232,9 @@ class Runs:
             return
         tensors = [getattr(run, tensor) for run in self.runs]
         if any(x is None for x in tensors):
-            raise MeasurementError(f"runs on the same inputs differ in the kind of {tensor}")
+            raise MeasurementError(
+                f"runs on the same inputs differ in the kind of {tensor}"
+            )
         if tensor not in self.repeats:
             whole = [self.bench.selection.select_heads(x, tensor) for x in tensors]
             noises = noise(whole) if len(whole) > 1 else []
@@ -213,7 +245,9 @@ class Runs:
         for head, its in zip(heads, noises, strict=False):
             head["noise"] = None if its.flickering else its.noise
             if its.flickering:
-                why = f"{its.flickering} elements are finite in some runs and not in others"
+                why = (
+                    f"{its.flickering} elements are finite in some runs and not in others"
+                )
                 _null(head, ("noise",), why)
             elif its.noise is None:
                 _null(head, ("noise",), "no element is finite")
@@ -234,7 +268,11 @@ class Runs:
             "rows_measured": its.shape[0] * its.shape[2],
         }
         case = self.bench.case
-        if task.role == "kernel" and out_format is case.format and its.dtype != case.q.dtype:
+        if (
+            task.role == "kernel"
+            and out_format is case.format
+            and its.dtype != case.q.dtype
+        ):
             shared["came_in"] = format_of(its.dtype).name
         rows, of = select.drawn_rows(tensor), select.sampled_from(tensor)
         if rows is not None and of is not None:
@@ -249,14 +287,22 @@ class Runs:
 
 def _null(head: Metrics, names: Sequence[str], why: str) -> None:
     head.update(dict.fromkeys(names))
-    head["interval"] = {k: v for k, v in head.get("interval", {}).items() if k not in names}
+    head["interval"] = {
+        k: v for k, v in head.get("interval", {}).items() if k not in names
+    }
     head["nulls"] = {**head["nulls"], **dict.fromkeys(names, why)}
 
 
-def bare_row(task: Task, failure: Failure, tensor: Literal["out", "dq"] = "out") -> DeviationRow:
+def bare_row(
+    task: Task, failure: Failure, tensor: Literal["out", "dq"] = "out"
+) -> DeviationRow:
     """The only row of a task, or of its gradients, without a result."""
     return DeviationRow(
-        **identity(task), head=None, tensor=tensor, status=failure.status, reason=failure.reason
+        **identity(task),
+        head=None,
+        tensor=tensor,
+        status=failure.status,
+        reason=failure.reason,
     )
 
 
@@ -270,9 +316,10 @@ def identity(task: Task) -> dict[str, Any]:
 
 
 def returned(out: Tensor, case: AttentionCase) -> Format:
-    """The format an output is in: its dtype's, unless it came in the dtype that stores the case's
-    working format, or in a wider one and holds numbers of the working format alone. (What a kernel
-    computes in a wider one it must then return in a wider dtype.)"""
+    """The format an output is in: its dtype's, unless it came in the dtype that stores
+    the case's working format, or in a wider one and holds numbers of the working format
+    alone. (What a kernel computes in a wider one it must then return in a wider
+    dtype.)"""
     narrow, wide = case.q.dtype, format_of(out.dtype)
     if out.dtype != narrow and case.working is None and wide.contains(case.format):
         same = out.to(narrow).to(out.dtype) == out
@@ -293,10 +340,21 @@ def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
 
 
 def case_record(
-    case: AttentionCase, axes: Mapping[str, Any] | None = None, formats: Sequence[Format] = ()
+    case: AttentionCase,
+    axes: Mapping[str, Any] | None = None,
+    formats: Sequence[Format] = (),
 ) -> CaseRecord:
-    """What a call was, all of its heads; `formats`: those that its inputs are rounded to."""
-    same = ("heads", "kv_heads", "q_len", "kv_len", "is_causal", "causal_offset", "window")
+    """What a call was, all of its heads; `formats`: those that its inputs are rounded
+    to."""
+    same = (
+        "heads",
+        "kv_heads",
+        "q_len",
+        "kv_len",
+        "is_causal",
+        "causal_offset",
+        "window",
+    )
     return CaseRecord(
         case=case.ref.case,
         batch=case.q.shape[0],

@@ -1,7 +1,9 @@
-"""`numdev audit`: every attention call, through every kernel, against fp64, beside low precision.
+"""`numdev audit`: every attention call, through every kernel, against fp64, beside low
+precision.
 
-The main line. A source gives cases, `measure_case` turns each into finished rows, the journal keeps
-them, and the report is made of them. `numdev sweep` goes through the same loop (`measure`)."""
+The main line. A source gives cases, `measure_case` turns each into finished rows, the
+journal keeps them, and the report is made of them. `numdev sweep` goes through the same
+loop (`measure`)."""
 
 from __future__ import annotations
 
@@ -50,21 +52,24 @@ def audit(
     rules: Rules | None = None,
     **how: Any,
 ) -> records.AuditReport:
-    """Run `request`, journalling into `directory`; returns the report, judged by the rules (the
-    default ones), which the caller writes. `opened` makes the source, `own` are kernels by name
-    that are not registered, `how` is what `run_plan` takes. Raises UsageError, before anything is
-    measured, for a request that cannot be run here, and MeasurementError when a sound one could not
-    be carried out."""
+    """Run `request`, journalling into `directory`; returns the report, judged by the
+    rules (the default ones), which the caller writes. `opened` makes the source, `own`
+    are kernels by name that are not registered, `how` is what `run_plan` takes. Raises
+    UsageError, before anything is measured, for a request that cannot be run here, and
+    MeasurementError when a sound one could not be carried out."""
     system = System.here(request.device)
     watch = Stopwatch(system.device)
     plan, rules = Plan.of(request, system, own), rules or default_rules()
     check_system(system.as_dict(), rules)
     with watch("capture"):
         source = opened(request, system)
-    asked = request.model_dump(mode="json") | {"formats": [fmt.name for fmt in plan.formats]}
+    asked = request.model_dump(mode="json") | {
+        "formats": [fmt.name for fmt in plan.formats]
+    }
     results = run_plan(source, plan, request, asked, directory, watch, **how)
     weights: list[records.WeightRow] = []
-    nonfinite: dict[str, int] = {}  # NaN or infinite elements as they are stored, by tensor
+    # NaN or infinite elements as they are stored, by tensor
+    nonfinite: dict[str, int] = {}
     with watch("weights"):
         for name, stored in source.weights():
             if stored.is_floating_point():
@@ -85,7 +90,10 @@ def audit(
         **fields,
         request=asked,
         summary=records.AuditSummary(
-            answer=(), kernels=(), explanations=explanations(attributions), worst_rows=worst
+            answer=(),
+            kernels=(),
+            explanations=explanations(attributions),
+            worst_rows=worst,
         ),
         rows=results.rows,
         weights=tuple(weights),
@@ -130,16 +138,17 @@ def run_plan(
     say: Say = lambda text: None,
     command: str = "",
 ) -> Results:
-    """Measure a source. A run that was interrupted continues where
-    `asked` and all else that decides its numbers is the same. `workers`: who measures; None: this
-    process. `save_cases`: where to write cases, unrounded. `say` is told what a user should know
+    """Measure a source. A run that was interrupted continues where `asked` and all else
+    that decides its numbers is the same. `workers`: who measures; None: this process.
+    `save_cases`: where to write cases, unrounded. `say` is told what a user should know
     that the report does not hold."""
     told = tuple(source.notes)
     for note in told:
         say(note)
     described, limit_s = source.describe(), request.time_limit
     shared = header(asked, plan.system, plan.kernels, described)
-    # A kernel that crashed a worker must not run in this process: workers imply isolation.
+    # A kernel that crashed a worker must not run in this process: workers imply
+    # isolation.
     isolated = request.isolate or workers is not None
     with (
         Journal.open(directory, shared, overwrite=overwrite) as journal,
@@ -180,15 +189,17 @@ def run_source(
     save: Add | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> list[CaseRef]:
-    """Every case of a source through every kernel, by `run` or on `workers`; what is finished
-    already is not even loaded. `save` keeps cases as they come by. Returns which calls came."""
+    """Every case of a source through every kernel, by `run` or on `workers`; what is
+    finished already is not even loaded. `save` keeps cases as they come by. Returns which
+    calls came."""
     calls: list[CaseRef] = []
     visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
 
     def keep(finished: Iterable[Finished]) -> None:
         nonlocal visited
         for key, rows, what in finished:
-            if not journal.visit(key):  # seeds of one case share a record: the first is kept
+            # Seeds of one case share a record: the first is kept
+            if not journal.visit(key):
                 journal.append(key, rows)
                 visited += "row" in rows
             progress(what, visited, total)
@@ -198,13 +209,17 @@ def run_source(
             with watch("other"):
                 calls.append(located.ref)
                 if save is not None:
-                    case = Selection.of(located.load(), plan.heads, gradients=plan.backward).case
+                    case = Selection.of(
+                        located.load(), plan.heads, gradients=plan.backward
+                    ).case
                     save(case, located.axes)
                     located = as_located(case, located.axes)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
                 # Noted in the journal's order, and left out where they are finished.
-                unfinished = [(p, task) for p, task in tasks if not journal.visit(task.key)]
+                unfinished = [
+                    (p, task) for p, task in tasks if not journal.visit(task.key)
+                ]
                 visited += len(tasks) - len(unfinished)
                 progress(located.ref.module, visited, total)
                 if recorded and not unfinished:
@@ -229,9 +244,11 @@ def reproducers(
     say: Say,
     **how: Any,
 ) -> list[Path]:
-    """The scripts of what was found, for which its verdict need not wait. An audit's source is
-    opened again, `opened` is that of a sweep; `how` is what `reproduce` takes."""
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of an earlier run of this request
+    """The scripts of what was found, for which its verdict need not wait. An audit's
+    source is opened again, `opened` is that of a sweep; `how` is what `reproduce`
+    takes."""
+    # Of an earlier run of this request
+    shutil.rmtree(directory / FOLDER, ignore_errors=True)
     if not (report.findings and request.reproducers):
         return []
     if opened is None:
@@ -239,11 +256,17 @@ def reproducers(
         system = System.here(request.device)
         opened = open_source(request, system), Plan.of(request, system)
     isolated = request.isolate or workers is not None
-    with Isolated(request.time_limit) if isolated else contextlib.nullcontext(attempt) as run:
+    with (
+        Isolated(request.time_limit)
+        if isolated
+        else contextlib.nullcontext(attempt) as run
+    ):
         how |= {"count": request.reproducers}
         return reproduce(report.findings, *opened, run, directory, say, **how)
 
 
-def provenance(system: System, described: Mapping[str, Any], command: str) -> records.Provenance:
+def provenance(
+    system: System, described: Mapping[str, Any], command: str
+) -> records.Provenance:
     """Where the numbers of a report made now, here, come from."""
     return records.Provenance.now(command, system.as_dict(), described)

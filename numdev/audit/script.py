@@ -1,9 +1,10 @@
-"""A finding as a bug report: a short script that needs torch alone, its tensors, a few words.
+"""A finding as a bug report: a short script that needs torch alone, its tensors, a few
+words.
 
-The script reads the tensors, computes the answer in fp64 by the definition, runs the kernel as a
-user would, prints the figure of the finding, and exits with 1 if it shows. Nothing of numdev is in
-it, unless the kernel itself is written for numdev. The text is in the template
-`data/reproducer/audit.py.j2`; here is what it is told."""
+The script reads the tensors, computes the answer in fp64 by the definition, runs the
+kernel as a user would, prints the figure of the finding, and exits with 1 if it shows.
+Nothing of numdev is in it, unless the kernel itself is written for numdev. The text is in
+the template `data/reproducer/audit.py.j2`; here is what it is told."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from numdev.system import System
 EVERYWHERE: Any = {"is_causal": False, "causal_offset": 0, "window": None}
 ENOUGH = 0.5  # a script shows a finding from this part of the reported figure on
 RUNS_OF_NOISE = 10
-# Figures that stand on a kernel's tensor and the exact one alone, in the words a script prints.
+# Figures that stand on a kernel's tensor and the exact one alone, in the words a script
+# prints.
 FIGURES = {
     "nonfinite": "elements that are finite or not against the exact result",
     "max_abs": "largest error",
@@ -51,15 +53,19 @@ SHOWN_BY = {
     "max_abs": ("max_ulp", "fa_rule"),
     "noise": ("noise_ratio",),
 }
-Call = tuple[AttentionCase, dict[str, Any]]  # the case as the kernel was given it; the spelling
+# The case as the kernel was given it; the spelling
+Call = tuple[AttentionCase, dict[str, Any]]
 
 
 def figure_for(metric: str, bias_of: str | None = None) -> str:
-    """The figure in which a finding about `metric` is shown: where the metric needs more than the
-    kernel's and the exact tensor, the absolute one it is a ratio of. `bias_of` is the report's word
-    for whose bias it is. Raises UsageError for a metric that is neither."""
+    """The figure in which a finding about `metric` is shown: where the metric needs more
+    than the kernel's and the exact tensor, the absolute one it is a ratio of. `bias_of`
+    is the report's word for whose bias it is. Raises UsageError for a metric that is
+    neither."""
     if metric in ("bias_size", "bias_p", "bias_t"):
-        return {"mean": "bias", "sign": "bias_sign"}.get(bias_of or "mean", "bias_feature")
+        return {"mean": "bias", "sign": "bias_sign"}.get(
+            bias_of or "mean", "bias_feature"
+        )
     figure = next((f for f, metrics in SHOWN_BY.items() if metric in metrics), metric)
     if figure not in (*FIGURES, "noise"):
         raise UsageError(f"no finding is about {metric!r}", hint=closest(metric, FIGURES))
@@ -80,30 +86,40 @@ def write(
     system: System,
     limit: float | None = None,
 ) -> Path:
-    """Write reproduce.py and tensors.safetensors into `directory`; returns the script. `head` is a
-    kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`; `observed` its value.
-    The deviation shows from `limit` on: by default half of that, and one element for `nonfinite`.
-    `options`: not defaults. Raises UsageError for an option that has no spelling, MeasurementError
-    for formats without a dtype, gradients of nonfinite inputs, and where it cannot be written."""
+    """Write reproduce.py and tensors.safetensors into `directory`; returns the script.
+    `head` is a kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`;
+    `observed` its value. The deviation shows from `limit` on: by default half of that,
+    and one element for `nonfinite`. `options`: not defaults. Raises UsageError for an
+    option that has no spelling, MeasurementError for formats without a dtype, gradients
+    of nonfinite inputs, and where it cannot be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
     if case.working is not None:
-        raise MeasurementError(f"no reproducer: torch has no dtype for {case.working.name}")
+        raise MeasurementError(
+            f"no reproducer: torch has no dtype for {case.working.name}"
+        )
     # Where P is 0 the reference lets nothing through; dense autograd would: 0 * NaN.
     inputs = (case.q, case.k, case.grad_out)
     if backward and not all(x is not None and bool(x.isfinite().all()) for x in inputs):
         raise MeasurementError(
-            "no reproducer: a short script cannot differentiate inputs that are not finite"
+            "no reproducer: a short script cannot differentiate inputs that are not "
+            "finite"
         )
     if not backward:
         case = dataclasses.replace(case, grad_out=None)
     case, call = _call(kernel, options, case, tensor)
     if limit is None:
         limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
-    given = f" with {', '.join(f'{n} = {v!r}' for n, v in options.items())}" if options else ""
+    given = (
+        f" with {', '.join(f'{n} = {v!r}' for n, v in options.items())}"
+        if options
+        else ""
+    )
     where = f"{system.cpu} ({system.cpu_capability})"
     if system.gpu:
         where = f"{system.gpu}, driver {system.driver}, CUDA {system.cuda}"
-    present = {n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None}
+    present = {
+        n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None
+    }
     about = f"{kernel.name}{given}, torch {system.packages.get('torch', '?')}, {where}"
     facts: dict[str, Any] = {
         **{"imports": (), "needs": "", "backend": None, "folder": None},
@@ -117,7 +133,9 @@ def write(
         "additive": case.mask is not None and case.mask.dtype != torch.bool,
         "shown": _shown(case),
         "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
-        "dtypes": {n: d for n, d in DTYPES.items() if d in {x.dtype for x in present.values()}},
+        "dtypes": {
+            n: d for n, d in DTYPES.items() if d in {x.dtype for x in present.values()}
+        },
         "words": textwrap.wrap(words, 97),
         "kernel": kernel.name,
         "observed": observed,
@@ -131,13 +149,19 @@ def write(
         tensorfile.write(directory / "tensors.safetensors", [case])
         script.write_text(rendered("audit", facts), encoding="utf-8")
     except OSError as error:
-        raise MeasurementError(f"{directory}: cannot be written ({error.strerror})") from error
+        raise MeasurementError(
+            f"{directory}: cannot be written ({error.strerror})"
+        ) from error
     return script
 
 
 def rendered(template: str, facts: Mapping[str, Any]) -> str:
     """A script made of a template in `data/reproducer`."""
-    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    blocks: Any = {
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "keep_trailing_newline": True,
+    }
     loader = PackageLoader("numdev", "data/reproducer")
     templates = Environment(loader=loader, undefined=StrictUndefined, **blocks)
     templates.filters["literal"] = literal
@@ -156,8 +180,11 @@ def literal(value: Any) -> str:
     raise UsageError(f"a script cannot spell the option {value!r}")
 
 
-def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str) -> Call:
-    """How the template spells the call, and the case as it was given (its mask explicit)."""
+def _call(
+    kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str
+) -> Call:
+    """How the template spells the call, and the case as it was given (its mask
+    explicit)."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
         forced, positions = backend_of(name), case.window or case.causal_offset
@@ -168,7 +195,10 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
         words = f"PyTorch's SDPA, {how}"
         return case, {"call": "sdpa", "kernel_words": words, "backend": backend}
     if name == "baseline":
-        words = "plain attention as eager model code has it, every product in the working format"
+        words = (
+            "plain attention as eager model code has it, every product in the "
+            "working format"
+        )
         return case, {"call": "baseline", "kernel_words": words}
     function = imported(name, "kernel") if ":" in name else kernel.adapted
     if function and next(iter(inspect.signature(function).parameters), "") != "case":
@@ -186,7 +216,10 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
 
 
 def _function(
-    path: str, function: Callable[..., Any], options: Mapping[str, Any], case: AttentionCase
+    path: str,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    case: AttentionCase,
 ) -> Call:
     """A function of q, k, v: the arguments that numdev gives it, by their names."""
     module, _, name = path.partition(":")
@@ -208,7 +241,8 @@ def _function(
             values[argument] = "sinks"
         else:
             values[argument] = "mask"
-            if x is not case.mask:  # positions, or a bool mask, as the function's one mask
+            # Positions, or a bool mask, as the function's one mask
+            if x is not case.mask:
                 case = dataclasses.replace(case, mask=x, **EVERYWHERE)
     return case, {
         "call": "function",
@@ -230,7 +264,8 @@ def _view(x: Tensor) -> str:
 
 
 def _shown(case: AttentionCase) -> str:
-    """Which keys a query may see, as an expression of i, j and mask; empty if it may see all."""
+    """Which keys a query may see, as an expression of i, j and mask; empty if it may see
+    all."""
     parts = ["(j <= i)"] if case.is_causal else []
     left, right = case.window or (None, None)
     parts += [f"(j >= i - {left})"] if left is not None else []
@@ -242,7 +277,8 @@ def _shown(case: AttentionCase) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """`module:name` where the module has the function under that name; else its own name alone."""
+    """`module:name` where the module has the function under that name; else its own name
+    alone."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(sys.modules.get(module), name, None) is function and module != "__main__":

@@ -1,7 +1,8 @@
-"""`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the audit's loop.
+"""`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the
+audit's loop.
 
-The grid is the configuration's cells; each is drawn anew with every seed. What comes of the rows
-is computed in `numdev.report.curves`."""
+The grid is the configuration's cells; each is drawn anew with every seed. What comes of
+the rows is computed in `numdev.report.curves`."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def plan(request: SweepRequest) -> SweepPlan:
     """Check a request against this machine and what is registered; raises UsageError."""
     system = System.here(request.device)
     plan = Plan.of(request, system)
-    request = request.model_copy(update={"formats": tuple(fmt.name for fmt in plan.formats)})
+    request = request.model_copy(
+        update={"formats": tuple(fmt.name for fmt in plan.formats)}
+    )
     grid = Grid(request, [(p.kernel.name, p.options) for p in plan.kernels])
     _ = grid.axis  # refuse a grid without one, and what is no metric, now
     name = find(request.baseline.name).name
@@ -52,10 +55,16 @@ def plan(request: SweepRequest) -> SweepPlan:
         request=request,
         plan=plan,
         source=ConfigSource(
-            request.target, request.cases, request.seeds, system, gradients=request.backward
+            request.target,
+            request.cases,
+            request.seeds,
+            system,
+            gradients=request.backward,
         ),
         baseline=next(
-            p for p in plan.kernels if p.kernel.name == name and p.options in ({}, options)
+            p
+            for p in plan.kernels
+            if p.kernel.name == name and p.options in ({}, options)
         ),
         grid=grid,
     )
@@ -64,8 +73,8 @@ def plan(request: SweepRequest) -> SweepPlan:
 def sweep(
     planned: SweepPlan, directory: Path, *, rules: Rules | None = None, **how: Any
 ) -> SweepReport:
-    """Run the plan, journalling into `directory`; returns the report, judged by the rules (the
-    default ones), which the caller writes. `how`: of `run_plan`."""
+    """Run the plan, journalling into `directory`; returns the report, judged by the rules
+    (the default ones), which the caller writes. `how`: of `run_plan`."""
     rules = rules or default_rules()
     check_system(planned.plan.system.as_dict(), rules)
     request, source, grid = planned.request, planned.source, planned.grid

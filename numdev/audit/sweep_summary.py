@@ -1,4 +1,5 @@
-"""What follows from the rows of a sweep: its cells, figures and sentences. Needs no torch."""
+"""What follows from the rows of a sweep: its cells, figures and sentences. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def summarised(report: SweepReport) -> SweepReport:
     baseline = baseline_of(request, report.plan)
     metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
     of = (baseline.kernel, baseline.options)
-    every = cells(report.rows, metrics, of, {case.name: case.axes for case in request.cases})
+    every = cells(
+        report.rows, metrics, of, {case.name: case.axes for case in request.cases}
+    )
     lines, called = grid.lines(every), grid.label(*of)
     summary = SweepSummary(
         answer=sentences(lines, grid, called),
@@ -28,7 +31,9 @@ def summarised(report: SweepReport) -> SweepReport:
         baseline=called,
     )
     drawn = tuple(figures(lines, grid, called))
-    return report.model_copy(update={"summary": summary, "cells": every, "figures": drawn})
+    return report.model_copy(
+        update={"summary": summary, "cells": every, "figures": drawn}
+    )
 
 
 def _request_of(report: SweepReport) -> SweepRequest:
@@ -49,15 +54,20 @@ def _grid_of(report: SweepReport, request: SweepRequest) -> Grid:
     try:
         grid.x  # noqa: B018  # raises where there is no such axis or metric
     except UsageError as error:
-        raise MeasurementError(f"inconsistent report: {error.message}", hint=CUT) from error
+        raise MeasurementError(
+            f"inconsistent report: {error.message}", hint=CUT
+        ) from error
     return grid
 
 
 def baseline_of(request: SweepRequest, plan: PlanRecord) -> PlannedKernel:
-    """What ratios are relative to. Raises MeasurementError where the plan has no such kernel."""
+    """What ratios are relative to. Raises MeasurementError where the plan has no such
+    kernel."""
     name, options = request.baseline.name, request.baseline.options.items()
     for kernel in plan.kernels:
         same = kernel.kernel.rpartition(":")[2] == name.rpartition(":")[2]
         if same and (not kernel.options or options <= kernel.options.items()):
             return kernel
-    raise MeasurementError(f"inconsistent report: the plan lacks its baseline {name}", hint=CUT)
+    raise MeasurementError(
+        f"inconsistent report: the plan lacks its baseline {name}", hint=CUT
+    )

@@ -12,8 +12,10 @@ def blocks(report: SweepReport) -> Iterator[doc.Node]:
     summary = report.summary
     yield doc.Paragraph(
         "Deviation from the fp64 reference of the same rounded inputs, by "
-        f"{summary.axis.title}: means over {len(summary.seeds)} seeds, with 95 % intervals for "
-        "two or more. “floor” is the exact result rounded once: no kernel is better everywhere. "
+        f"{summary.axis.title}: means over {len(summary.seeds)} seeds, with 95 % "
+        "intervals for "
+        "two or more. “floor” is the exact result rounded once: no kernel is better "
+        "everywhere. "
         "“input rounding” is what the format costs before any kernel runs.",
         "soft",
     )

@@ -1,7 +1,8 @@
 """Every kernel on one case, in every format: the body of the main line.
 
-The fp64 reference of the case as it came is computed once, all else of it once per format. What
-goes wrong in a kernel, or in measuring what it returned, reaches no other task: a row says why."""
+The fp64 reference of the case as it came is computed once, all else of it once per
+format. What goes wrong in a kernel, or in measuring what it returned, reaches no other
+task: a row says why."""
 
 from __future__ import annotations
 
@@ -32,13 +33,16 @@ from numdev.sources.capture import Captured
 from numdev.sources.opening import Located
 from numdev.system import System
 
-Rows = Mapping[str, Sequence[Any]]  # rows of a report by kind: row, worst, profile, attribution
+# Rows of a report by kind: row, worst, profile, attribution
+Rows = Mapping[str, Sequence[Any]]
 Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
 
 
 def as_located(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> Located:
     """A case in memory as a `Located`, which can be pickled."""
-    return Captured(ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case))
+    return Captured(
+        ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case)
+    )
 
 
 def measured_here(
@@ -75,14 +79,17 @@ def measure_case(
     watch: Stopwatch,
     later: list[Failing] | None = None,
 ) -> Iterator[tuple[Task, Rows]]:
-    """Each task of a case, which come format by format, with its rows as soon as they are there.
-    Kernels under audit run by `run`. Nothing where none of the plan's heads is in the case."""
+    """Each task of a case, which come format by format, with its rows as soon as they are
+    there. Kernels under audit run by `run`. Nothing where none of the plan's heads is in
+    the case."""
     sample = plan.sample(case.ref)
     selection = Selection.of(case, plan.heads, gradients=plan.backward, sample=sample)
     if not selection.heads:
         return
     exact = None
-    for format_name, of_format in itertools.groupby(tasks, key=lambda pair: pair[1].format):
+    for format_name, of_format in itertools.groupby(
+        tasks, key=lambda pair: pair[1].format
+    ):
         try:
             if exact is None:
                 with watch("reference"):
@@ -127,17 +134,22 @@ def measure_task(
     run: Runner = attempt,
     later: list[Failing] | None = None,
 ) -> of_rows.Measured:
-    """A kernel on a prepared case. One that is missing or declines is `skipped`; one that raises,
-    or whose output cannot be measured, is `failed`. Where the forward pass runs and a training step
-    does not, one row of dq says why there is no gradient. A kernel that declared no claim and errs
-    beyond `fa2` is held to the known way of rounding that explains it, if one does."""
+    """A kernel on a prepared case. One that is missing or declines is `skipped`; one that
+    raises, or whose output cannot be measured, is `failed`. Where the forward pass runs
+    and a training step does not, one row of dq says why there is no gradient. A kernel
+    that declared no claim and errs beyond `fa2` is held to the known way of rounding that
+    explains it, if one does."""
     if missing := kernel.missing(system):
-        return of_rows.Measured(rows=[of_rows.bare_row(task, Failure("skipped", missing))])
+        return of_rows.Measured(
+            rows=[of_rows.bare_row(task, Failure("skipped", missing))]
+        )
     try:
         with bench.watch("metrics"):
             runs, lacking = _runs(task, kernel, bench, run), None
             if isinstance(runs, Failure) and task.gradients and task.role == "kernel":
-                forward = _runs(dataclasses.replace(task, gradients=False), kernel, bench, run)
+                forward = _runs(
+                    dataclasses.replace(task, gradients=False), kernel, bench, run
+                )
                 if not isinstance(forward, Failure):
                     lacking, runs = runs, forward
             if isinstance(runs, Failure):
@@ -148,14 +160,20 @@ def measure_task(
             held = of_rows.Runs(task, runs, bench, claim)
             measured = held.measured()
             wrong = beyond(measured.rows) if task.role == "kernel" else ()
-            far = any(r.tensor in wrong and (r.baseline_ratio or 0) > FAR for r in measured.rows)
+            far = any(
+                r.tensor in wrong and (r.baseline_ratio or 0) > FAR for r in measured.rows
+            )
             options = of_rows.given(task.options, kernel)
             failing = Failing(kernel, system, run, options, held, measured)
             waits = later is not None and failing.wrong and has_room(later, failing)
             if task.role == "kernel" and later is not None and waits:
                 later.append(failing)
             elif task.role == "kernel":
-                if not far and not kernel.declares and not set(wrong).isdisjoint(bench.by_row):
+                if (
+                    not far
+                    and not kernel.declares
+                    and not set(wrong).isdisjoint(bench.by_row)
+                ):
                     failing.held_to_its_way()
                 name(failing)
                 measured = failing.measured
@@ -169,12 +187,17 @@ def measure_task(
 
 
 def _unmeasured(task: Task, error: Exception) -> DeviationRow:
-    return of_rows.bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))
+    return of_rows.bare_row(
+        task, Failure("failed", f"while measuring: {one_line(error)}")
+    )
 
 
-def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output] | Failure:
-    """What the task's kernel returns, as often as asked. Floor and baseline are the bench's; the
-    output of `precision` only holds a place, since `rows` compares the two references."""
+def _runs(
+    task: Task, kernel: Kernel, bench: Bench, run: Runner
+) -> list[Output] | Failure:
+    """What the task's kernel returns, as often as asked. Floor and baseline are the
+    bench's; the output of `precision` only holds a place, since `rows` compares the two
+    references."""
     exact, y = bench.reference, bench.yardsticks
     names = GRADIENTS if task.gradients else ()
     if task.role == "precision":
@@ -189,7 +212,10 @@ def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output]
     with bench.watch("other" if task.role == "control" else "kernels"):
         for _ in range(task.repeats):
             output = run(
-                kernel, case, of_rows.given(task.options, kernel), gradients=task.gradients
+                kernel,
+                case,
+                of_rows.given(task.options, kernel),
+                gradients=task.gradients,
             )
             if isinstance(output, Failure):
                 return output

@@ -1,8 +1,8 @@
 """Where an audit's time goes: seconds by section, each second counted once.
 
-A section within another takes its time from it, so that sections add up to the whole. On a GPU work
-is under way when the call that began it returns, so a section waits for the device where it ends.
-Times belong to a report, never to its rows."""
+A section within another takes its time from it, so that sections add up to the whole. On
+a GPU work is under way when the call that began it returns, so a section waits for the
+device where it ends. Times belong to a report, never to its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 # In the order in which they are reported. `other` is what no section was opened for.
 SECTIONS = (
-    *("capture", "kernels", "reference", "predictions", "metrics", "baseline", "names", "weights"),
+    *(
+        "capture",
+        "kernels",
+        "reference",
+        "predictions",
+        "metrics",
+        "baseline",
+        "names",
+        "weights",
+    ),
     "other",
 )
 TOTAL = "total"
@@ -30,7 +39,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        """Count for `section` until the block is left; within it another may be opened."""
+        """Count for `section` until the block is left; within it another may be
+        opened."""
         self._lap()
         self._open.append(section)
         try:
@@ -62,7 +72,8 @@ class Stopwatch:
         if self._waits:
             import torch
 
-            with contextlib.suppress(RuntimeError):  # a fault of the device is its kernel's to tell
+            # A fault of the device is its kernel's to tell
+            with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize()
         now = time.perf_counter()
         self._spent[self._open[-1]] += now - self._last
@@ -70,7 +81,8 @@ class Stopwatch:
 
 
 def words(timings: Mapping[str, float]) -> str:
-    """`12.3 s: capture 2.1, kernels 0.8`, without what rounds to 0.0; empty without times."""
+    """`12.3 s: capture 2.1, kernels 0.8`, without what rounds to 0.0; empty without
+    times."""
     if TOTAL not in timings:
         return ""
     shares = [f"{s} {x:.1f}" for s, x in timings.items() if s != TOTAL and x >= 0.05]

@@ -1,5 +1,5 @@
-"""An audit, shown: the kernels ranked, their gradients and phases, the map of the worst one, where
-along its rows a kernel errs, and which roundings make its errors."""
+"""An audit, shown: the kernels ranked, their gradients and phases, the map of the worst
+one, where along its rows a kernel errs, and which roundings make its errors."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ from numdev.report.numbers import NONE, SHADES, labelled, ratio, shade, short, s
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
-    "error / floor: rms error, against fp64 on the same rounded inputs, divided by the least "
-    "possible (the exact result rounded once), median and worst head; shaded from 1.25, 2, 4, 16. "
-    "error / expected: divided by what the kernel's rounding model predicts, worst head. error / "
-    "eager: divided by eager attention's (the row baseline), median. Mean and max error are in the "
+    "error / floor: rms error, against fp64 on the same rounded inputs, divided by "
+    "the least "
+    "possible (the exact result rounded once), median and worst head; shaded from "
+    "1.25, 2, 4, 16. "
+    "error / expected: divided by what the kernel's rounding model predicts, worst "
+    "head. error / "
+    "eager: divided by eager attention's (the row baseline), median. Mean and max "
+    "error are in the "
     "output's units."
 )
 SAMPLED = (
@@ -45,12 +49,15 @@ SAMPLED = (
     "report.json), maxima lower bounds (≥). NaN and infinity are counted in all rows."
 )
 RESIDUAL = (
-    "residual: the share of the error that remains after the emulation's error is subtracted, "
+    "residual: the share of the error that remains after the emulation's error is "
+    "subtracted, "
     "element by element; 0.5 or less: explained. next: that of the second-best preset."
 )
 POSITIONS = (
-    "Each point is the rms of error / expected (without a prediction: of error / size of the "
-    "summed terms) over a bin's rows, all heads and sequences. Bins hold 1, 1, 2, 4, 8 rows and so "
+    "Each point is the rms of error / expected (without a prediction: of error / "
+    "size of the "
+    "summed terms) over a bin's rows, all heads and sequences. Bins hold 1, 1, 2, "
+    "4, 8 rows and so "
     "on, then equal numbers. Lines are medians over calls (a model's layers)."
 )
 ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
@@ -67,7 +74,9 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     if "architecture" in report.provenance.source:
         target = report.request.get("checkpoint")
         note = f"What this does at the model's output: `numdev effects {target}`"
-        yield from doc.notes([f"At the model's output: {x}" for x in summary.effects] or [note])
+        yield from doc.notes(
+            [f"At the model's output: {x}" for x in summary.effects] or [note]
+        )
     yield doc.Choice(tuple(maps(report)))
     yield from by_layer(report)
     yield from spread(report.profiles)
@@ -84,18 +93,23 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     )
 
 
-# --- the ranking ---------------------------------------------------------------------------------
+# --- the ranking ----------------------------------------------------------------------
 
 
 def _name(k: KernelSummary) -> Cell:
-    return Cell(labelled(k.kernel, k.options), style="strong" if k.role == "kernel" else "")
+    return Cell(
+        labelled(k.kernel, k.options), style="strong" if k.role == "kernel" else ""
+    )
 
 
 def _predicted(value: float | None) -> Cell:
-    """The worst head's error over what its roundings predict; far above 1 it stands out."""
+    """The worst head's error over what its roundings predict; far above 1 it stands
+    out."""
     if value is None:
         return Cell(NONE)
-    return Cell(ratio(value), style="good" if value <= 1.15 else "warn" if value <= 1.5 else "bad")
+    return Cell(
+        ratio(value), style="good" if value <= 1.15 else "warn" if value <= 1.5 else "bad"
+    )
 
 
 def _max(k: KernelSummary) -> str:
@@ -105,7 +119,10 @@ def _max(k: KernelSummary) -> str:
 
 RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("error / floor"), lambda k: floors(k.floor_ratio)),
-    (Column("worst head"), lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or "")),
+    (
+        Column("worst head"),
+        lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or ""),
+    ),
     (Column("error / expected"), lambda k: _predicted(k.expected_ratio_worst)),
     (Column("error / eager"), lambda k: Cell(ratio(k.baseline_ratio))),
 )
@@ -118,7 +135,8 @@ RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
 
 
 def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
-    """One format: kernels ranked, their gradients and phases, and what the tables need said."""
+    """One format: kernels ranked, their gradients and phases, and what the tables need
+    said."""
     shown = [k for k in kernels if k.ok and k.role != "precision"]
     yield doc.table(
         [column for column, _ in RANKING],
@@ -126,7 +144,9 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
         [k.role != "kernel" for k in shown],
         title=f"{name}: error of the output, the closest to fp64 first",
     )
-    yield _parts(f"{name}: gradients", [(k, g.tensor, g) for k in shown for g in k.gradients])
+    yield _parts(
+        f"{name}: gradients", [(k, g.tensor, g) for k in shown for g in k.gradients]
+    )
     phases = [(k, p.phase or "", p) for k in shown for p in k.phases if len(k.phases) > 1]
     yield _parts(f"{name}: prefill beside decode", phases)
     yield doc.Bullets(tuple(_remarks(name, kernels)))
@@ -139,22 +159,29 @@ def _numbers(k: KernelSummary) -> list[Cell]:
     return [cell(k) for _, cell in RANKING]
 
 
-def _parts(title: str, parts: Sequence[tuple[KernelSummary, str, PartSummary]]) -> doc.Table:
+def _parts(
+    title: str, parts: Sequence[tuple[KernelSummary, str, PartSummary]]
+) -> doc.Table:
     """A row for each part of each kernel."""
     return doc.table(
         [RANKING[0][0], Column("of", align="left"), *(column for column, _ in RATIOS)],
-        [(_name(k), name, *(cell(part) for _, cell in RATIOS)) for k, name, part in parts],
+        [
+            (_name(k), name, *(cell(part) for _, cell in RATIOS))
+            for k, name, part in parts
+        ],
         [k.role != "kernel" for k, _, _ in parts],
         title=title,
     )
 
 
 def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
-    """What one format's tables need said: their unit, what ran by default, who is missing."""
+    """What one format's tables need said: their unit, what ran by default, who is
+    missing."""
     for k in kernels:
         if k.role == "precision" and k.mean_abs:
             yield Item(
-                f"Rounding q, k, v to {name} alone moved the answer by {si(k.mean_abs)} on "
+                f"Rounding q, k, v to {name} alone moved the answer by "
+                f"{si(k.mean_abs)} on "
                 f"average, {_max(k)} at most.",
                 style="soft",
             )
@@ -162,22 +189,36 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
             ran = ", ".join(r.removeprefix("_scaled_dot_product_") for r in k.ran)
             yield Item(f"sdpa-default ran {ran}.", style="soft")
         if k.noise:
-            text = f"{k.kernel} changes between two runs by {si(k.noise)}× the rounding floor."
+            text = (
+                f"{k.kernel} changes between two runs by {si(k.noise)}× the "
+                "rounding floor."
+            )
             yield Item(text, style="soft")
         if k.reasons and k.ok:  # else its verdict says why
-            more = f"; and {len(k.reasons) - REASONS} more" if len(k.reasons) > REASONS else ""
-            lead = f"{k.kernel} {'failed' if k.failed else 'skipped' if k.skipped else 'ran'}:"
-            yield Item("; ".join(k.reasons[:REASONS]) + more, lead, "bad" if k.failed else "warn")
+            more = (
+                f"; and {len(k.reasons) - REASONS} more"
+                if len(k.reasons) > REASONS
+                else ""
+            )
+            lead = (
+                f"{k.kernel} "
+                f"{'failed' if k.failed else 'skipped' if k.skipped else 'ran'}:"
+            )
+            yield Item(
+                "; ".join(k.reasons[:REASONS]) + more, lead, "bad" if k.failed else "warn"
+            )
 
 
-# --- where ---------------------------------------------------------------------------------------
+# --- where ----------------------------------------------------------------------------
 
-LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}  # of a terminal's colours
+# Of a terminal's colours
+LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}
 
 
 def maps(report: Any) -> Iterator[doc.Table]:
-    """For each kernel, format and tensor the error over what is expected, else over the floor,
-    layer by head; of several calls the largest. The kernel that is farthest off comes first."""
+    """For each kernel, format and tensor the error over what is expected, else over the
+    floor, layer by head; of several calls the largest. The kernel that is farthest off
+    comes first."""
     places, groups = Places(report.rows), defaultdict[Any, dict[Any, DeviationRow]](dict)
     for row in report.rows:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
@@ -192,12 +233,18 @@ def maps(report: Any) -> Iterator[doc.Table]:
         heads = sorted({head for _, head in cells})
         layers = {
             layer.removeprefix("layer "): [
-                _head(cells.get((layer, h)), metric, doc.cell_id(kernel, fmt, tensor, layer, h))
+                _head(
+                    cells.get((layer, h)),
+                    metric,
+                    doc.cell_id(kernel, fmt, tensor, layer, h),
+                )
                 for h in heads
             ]
             for layer in dict.fromkeys(layer for layer, _ in cells)
         }
-        title = f"{kernel}, {fmt}, {tensor}: error / {'expected' if relative else 'floor'}"
+        title = (
+            f"{kernel}, {fmt}, {tensor}: error / {'expected' if relative else 'floor'}"
+        )
         yield doc.heat_map(f"{title}, layer by head", heads, layers)
 
 
@@ -212,12 +259,19 @@ def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
         return Cell(NONE)
     most = LIMITS[metric][-1]
     heat = round(100 * min(1.0, max(0.0, math.log(max(value, 1e-9), most))))
-    about = f"error / expected {ratio(row.expected_ratio)}, error / floor {ratio(row.floor_ratio)}"
+    about = (
+        f"error / expected {ratio(row.expected_ratio)}, error / floor "
+        f"{ratio(row.floor_ratio)}"
+    )
     about += f", max error {si(row.max_abs)}"
     if row.nonfinite:
-        about = f"{row.nonfinite} elements that are NaN or infinite; of the others {about}"
+        about = (
+            f"{row.nonfinite} elements that are NaN or infinite; of the others {about}"
+        )
         return Cell("NaN", 4, title=about, heat=100, id=name)
-    return Cell(short(value), shade(value, LIMITS[metric]), title=about, heat=heat, id=name)
+    return Cell(
+        short(value), shade(value, LIMITS[metric]), title=about, heat=heat, id=name
+    )
 
 
 def by_layer(report: AuditReport) -> Iterator[doc.Node]:
@@ -235,8 +289,12 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
         curves: list[Curve] = []
         for (label, role), own in grouped(of_format, _kernel).items():
             its = grouped(own, attrgetter("layer"))
-            ratios = {n: [row.floor_ratio or 0.0 for row in its.get(n, ())] for n in layers}
-            curves += doc.curve(label, role, {(n, f"layer {n}"): x for n, x in ratios.items()})
+            ratios = {
+                n: [row.floor_ratio or 0.0 for row in its.get(n, ())] for n in layers
+            }
+            curves += doc.curve(
+                label, role, {(n, f"layer {n}"): x for n, x in ratios.items()}
+            )
         figures.append(Figure(
             title=f"{fmt}: error / floor by layer, median head", metric="floor_ratio",
             relative=True, y_title="error / floor", y_scale="log", curves=tuple(curves),
@@ -250,12 +308,13 @@ def _kernel(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
     return labelled(row.kernel, row.options), row.role
 
 
-# --- what stands below it ------------------------------------------------------------------------
+# --- what stands below it -------------------------------------------------------------
 
 
 def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
-    """For each format, tensor and kind of attention the errors over what is predicted; where
-    nothing is, the errors themselves. Medians over calls of the length that most have."""
+    """For each format, tensor and kind of attention the errors over what is predicted;
+    where nothing is, the errors themselves. Medians over calls of the length that most
+    have."""
     figures = defaultdict(list)
     groups = grouped(profiles, attrgetter("format", "attends", "tensor"))
     for (name, attends, tensor), rows in groups.items():
@@ -267,37 +326,50 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         curves: list[Curve] = []
         for (label, role), own in grouped(rows, _kernel).items():
             errors = (_errors(row, relative) for row in own)
-            bins = ([x for x in own if x is not None] for own in zip(*errors, strict=True))
+            bins = (
+                [x for x in own if x is not None] for own in zip(*errors, strict=True)
+            )
             names = ((i, f"{what} {start}") for i, start in enumerate(rows[0].starts))
             curves += doc.curve(label, role, dict(zip(names, bins, strict=True)))
         figure = Figure(
-            title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} ({length} "
+            title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} "
+            f"({length} "
             f"{what}s): error {'/ expected ' if relative else ''}by position",
             metric="expected_ratio" if relative else "row_rel",
             relative=relative,
-            y_title="error / expected" if relative else "rms error of a row / size of its terms",
+            y_title="error / expected"
+            if relative
+            else "rms error of a row / size of its terms",
             y_scale="log",
             curves=tuple(curves),
         )
         if curves:
-            ticks = tuple(Tick(x=i, label=str(start)) for i, start in enumerate(rows[0].starts))
+            ticks = tuple(
+                Tick(x=i, label=str(start)) for i, start in enumerate(rows[0].starts)
+            )
             title = f"first {'key' if what == 'key' else 'query row'} of the bin"
             axis = Axis(name="position", title=title, scale="linear", ticks=ticks)
             figures[axis].append(figure)
     for axis, drawn in figures.items():
         yield doc.Figures(tuple(drawn), axis, only=doc.TEXT)
-        yield doc.Bullets(tuple(item for each in drawn for item in _peaks(each)), only=doc.TEXT)
+        yield doc.Bullets(
+            tuple(item for each in drawn for item in _peaks(each)), only=doc.TEXT
+        )
 
 
 def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
-    """How many elements err by how many ulps: kernels beside the floor and what is predicted."""
+    """How many elements err by how many ulps: kernels beside the floor and what is
+    predicted."""
     groups = defaultdict[Any, dict[Any, list[int]]](dict)
     for row in profiles:
         if row.role == "baseline":
             continue
         of, label = groups[row.format, row.tensor], labelled(row.kernel, row.options)
         predicted = (f"{label}, predicted", "precision")
-        for key, counts in (((label, row.role), row.ulps), (predicted, row.ulps_predicted)):
+        for key, counts in (
+            ((label, row.role), row.ulps),
+            (predicted, row.ulps_predicted),
+        ):
             if counts:
                 of[key] = [*map(add, counts, of.get(key, [0] * len(counts)))]
     figures = []
@@ -308,21 +380,39 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
             names = ((i, name) for i, name in enumerate(ULP_LABELS))
             curves += doc.curve(label, role, dict(zip(names, shares, strict=True)))
         title = f"{fmt}, {tensor}: elements by the size of their error"
-        figures.append(Figure(title=title, metric="share", y_title="elements, %", y_scale="log",
-                              curves=tuple(curves)))  # fmt: skip
+        figures.append(
+            Figure(
+                title=title,
+                metric="share",
+                y_title="elements, %",
+                y_scale="log",
+                curves=tuple(curves),
+            )
+        )
     ticks = tuple(Tick(x=i, label=label) for i, label in enumerate(ULP_LABELS))
-    axis = Axis(name="ulps", title="error, in ulp of the summed terms", scale="linear", ticks=ticks)
+    axis = Axis(
+        name="ulps",
+        title="error, in ulp of the summed terms",
+        scale="linear",
+        ticks=ticks,
+    )
     yield doc.Figures(tuple(figures), axis, only=doc.TEXT)
 
 
 def _peaks(figure: Figure) -> Iterator[Item]:
-    """Where each kernel of a figure first errs twice what is predicted, and where most."""
+    """Where each kernel of a figure first errs twice what is predicted, and where
+    most."""
     for curve in figure.curves:
         over = [point for point in curve.points if point.mean >= 2]
         if over and figure.relative and curve.role == "kernel":
             most = max(over, key=lambda point: point.mean)
-            text = f"first above 2× the predicted error at {over[0].label}; most at {most.label}"
-            yield Item(f"{text}: {ratio(most.mean)}×.", f"{curve.label} ({figure.title}):")
+            text = (
+                f"first above 2× the predicted error at {over[0].label}; most at "
+                f"{most.label}"
+            )
+            yield Item(
+                f"{text}: {ratio(most.mean)}×.", f"{curve.label} ({figure.title}):"
+            )
 
 
 def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
@@ -336,7 +426,9 @@ def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
     """The rows that err most, where they stand, and what is special about them."""
     if rows:
-        yield doc.Heading(f"Rows with the largest errors{', of those measured' * sampled}")
+        yield doc.Heading(
+            f"Rows with the largest errors{', of those measured' * sampled}"
+        )
     items, named = [], Places(rows)
     for w in rows:
         text = f"({w.format}), {named(w)}, {w.tensor}: {w.sentence}"
@@ -374,16 +466,24 @@ def _source(e: Explanation) -> str:
     name = e.nearest.replace("`", "")
     if not e.known:
         return f"not identified; closest: {name}"
-    return name + (f" ({e.explained} of {e.calls} calls)" if e.explained < e.calls else "")
+    return name + (
+        f" ({e.explained} of {e.calls} calls)" if e.explained < e.calls else ""
+    )
 
 
 def _weights(rows: Sequence[WeightRow]) -> Iterator[tuple[str, ...]]:
-    """The stored tensors together, format by format; means are over elements that it can hold."""
+    """The stored tensors together, format by format; means are over elements that it can
+    hold."""
     for name, these in grouped(rows, attrgetter("format")).items():
         sized = [row for row in these if row.max_abs is not None]
         worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
         count = sum(row.elements - row.nonfinite for row in sized)
-        total = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
-        sizes = (si(total / count if count else None), si(worst.max_abs if worst else None))
+        total = sum(
+            (row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized
+        )
+        sizes = (
+            si(total / count if count else None),
+            si(worst.max_abs if worst else None),
+        )
         lost = sum(row.nonfinite for row in these)
         yield name, str(len(these)), *sizes, worst.tensor if worst else NONE, str(lost)

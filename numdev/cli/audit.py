@@ -11,7 +11,13 @@ import click
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of, seed_option
 from numdev.cli.session import FILE, Results, command
-from numdev.config import AuditConfig, AuditRequest, SweepConfig, audit_request, sweep_request
+from numdev.config import (
+    AuditConfig,
+    AuditRequest,
+    SweepConfig,
+    audit_request,
+    sweep_request,
+)
 from numdev.errors import UsageError
 
 
@@ -21,11 +27,11 @@ from numdev.errors import UsageError
 @cluster_options
 @click.option(
     "--save-cases", type=FILE, metavar="DIR",
-    help="Write every attention call, unrounded, to this new directory, usable as a TARGET.",
+    help="Write every attention call, unrounded, to this new directory: a TARGET.",
 )  # fmt: skip
 @click.option(
     "--effects", type=FILE, metavar="DIR",
-    help="Finished report of `numdev effects` on the same checkpoint: its answer is repeated.",
+    help="Report of `numdev effects` on the same checkpoint: its answer is repeated.",
 )  # fmt: skip
 @gated
 def audit(
@@ -38,20 +44,24 @@ def audit(
     scheduler: str | None,
     **flags: Any,
 ) -> None:
-    """Audit the attention of a model, of captured tensors, or of the shapes in a YAML file.
+    """Audit the attention of a model, of captured tensors, or of the shapes in a YAML
+    file.
 
-    TARGET is a Hugging Face checkpoint directory, the name of a model in the local cache of
-    Hugging Face (org/model), a state dict (.safetensors, its sharded index,
-    .pt, .pth, .bin, or a torch.distributed.checkpoint directory; with --model), a diffusers
+    TARGET is a Hugging Face checkpoint directory, the name of a model in the local cache
+    of Hugging Face (org/model), a state dict (.safetensors, its sharded index, .pt, .pth,
+    .bin, or a torch.distributed.checkpoint directory; with --model), a diffusers
     pipeline's directory, a .safetensors file of captured tensors or a directory of them,
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Default:
-    configs/audit/default.yaml. The same request with the same --output resumes where it stopped."""
+    configs/audit/default.yaml. The same request with the same --output resumes where it
+    stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.run import audit as run
     from numdev.audit.run import reproducers
 
     request, cluster = audit_request(target, flags), cluster_of(workers, scheduler)
-    directory = results.directory(Path(request.target).stem or "audit", request.model_dump())
+    directory = results.directory(
+        Path(request.target).stem or "audit", request.model_dump()
+    )
     more = {"workers": cluster, "save_cases": save_cases, "say": results.say}
     told = None if effects is None else _effects(effects, request)
     with sharing(cluster, request.device):
@@ -64,16 +74,21 @@ def audit(
 
 
 def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
-    """The answer of a report of `numdev effects`. Raises UsageError for one of something else."""
+    """The answer of a report of `numdev effects`. Raises UsageError for one of something
+    else."""
     from numdev.effects.report import EffectsReport
     from numdev.report import read
 
     other: Any = read(path)
     if not isinstance(other, EffectsReport):
-        raise UsageError(f"--effects {path}: expected a report of effects, got one of {other.kind}")
+        raise UsageError(
+            f"--effects {path}: expected a report of effects, got one of {other.kind}"
+        )
     mine, its = request.checkpoint, other.request["checkpoint"]
     if not mine or (mine != its and Path(mine).resolve() != Path(its).resolve()):
-        raise UsageError(f"--effects {path}: is of checkpoint {its}, and this audit of {mine}")
+        raise UsageError(
+            f"--effects {path}: is of checkpoint {its}, and this audit of {mine}"
+        )
     return tuple(other.summary.answer)
 
 
@@ -81,7 +96,9 @@ def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
 @click.argument("config", type=FILE)
 @options_of(SweepConfig)
 @cluster_options
-@click.option("--dry-run", is_flag=True, help="Say how many tasks it would measure, and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Say how many tasks it would measure, and stop."
+)
 @seed_option
 @gated
 def sweep(
@@ -95,10 +112,10 @@ def sweep(
 ) -> None:
     """Measure how deviation depends on length, format, tile size, inputs or kernel.
 
-    CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every cell is
-    measured with every seed, and the report gives means with confidence intervals. With --seed N
-    the seeds are counted from N. The same request with the same --output resumes
-    where it stopped."""
+    CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every
+    cell is measured with every seed, and the report gives means with confidence
+    intervals. With --seed N the seeds are counted from N. The same request with the same
+    --output resumes where it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.audit.run import reproducers
     from numdev.audit.sweep import plan
@@ -112,7 +129,9 @@ def sweep(
         if dry_run:
             return
         directory = results.directory(config.stem, request.measured())
-        found = results.judged(verdict, run, planned, directory, workers=cluster, say=results.say)
+        found = results.judged(
+            verdict, run, planned, directory, workers=cluster, say=results.say
+        )
     opened = planned.source, planned.plan
     scripts = functools.partial(
         reproducers, request=planned.request, opened=opened, workers=cluster

@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 SHOWN = 4  # findings
 CODES = {"PASS": 0, "FAIL": 1, "NOT JUDGED": 3}
 CASE = (
-    "Case to run: a name in configs/check/default.yaml, an input regime (docs/hazards.md), a "
-    "YAML file of cases, or captured tensors. Repeatable.  [default: configs/check/default.yaml]"
+    "Case to run: a name in configs/check/default.yaml, an input regime "
+    "(docs/hazards.md), a "
+    "YAML file of cases, or captured tensors. Repeatable.  [default: "
+    "configs/check/default.yaml]"
 )
 BACKWARD = "Whether dq, dk and dv are checked too.  [default: if autograd supports it]"
 RULES = "YAML file of thresholds.  [default: configs/gate/check.yaml and default.yaml]"
 OUTPUT = "Directory for failure scripts.  [default: a temporary folder]"
 DEVICE = "Where to run.  [default: auto]"
 CLAIM = (
-    "The kernel's intended rounding, as an `emulated` option: preset=eager. Repeatable.  [default: "
+    "The kernel's intended rounding, as an `emulated` option: preset=eager. "
+    "Repeatable.  [default: "
     "as declared, else preset=fa2]"
 )
 
@@ -52,7 +55,9 @@ CLAIM = (
     help="Seed for random inputs. Repeatable.  [default: 0]",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help=DEVICE)
-@click.option("--json", "as_json", is_flag=True, help="The verdict and the report as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="The verdict and the report as JSON."
+)
 @click.pass_context
 def check(
     context: click.Context,
@@ -67,13 +72,14 @@ def check(
     device: str,
     as_json: bool,
 ) -> None:
-    """Check one kernel on small cases: is it attention, and as exact as its format allows?
+    """Check one kernel on small cases: is it attention, and as exact as its format
+    allows?
 
-    TARGET is FILE.py:function, package.module:function (the current folder is searched too) or a
-    name of `numdev kernels`. Prints the verdict, what is wrong and where, what was not tested, and
-    a standalone script that reproduces the failure. Exit code 0: passed. 1: a limit is exceeded.
-    2: a wrong option, or a function that cannot be imported. 3: nothing could be judged (not a
-    pass)."""
+    TARGET is FILE.py:function, package.module:function (the current folder is searched
+    too) or a name of `numdev kernels`. Prints the verdict, what is wrong and where, what
+    was not tested, and a standalone script that reproduces the failure. Exit code 0:
+    passed. 1: a limit is exceeded. 2: a wrong option, or a function that cannot be
+    imported. 3: nothing could be judged (not a pass)."""
     gc.disable()  # a tenth of the time, most of it while torch is imported
     from numdev.kernels import find
     from numdev.report.renderers import terminal
@@ -109,7 +115,9 @@ def as_data(result: CheckResult) -> dict[str, Any]:
 
     name, findings = Places(result.report.rows), []
     for f in result.report.findings:
-        data = f.model_dump(include={"sentence", "severity", "rule", "metric", "limit", "cause"})
+        data = f.model_dump(
+            include={"sentence", "severity", "rule", "metric", "limit", "cause"}
+        )
         place = f.place and name(f.place)
         findings.append({**data, "number": f.observed, "place": place})
     return {
@@ -125,12 +133,14 @@ def as_data(result: CheckResult) -> dict[str, Any]:
 
 
 def shown(result: CheckResult) -> Document:
-    """The verdict; what else is wrong; what was tested and what not; a script that shows it."""
+    """The verdict; what else is wrong; what was tested and what not; a script that shows
+    it."""
     from numdev.report.document import Bullets, Document, Item, Paragraph, notes
     from numdev.report.views import verdicts
 
     report, lines = result.report, tuple(verdicts(result.report))
-    if result.verdict == "NOT JUDGED" and all(line.style != "bad" for line in lines):  # no crash
+    # No crash
+    if result.verdict == "NOT JUDGED" and all(line.style != "bad" for line in lines):
         lines = (Item(result.in_short, f"NOT JUDGED  {result.kernel}", "warn"),)
     led = {v.finding for v in report.verdicts}
     every = enumerate(report.findings)

@@ -21,7 +21,10 @@ from numdev.yamlfile import Scalar, validated
 @click.option(
     "--preset",
     metavar="NAME",
-    help="The attention to diagnose: a preset of `emulated`. qiu2025 is the paper's.  [fa2]",
+    help=(
+        "The attention to diagnose: a preset of `emulated`. qiu2025 is the "
+        "paper's.  [fa2]"
+    ),
 )
 @click.option(
     "--attention",
@@ -37,11 +40,13 @@ def diagnose(
     attention: tuple[str, ...],
     **flags: Any,
 ) -> None:
-    """Find the heads whose rounding errors do not cancel, show why, and what each cure changes.
+    """Find the heads whose rounding errors do not cancel, show why, and what each cure
+    changes.
 
-    TARGET is what `numdev audit` takes: a checkpoint, `demo`, or captured tensors with grad_out.
-    Several checkpoints, or a directory of them such as that of a `numdev train`, are a series over
-    training. The same request with the same --output resumes where it stopped."""
+    TARGET is what `numdev audit` takes: a checkpoint, `demo`, or captured tensors with
+    grad_out. Several checkpoints, or a directory of them such as that of a `numdev
+    train`, are a series over training. The same request with the same --output resumes
+    where it stopped."""
     from numdev.diagnose.study import diagnose as run
 
     first = targets[0]
@@ -61,8 +66,8 @@ def diagnose(
 def attention_options(
     preset: str | None, given: Sequence[str], flag: str = "--attention"
 ) -> dict[str, Scalar]:
-    """A preset and what was given as `flag` NAME=VALUE, as options of `emulated`. Raises UsageError
-    for what is no such pair, and for two different values of one name."""
+    """A preset and what was given as `flag` NAME=VALUE, as options of `emulated`. Raises
+    UsageError for what is no such pair, and for two different values of one name."""
     options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
     for item in given:
         name, equals, value = map(str.strip, item.partition("="))
@@ -73,5 +78,7 @@ def attention_options(
         if not equals or isinstance(chosen, list | dict):
             raise UsageError(f"{flag}: expected NAME=VALUE, got {item!r}")
         if options.setdefault(name, chosen) != chosen:
-            raise UsageError(f"{flag}: {name} is given twice ({options[name]} and {chosen})")
+            raise UsageError(
+                f"{flag}: {name} is given twice ({options[name]} and {chosen})"
+            )
     return {"preset": "fa2", **options}

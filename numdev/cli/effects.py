@@ -24,10 +24,11 @@ def effects(
 ) -> None:  # fmt: skip
     """Say what rounding does to a model's output, and how much of that is attention's.
 
-    CHECKPOINT is a directory (also of a diffusers pipeline), a state dict, the name of a model in
-    the local Hugging Face cache, or `demo`. The whole model in fp64 is the truth; beside it stand
-    the model in each format with each kernel, attention alone, and one rounding site at a time. The
-    same request into the same directory continues where it stopped."""
+    CHECKPOINT is a directory (also of a diffusers pipeline), a state dict, the name of a
+    model in the local Hugging Face cache, or `demo`. The whole model in fp64 is the
+    truth; beside it stand the model in each format with each kernel, attention alone, and
+    one rounding site at a time. The same request into the same directory continues where
+    it stopped."""
     from numdev.audit.cluster import cluster_of, sharing
     from numdev.effects.checks import reproducers
     from numdev.effects.study import effects as run
@@ -36,5 +37,7 @@ def effects(
     name = f"effects-{Path(request.target).stem or 'model'}"
     directory = results.directory(name, request.model_dump(mode="json"))
     with sharing(cluster, request.device):
-        found = results.judged(verdict, run, request, directory, workers=cluster, say=results.say)
+        found = results.judged(
+            verdict, run, request, directory, workers=cluster, say=results.say
+        )
     results.hand_over(found, directory, reproducers, verdict)

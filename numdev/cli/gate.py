@@ -24,7 +24,8 @@ INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
 WHERE = f"Where --init writes.  [default: {INIT}]"
 GATE = (
-    "Judge the report as `numdev gate` does, and exit with its code. Implied by the options below."
+    "Judge the report as `numdev gate` does, and exit with its code. Implied by "
+    "the options below."
 )
 GITHUB = (
     "On GitHub Actions: problems as annotations, and the Markdown in the step's summary "
@@ -48,7 +49,8 @@ class Verdict:
         return read_rules(self.rules) if self.rules else default_rules()
 
     def of(self, found: Any, show: Literal["page", "json", "nothing"]) -> int:
-        """Judge a report, `show` the verdict on stdout and write it as asked; its exit code."""
+        """Judge a report, `show` the verdict on stdout and write it as asked; its exit
+        code."""
         from numdev.gate.judging import judge_report
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import page_of
@@ -63,8 +65,8 @@ class Verdict:
             data["findings"] = [finding.model_dump(mode="json") for finding in findings]
             click.echo(json.dumps(data))
         elif show == "page":
-            # GitHub takes nothing for a command that is printed before it reads a word that nobody
-            # can guess: sentences hold names that come from elsewhere.
+            # GitHub takes nothing for a command that is printed before it reads a word
+            # that nobody can guess: sentences hold names that come from elsewhere.
             word = secrets.token_hex(16)
             if self.github:
                 click.echo(f"::stop-commands::{word}")
@@ -78,7 +80,8 @@ class Verdict:
         if self.summary:
             _write(self.summary, words)
         if self.github:
-            if step := os.environ.get("GITHUB_STEP_SUMMARY"):  # other steps wrote there before
+            # Other steps wrote there before
+            if step := os.environ.get("GITHUB_STEP_SUMMARY"):
                 with Path(step).open("a", encoding="utf-8") as stream:
                     stream.write(words)
             for line in ci.commands(judged, findings):
@@ -88,8 +91,12 @@ class Verdict:
 
 def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
-    @click.option("--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML.")
-    @click.option("--summary", type=FILE, metavar="FILE", help="Write the verdicts as Markdown.")
+    @click.option(
+        "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."
+    )
+    @click.option(
+        "--summary", type=FILE, metavar="FILE", help="Write the verdicts as Markdown."
+    )
     @click.option("--github", is_flag=True, help=GITHUB)
     @functools.wraps(function)
     def with_verdict(*args: Any, **given: Any) -> Any:
@@ -100,7 +107,8 @@ def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`--gate` for a command that measures: its `verdict` is None where no gate is asked for."""
+    """`--gate` for a command that measures: its `verdict` is None where no gate is asked
+    for."""
 
     @click.option("--gate", is_flag=True, help=GATE)
     @verdict_options
@@ -116,7 +124,9 @@ def gated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @command("gate numdev-reports/demo-1234abcd")
 @click.argument("path", type=FILE)
-@click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")
+@click.option(
+    "--init", is_flag=True, help="Write a file of thresholds fitted to the report."
+)
 @click.option("-o", "--output", type=FILE, metavar="FILE", help=WHERE)
 @click.option("--overwrite", is_flag=True, help="Let --init replace a file.")
 @click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
@@ -132,21 +142,29 @@ def gate(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Judge a finished report by thresholds, for CI. PATH is a report.json or a directory with one.
+    """Judge a finished report by thresholds, for CI. PATH is a report.json or a directory
+    with one.
 
-    Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong option or
-    threshold file. 3: something could not be measured or judged, which is never a pass."""
+    Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong
+    option or threshold file. 3: something could not be measured or judged, which is never
+    a pass."""
     if init:
         if as_json or any(vars(verdict).values()):
-            raise UsageError("--init only writes rules", hint="give it only -o and --overwrite")
+            raise UsageError(
+                "--init only writes rules", hint="give it only -o and --overwrite"
+            )
         from numdev.gate.fitting import fitted
         from numdev.report import read
 
         file = output or INIT
         if file.exists() and not overwrite:
-            raise UsageError(f"{file}: already exists", hint="give --overwrite, or another -o")
+            raise UsageError(
+                f"{file}: already exists", hint="give --overwrite, or another -o"
+            )
         _write(file, fitted(read(path), str(path)))
-        click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")
+        click.echo(
+            f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}"
+        )
         return
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init")

@@ -18,13 +18,16 @@ from numdev.config import InvarianceConfig, invariance_request
 @click.argument("target")
 @options_of(InvarianceConfig)
 @gated
-def invariance(target: str, results: Results, verdict: Verdict | None, **flags: Any) -> None:
+def invariance(
+    target: str, results: Results, verdict: Verdict | None, **flags: Any
+) -> None:
     """Ask whether the same tokens give the same numbers another way, and if not, why.
 
-    TARGET is what `numdev audit` takes: a checkpoint, `demo`, captured tensors, or a YAML file of
-    cases such as configs/invariance/decode.yaml. Every attention call is computed again in another
-    batch, in chunks, row by row, padded, laid out another way, with poison around it, and compared
-    bit by bit. The same request into the same directory continues where it stopped."""
+    TARGET is what `numdev audit` takes: a checkpoint, `demo`, captured tensors, or a YAML
+    file of cases such as configs/invariance/decode.yaml. Every attention call is computed
+    again in another batch, in chunks, row by row, padded, laid out another way, with
+    poison around it, and compared bit by bit. The same request into the same directory
+    continues where it stopped."""
     from numdev.invariance.study import invariance as run
     from numdev.invariance.study import reproducers
 

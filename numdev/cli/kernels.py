@@ -29,7 +29,12 @@ def kernels(device: str, as_json: bool) -> None:
 
     system = System.here(device)
     table = [
-        {"name": k.name, "missing": k.missing(system), "summary": k.summary, "options": k.options}
+        {
+            "name": k.name,
+            "missing": k.missing(system),
+            "summary": k.summary,
+            "options": k.options,
+        }
         for k in all_kernels().values()
     ]
     if as_json:
@@ -46,8 +51,14 @@ def shown(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
     rows = []
     for kernel in kernels:
         missing = kernel["missing"]
-        here = Cell(f"no: {missing}", style="warn") if missing else Cell("available", style="good")
-        options = f" Options: {', '.join(kernel['options'])}." if kernel["options"] else ""
+        here = (
+            Cell(f"no: {missing}", style="warn")
+            if missing
+            else Cell("available", style="good")
+        )
+        options = (
+            f" Options: {', '.join(kernel['options'])}." if kernel["options"] else ""
+        )
         name = Cell(kernel["name"], style="strong")
         rows.append((name, here, Cell(kernel["summary"] + options)))
     return Document(title, (words(("kernel", "here", "what it is"), rows, title=title),))

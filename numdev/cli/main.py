@@ -1,7 +1,7 @@
 """The command line: the group of commands, and what becomes of their errors.
 
-stdout carries the result, stderr the rest. This is the only place that catches a NumdevError and
-the only one that prints an error."""
+stdout carries the result, stderr the rest. This is the only place that catches a
+NumdevError and the only one that prints an error."""
 
 from __future__ import annotations
 
@@ -21,35 +21,61 @@ from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 EMPTY_OPTION = re.compile(r"--[a-z-]+=")
 FOREIGN = "the code of a kernel or a model"
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
-# The commands as `--help` lists them: the module of `numdev.cli` that has one, and what it is for.
-# A module is imported when its command is asked for.
+# The commands as `--help` lists them: the module of `numdev.cli` that has one, and what
+# it is for. A module is imported when its command is asked for.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Judge": {
         "check": ("check", "Check one kernel on small cases, in seconds."),
-        "audit": ("audit", "Audit the attention of a model, a pipeline, or stored tensors."),
+        "audit": (
+            "audit",
+            "Audit the attention of a model, a pipeline, or stored tensors.",
+        ),
         "gate": ("gate", "Judge a finished report by thresholds, for CI."),
         "compare": ("report", "Show what changed between two audits beyond noise."),
     },
     "Study": {
-        "sweep": ("audit", "Measure how deviation depends on length, format, tile or kernel."),
-        "effects": ("effects", "Say what rounding does to a model's output, and which site."),
-        "invariance": ("invariance", "Ask whether batch, chunks or decode change the numbers."),
-        "train": ("train", "Train small networks side by side; measure how far they drift."),
-        "bounds": ("train", "Compare flash with low precision, another seed, and chance."),
+        "sweep": (
+            "audit",
+            "Measure how deviation depends on length, format, tile or kernel.",
+        ),
+        "effects": (
+            "effects",
+            "Say what rounding does to a model's output, and which site.",
+        ),
+        "invariance": (
+            "invariance",
+            "Ask whether batch, chunks or decode change the numbers.",
+        ),
+        "train": (
+            "train",
+            "Train small networks side by side; measure how far they drift.",
+        ),
+        "bounds": (
+            "train",
+            "Compare flash with low precision, another seed, and chance.",
+        ),
         "weights": ("train", "Compare sets of weights, tensor by tensor."),
-        "diagnose": ("diagnose", "Find heads whose rounding errors do not cancel, and a cure."),
+        "diagnose": (
+            "diagnose",
+            "Find heads whose rounding errors do not cancel, and a cure.",
+        ),
     },
     "The rest": {
-        "kernels": ("kernels", "List the kernels: which run here, and why the others cannot."),
+        "kernels": (
+            "kernels",
+            "List the kernels: which run here, and why the others cannot.",
+        ),
         "report": ("report", "Show a finished report again, or in another form."),
     },
 }
-COMMANDS = {name: module for section in SECTIONS.values() for name, (module, _) in section.items()}
+COMMANDS = {
+    name: module for section in SECTIONS.values() for name, (module, _) in section.items()
+}
 
 
 class _ReaderLeft(Exception):
-    """The reader of a pipe we write to is gone, as in `numdev report ... | head`. With the exit
-    code that was due: what a gate decided holds whoever reads it."""
+    """The reader of a pipe we write to is gone, as in `numdev report ... | head`. With
+    the exit code that was due: what a gate decided holds whoever reads it."""
 
 
 class _Commands(click.Group):
@@ -66,12 +92,14 @@ class _Commands(click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, section in SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl([(f"{name:10}", words) for name, (_, words) in section.items()])
+                formatter.write_dl(
+                    [(f"{name:10}", words) for name, (_, words) in section.items()]
+                )
         click.Command.format_options(self, ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """click and rich make a closed pipe exit code 1, which here would read as "exceeded", and a
-        KeyboardInterrupt that foreign code raises is not the user's."""
+        """click and rich make a closed pipe exit code 1, which here would read as
+        "exceeded", and a KeyboardInterrupt that foreign code raises is not the user's."""
         try:
             with noticing() as is_interrupted:
                 try:
@@ -79,9 +107,13 @@ class _Commands(click.Group):
                 except KeyboardInterrupt as error:
                     if is_interrupted():
                         raise
-                    raise MeasurementError(f"{FOREIGN} raised {one_line(error)}") from error
+                    raise MeasurementError(
+                        f"{FOREIGN} raised {one_line(error)}"
+                    ) from error
         except (BrokenPipeError, SystemExit) as error:
-            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+            if isinstance(error, BrokenPipeError) or isinstance(
+                error.__context__, BrokenPipeError
+            ):
                 raise _ReaderLeft(ctx.obj or 0) from error
             raise
 
@@ -98,23 +130,27 @@ class _Commands(click.Group):
 def cli(context: click.Context, debug: bool) -> None:
     """Are my numbers right? Numeric-deviation audits for attention kernels.
 
-    numdev measures flash attention, the plain baseline and your own kernels against an fp64
-    reference on the same inputs, and compares their errors with the cost of low precision."""
+    numdev measures flash attention, the plain baseline and your own kernels against an
+    fp64 reference on the same inputs, and compares their errors with the cost of low
+    precision."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not measure,
-    130 interrupted."""
-    # Read when torch is imported: a thread that waits for another sleeps. One that spins keeps the
-    # other from its core where the machine is busy, and an audit took 50 times as long.
+    """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not
+    measure, 130 interrupted."""
+    # Read when torch is imported: a thread that waits for another sleeps. One that spins
+    # keeps the other from its core where the machine is busy, and an audit took 50 times
+    # as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # An empty path would be the directory one stands in.
         if any(word == "" or EMPTY_OPTION.fullmatch(word) for word in typed):
-            raise UsageError("an argument is empty", hint="is a variable of the shell not set?")
+            raise UsageError(
+                "an argument is empty", hint="is a variable of the shell not set?"
+            )
         code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:
         _fail(str(error), error.exit_code)
@@ -150,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    """One line on stderr, whatever is in the message: control characters become spaces."""
+    """One line on stderr, whatever is in the message: control characters become
+    spaces."""
     line = "".join(c if c.isprintable() else " " for c in f"numdev: error: {message}")
     click.echo(line, err=True)
     sys.exit(code)

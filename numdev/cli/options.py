@@ -18,17 +18,21 @@ from numdev.yamlfile import parts_of
 F = TypeVar("F", bound=Callable[..., Any])
 DEVICES = ("auto", "cpu", "cuda")
 GROUPS = {
-    "Common options": "kernels kernel formats format axes backward against sites length output",
+    "Common options": (
+        "kernels kernel formats format axes backward against sites length output"
+    ),
     "What the model reads": "text tokenizer inputs sequences seed generate denoise steps",
     "How it is built": "model model_dtype stream",
-    "What is measured": "layers heads rows repeats control explain save_cases preset attention "
+    "What is measured": "layers heads rows repeats control explain save_cases "
+    "preset attention "
     "by_layer compile",
     "Where and how it runs": "device isolate time_limit workers scheduler dry_run",
     "Cures": "cures every_checkpoint",
     "Verdict": "gate rules junit summary github",
     "Results": "",  # what has no other group
 }
-"""How `--help` orders the options of a command that has many, by the names of their parameters."""
+"""How `--help` orders the options of a command that has many, by the names of their
+parameters."""
 MANY = 18
 
 
@@ -65,8 +69,8 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
 
 
 def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
-    """An option for each field of a model that has one, or for these fields alone. What is not
-    given on the command line is None, or ()."""
+    """An option for each field of a model that has one, or for these fields alone. What
+    is not given on the command line is None, or ()."""
 
     def decorate(function: F) -> F:
         own = (n for n in model.__annotations__ if n in model.model_fields)
@@ -76,7 +80,9 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
             if option is not None:
                 flag = option.flag or f"--{name.replace('_', '-')}"
                 more = {"metavar": option.metavar} | _kind(name, flag, field)
-                function = click.option(flag, name, help=field.description, **more)(function)
+                function = click.option(flag, name, help=field.description, **more)(
+                    function
+                )
         return function
 
     return decorate
@@ -110,8 +116,12 @@ def cluster_options(function: F) -> F:
         help="Measure on the workers of the Dask scheduler at ADDRESS, e.g. tcp://10.0.0.1:8786.",
     )  # fmt: skip
     workers = click.option(
-        "--workers", type=click.IntRange(min=1), metavar="N",
-        help="Measure in N processes of this machine: one GPU each, or a share of the CPU's "
+        "--workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Measure in N processes of this machine: one GPU each, or a "
+        "share of "
+        "the CPU's "
         "threads.",
-    )  # fmt: skip
+    )
     return workers(scheduler(function))

@@ -12,7 +12,8 @@ from numdev.errors import MeasurementError, UsageError
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
 HELP = (
-    "How to show it. html: one page that needs nothing else. markdown: the answer, the tables, the "
+    "How to show it. html: one page that needs nothing else. markdown: the answer, "
+    "the tables, the "
     "findings. csv: the rows.  [terminal]"
 )
 
@@ -28,12 +29,15 @@ def report(path: Path, form: str | None, as_json: bool) -> None:
     from numdev.report.renderers import html, markdown, terminal
 
     if as_json and form not in (None, "json"):
-        raise UsageError(f"--json and --format {form} exclude each other", hint="give one of them")
+        raise UsageError(
+            f"--json and --format {form} exclude each other", hint="give one of them"
+        )
     found, form = read(path), "json" if as_json else form
     if form == "json":
         text = text_of(found)
     elif form == "html":
-        text = html.page(found, path if path.is_dir() else path.parent)  # where its scripts are
+        # Where its scripts are
+        text = html.page(found, path if path.is_dir() else path.parent)
     elif form == "markdown":
         text = markdown.page(found)
     elif form == "csv":
@@ -55,18 +59,22 @@ def report(path: Path, form: str | None, as_json: bool) -> None:
 @click.option("--by-date", is_flag=True, help="Sort the reports by when they were made.")
 @click.pass_context
 def compare(
-    context: click.Context, reports: tuple[Path, ...], allow: tuple[str, ...], by_date: bool,
+    context: click.Context,
+    reports: tuple[Path, ...],
+    allow: tuple[str, ...],
+    by_date: bool,
     results: Results,
-) -> None:  # fmt: skip
-    """Show what changed between reports A and B of audits: across versions, machines or kernel
-    commits. Or of two sweeps, both run with `keep: head`; of effects; of invariance. Of three or
-    more the last is compared with the one before, and all are shown as a history.
+) -> None:
+    """Show what changed between reports A and B of audits: across versions, machines or
+    kernel commits. Or of two sweeps, both run with `keep: head`; of effects; of
+    invariance. Of three or more the last is compared with the one before, and all are
+    shown as a history.
 
-    Each is a report.json, or its directory, of the same request. Needs neither torch nor a GPU.
-    Exit code 0: no change. 1: a number changed beyond noise, another kernel ran, or a row or a
-    number is gone (also where a kernel failed besides). 2: the two are not comparable, or a wrong
-    option. 3: a report is unreadable, lacks rows or contradicts itself, a kernel failed, or
-    something could not be compared."""
+    Each is a report.json, or its directory, of the same request. Needs neither torch nor
+    a GPU. Exit code 0: no change. 1: a number changed beyond noise, another kernel ran,
+    or a row or a number is gone (also where a kernel failed besides). 2: the two are not
+    comparable, or a wrong option. 3: a report is unreadable, lacks rows or contradicts
+    itself, a kernel failed, or something could not be compared."""
     from numdev.gate.compare import compare as run
 
     found = run(*reports, allow=allow, by_date=by_date, command=command_line())
@@ -76,7 +84,10 @@ def compare(
     if found.exit_code == 3:
         if not found.failed:
             count = found.summary.unjudged
-            what = f"{count} row{'s differ' if count != 1 else ' differs'} and could not be judged"
+            what = (
+                f"{count} row{'s differ' if count != 1 else ' differs'} and "
+                "could not be judged"
+            )
             raise MeasurementError(what, hint=f"{directory}/report.json says why")
         first = found.failed[0]
         raise MeasurementError(f"{first.kernel} failed {first.why}")

@@ -1,4 +1,5 @@
-"""What every command does around its study: where results go, progress, handing over the report."""
+"""What every command does around its study: where results go, progress, handing over the
+report."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class Results:
     quiet: bool
 
     def directory(self, name: str, request: Any) -> Path:
-        """Where results go: the same request where it went. Raises UsageError where another
-        command's report is there."""
+        """Where results go: the same request where it went. Raises UsageError where
+        another command's report is there."""
         from numdev.report.io import refuse_other_kind
 
         text = json.dumps(request, sort_keys=True, separators=(",", ":"), default=str)
@@ -55,12 +56,13 @@ class Results:
     def judged(
         self, verdict: Verdict | None, run: Callable[..., Any], *asked: Any, **more: Any
     ) -> Any:
-        """A study whose report is judged by the rules of the `verdict` that is asked for."""
+        """A study whose report is judged by the rules of the `verdict` that is asked
+        for."""
         return self.study(run, *asked, rules=verdict.limits if verdict else None, **more)
 
     def watched(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
-        """What a function returns, with its progress shown; kernels' prints stay off stdout, and no
-        Ctrl-C is lost."""
+        """What a function returns, with its progress shown; kernels' prints stay off
+        stdout, and no Ctrl-C is lost."""
         from numdev.report.renderers import terminal
 
         with (
@@ -90,9 +92,10 @@ class Results:
         scripts: Callable[..., list[Path]] | None = None,
         verdict: Verdict | None = None,
     ) -> None:
-        """Write a finished report, and show it or the `verdict` on it as asked; then have the
-        `scripts` of its findings written. Exits with the verdict's code. Raises MeasurementError
-        for a report in which nothing was measured: that is no success."""
+        """Write a finished report, and show it or the `verdict` on it as asked; then have
+        the `scripts` of its findings written. Exits with the verdict's code. Raises
+        MeasurementError for a report in which nothing was measured: that is no
+        success."""
         from numdev import report as reports
         from numdev.report import Outcome
         from numdev.report.io import text_of
@@ -112,15 +115,18 @@ class Results:
             self.say(f"Report: {directory / 'report.html'}")
         failed = verdict and code == Outcome.EXCEEDED.exit_code  # which is certain
         if not found.measured and not failed:
-            raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")
+            raise MeasurementError(
+                found.unmeasured, hint=f"{directory}/report.json says why"
+            )
         if verdict:
             click.get_current_context().exit(code)
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Callable[[], None]]:
-    """A function that raises KeyboardInterrupt if one came and was lost: a native extension that
-    calls back into Python may clear the error. The loop asks at every task."""
+    """A function that raises KeyboardInterrupt if one came and was lost: a native
+    extension that calls back into Python may clear the error. The loop asks at every
+    task."""
     from numdev.audit.interrupt import handling
 
     came = threading.Event()
@@ -140,7 +146,8 @@ def watching() -> Iterator[Callable[[], None]]:
 
 
 def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of `numdev`. With `results` it has the options of those that write a report."""
+    """A command of `numdev`. With `results` it has the options of those that write a
+    report."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         named = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
@@ -149,15 +156,23 @@ def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
 
         @functools.wraps(function)
         def with_results(*args: Any, **given: Any) -> Any:
-            results = Results(**{part.name: given.pop(part.name) for part in fields(Results)})
+            results = Results(
+                **{part.name: given.pop(part.name) for part in fields(Results)}
+            )
             return function(*args, results=results, **given)
 
         made = named(with_results)
         made.params += [
             click.Option(["--output", "-o"], type=FILE, help=OUTPUT),
-            click.Option(["--overwrite"], is_flag=True, help="Replace the directory's results."),
-            click.Option(["--json", "as_json"], is_flag=True, help="Print only the JSON report."),
-            click.Option(["--quiet", "-q"], is_flag=True, help="Print nothing but errors."),
+            click.Option(
+                ["--overwrite"], is_flag=True, help="Replace the directory's results."
+            ),
+            click.Option(
+                ["--json", "as_json"], is_flag=True, help="Print only the JSON report."
+            ),
+            click.Option(
+                ["--quiet", "-q"], is_flag=True, help="Print nothing but errors."
+            ),
         ]
         return made
 

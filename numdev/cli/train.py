@@ -13,7 +13,8 @@ from numdev.errors import MeasurementError, UsageError
 
 STEPS = "Steps to take instead of the file's."
 NULL = (
-    "Over steps: a run that differs from A by rounding alone, which says what chance makes. "
+    "Over steps: a run that differs from A by rounding alone, which says what "
+    "chance makes. "
     "Repeatable; two or more."
 )
 STOP = "Stop after this time with everything saved; the same command resumes."
@@ -23,17 +24,21 @@ STOP = "Stop after this time with everything saved; the same command resumes."
 @click.argument("config", type=FILE)
 @click.option("--steps", type=click.IntRange(1, 10_000_000), metavar="N", help=STEPS)
 @click.option(
-    "--stop-after", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help=STOP
+    "--stop-after",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help=STOP,
 )
 @seed_option
 @device_option
 def train(config: Path, results: Results, stop_after: float | None, **flags: Any) -> None:
     """Train small networks side by side, and measure how far their weights drift apart.
 
-    CONFIG is a YAML file. Its variants (another attention kernel, format, seed, optimiser, or a
-    difference of rounding alone) start from the same weights and see the same batches; at recorded
-    steps their weights are compared with the golden run's. With --seed N the seeds are counted from
-    N. The same request with the same --output resumes where it stopped, bit for bit."""
+    CONFIG is a YAML file. Its variants (another attention kernel, format, seed,
+    optimiser, or a difference of rounding alone) start from the same weights and see the
+    same batches; at recorded steps their weights are compared with the golden run's. With
+    --seed N the seeds are counted from N. The same request with the same --output resumes
+    where it stopped, bit for bit."""
     from numdev.training.config import TrainConfig, resolve
     from numdev.training.study import train as run
     from numdev.yamlfile import read_yaml
@@ -56,15 +61,16 @@ def weights(
 ) -> None:
     """Compare sets of weights tensor by tensor: B, and any further ones, with A.
 
-    Each is a safetensors file, the index of a sharded one, a .pt, .pth or .bin file, a directory of
-    either (of a Hugging Face checkpoint, say), a torch.distributed.checkpoint directory, or `demo`.
-    No model is built. Exit code 0 however far apart they are; 3 where something is damaged, after
-    the rest was compared and reported.
+    Each is a safetensors file, the index of a sharded one, a .pt, .pth or .bin file, a
+    directory of either (of a Hugging Face checkpoint, say), a
+    torch.distributed.checkpoint directory, or `demo`. No model is built. Exit code 0
+    however far apart they are; 3 where something is damaged, after the rest was compared
+    and reported.
 
-    Over the steps of a training, by layer and by kind of tensor beside chance: give the directory
-    of a `numdev train` or `numdev bounds` alone, whose checkpoints are compared with its golden
-    run's; or a run each, as a directory of checkpoints by step, a list `a-step1,a-step2` or a
-    pattern 'a-step*'."""
+    Over the steps of a training, by layer and by kind of tensor beside chance: give the
+    directory of a `numdev train` or `numdev bounds` alone, whose checkpoints are compared
+    with its golden run's; or a run each, as a directory of checkpoints by step, a list
+    `a-step1,a-step2` or a pattern 'a-step*'."""
     from numdev.training.weights.runs import is_over_steps
     from numdev.training.weights.steps import over_steps
     from numdev.training.weights.study import weights as compare
@@ -78,7 +84,9 @@ def weights(
     name = Path(targets[0]).stem or "weights"
     asked: dict[str, Any] = {"device": device or "auto"}
     if by_step:
-        directory = results.directory(f"weights-{name}", [list(targets), list(nulls), device])
+        directory = results.directory(
+            f"weights-{name}", [list(targets), list(nulls), device]
+        )
         found = results.study(over_steps, targets, directory, nulls=nulls, **asked)
     else:
         directory = results.directory(name, [list(targets), device])
@@ -87,7 +95,9 @@ def weights(
     if found.damage:
         first = found.damage[0]
         what = f"{first.tensor} {first.words}".strip()
-        raise MeasurementError(what, hint=f"the rest was compared; see {directory}/report.json")
+        raise MeasurementError(
+            what, hint=f"the rest was compared; see {directory}/report.json"
+        )
 
 
 @command("bounds numdev-reports/proxy-1234abcd")
@@ -95,8 +105,8 @@ def weights(
 def bounds(run: Path, results: Results) -> None:
     """Compare how far flash moves weights with low precision, another seed, and chance.
 
-    RUN is the report of a `numdev train`, or its directory. Needs neither torch nor a GPU.
-    Distances between weights are proxies."""
+    RUN is the report of a `numdev train`, or its directory. Needs neither torch nor a
+    GPU. Distances between weights are proxies."""
     from numdev.training.bounds import study
 
     found = study.bounds(run, command=command_line())

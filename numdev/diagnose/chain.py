@@ -1,15 +1,18 @@
-"""The chain of biased rounding in one attention call, by Qiu & Yao (arXiv 2510.04212), for every
-query head: ties, signed errors of P V and O, the error of delta, and the error of dW_Q.
+"""The chain of biased rounding in one attention call, by Qiu & Yao (arXiv 2510.04212),
+for every query head: ties, signed errors of P V and O, the error of delta, and the error
+of dW_Q.
 
-With S = alpha Q K^T, O = P V, dP = dO V^T, delta = rowsum(dO o O) = rowsum(dP o P),
-dS = alpha P o (dP - delta), dQ = dS K, dW_Q = dQ^T X, an error e[T] of delta at row T alone makes
+With S = alpha Q K^T, O = P V, dP = dO V^T, delta = rowsum(dO o O) = rowsum(dP o P), dS =
+alpha P o (dP - delta), dQ = dS K, dW_Q = dQ^T X, an error e[T] of delta at row T alone
+makes
 
     error of dQ    = -alpha diag(e) (P K)                          (1)
     error of dW_Q  = -alpha sum_T e[T] (P K)[T]^T X[T]             (2)
     e              = rowsum(dO o (O computed - O exact))           (3)
 
-Where e keeps one sign and the (P K)[T]^T X[T] look alike, the sum (2) does not cancel. A number
-that does not exist is null, with its reason, as is one of a row that is not finite."""
+Where e keeps one sign and the (P K)[T]^T X[T] look alike, the sum (2) does not cancel. A
+number that does not exist is null, with its reason, as is one of a row that is not
+finite."""
 
 from __future__ import annotations
 
@@ -34,8 +37,16 @@ from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.reference.blocked import nonzero, row_blocks
 from numdev.sources.projection import Projection
 
-NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
-OF_WEIGHTS = ("moved", "dw_q_error", "dw_q_norm", "similarity", "spectral_norm", "spectral_ratio")
+# How far from its row's largest score another is nearly tied, as in the paper
+NEAR = 1e-3
+OF_WEIGHTS = (
+    "moved",
+    "dw_q_error",
+    "dw_q_norm",
+    "similarity",
+    "spectral_norm",
+    "spectral_ratio",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,21 +68,26 @@ def diagnosed(
 ) -> Diagnosis:
     """The chain of every head of a call, as a recipe would compute it.
 
-    The case holds values of its working format, and grad_out. Raises UsageError for one without
-    grad_out, Refused where the recipe's `compute` dtype does not hold the case."""
+    The case holds values of its working format, and grad_out. Raises UsageError for one
+    without grad_out, Refused where the recipe's `compute` dtype does not hold the
+    case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         truth, found = passes.truth_of(case, projection), passes.computed(case, made)
         error = truth.off(found.delta, truth.exact.delta)
-        numbers = stats.by_head({
-            "rows": truth.rows.sum(dim=(0, 2)),
-            **_ties(passes.rounder(case, made), found.kept, truth),
-            **_biases(truth, found),
-            "ds_row_sum": ds_row_sum(truth, found),
-            "delta_mean": stats.mean(error, truth.rows),
-            "delta_t": stats.t_of(error, truth.rows),
-            "delta_run": stats.longest_run(error, truth.rows).nan_to_num(-math.inf).amax(dim=0),
-            **_of_weights(truth, found),
-        })  # fmt: skip
+        numbers = stats.by_head(
+            {
+                "rows": truth.rows.sum(dim=(0, 2)),
+                **_ties(passes.rounder(case, made), found.kept, truth),
+                **_biases(truth, found),
+                "ds_row_sum": ds_row_sum(truth, found),
+                "delta_mean": stats.mean(error, truth.rows),
+                "delta_t": stats.t_of(error, truth.rows),
+                "delta_run": stats.longest_run(error, truth.rows)
+                .nan_to_num(-math.inf)
+                .amax(dim=0),
+                **_of_weights(truth, found),
+            }
+        )
     ref = case.ref
     place: dict[str, Any] = {
         "checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
@@ -85,13 +101,17 @@ def diagnosed(
 
 
 def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
-    """Ties, and what P is where it meets V: means of every head over the rows that count, or of
-    `one_signed` over those nearly tied.
+    """Ties, and what P is where it meets V: means of every head over the rows that count,
+    or of `one_signed` over those nearly tied.
 
-    Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it is
-    multiplied with V (site `p`)."""
-    blocks = [_ties_of(r, kept, truth, rows) for rows in row_blocks(r.case, passes.BLOCKS_HELD)]
-    tied, near, one_signed, ones, powers = (torch.cat(x, 2) for x in zip(*blocks, strict=True))
+    Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it
+    is multiplied with V (site `p`)."""
+    blocks = [
+        _ties_of(r, kept, truth, rows) for rows in row_blocks(r.case, passes.BLOCKS_HELD)
+    ]
+    tied, near, one_signed, ones, powers = (
+        torch.cat(x, 2) for x in zip(*blocks, strict=True)
+    )
     rows = truth.rows
     return {
         "tied": stats.mean((rows & (tied > 1)).double(), rows),
@@ -102,19 +122,22 @@ def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
 
 
 def _ties_of(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor, ...]:
-    """Of each row of a block, [B, H, rows]: keys whose S is the largest, keys within NEAR of it,
-    the share of V's features that have one sign over these, keys with P-bar exactly 1, and the
-    probability of keys at which P is an exact power of two.
+    """Of each row of a block, [B, H, rows]: keys whose S is the largest, keys within NEAR
+    of it, the share of V's features that have one sign over these, keys with P-bar
+    exactly 1, and the probability of keys at which P is an exact power of two.
 
-    A key counts as a one only where the maximum that P was taken under is the row's largest of all:
-    in a recipe whose every tile has a maximum of its own, each would have a one."""
+    A key counts as a one only where the maximum that P was taken under is the row's
+    largest of all: in a recipe whose every tile has a maximum of its own, each would have
+    a one."""
     case, made = r.case, r.made
     width = made.tile(kept.q.shape[-1], case.kv_len)[1]
     seen = key_range(case, rows)
     keys = slice(seen.start - seen.start % width, seen.stop)  # whole tiles
     S, _ = fwd.scores(r, kept.q_s, kept.k, rows, keys)
     P, _, _ = passes.probabilities(case, truth.exact, rows, keys)
-    largest = S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
+    largest = (
+        S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
+    )
     shown = -math.inf < S
     tied, near = (((largest - off <= S) & shown).sum(dim=-1) for off in (0.0, NEAR))
     close = ((largest - NEAR <= S) & shown).float()
@@ -136,7 +159,9 @@ def _ties_of(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
                 weights = r("normalised", weights / nonzero(kept.l[:, :, rows, None]))
             weights = r("p", weights)
             count = (weights == 1.0).sum(dim=-1).to(best.dtype)
-            ones = torch.where(under > best, count, ones + torch.where(under == best, count, 0.0))
+            ones = torch.where(
+                under > best, count, ones + torch.where(under == best, count, 0.0)
+            )
             best = torch.maximum(best, under)
             powers += (P[..., tile] * (torch.frexp(weights).mantissa == 0.5)).sum(dim=-1)
     return tied, near, one_signed, ones, powers
@@ -158,7 +183,8 @@ def _biases(truth: Truth, found: Computed) -> Columns:
 
 
 def ds_row_sum(truth: Truth, found: Computed) -> Tensor:
-    """[H]: the rms sum of a row of dS over that of |dS|; NaN where it is not zero to begin with."""
+    """[H]: the rms sum of a row of dS over that of |dS|; NaN where it is not zero to
+    begin with."""
     sums = found.ds if _zero_sums(truth) else torch.full_like(found.ds, math.nan)
     return stats.rms(sums, truth.rows) / stats.rms(found.ds_size, truth.rows)
 
@@ -175,7 +201,8 @@ def _of_weights(truth: Truth, found: Computed) -> Columns:
         return numbers
     PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
     uneven = truth.off(found.delta, found.even) * truth.size[:, None]
-    by_delta = truth.weights(-truth.case.scale * uneven[..., None] * truth.PK)  # formula 2
+    # Formula 2
+    by_delta = truth.weights(-truth.case.scale * uneven[..., None] * truth.PK)
     return {
         "moved": truth.moved(by_delta),
         "dw_q_error": truth.moved(truth.dw_q_error(found.dq)),
@@ -199,6 +226,9 @@ def _nulls(truth: Truth, found: Computed, row: Mapping[str, Any]) -> dict[str, s
             return "the keys are split, and each part has a P V of its own"
         if name.endswith("_t"):
             return f"a t needs {stats.FEWEST_BLOCKS} blocks of rows that do not all agree"
-        return "what it is made of is not there or not finite, or what it is relative to is zero"
+        return (
+            "what it is made of is not there or not finite, or what it is "
+            "relative to is zero"
+        )
 
     return {name: reason(name) for name, x in row.items() if x is None}

@@ -1,9 +1,9 @@
 """Cures of biased rounding and real kernels, on the call of a diagnosis.
 
-A cure changes one thing in an attention: what Qiu & Yao (arXiv 2510.04212) tried, what follows from
-their chain, and what others have proposed. It is options of the kernel `emulated`. The rounding
-sites of a real kernel are out of reach: it is measured by its output and its gradients, with delta
-that of its own output, summed in fp64."""
+A cure changes one thing in an attention: what Qiu & Yao (arXiv 2510.04212) tried, what
+follows from their chain, and what others have proposed. It is options of the kernel
+`emulated`. The rounding sites of a real kernel are out of reach: it is measured by its
+output and its gradients, with delta that of its own output, summed in fp64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _PV = dict.fromkeys(("pv", "accumulator", "state", "merge", "normalised"), "floa
 CURES: Mapping[str, Cure] = {
     # The stabilised softmax of the paper's first runs, and of its later ones.
     "stabilised, exact ties": Cure(
-        "not invariant under a shift of the scores; rows are lost where (beta - 1) r_m passes "
+        "not invariant under a shift of the scores; rows are lost where (beta - 1) "
+        "r_m passes "
         "what P's format holds; nothing changes at r_m = 0",
         {"softmax": "stabilised", "beta": 7.0, "tie_tolerance": 0.0},
     ),
@@ -45,15 +46,18 @@ CURES: Mapping[str, Cure] = {
         "as with exact ties, but only above a larger r_m",
         {"softmax": "stabilised", "beta": 2.0, "tie_tolerance": 1e-3},
     ),
-    # P times a number of the row's own, one of 64 between 1/2 and 1 with odd significands, which
-    # O / l takes back: no P is 1, whatever is tied.
+    # P times a number of the row's own, one of 64 between 1/2 and 1 with odd
+    # significands, which O / l takes back: no P is 1, whatever is tied.
     "guarded": Cure(
-        "changes how P V is rounded, not the last cast of O; rows at one position have the same "
-        "number in all heads and batches; P is normalised in backward as without this cure",
+        "changes how P V is rounded, not the last cast of O; rows at one position "
+        "have the same "
+        "number in all heads and batches; P is normalised in backward as without "
+        "this cure",
         {"softmax": "guarded"},
     ),
     "l from rounded P": Cure(
-        "costs nothing; leaves the error of the product P V as it is", {"l_from": "rounded"}
+        "costs nothing; leaves the error of the product P V as it is",
+        {"l_from": "rounded"},
     ),
     # P V, its sum over tiles and its normalisation; O is still cast.
     "P V in fp32": Cure("an accumulator twice as large", _PV),
@@ -63,15 +67,22 @@ CURES: Mapping[str, Cure] = {
     "dP in fp32": Cure(
         "what fused kernels do; a stored dP needs twice the memory", {"dp": "float32"}
     ),
-    # delta = rowsum(dP o P): from the dP and P that it is subtracted from, in fp32, as are S - m
-    # and l, so that P sums to 1 and each row of dS to zero.
+    # delta = rowsum(dP o P): from the dP and P that it is subtracted from, in fp32, as
+    # are S - m and l, so that P sums to 1 and each row of dS to zero.
     "delta from dP": Cure(
         "needs all of a row before any dS: one more pass over the keys",
-        {"delta_from": "dP*P", "delta_product": "wide", "exponent": "wide", "row_sum": "wide"},
+        {
+            "delta_from": "dP*P",
+            "delta_product": "wide",
+            "exponent": "wide",
+            "row_sum": "wide",
+        },
     ),
     "stochastic rounding": Cure(
-        "no bias, but larger errors: up to twice where values lie anywhere, many times where they "
-        "lie next to a number of the format, as at ties; l and the S of forward and backward no "
+        "no bias, but larger errors: up to twice where values lie anywhere, many "
+        "times where they "
+        "lie next to a number of the format, as at ties; l and the S of forward and "
+        "backward no "
         "longer fit; not the same bits twice",
         {"rounding": "stochastic"},
     ),
@@ -86,15 +97,22 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
     for name, cure in {NONE: Cure("", {}), **cures}.items():
         same: dict[str, Any] = {"cure": name, "options": dict(cure.options)}
         try:
-            found = computed(truth.case, changed(made, **cure.options)) if name in cures else (
-                diagnosis.found)  # fmt: skip
+            found = (
+                computed(truth.case, changed(made, **cure.options))
+                if name in cures
+                else (diagnosis.found)
+            )
         except NumdevError as error:
-            rows += [CureRow(**h.place, **same, reason=str(error)) for h in diagnosis.heads]
+            rows += [
+                CureRow(**h.place, **same, reason=str(error)) for h in diagnosis.heads
+            ]
             continue
         numbers = _seen(truth, found.out, found.dq, found.delta)
         # Of dk and dv a query head has what is broken in its kv head.
         broken = [
-            (~x.isfinite()).sum((0, 2, 3)).repeat_interleave(truth.case.heads // x.shape[1])
+            (~x.isfinite())
+            .sum((0, 2, 3))
+            .repeat_interleave(truth.case.heads // x.shape[1])
             for x in (found.out, found.dq, found.dk, found.dv)
         ]
         for head, own, count in zip(
@@ -107,8 +125,9 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
 def seen_from_outside(
     diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, Any]
 ) -> tuple[KernelRow, ...]:
-    """A kernel's forward and backward pass on the call, one row for every head; where it refuses
-    the call or fails, the rows say why. The caller asks whether the kernel can run here."""
+    """A kernel's forward and backward pass on the call, one row for every head; where it
+    refuses the call or fails, the rows say why. The caller asks whether the kernel can
+    run here."""
     truth = diagnosis.truth
     output = attempt(kernel, truth.case, options, gradients=True)
     same: dict[str, Any] = {"kernel": kernel.name, "options": dict(options)}
@@ -132,10 +151,14 @@ def _seen(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[dict[str
         error = truth.off(delta, exact.delta)
         off = out.double() - exact.out
         dq_error = (dq.detach().double() - exact.dq).transpose(0, 1)
-        return by_head({
-            "delta_mean": mean(error, rows),
-            "delta_t": t_of(error, rows),
-            "out_bias": bias(off, exact.out, exact.term_scale, rows, truth.case.format)[0],
-            "dq_rel": norm(dq_error) / norm(exact.dq.transpose(0, 1)),
-            "dw_q_error": truth.moved(truth.dw_q_error(dq)),
-        })  # fmt: skip
+        return by_head(
+            {
+                "delta_mean": mean(error, rows),
+                "delta_t": t_of(error, rows),
+                "out_bias": bias(
+                    off, exact.out, exact.term_scale, rows, truth.case.format
+                )[0],
+                "dq_rel": norm(dq_error) / norm(exact.dq.transpose(0, 1)),
+                "dw_q_error": truth.moved(truth.dw_q_error(dq)),
+            }
+        )

@@ -1,9 +1,11 @@
-"""One call computed twice: exactly, in fp64, and as a recipe of `numdev.kernels.emulation` rounds
-it, with the values between input and output that a diagnosis compares.
+"""One call computed twice: exactly, in fp64, and as a recipe of
+`numdev.kernels.emulation` rounds it, with the values between input and output that a
+diagnosis compares.
 
-The effect of a site alone is the recipe's value less that of the same recipe with the site exact.
-Under stochastic rounding every site draws from a generator of its own here, so that the rest of the
-two is rounded alike; the numbers are then not bit for bit those of the kernel `emulated`."""
+The effect of a site alone is the recipe's value less that of the same recipe with the
+site exact. Under stochastic rounding every site draws from a generator of its own here,
+so that the rest of the two is rounded alike; the numbers are then not bit for bit those
+of the kernel `emulated`."""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ class Truth:
     projection: Projection | None
     exact: blocked.Gradients
     rows: Tensor  # bool [B, H, q_len]: rows that see more than one key
-    PK: Tensor  # [B, H, q_len, head_dim], 0 in rows that see none; P times a soft cap's slope
+    # [B, H, q_len, head_dim], 0 in rows that see none; P times a soft cap's slope
+    PK: Tensor
     size: Tensor  # [H]: the rms over `rows` of rowsum|dO o O|, the unit of delta's errors
 
     def weights(self, dq: Tensor) -> Tensor:
-        """dW_Q [H, head_dim, width] of a gradient at q; NaN [H, 1, 1] without a projection."""
+        """dW_Q [H, head_dim, width] of a gradient at q; NaN [H, 1, 1] without a
+        projection."""
         if self.projection is None:
             return torch.full_like(self.size, math.nan)[:, None, None]
         pulled = self.projection.pull(dq.double()).double()
@@ -62,14 +66,15 @@ class Truth:
         return norm(dw_q_error) / norm(self.dw_q)
 
     def off(self, delta: Tensor, right: Tensor) -> Tensor:
-        """[B, H, q_len] in fp64: delta less another, over `size`; 0 in rows that see no key."""
+        """[B, H, q_len] in fp64: delta less another, over `size`; 0 in rows that see no
+        key."""
         error = (delta.double() - right) / self.size[:, None]
         return error.masked_fill(self.exact.empty, 0.0)
 
 
 def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
-    """Raises UsageError for a case without grad_out. Memory: a few blocks of scores beyond what has
-    the shape of q, k, v and the output."""
+    """Raises UsageError for a case without grad_out. Memory: a few blocks of scores
+    beyond what has the shape of q, k, v and the output."""
     dO = upstream(case).double()
     exact = gradients(case)
     b, h, n, d = case.q.shape
@@ -83,13 +88,16 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
         product = blocked._per_kv_head(case, weights) @ case.k[:, :, keys].double()
         PK[:, :, rows] = product.view(b, h, -1, d)
     size = rms((dO * exact.out).abs().sum(dim=-1), seen)
-    return Truth(case=case, projection=projection, exact=exact, rows=seen, PK=PK, size=size)
+    return Truth(
+        case=case, projection=projection, exact=exact, rows=seen, PK=PK, size=size
+    )
 
 
 def probabilities(
     case: AttentionCase, exact: blocked.Gradients, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope; which keys are shown."""
+    """P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope; which keys are
+    shown."""
     X = blocked._products(case, case.q.double(), case.k.double(), rows, keys)
     slope = blocked._slope(case, X)
     S = blocked.scores(case, X, rows, keys)
@@ -100,13 +108,14 @@ def probabilities(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Computed:
-    """Values of a recipe, in its `compute` dtype, shaped as q, k, v and the output are. Sums are
-    over the keys that a row sees, [B, H, q_len] in fp64."""
+    """Values of a recipe, in its `compute` dtype, shaped as q, k, v and the output are.
+    Sums are over the keys that a row sees, [B, H, q_len] in fp64."""
 
     made: Recipe
     kept: Kept
     out: Tensor
-    product: Tensor | None  # P-bar V, or P V where P is normalised first; None of split keys
+    # P-bar V, or P V where P is normalised first; None of split keys
+    product: Tensor | None
     product_exact: Tensor | None  # the same with no rounding at PRODUCT
     delta: Tensor  # [B, H, q_len], by the recipe's formula
     dq: Tensor
@@ -114,8 +123,9 @@ class Computed:
     dv: Tensor
     ds: Tensor  # sum of dS, as it meets K and Q
     ds_size: Tensor  # sum of |dS|
-    # The delta with which the sum of dS before it is rounded is zero: rowsum(dP o P) / rowsum(P),
-    # of the dP and P that dS is made of; a sink is among P, with a dP of 0. NaN where P is 0.
+    # The delta with which the sum of dS before it is rounded is zero: rowsum(dP o P) /
+    # rowsum(P), of the dP and P that dS is made of; a sink is among P, with a dP of 0.
+    # NaN where P is 0.
     even: Tensor
 
 
@@ -131,14 +141,16 @@ def rounder(case: AttentionCase, made: Recipe) -> Rounder:
 
 
 def computed(case: AttentionCase, made: Recipe) -> Computed:
-    """Both passes of the recipe, without autograd. Raises Refused for a case that the recipe's
-    `compute` dtype does not hold, and for one without grad_out."""
+    """Both passes of the recipe, without autograd. Raises Refused for a case that the
+    recipe's `compute` dtype does not hold, and for one without grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         kept = bwd.kept(rounder(case, made))
         r, product = kept.r, kept.product
         given = kept.with_upstream(upstream(case))
         dq, dk, dv = bwd.cast(r, *bwd.backward(given))
-        without = dataclasses.replace(made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)})
+        without = dataclasses.replace(
+            made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)}
+        )
         exact = None if product is None else bwd.kept(rounder(case, without)).product
         asked = dataclasses.replace(given, r=rounder(case, made))
         delta = bwd.delta_of(asked, bwd.blocks(asked))
@@ -151,7 +163,8 @@ def computed(case: AttentionCase, made: Recipe) -> Computed:
 
 
 def _row_sums(given: Given, delta: Tensor) -> Tensor:
-    """[4, B, H, q_len]: the sums of dS, |dS|, dP o P and P over the keys that a row sees."""
+    """[4, B, H, q_len]: the sums of dS, |dS|, dP o P and P over the keys that a row
+    sees."""
     case = given.r.case
     sums = torch.zeros(4, *delta.shape, dtype=torch.float64, device=case.q.device)
     if case.sinks is not None:
@@ -165,7 +178,11 @@ def _row_sums(given: Given, delta: Tensor) -> Tensor:
         weights, weighed = P.double(), P.double() * dP.double()
         dS = bwd.of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
         shown, added = visible(case, rows, keys), additive(case, rows, keys)
-        seen = torch.ones((), dtype=torch.bool, device=case.q.device) if shown is None else shown
+        seen = (
+            torch.ones((), dtype=torch.bool, device=case.q.device)
+            if shown is None
+            else shown
+        )
         seen = seen if added is None else seen & (added > -math.inf)
         for total, term in zip(sums, (dS, dS.abs(), weighed, weights), strict=True):
             total[:, :, rows] += torch.where(seen, term, 0.0).sum(dim=-1)

@@ -1,6 +1,7 @@
-"""What `numdev diagnose` says, as a report holds it, in the letters of Qiu & Yao, arXiv 2510.04212
-(docs/derivations.md). An error is the computed value less the exact one in fp64, from the same
-rounded q, k, v and dO. Ulps and t are those of `numdev.diagnose.statistics`."""
+"""What `numdev diagnose` says, as a report holds it, in the letters of Qiu & Yao, arXiv
+2510.04212 (docs/derivations.md). An error is the computed value less the exact one in
+fp64, from the same rounded q, k, v and dO. Ulps and t are those of
+`numdev.diagnose.statistics`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Checkpoint(Record):
 
 
 class Place(Record):
-    """One query head of one call, for one checkpoint. Means are over its sequences and rows."""
+    """One query head of one call, for one checkpoint. Means are over its sequences and
+    rows."""
 
     checkpoint: str
     step: int | None = None
@@ -51,32 +53,38 @@ class Place(Record):
 
 
 class HeadRow(Place):
-    """The risk factors of one head, and what came of them. A bias is the mean error in ulps along
-    the exact value's sign, positive away from zero; a t is that of a mean, over blocks of rows."""
+    """The risk factors of one head, and what came of them. A bias is the mean error in
+    ulps along the exact value's sign, positive away from zero; a t is that of a mean,
+    over blocks of rows."""
 
     rows: int  # query rows that see more than one key, over all sequences
     # Ties, and what P is at them.
-    tied: Value = None  # share of rows whose largest S, as rounded, is met by more than one key
-    ones: Value = None  # share of rows with P-bar exactly 1 at two keys or more, as it meets V
-    powers: Value = None  # share of a row's probability at keys where P is an exact power of two
-    # Share of V's features of one sign over the keys within 1e-3 of the maximum, mean over rows
-    # with several; by chance 2^(1 - keys).
+    # Share of rows whose largest S, as rounded, is met by more than one key
+    tied: Value = None
+    # Share of rows with P-bar exactly 1 at two keys or more, as it meets V
+    ones: Value = None
+    # Share of a row's probability at keys where P is an exact power of two
+    powers: Value = None
+    # Share of V's features of one sign over the keys within 1e-3 of the maximum, mean
+    # over rows with several; by chance 2^(1 - keys).
     one_signed: Value = None
     # Forward.
-    pv_bias: Value = None  # of P-bar V, by rounding the product alone: `pv`, `accumulator`, `state`
+    # Of P-bar V, by rounding the product alone: `pv`, `accumulator`, `state`
+    pv_bias: Value = None
     pv_t: Value = None
     out_bias: Value = None  # of O, by all roundings
     out_t: Value = None
     # Backward: errors of delta, relative to the rms over rows of rowsum|dO o O|.
-    ds_row_sum: Value = None  # rms of sum_j dS_ij over that of sum_j |dS_ij|; unrounded exactly 0
+    # Rms of sum_j dS_ij over that of sum_j |dS_ij|; unrounded exactly 0
+    ds_row_sum: Value = None
     delta_mean: Value = None
     delta_t: Value = None
-    # Largest |running sum of errors| of a sequence over rms sqrt(rows): near 1 for errors of random
-    # sign, up to sqrt(rows) for errors of one sign.
+    # Largest |running sum of errors| of a sequence over rms sqrt(rows): near 1 for errors
+    # of random sign, up to sqrt(rows) for errors of one sign.
     delta_run: Value = None
-    # The weights. |dW_Q error| / |dW_Q| of the head, Frobenius: that which delta makes by formula 2
-    # where it differs from rowsum(dP o P) / rowsum(P) of the dP and P that the attention has; and
-    # that of all roundings.
+    # The weights. |dW_Q error| / |dW_Q| of the head, Frobenius: that which delta makes by
+    # formula 2 where it differs from rowsum(dP o P) / rowsum(P) of the dP and P that the
+    # attention has; and that of all roundings.
     moved: Value = None
     dw_q_error: Value = None
     dw_q_norm: Value = None  # |dW_Q| of this head, exact: the unit
@@ -103,11 +111,13 @@ class CureRow(SeenRow):
     """What one cure does for one head: the attention with one thing changed."""
 
     cure: str  # `none` is the attention as it is
-    nonfinite: int = 0  # elements of O or a gradient that are not finite: where the cure breaks
+    # Elements of O or a gradient that are not finite: where the cure breaks
+    nonfinite: int = 0
 
 
 class KernelRow(SeenRow):
-    """A real kernel, as far as it shows from outside: delta is of its own O, summed in fp64."""
+    """A real kernel, as far as it shows from outside: delta is of its own O, summed in
+    fp64."""
 
     kernel: str
     ran: str | None = None
@@ -117,17 +127,20 @@ class Ranked(Place):
     """A head's place in the answer."""
 
     rank: int
-    score: float  # |dW_Q error| over |dW_Q| of its layer; without W_Q |delta's mean error|
+    # |dW_Q error| over |dW_Q| of its layer; without W_Q |delta's mean error|
+    score: float
     conditions: tuple[str, ...]  # of the chain that it meets, by name
     missing: tuple[str, ...] = ()  # that it does not
-    cured_by: tuple[str, ...] = ()  # cures that leave less than half of the error, best first
+    # Cures that leave less than half of the error, best first
+    cured_by: tuple[str, ...] = ()
 
 
 class DiagnoseSummary(Record):
     answer: tuple[str, ...]
     ranking: tuple[Ranked, ...]
     notes: tuple[str, ...] = ()  # what could not be seen, and why
-    axis: Axis | None = None  # steps of training, where there are several checkpoints with steps
+    # Steps of training, where there are several checkpoints with steps
+    axis: Axis | None = None
 
 
 class DiagnoseReport(Report):
@@ -139,7 +152,8 @@ class DiagnoseReport(Report):
     checkpoints: tuple[Checkpoint, ...]
     heads: tuple[HeadRow, ...]
     cures: tuple[CureRow, ...] = ()
-    costs: dict[str, str] = Field(default_factory=dict)  # by cure: where it fails, what it takes
+    # By cure: where it fails, what it takes
+    costs: dict[str, str] = Field(default_factory=dict)
     kernels: tuple[KernelRow, ...] = ()
     figures: tuple[Figure, ...] = ()  # over training
 
@@ -147,7 +161,9 @@ class DiagnoseReport(Report):
     def _is_of_one_diagnosis(self) -> Self:
         heads = {head.key for head in self.heads}
         if strange := [r.brief for r in self.summary.ranking if r.key not in heads]:
-            raise ValueError(f"summary.ranking: expected heads of the report, got {strange[0]}")
+            raise ValueError(
+                f"summary.ranking: expected heads of the report, got {strange[0]}"
+            )
         return self
 
     @property
@@ -157,7 +173,9 @@ class DiagnoseReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        reasons = sorted({h.nulls["delta_mean"] for h in self.heads if "delta_mean" in h.nulls})
+        reasons = sorted(
+            {h.nulls["delta_mean"] for h in self.heads if "delta_mean" in h.nulls}
+        )
         return f"no head's error of delta could be measured: {', or '.join(reasons)}"
 
     def tables(self) -> dict[str, Sequence[Record]]:

@@ -1,8 +1,10 @@
-"""What a diagnosis is asked to look at: one target, or the checkpoints of a series by step.
+"""What a diagnosis is asked to look at: one target, or the checkpoints of a series by
+step.
 
-A series is several targets, or a directory that holds checkpoints, or that of a `numdev train` with
-its `checkpoints/`. Steps are those of `training.json`, which `numdev train` writes beside its
-weights, else those in the names of the directories (`...-step500`, `checkpoint-500`)."""
+A series is several targets, or a directory that holds checkpoints, or that of a `numdev
+train` with its `checkpoints/`. Steps are those of `training.json`, which `numdev train`
+writes beside its weights, else those in the names of the directories (`...-step500`,
+`checkpoint-500`)."""
 
 from __future__ import annotations
 
@@ -24,16 +26,19 @@ from numdev.training.weights.files import open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")
-BESIDE = ("config.json", PROMPT)  # weights: what a model is built by, and what the demo reads
+# Weights: what a model is built by, and what the demo reads
+BESIDE = ("config.json", PROMPT)
 GIVE = (
-    "give a checkpoint, a directory of checkpoints (a training keeps them with `checkpoints:`), "
+    "give a checkpoint, a directory of checkpoints (a training keeps them with "
+    "`checkpoints:`), "
     "a file of captured tensors, or `demo`"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One target: a set of weights, captured tensors, or a configuration that draws its cases."""
+    """One target: a set of weights, captured tensors, or a configuration that draws its
+    cases."""
 
     target: str  # as a source takes it: a path, or `demo`
     name: str  # of the directory or file; the whole path where two are called alike
@@ -42,16 +47,18 @@ class Stage:
     files: tuple[Path, ...] = ()  # what else decides which calls it has
 
     def identity(self) -> list[str | int | None]:
-        """What tells it from another target at the same path. Rows say of which step they are."""
+        """What tells it from another target at the same path. Rows say of which step they
+        are."""
         return [self.sha256, identity(self.files), self.step]
 
 
 def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
-    """The stages that targets name, in the order of their steps, or as they were given; and which
-    checkpoints were left out because they hold NaN or infinity.
+    """The stages that targets name, in the order of their steps, or as they were given;
+    and which checkpoints were left out because they hold NaN or infinity.
 
     Raises UsageError for a target that is none, and for two checkpoints of one step,
-    MeasurementError where weights are damaged, and where no checkpoint has finite weights."""
+    MeasurementError where weights are damaged, and where no checkpoint has finite
+    weights."""
     found = [path for target in targets for path in _checkpoints(target)]
     if len(set(found)) < len(found):
         raise UsageError(f"{targets[0]}: a checkpoint is given twice")
@@ -61,13 +68,17 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     if None not in steps.values():
         if times > 1:
             what = f"{targets[0]}: {times} checkpoints are from step {step}"
-            raise UsageError(what, hint="name one series, such as run/checkpoints/bf16-seed0-*")
+            raise UsageError(
+                what, hint="name one series, such as run/checkpoints/bf16-seed0-*"
+            )
         found.sort(key=lambda path: steps[path] or 0)
     sound, left_out = list[Stage](), list[str]()
     for path in found:
         name = path.resolve().name
         stage = Stage(
-            target=str(path), name=name if names[name] == 1 else str(path), step=steps[path]
+            target=str(path),
+            name=name if names[name] == 1 else str(path),
+            step=steps[path],
         )
         if path.suffix in YAML:
             stage = replace(stage, files=(path,))
@@ -80,8 +91,12 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
             place = demo_checkpoint() if str(path) == "demo" else path
             files = tuple(file for name in BESIDE if (file := place / name).is_file())
             stage = replace(stage, sha256=identity(weights.files), files=files)
-            lost = {n: int((~x.read().isfinite()).sum()) for n, x in weights.tensors.items()}
-            if broken := [f"{n} holds {c} NaN or infinite elements" for n, c in lost.items() if c]:
+            lost = {
+                n: int((~x.read().isfinite()).sum()) for n, x in weights.tensors.items()
+            }
+            if broken := [
+                f"{n} holds {c} NaN or infinite elements" for n, c in lost.items() if c
+            ]:
                 left_out.append(f"{stage.name}: {broken[0]}; left out.")
                 continue
         sound.append(stage)
@@ -97,8 +112,11 @@ def _checkpoints(target: str) -> list[Path]:
         return [path]
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=GIVE)
-    if is_pipeline(path):  # else its text encoder would be taken for a checkpoint of a series
-        raise UsageError(f"{target}: diagnose takes no pipeline", hint="numdev audit takes it")
+    # Else its text encoder would be taken for a checkpoint of a series
+    if is_pipeline(path):
+        raise UsageError(
+            f"{target}: diagnose takes no pipeline", hint="numdev audit takes it"
+        )
     if path.is_file() or _is_checkpoint(path) or holds_cases(path):
         return [path]
     for pattern in ("checkpoints/*", "*"):
@@ -109,7 +127,9 @@ def _checkpoints(target: str) -> list[Path]:
 
 def _is_checkpoint(path: Path) -> bool:
     names = (*WHOLE, *(f"{name}.index.json" for name in WHOLE))
-    return (path / "config.json").is_file() and any((path / name).is_file() for name in names)
+    return (path / "config.json").is_file() and any(
+        (path / name).is_file() for name in names
+    )
 
 
 def step_of(path: Path) -> int | None:

@@ -1,9 +1,10 @@
-"""`numdev diagnose`: which heads' rounding errors do not cancel, why, and what each cure changes.
+"""`numdev diagnose`: which heads' rounding errors do not cancel, why, and what each cure
+changes.
 
-The line of an audit: sources hand over cases with their upstream gradients, one checkpoint after
-the other; each goes through the chain (`numdev.diagnose.chain`) in place of kernels and metrics.
-Cures and real kernels, which cost most, run on the last checkpoint alone unless asked otherwise.
-What is finished is journalled call by call."""
+The line of an audit: sources hand over cases with their upstream gradients, one
+checkpoint after the other; each goes through the chain (`numdev.diagnose.chain`) in place
+of kernels and metrics. Cures and real kernels, which cost most, run on the last
+checkpoint alone unless asked otherwise. What is finished is journalled call by call."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "spectral_norm": ("Spectral norm of a head's W_Q", "spectral norm"),
     "spectral_ratio": ("Spectral norm over the layer's median", "ratio"),
 }
-"""Numbers of a head that are followed over training, by their size: title, and that of the axis."""
+"""Numbers of a head that are followed over training, by their size: title, and that of
+the axis."""
 
 
 def diagnose(
@@ -72,10 +74,12 @@ def diagnose(
     progress: Progress = lambda what, done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> records.DiagnoseReport:
-    """Run `request`, journalling into `directory`; returns the report, which the caller writes.
+    """Run `request`, journalling into `directory`; returns the report, which the caller
+    writes.
 
-    `say` is told what a user should know at once. Raises UsageError for a request that cannot be
-    run here, before anything is measured, and MeasurementError where no call could be diagnosed."""
+    `say` is told what a user should know at once. Raises UsageError for a request that
+    cannot be run here, before anything is measured, and MeasurementError where no call
+    could be diagnosed."""
     system, fmt = System.here(request.device), format_named(request.format)
     # Names the closest of an unknown option.
     made = recipe(**find("emulated").with_options(request.attention))
@@ -91,7 +95,9 @@ def diagnose(
         rows: dict[str, Sequence[Row]] = {"unknown": [{"why": why}] if why else []}
         try:
             with watch("chain"):
-                found = diagnosed(case, made, projection, checkpoint=stage.name, step=stage.step)
+                found = diagnosed(
+                    case, made, projection, checkpoint=stage.name, step=stage.step
+                )
         except Refused as refusal:
             return {"refused": [{"why": f"{case.ref.case}: {refusal.message}"}]}
         rows["head"] = found.heads
@@ -137,7 +143,9 @@ def diagnose(
         if not refused:
             what = f"{request.target}: no attention call was selected"
             raise UsageError(what, hint="check --layers")
-        raise MeasurementError(f"{request.target}: {some(refused)}", hint="check --layers")
+        raise MeasurementError(
+            f"{request.target}: {some(refused)}", hint="check --layers"
+        )
     cures = journal.records("cure", records.CureRow)
     last = [head for head in heads if head.checkpoint == stages[-1].name]
     ranking = ranked(last, cures)
@@ -163,7 +171,8 @@ def diagnose(
 
 
 def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> AuditRequest:
-    """What `numdev.sources` opens for one stage, with what its training read, if anything.
+    """What `numdev.sources` opens for one stage, with what its training read, if
+    anything.
 
     Raises UsageError for a YAML file that says more than which cases to draw: it would be
     ignored."""
@@ -181,16 +190,25 @@ def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> Audit
     if text is not None:
         same["inputs"] = str(text)
     return AuditRequest(
-        target=stage.name, kernels=(), formats=(request.format,), backward=True, **cases, **same
+        target=stage.name,
+        kernels=(),
+        formats=(request.format,),
+        backward=True,
+        **cases,
+        **same,
     )
 
 
 def origin_of(
     request: DiagnoseRequest, stages: Iterable[Stage], texts: Mapping[str, Path | None]
 ) -> dict[str, Any]:
-    """What tells the targets, and what their models are built by and read, from others at the same
-    paths. `texts`: by a stage's name the file of ids from its training's text, if it has one."""
-    files = {"text": request.text, "inputs": () if request.inputs is None else (request.inputs,)}
+    """What tells the targets, and what their models are built by and read, from others at
+    the same paths. `texts`: by a stage's name the file of ids from its training's text,
+    if it has one."""
+    files = {
+        "text": request.text,
+        "inputs": () if request.inputs is None else (request.inputs,),
+    }
     places = [request.tokenizer] if request.tokenizer else request.targets
     if request.text:
         files["tokenizer"] = tuple(
@@ -199,8 +217,12 @@ def origin_of(
             for file in sorted(Path(place).glob("*"))
             if file.suffix in (".json", ".txt", ".model")
         )
-    present = {name: [Path(x) for x in some if Path(x).is_file()] for name, some in files.items()}
-    hashes: dict[str, Any] = {name: identity(some) for name, some in present.items() if some}
+    present = {
+        name: [Path(x) for x in some if Path(x).is_file()] for name, some in files.items()
+    }
+    hashes: dict[str, Any] = {
+        name: identity(some) for name, some in present.items() if some
+    }
     hashes["training_text"] = {
         name: None if path is None else sha256(path) for name, path in texts.items()
     }
@@ -211,11 +233,15 @@ def origin_of(
 
 
 def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:
-    """The real kernels to run, and which were left out. Those nobody named are no loss."""
+    """The real kernels to run, and which were left out. Those nobody named are no
+    loss."""
     planned, notes = [], []
     for choice in KERNELS if request.kernels is None else request.kernels:
         kernel = find(choice.name)
-        options, missing = recorded(kernel.with_options(choice.options)), kernel.missing(system)
+        options, missing = (
+            recorded(kernel.with_options(choice.options)),
+            kernel.missing(system),
+        )
         if missing is None:
             planned.append(Planned(role="kernel", kernel=kernel, options=options))
         elif request.kernels is not None:
@@ -234,8 +260,8 @@ def _projection(located: Located) -> tuple[Projection | None, str]:
 
 
 def _check_gradients(source: Source, stage: Stage) -> None:
-    """Raises UsageError for captured tensors without upstream gradients: drawn ones have random
-    signs, and would show no bias wherever there is one."""
+    """Raises UsageError for captured tensors without upstream gradients: drawn ones have
+    random signs, and would show no bias wherever there is one."""
     stored = [case for case in source.cases if isinstance(case, StoredCase)]
     if lacking := [case.ref.case for case in stored if "grad_out" not in case.tensors]:
         raise UsageError(
@@ -248,11 +274,16 @@ def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
     """The steps of the series; None where there are fewer than two."""
     steps = sorted({head.step for head in heads if head.step is not None})
     ticks = tuple(Tick(x=float(step), label=str(step)) for step in steps)
-    return Axis(name="step", title="step", scale="linear", ticks=ticks) if len(ticks) > 1 else None
+    return (
+        Axis(name="step", title="step", scale="linear", ticks=ticks)
+        if len(ticks) > 1
+        else None
+    )
 
 
 def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator[Figure]:
-    """Each number by step: of the head `first`, the worst where that is another, and the median."""
+    """Each number by step: of the head `first`, the worst where that is another, and the
+    median."""
     for metric, (title, y_title) in METRICS.items():
         known = [(h.step, abs(getattr(h, metric)), (h.case, h.head)) for h in heads
                  if h.step is not None and getattr(h, metric) is not None]  # fmt: skip
@@ -261,17 +292,27 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator
             first.brief: {
                 step: x for step, x, at in sorted(known) if at == (first.case, first.head)
             },
-            "worst head": {step: max(x for _, x, _ in at) for step, at in by_step.items()},
-            "median head": {s: statistics.median(x for _, x, _ in at) for s, at in by_step.items()},
+            "worst head": {
+                step: max(x for _, x, _ in at) for step, at in by_step.items()
+            },
+            "median head": {
+                s: statistics.median(x for _, x, _ in at) for s, at in by_step.items()
+            },
         }
         curves = tuple(
-            Curve(label=label, role="floor" if label == "median head" else "kernel", points=tuple(
-                Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
-                for step, x in line.items()
-            ))
+            Curve(
+                label=label,
+                role="floor" if label == "median head" else "kernel",
+                points=tuple(
+                    Point(
+                        x=float(step), label=f"step {step}", mean=x, low=None, high=None
+                    )
+                    for step, x in line.items()
+                ),
+            )
             for label, line in lines.items()
             if line and (label != "worst head" or line != lines[first.brief])
-        )  # fmt: skip
+        )
         if len(by_step) > 1:
             yield Figure(title=title, metric=metric, y_title=y_title, y_scale="linear",
                          curves=curves)  # fmt: skip

@@ -1,7 +1,9 @@
-"""What a checkpoint of `numdev train` that reads bytes was trained on, for its diagnosis to read.
+"""What a checkpoint of `numdev train` that reads bytes was trained on, for its diagnosis
+to read.
 
-Such a checkpoint has no tokenizer, so that without this its diagnosis would read random ids, of
-which it learned nothing: heads would be judged on inputs that training never had."""
+Such a checkpoint has no tokenizer, so that without this its diagnosis would read random
+ids, of which it learned nothing: heads would be judged on inputs that training never
+had."""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ RANDOM = "{name} reads random bytes: {why}; give --text or --inputs."
 def training_text(
     request: DiagnoseRequest, stage: Stage, path: Path
 ) -> tuple[Path | None, str | None]:
-    """A safetensors file at `path` with input ids from the text of a checkpoint's training, and a
-    sentence on it. (None, None) where the request says what to read, or training read no bytes;
-    where the text is gone the file is None, and the sentence says so, as it does of another text.
+    """A safetensors file at `path` with input ids from the text of a checkpoint's
+    training, and a sentence on it. (None, None) where the request says what to read, or
+    training read no bytes; where the text is gone the file is None, and the sentence says
+    so, as it does of another text.
     """
     told = _told(Path(stage.target))
     if request.text or request.inputs or not told:
@@ -48,7 +51,9 @@ def training_text(
         )
     except UsageError as error:
         return None, RANDOM.format(name=stage.name, why=error.message)
-    ids = tokens.batch(request.seed, NEVER_SEEN)["inputs"][:, : request.length].contiguous()
+    ids = tokens.batch(request.seed, NEVER_SEEN)["inputs"][
+        :, : request.length
+    ].contiguous()
     save_file({"input_ids": ids}, path)
     what = tokens.about["prompt"]
     if tokens.about["data_sha256"] != told.get("data", {}).get("data_sha256"):

@@ -1,5 +1,6 @@
-"""A diagnosis, shown: the heads ranked, the map of what every head's error does, cures and real
-kernels on the head that the answer is about, and the curves over training. Null is a dash."""
+"""A diagnosis, shown: the heads ranked, the map of what every head's error does, cures
+and real kernels on the head that the answer is about, and the curves over training. Null
+is a dash."""
 
 from __future__ import annotations
 
@@ -7,34 +8,57 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, T, at_fault, harms, judged, leading
+from numdev.diagnose.heads import (
+    CONDITIONS,
+    MOVED,
+    WRONG,
+    T,
+    at_fault,
+    harms,
+    judged,
+    leading,
+)
 from numdev.diagnose.report import DiagnoseReport, Place, Ranked
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, percent, shade, si
 
 SHOWN = 10  # heads in the ranked table; heads.csv has all
 ABOUT = (
-    "A head is at fault where its rounding errors have one sign: they add up in dW_Q, the gradient "
-    "of its query weights, instead of cancelling, and can spoil training (arXiv 2510.04212)."
+    "A head is at fault where its rounding errors have one sign: they add up in "
+    "dW_Q, the gradient "
+    "of its query weights, instead of cancelling, and can spoil training (arXiv "
+    "2510.04212)."
 )
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
 LEGEND = (
-    "layer's dW_Q off: |error of the head's dW_Q| over |dW_Q| of its layer, the largest first; "
+    "layer's dW_Q off: |error of the head's dW_Q| over |dW_Q| of its layer, the "
+    "largest first; "
     "coloured where the head is at fault or it is half or more, darker from "
     f"{', '.join(f'{100 * limit:.2g}' for limit in SHADES)} %.",
     "tied rows: share of query rows whose largest score several keys have.",
-    "O bias: mean error of the output along its sign, + is away from zero; 1 ulp is its last bit.",
-    "δ error: mean error of δ = rowsum(dO∘O), over the rms of what it is summed from. Its t: that "
+    (
+        "O bias: mean error of the output along its sign, + is away from zero; 1 ulp is "
+        "its last bit."
+    ),
+    "δ error: mean error of δ = rowsum(dO∘O), over the rms of what it is summed "
+    "from. Its t: that "
     f"mean over its standard error; |t| of {T:g} is hardly chance.",
     "dW_Q by δ: how far δ alone moves the head's own dW_Q, by not fitting its dP and P.",
-    f"conditions: how many of the chain it meets ({', '.join(CONDITIONS)}), of those judged.",
+    (
+        f"conditions: how many of the chain it meets ({', '.join(CONDITIONS)}), of "
+        "those judged."
+    ),
 )
 
 
 def styles(report: DiagnoseReport) -> tuple[doc.Style]:
     """Of the first sentence: good where every head is known not to be at fault."""
-    clear = len(report.summary.answer) == 1 and report.summary.answer[0].startswith("No head ")
-    return ("bad" if any(map(at_fault, report.summary.ranking)) else "good" if clear else "",)
+    clear = len(report.summary.answer) == 1 and report.summary.answer[0].startswith(
+        "No head "
+    )
+    return (
+        "bad" if any(map(at_fault, report.summary.ranking)) else "good" if clear else "",
+    )
 
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
@@ -60,19 +84,32 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         yield doc.table(
             ("kernel", *_titles(SEEN)),
             (
-                (doc.Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
-                 *_cells(row, SEEN))
-                for row in report.kernels if row.key == first.key
+                (
+                    doc.Cell(
+                        row.kernel,
+                        style="strong",
+                        title=row.ran or "",
+                        after=row.reason or "",
+                    ),
+                    *_cells(row, SEEN),
+                )
+                for row in report.kernels
+                if row.key == first.key
             ),
             title=f"{first.brief}: real kernels on the same inputs",
-        )  # fmt: skip
+        )
         if report.summary.axis:
             yield doc.Heading("Over training")
             yield doc.Figures(report.figures, report.summary.axis, "")
     count, series = len(ranking), len(report.checkpoints)
-    what = f"{count} heads" + (f" of the last of {series} checkpoints" if series > 1 else "")
+    what = f"{count} heads" + (
+        f" of the last of {series} checkpoints" if series > 1 else ""
+    )
     options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
-    emulated = f"Emulated: attention with {options} in {report.request.get('format')}, against fp64"
+    emulated = (
+        f"Emulated: attention with {options} in "
+        f"{report.request.get('format')}, against fp64"
+    )
     yield doc.Paragraph(f"{emulated}: {what}.", "soft")
     yield from doc.notes(report.summary.notes)
 
@@ -98,7 +135,9 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
         yield doc.Cell(ranked.brief, style="strong")
         yield _scored(ranked)
         yield from _cells(rows[ranked.key], HEAD)
-        verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
+        verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(
+            ranked.conditions, "met"
+        )
         verdicts |= dict.fromkeys(ranked.missing, "missing")
         known = len(ranked.conditions) + len(ranked.missing)
         states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
@@ -111,9 +150,11 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
 
 
 def _map(report: DiagnoseReport) -> doc.Table:
-    """What each head scores, by call; a dash for a head whose W_Q is not known where another's is.
-    A call goes by its layer, or by its name where layers make several."""
-    ranking = sorted(report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer)
+    """What each head scores, by call; a dash for a head whose W_Q is not known where
+    another's is. A call goes by its layer, or by its name where layers make several."""
+    ranking = sorted(
+        report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer
+    )
     of_weights = any(judged(r, WRONG) for r in ranking)
     calls = {r.case: r.layer for r in ranking}
     alone = None not in calls.values() and len(set(calls.values())) == len(calls)

@@ -1,6 +1,7 @@
-"""What an isolated call cannot show: properties of the model as a whole, tried in fp64. Without
-rounding, two ways to compute one thing agree to fp64's own noise; a larger difference means another
-function. It comes with the first layer whose attention differs, and with a script."""
+"""What an isolated call cannot show: properties of the model as a whole, tried in fp64.
+Without rounding, two ways to compute one thing agree to fp64's own noise; a larger
+difference means another function. It comes with the first layer whose attention differs,
+and with a script."""
 
 from __future__ import annotations
 
@@ -19,8 +20,21 @@ from torch.nn.modules.module import (
 from numdev.audit.reproduce import written
 from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
-from numdev.effects.outputs import EXACT_NONFINITE, bad_positions, counted, output_of, text_of
-from numdev.effects.report import COMPILED, LIMIT, Check, EffectsReport, check_names, unasked
+from numdev.effects.outputs import (
+    EXACT_NONFINITE,
+    bad_positions,
+    counted,
+    output_of,
+    text_of,
+)
+from numdev.effects.report import (
+    COMPILED,
+    LIMIT,
+    Check,
+    EffectsReport,
+    check_names,
+    unasked,
+)
 from numdev.effects.rounding import layers_of
 from numdev.effects.running import Inputs, Subject, exact, first_nonfinite
 from numdev.errors import MeasurementError, NumdevError, one_line
@@ -42,7 +56,10 @@ WRONG = {  # what is, where a check does not hold
     "eager": f"The model's eager attention {INTERFACE}",
     "sdpa": f"The model's own call of SDPA {INTERFACE}",
     "causality": "The model is not causal: later tokens change earlier outputs",
-    "cache": "Decoding with a cache computes another function than one pass over the same tokens",
+    "cache": (
+        "Decoding with a cache computes another function than one pass over "
+        "the same tokens"
+    ),
     "mask": "The attention mask is ignored: hidden tokens change other outputs",
     "batch": "A sequence's output depends on the others in its batch",
     "compiled": "The compiled model computes another function",
@@ -53,11 +70,15 @@ Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what it ga
 
 
 def checks_of(
-    subject: Subject, inputs: Inputs, request: EffectsRequest, before: Sequence[Check] = ()
+    subject: Subject,
+    inputs: Inputs,
+    request: EffectsRequest,
+    before: Sequence[Check] = (),
 ) -> Iterator[Check]:
-    """Exactly one check for each name that `check_names` has for the subject's format, in that
-    order. `before`: the checks of earlier formats; what has nothing to do with the format is tried
-    in the first one. Where the model does not repeat itself, nothing else is tried."""
+    """Exactly one check for each name that `check_names` has for the subject's format, in
+    that order. `before`: the checks of earlier formats; what has nothing to do with the
+    format is tried in the first one. Where the model does not repeat itself, nothing else
+    is tried."""
     checks = Checks(subject, inputs, request)
     repeat = next((check for check in before if check.name == "repeat"), None)
     for name, fmt in check_names(request, [subject.format.name]):
@@ -69,7 +90,8 @@ def checks_of(
 
 
 class Checks:
-    """Each check runs the model another way; one that does not apply says why in its place."""
+    """Each check runs the model another way; one that does not apply says why in its
+    place."""
 
     def __init__(self, subject: Subject, inputs: Inputs, request: EffectsRequest) -> None:
         self.subject, self.inputs, self.request = subject, inputs, request
@@ -77,7 +99,8 @@ class Checks:
         self.text = text_of(inputs)
 
     def tried(self, name: str, repeat: Check | None) -> Check:
-        """The check of this name, given that whether the model repeats itself was tried before."""
+        """The check of this name, given that whether the model repeats itself was tried
+        before."""
         untried = Check(name=name, holds=None)
         if why := unasked(self.request, name) or self.inapplicable(name):
             return untried.model_copy(update={"applies": False, "reason": why})
@@ -85,7 +108,9 @@ class Checks:
             return untried.model_copy(update={"reason": f"not tried: {repeat.reason}"})
         try:
             check = self.attempt(name)
-        except Exception as error:  # the model's own code: it may lack an argument or a way to run
+        except (
+            Exception
+        ) as error:  # the model's own code: it may lack an argument or a way to run
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
             return untried.model_copy(update={"reason": reason})
         if isinstance(check, str):
@@ -93,8 +118,8 @@ class Checks:
         return check
 
     def inapplicable(self, name: str) -> str:
-        """Why the model or its inputs have nothing to check, as far as that shows before it runs;
-        empty where they have."""
+        """Why the model or its inputs have nothing to check, as far as that shows before
+        it runs; empty where they have."""
         model: Any = self.model
         if name in ("eager", "sdpa", "compiled eager"):
             if self.subject.by_hand:
@@ -145,19 +170,26 @@ class Checks:
 
     @cached_property
     def followed(self) -> dict[nn.Module, str]:
-        """The modules whose outputs tell where two runs part, with their names: attention, other
-        mixers, and whole layers."""
-        names = attention_modules(self.model) + [name for _, name, _ in unaudited(self.model)]
+        """The modules whose outputs tell where two runs part, with their names:
+        attention, other mixers, and whole layers."""
+        names = attention_modules(self.model) + [
+            name for _, name, _ in unaudited(self.model)
+        ]
         return {self.model.get_submodule(n): n for n in (*names, *layers_of(self.model))}
 
     def exact(self, inputs: Inputs, **how: Any) -> Exact:
-        """One exact run, and what each module that is followed gave in it, in the order in which
-        they ended; first what the first layer got."""
+        """One exact run, and what each module that is followed gave in it, in the order
+        in which they ended; first what the first layer got."""
         outs: dict[str, Tensor] = {}
         layers = set(layers_of(self.model))
 
         def enter(module: nn.Module, args: Any) -> None:
-            if not outs and self.followed.get(module) in layers and args and is_floating(args[0]):
+            if (
+                not outs
+                and self.followed.get(module) in layers
+                and args
+                and is_floating(args[0])
+            ):
                 outs[BEFORE] = widened(args[0])
 
         def keep(module: nn.Module, _inputs: Any, out: Any) -> None:
@@ -174,8 +206,8 @@ class Checks:
         return self.exact(self.inputs)
 
     def compared(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
-        """Whether two exact runs agree at the positions that count, and where they part. Raises
-        MeasurementError where there is nothing to compare."""
+        """Whether two exact runs agree at the positions that count, and where they part.
+        Raises MeasurementError where there is nothing to compare."""
 
         def apart(a: Tensor, b: Tensor) -> float:
             if a.shape != b.shape or a.shape[:2] != counts.shape:
@@ -196,22 +228,34 @@ class Checks:
         if bad := bad_positions(other[0], counts):
             far, reason = None, f"{WRONG[name]}: {_lost(bad, counts)}"
         elif far is not None and far > LIMIT:
-            reason = f"{WRONG[name]}: in fp64 outputs differ by {three(far)} of their size"
+            reason = (
+                f"{WRONG[name]}: in fp64 outputs differ by {three(far)} of their size"
+            )
         if reason:
             both = (n for n in one[1] if n in other[1])
-            parted = next((n for n in both if apart(one[1][n], other[1][n]) > LIMIT), None)
+            parted = next(
+                (n for n in both if apart(one[1][n], other[1][n]) > LIMIT), None
+            )
             reason += "" if parted is None else self.place(parted)
-        return Check(name=name, holds=not reason, difference=far, limit=LIMIT, reason=reason)
+        return Check(
+            name=name, holds=not reason, difference=far, limit=LIMIT, reason=reason
+        )
 
     def place(self, name: str) -> str:
         """A clause that says where two runs part first, to follow what is wrong."""
         if name == BEFORE:
             return "; they differ before the first layer"
         module = self.model.get_submodule(name)
-        what = "attention" if name in attention_modules(self.model) else type(module).__name__
+        what = (
+            "attention"
+            if name in attention_modules(self.model)
+            else type(module).__name__
+        )
         what = "output" if name in layers_of(self.model) else what
         layer = layer_of(module, name)
-        return "" if layer is None else f"; layer {layer} is the first whose {what} differs"
+        return (
+            "" if layer is None else f"; layer {layer} is the first whose {what} differs"
+        )
 
     def again(self, name: str, **how: Any) -> Check:
         """Two runs alike, or one of them another way."""
@@ -219,12 +263,14 @@ class Checks:
         return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
 
     def repeat(self) -> Check:
-        """Two runs alike. Raises MeasurementError where the exact output is not finite: NaN is no
-        other output than NaN."""
+        """Two runs alike. Raises MeasurementError where the exact output is not finite:
+        NaN is no other output than NaN."""
         if bad_positions(self.whole[0], counted(self.inputs, self.whole[0])):
             with first_nonfinite(self.model, len(self.whole[0])) as first:
                 self.subject.exactly(self.inputs)
-            raise MeasurementError(f"{EXACT_NONFINITE}, first in {next(iter(first.values()), '')}")
+            raise MeasurementError(
+                f"{EXACT_NONFINITE}, first in {next(iter(first.values()), '')}"
+            )
         return self.again("repeat")
 
     def own_format(self) -> Check:
@@ -236,10 +282,13 @@ class Checks:
         reason = f"The model's own code computes {where}, not in {fmt}"
         reason = reason if sites else f"The model computes in {fmt} at every site"
         count = float(len(sites))
-        return Check(name="format", holds=not sites, difference=count, limit=0.0, reason=reason)
+        return Check(
+            name="format", holds=not sites, difference=count, limit=0.0, reason=reason
+        )
 
     def own_code(self, way: str) -> Check:
-        """The model's own code for attention of one kind, beside what it asks to be computed."""
+        """The model's own code for attention of one kind, beside what it asks to be
+        computed."""
         model: Any = self.model
         with led(model, way):
             if model.config._attn_implementation != way:
@@ -247,8 +296,8 @@ class Checks:
             return self.again(way, attention=None)
 
     def causality(self, name: str) -> Check | str:
-        """Later tokens change nothing before them: in a model for text generation, or one most of
-        whose calls hide later keys."""
+        """Later tokens change nothing before them: in a model for text generation, or one
+        most of whose calls hide later keys."""
         hides: list[bool] = []
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -273,16 +322,20 @@ class Checks:
         return self.compared("causality", one, other, counts)
 
     def changed(self, ids: Tensor, where: slice) -> Tensor:
-        """With another token of the text in these places; padding stays, since models count it.
-        Raises MeasurementError where that leaves all of them as they are."""
+        """With another token of the text in these places; padding stays, since models
+        count it. Raises MeasurementError where that leaves all of them as they are."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
         tokens, changed = ids[~pads].unique(), ids.clone()
         place = torch.searchsorted(tokens, ids).clamp_max(len(tokens) - 1)
         if len(tokens) > 1:
-            changed[:, where] = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])[:, where]
+            changed[:, where] = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])[
+                :, where
+            ]
         if torch.equal(changed, ids):
-            raise MeasurementError("no other token of the text can stand in the place of one")
+            raise MeasurementError(
+                "no other token of the text can stand in the place of one"
+            )
         return changed
 
     def mask(self, *, decodes: bool) -> Check | str:
@@ -295,7 +348,9 @@ class Checks:
         one, other = self.exact(masked), self.exact(changed)
         if not decodes and one[0].shape[:2] != ids.shape:
             return NO_PLACES
-        return self.compared("mask", one, other, counted({} if decodes else masked, one[0]))
+        return self.compared(
+            "mask", one, other, counted({} if decodes else masked, one[0])
+        )
 
     def batch(self) -> Check:
         """The first sequence alone, beside it in the batch."""
@@ -306,7 +361,9 @@ class Checks:
         }
         out, outs = self.whole
         if len(out) != count:
-            raise MeasurementError(f"the output has {len(out)} sequences, and {count} were read")
+            raise MeasurementError(
+                f"the output has {len(out)} sequences, and {count} were read"
+            )
         first = out[:1], {name: x[:1] for name, x in outs.items() if len(x) == count}
         return self.compared("batch", first, self.exact(alone), counted(alone, out[:1]))
 
@@ -327,8 +384,8 @@ class Checks:
         return self.compared("cache", self.whole, (out, {}), counts)
 
     def compiled(self, name: str, way: str) -> Check:
-        """The error of the model under torch.compile over that of the model as it is, its attention
-        its own code's of one kind, where it has several."""
+        """The error of the model under torch.compile over that of the model as it is, its
+        attention its own code's of one kind, where it has several."""
         model: nn.Module = self.subject.real
         with torch.no_grad(), led(model, way):
             home = at_home(model, self.inputs)
@@ -350,7 +407,9 @@ class Checks:
             raise MeasurementError("NaN or infinity in the output of the model as it is")
         about: Any = {"name": name, "limit": COMPILED}
         if bad := bad_positions(compiled, counts):
-            return Check(**about, holds=False, reason=f"{WRONG[name]}: {_lost(bad, counts)}")
+            return Check(
+                **about, holds=False, reason=f"{WRONG[name]}: {_lost(bad, counts)}"
+            )
         errors = [float((x - exact)[counts].norm()) for x in (own, compiled)]
         far = min(errors[1] / max(errors[0], 1e-300), 1e300)
         holds = far <= COMPILED
@@ -364,7 +423,8 @@ def _lost(bad: int, counts: Tensor) -> str:
 
 
 def reproducers(report: EffectsReport, directory: Path, **_: Any) -> list[Path]:
-    """A script for each finding that one can be written for; it needs torch and transformers."""
+    """A script for each finding that one can be written for; it needs torch and
+    transformers."""
     path = report.request["checkpoint"]
     path = demo_checkpoint() if path == "demo" else Path(path).resolve()
     if not ((path / "config.json").is_file() and report.tokens):
@@ -373,7 +433,10 @@ def reproducers(report: EffectsReport, directory: Path, **_: Any) -> list[Path]:
     def facts(finding: Finding) -> dict[str, Any] | None:
         if finding.rule not in ("eager", "sdpa", "causality", "mask", "cache"):
             return None
-        model = {"architecture": report.provenance.source["architecture"], "path": str(path)}
+        model = {
+            "architecture": report.provenance.source["architecture"],
+            "path": str(path),
+        }
         length = min(4, len(report.tokens) // 3)
         return {"rule": finding.rule, "tokens": report.tokens, "length": length, **model}
 

@@ -1,8 +1,9 @@
 """Two reports of `numdev effects`: what moved.
 
-A number of a run in B over that in A is taken for each sequence. Its logarithm scatters about 0
-where only the order of roundings changed; it moved where Student's t says otherwise, at 1 % over
-all runs (Holm), or where every sequence says so by more than SURELY."""
+A number of a run in B over that in A is taken for each sequence. Its logarithm scatters
+about 0 where only the order of roundings changed; it moved where Student's t says
+otherwise, at 1 % over all runs (Holm), or where every sequence says so by more than
+SURELY."""
 
 from __future__ import annotations
 
@@ -45,16 +46,19 @@ SCALES = {  # numbers of a run that have a ratio, and what they are called
 }
 HOLDS = {None: "not tried", True: "holds", False: "fails"}
 NOTE = (
-    "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 % over all "
+    "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 "
+    "% over all "
     "{tests} numbers of runs by Holm), or where it exceeds {surely:g} in every sequence."
 )
 FEW = (
-    "Chance is unknown below {least} sequences: there, only a factor above {surely:g} is a change."
+    "Chance is unknown below {least} sequences: there, only a factor above "
+    "{surely:g} is a change."
 )
 
 
 class EffectsNames:
-    """What tells rows of `numdev effects` apart, as `movement.Names` does for an audit's."""
+    """What tells rows of `numdev effects` apart, as `movement.Names` does for an
+    audit's."""
 
     def kernel(self, row: Any) -> Key:
         return label(row), row.format
@@ -65,12 +69,19 @@ class EffectsNames:
     row = step
 
     def lost(self, a: Any, b: Any) -> list[str]:
-        return [*lost_numbers(a, b, COSTS), *(["growth"] if a.growth and not b.growth else [])]
+        return [
+            *lost_numbers(a, b, COSTS),
+            *(["growth"] if a.growth and not b.growth else []),
+        ]
 
     def about(self, row: Any) -> dict[str, Any]:
         layer = "" if row.layer is None else f"L{row.layer}"
         where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
-        about = {"role": "kernel", "kernel": row.kernel or "model", "options": row.options}
+        about = {
+            "role": "kernel",
+            "kernel": row.kernel or "model",
+            "options": row.options,
+        }
         return about | {"format": row.format, "tensor": where}
 
     def place(self, row: Any) -> Place:
@@ -78,8 +89,9 @@ class EffectsNames:
 
 
 def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
-    """Every run that both reports have, and those that moved: a cost that was 0, and no longer is,
-    or the reverse, whatever chance does; and checks that hold in one of them alone."""
+    """Every run that both reports have, and those that moved: a cost that was 0, and no
+    longer is, or the reverse, whatever chance does; and checks that hold in one of them
+    alone."""
     names = EffectsNames()
     pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {
@@ -107,15 +119,21 @@ def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
             excess = FAR if zero or mean is None else 1 + abs(mean)
             numbers: dict[str, Any] = {"a": a, "b": b, "change": factor(mean)}
             numbers["excess"] = min(FAR, excess)
-            of_run.append(Move(**about, place=place, metric=metric, words=text, **numbers))
-        of_run += [Move(**about, place=place, excess=FAR, **fact) for fact in _counts_of(rows)]
+            of_run.append(
+                Move(**about, place=place, metric=metric, words=text, **numbers)
+            )
+        of_run += [
+            Move(**about, place=place, excess=FAR, **fact) for fact in _counts_of(rows)
+        ]
         groups.append(_group_of_run(about, rows, ratios.get((run, "cost"), []), of_run))
         moves += of_run
     notes = [NOTE.format(tests=len(p), surely=SURELY)]
     if any(group.unjudged for group in groups):
         notes.insert(0, FEW.format(least=LEAST, surely=SURELY))
     changed, presences = _checks(old.checks, new.checks)
-    return names, Compared(groups, [*moves, *changed], tuple(notes), presences=tuple(presences))
+    return names, Compared(
+        groups, [*moves, *changed], tuple(notes), presences=tuple(presences)
+    )
 
 
 def _surely(logs: Sequence[float]) -> bool:
@@ -127,10 +145,14 @@ def _group_of_run(
     about: dict[str, Any], rows: Sequence[tuple[Any, Any]], logs: Sequence[float],
     moves: Sequence[Move],
 ) -> Group:  # fmt: skip
-    """One run. It is judged where its costs are equal, where they moved, or where chance is known
-    from the ratios of enough of them."""
+    """One run. It is judged where its costs are equal, where they moved, or where chance
+    is known from the ratios of enough of them."""
     both = both_numbers(rows, "cost")
-    a, b = (statistics.median(side) for side in zip(*both, strict=True)) if both else (None, None)
+    a, b = (
+        (statistics.median(side) for side in zip(*both, strict=True))
+        if both
+        else (None, None)
+    )
     same = sum(x == y for x, y in both)
     judged = bool(moves) or same == len(rows) or len(logs) >= LEAST
     return Group(
@@ -173,7 +195,9 @@ def _p(logs: Sequence[float]) -> float:
 
 def _checks(old: Sequence[Any], new: Sequence[Any]) -> tuple[list[Move], list[Presence]]:
     """Checks that hold in one report alone, and those that one report alone could try."""
-    sides = [{(check.name, check.format): check for check in checks} for checks in (old, new)]
+    sides = [
+        {(check.name, check.format): check for check in checks} for checks in (old, new)
+    ]
     moves: list[Move] = []
     presences: list[Presence] = []
     for key in dict.fromkeys((*sides[0], *sides[1])):
@@ -202,5 +226,7 @@ def _checks(old: Sequence[Any], new: Sequence[Any]) -> tuple[list[Move], list[Pr
             other = b if two is None else a
             why = "there is no such check" if other is None else other.reason
             lacks = f"check {check.name}"
-            presences.append(in_one_alone(of_model(fmt), place, two is None, "checks", why, lacks))
+            presences.append(
+                in_one_alone(of_model(fmt), place, two is None, "checks", why, lacks)
+            )
     return moves, presences

@@ -16,29 +16,35 @@ from numdev.exact.wide import widened
 
 PARTS = 8  # of a sequence, for the growth of the error with position
 BLOCK = 1 << 24  # logits that are compared at once
-# A flip is a near tie up to so many times the largest error that roundings make at its position:
-# of two such errors one may be small by luck (in random models 1.74 times the other's).
+# A flip is a near tie up to so many times the largest error that roundings make at its
+# position: of two such errors one may be small by luck (in random models 1.74 times the
+# other's).
 NEAR = 4
 EXACT_NONFINITE = "NaN or infinity in the exact output (fp64)"
 TINY = 1e-300  # a divisor that is never 0
 
 
 def output_of(answer: Any) -> Tensor:
-    """What a model's answer is compared by, [sequences, positions, width] in fp64: its logits, else
-    its last hidden state, else what it returns first. Raises MeasurementError for anything else."""
+    """What a model's answer is compared by, [sequences, positions, width] in fp64: its
+    logits, else its last hidden state, else what it returns first. Raises
+    MeasurementError for anything else."""
     parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: Any = next((x for x in named if isinstance(x, Tensor)), answer)
     x = x[0] if isinstance(x, tuple | list) and x else x
     if not is_floating(x) or x.ndim < 2:
-        what = f"the model returns {type(answer).__name__}, with no logits and no hidden state"
+        what = (
+            f"the model returns {type(answer).__name__}, with no logits and no "
+            "hidden state"
+        )
         raise MeasurementError(what)
     out: Tensor = widened(x)
     return out[:, None] if out.ndim == 2 else out.flatten(1, -2)
 
 
 def outputs_of(answer: Any) -> dict[str, Tensor]:
-    """All that an answer is compared by: the one `output_of` it, or of a pipeline both of its."""
+    """All that an answer is compared by: the one `output_of` it, or of a pipeline both of
+    its."""
     x, image = output_of(answer), getattr(answer, "image", None)
     return {"": x} if image is None else {"latents": x, "image": output_of(image)}
 
@@ -47,10 +53,14 @@ def text_of(inputs: Mapping[str, Any]) -> str | None:
     """The name of the input that the model's output is about, if that is token ids."""
     tensors = ((n, x) for n, x in inputs.items() if isinstance(x, Tensor))
     tokens = [n for n, x in tensors if x.dtype == torch.int64 and x.ndim == 2]
-    return next((n for n in ("decoder_input_ids", "input_ids", *tokens) if n in inputs), None)
+    return next(
+        (n for n in ("decoder_input_ids", "input_ids", *tokens) if n in inputs), None
+    )
 
 
-def counted(inputs: Mapping[str, Any], out: Tensor, mask: str = "attention_mask") -> Tensor:
+def counted(
+    inputs: Mapping[str, Any], out: Tensor, mask: str = "attention_mask"
+) -> Tensor:
     """Which positions of an output are no padding, bool [sequences, positions]."""
     shown = inputs.get(mask)
     if isinstance(shown, Tensor) and shown.shape == out.shape[:2]:
@@ -70,40 +80,53 @@ class Scored(NamedTuple):
         out, name = output_of(answer), text_of(inputs)
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        tables = [
+            m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)
+        ]
         tokens = {getattr(text, "vocab_size", None), *tables[:1]}
         is_text = out.shape[-1] in tokens
         logits = is_text or out.shape[-1] == getattr(config, "num_labels", None)
         logits &= not hasattr(answer, "last_hidden_state")
         decodes = name == "decoder_input_ids"
-        counts = counted(inputs, out, "decoder_attention_mask" if decodes else "attention_mask")
+        counts = counted(
+            inputs, out, "decoder_attention_mask" if decodes else "attention_mask"
+        )
         targets = torch.full_like(counts, -1, dtype=torch.int64)
         if logits and is_text and name and inputs[name].shape == counts.shape:
             targets = inputs[name].to(out.device).masked_fill(~counts, -1)
             encodes = getattr(config, "is_encoder_decoder", False)
             if not encodes and not type(model).__name__.endswith("ForMaskedLM"):
                 # position i predicts token i + 1
-                targets = torch.cat([targets[:, 1:], targets.new_full((len(out), 1), -1)], dim=1)
+                targets = torch.cat(
+                    [targets[:, 1:], targets.new_full((len(out), 1), -1)], dim=1
+                )
         return cls(logits, counts, targets)
 
 
 def bad_positions(x: Tensor, counts: Tensor) -> int:
-    """How many of the positions that count [sequences, positions] hold NaN or infinity."""
+    """How many of the positions that count [sequences, positions] hold NaN or
+    infinity."""
     return int((~x.isfinite().all(dim=-1) & counts).sum())
 
 
 def largest_error(x: Tensor, truth: Tensor) -> Tensor:
-    """[sequences, positions]: the largest error of a logit, less the mean error of the position."""
+    """[sequences, positions]: the largest error of a logit, less the mean error of the
+    position."""
     return _centred(x - truth).abs().amax(dim=-1)
 
 
 def compared(
-    x: Tensor, truth: Tensor, how: Scored, by_chance: Tensor | None, beside: Tensor | None,
+    x: Tensor,
+    truth: Tensor,
+    how: Scored,
+    by_chance: Tensor | None,
+    beside: Tensor | None,
     first: Mapping[int, str] = MappingProxyType({}),
-) -> list[dict[str, Any]]:  # fmt: skip
-    """For each sequence, the numbers of an `OutputRow`. `by_chance`: the `largest_error` that
-    roundings make; `beside`: the output of the run to take `apart` from. A sequence with NaN or
-    infinity has a `reason` and no numbers; `first` says where it came up, by sequence."""
+) -> list[dict[str, Any]]:
+    """For each sequence, the numbers of an `OutputRow`. `by_chance`: the `largest_error`
+    that roundings make; `beside`: the output of the run to take `apart` from. A sequence
+    with NaN or infinity has a `reason` and no numbers; `first` says where it came up, by
+    sequence."""
     rows: list[dict[str, Any]] = []
     for i, counts in enumerate(how.counted):
         own, exact = x[i][counts], truth[i][counts]
@@ -112,18 +135,25 @@ def compared(
         if not len(own):
             rows.append({"status": "skipped", "reason": "the sequence is all padding"})
             continue
-        if not bool(exact.isfinite().all()):  # no kernel's fault, and nothing to measure it by
-            rows.append({"status": "skipped", "reason": f"{EXACT_NONFINITE}{where}", "lost": True})
+        # No kernel's fault, and nothing to measure it by
+        if not bool(exact.isfinite().all()):
+            rows.append(
+                {"status": "skipped", "reason": f"{EXACT_NONFINITE}{where}", "lost": True}
+            )
             continue
         if bad:
-            reason = f"NaN or infinity in the output at {bad} of {len(own)} positions{where}"
+            reason = (
+                f"NaN or infinity in the output at {bad} of {len(own)} positions{where}"
+            )
             rows.append({"status": "failed", "reason": reason, "nonfinite": bad})
             continue
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]
             cost, row = _of_logits(own, exact, how.targets[i][counts], errors)
         else:
-            cost = (own - exact).square().sum(dim=-1) / exact.square().sum(dim=-1).clamp_min(TINY)
+            cost = (own - exact).square().sum(dim=-1) / exact.square().sum(
+                dim=-1
+            ).clamp_min(TINY)
             cosine = torch.cosine_similarity(own, exact, dim=-1, eps=TINY).clamp(-1, 1)
             row = {"angle": float(cosine.acos().rad2deg().mean())}
         # What is added to all logits of a position alike changes nothing.
@@ -142,7 +172,11 @@ def compared(
 def _spread(name: str, x: Tensor) -> dict[str, float]:
     """The mean over positions, the 99.9 % point and the largest."""
     point = x.kthvalue(math.ceil(0.999 * len(x))).values
-    return {name: float(x.mean()), f"{name}_p999": float(point), f"{name}_max": float(x.max())}
+    return {
+        name: float(x.mean()),
+        f"{name}_p999": float(point),
+        f"{name}_max": float(x.max()),
+    }
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -152,15 +186,20 @@ def _centred(x: Tensor) -> Tensor:
 def _of_logits(
     x: Tensor, exact: Tensor, targets: Tensor, by_chance: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The cost of each position of logits [positions, tokens], and other fields of the row."""
+    """The cost of each position of logits [positions, tokens], and other fields of the
+    row."""
     step, parts = max(1, BLOCK // x.shape[-1]), []
-    for own, right, token in zip(*(y.split(step) for y in (x, exact, targets)), strict=True):
+    for own, right, token in zip(
+        *(y.split(step) for y in (x, exact, targets)), strict=True
+    ):
         own, right = own.log_softmax(dim=-1), right.log_softmax(dim=-1)
         change = own - right
         cost = -(right.exp() * change).sum(dim=-1)  # KL(exact || x)
         best, first = right.max(dim=-1).values, own.argmax(dim=-1, keepdim=True)
         margin = best - right.gather(1, first)[:, 0]  # between the two likeliest tokens
-        parts.append((cost.clamp_min(0), margin, change.gather(1, token.clamp_min(0)[:, None])))
+        parts.append(
+            (cost.clamp_min(0), margin, change.gather(1, token.clamp_min(0)[:, None]))
+        )
     cost, margin, change = (torch.cat(p) for p in zip(*parts, strict=True))
     flips = margin.nonzero()[:, 0].tolist()
     row: dict[str, Any] = {"flips": len(flips), "first_flip": next(iter(flips), None)}

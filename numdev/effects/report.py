@@ -1,7 +1,8 @@
-"""What `numdev effects` says, as a report holds it. Every number is of a model's output beside the
-same output in fp64, on the same tokens. `cost` is the Kullback-Leibler divergence from the exact
-distribution, in nats a position, where the output is logits, and the squared relative error of the
-final states where it is none; both add up over independent small roundings."""
+"""What `numdev effects` says, as a report holds it. Every number is of a model's output
+beside the same output in fp64, on the same tokens. `cost` is the Kullback-Leibler
+divergence from the exact distribution, in nats a position, where the output is logits,
+and the squared relative error of the final states where it is none; both add up over
+independent small roundings."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ USED = "sdpa-default"  # what a model calls that asks for no backend
 
 
 def stands_for_use(kernel: str, against: str) -> int:
-    """Kernels in the order in which they stand for what a user runs, the lowest first: what a model
-    calls that asks for no backend, and last the one that others are compared with."""
+    """Kernels in the order in which they stand for what a user runs, the lowest first:
+    what a model calls that asks for no backend, and last the one that others are compared
+    with."""
     return {USED: 0, against: 2}.get(kernel, 1)
 
 
@@ -44,7 +46,8 @@ LIMITS = {"format": 0.0, "compiled": COMPILED, "compiled eager": COMPILED}
 
 
 class PlannedRun(Record):
-    """One way in which the model was to run, in every format, by the fields of `OfRun`."""
+    """One way in which the model was to run, in every format, by the fields of
+    `OfRun`."""
 
     kind: Kind
     kernel: str = ""
@@ -69,7 +72,8 @@ class EffectsPlan(Record):
 
     kernels: tuple[PlannedKernel, ...]  # with which the whole model was to run
     against: str  # of them the one that the others are compared with
-    sites_of: str  # of them the one, with its options, as which attention rounds at its sites
+    # Of them the one, with its options, as which attention rounds at its sites
+    sites_of: str
     named: bool  # whether the kernels were asked for by name
     formats: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
@@ -81,8 +85,8 @@ class EffectsPlan(Record):
 
 
 class OfRun(Record):
-    """One way to run the model, and what became of its output: over the scored positions of one
-    sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
+    """One way to run the model, and what became of its output: over the scored positions
+    of one sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
 
     role: ClassVar[str] = "kernel"
     kind: Kind
@@ -98,14 +102,17 @@ class OfRun(Record):
     log_prob_p999: Value = None
     log_prob_max: Value = None
     log_perplexity: Value = None  # its change, with its sign
-    error: Value = None  # rms error of the output (logits less their mean) over its exact rms
+    # Rms error of the output (logits less their mean) over its exact rms
+    error: Value = None
     angle: Value = None  # mean angle between final states and the exact ones, degrees
-    apart: Value = None  # rms difference from the run with the kernel `against`, over the exact rms
+    # Rms difference from the run with the kernel `against`, over the exact rms
+    apart: Value = None
     positions: int = 0
     flips: int | None = None  # positions where another token, or class, is the likeliest
     unexplained: int | None = None
-    """Flips that are no near ties: the exact margin is over four times the largest error that the
-    format's own roundings make there. Null with a router, whose choices may move one token far."""
+    """Flips that are no near ties: the exact margin is over four times the largest error
+    that the format's own roundings make there. Null with a router, whose choices may move
+    one token far."""
     first_flip: int | None = None
     growth: tuple[float, ...] = ()  # the cost in eight equal parts of the sequence
 
@@ -126,7 +133,8 @@ class OutputRow(OfRun):
     sequence: int
     status: Literal["ok", "skipped", "failed"] = "ok"
     nonfinite: int = 0  # positions with NaN or infinity: then there are no numbers
-    lost: bool = False  # the exact output is not finite: no run of this sequence has numbers
+    # The exact output is not finite: no run of this sequence has numbers
+    lost: bool = False
     cost: Value = None
     log_prob: Value = None  # |change| of the log-probability of the text's own tokens
 
@@ -140,7 +148,8 @@ class Estimate(Record):
 
 
 class RunSummary(OfRun):
-    """One run over all sequences, of which `failed` have no number since the run failed."""
+    """One run over all sequences, of which `failed` have no number since the run
+    failed."""
 
     failed: int = 0
     nonfinite: int = 0  # sequences with NaN or infinity in the output
@@ -151,7 +160,8 @@ class RunSummary(OfRun):
     over: Estimate | None = None  # its cost over that of what it is held against
     over_worst: Value = None  # of the one sequence where it is largest
     beside: Literal["predicted", "eager", "sites"] | None = None
-    """What: the kernel's rounding model, else eager attention; of the whole, all sites together."""
+    """What: the kernel's rounding model, else eager attention; of the whole, all sites
+    together."""
 
     @model_validator(mode="after")
     def _is_over_something(self) -> Self:
@@ -176,8 +186,9 @@ class Check(Record):
     holds: bool | None  # None: it does not apply, or could not be tried
     applies: bool = True  # False: the model need not have it, or nobody asked for it
     difference: Value = None
-    """The largest, over the rms of the exact output; of `format` the number of sites that compute
-    in a narrower one; of the compiled ones their error over that of the model as it is."""
+    """The largest, over the rms of the exact output; of `format` the number of sites that
+    compute in a narrower one; of the compiled ones their error over that of the model as
+    it is."""
     limit: Value = None
     format: str = ""  # where it is a check in a format
     reason: str = ""  # why it does not apply or could not be tried, or what is wrong
@@ -196,9 +207,12 @@ IN_FORMAT = ("compiled", "compiled eager", "format")
 ASKED_BY = {"cache": "generate", "compiled": "compile", "compiled eager": "compile"}
 
 
-def check_names(_request: EffectsRequest, formats: Sequence[str]) -> list[tuple[str, str]]:
-    """The name and format ("" for none) of each check of a report, in its order. Every report has
-    them all, whatever was asked for: `Check.applies` says which are not of this one."""
+def check_names(
+    _request: EffectsRequest, formats: Sequence[str]
+) -> list[tuple[str, str]]:
+    """The name and format ("" for none) of each check of a report, in its order. Every
+    report has them all, whatever was asked for: `Check.applies` says which are not of
+    this one."""
     return [
         *((name, "") for name in IN_FP64),
         *((name, fmt) for fmt in formats for name in IN_FORMAT),
@@ -227,14 +241,16 @@ class EffectsReport(Report):
     kind: Literal["effects"] = "effects"
     plan: EffectsPlan
     output: Literal["logits", "states"]
-    tokens: tuple[int, ...] = ()  # of the first sequence, where the model reads `input_ids`
+    # Of the first sequence, where the model reads `input_ids`
+    tokens: tuple[int, ...] = ()
     summary: EffectsSummary
     checks: tuple[Check, ...] = ()
     rows: tuple[OutputRow, ...]
 
     @property
     def measured(self) -> bool:
-        """Whether the model ran in any format with any kernel, or was checked as a whole."""
+        """Whether the model ran in any format with any kernel, or was checked as a
+        whole."""
         ran = any(row.kind == "whole" and row.status == "ok" for row in self.rows)
         return ran or any(check.holds is not None for check in self.checks)
 

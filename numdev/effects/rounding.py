@@ -1,7 +1,8 @@
 """A model's operations in fp64 (see `numdev.exact`), rounded at chosen sites alone.
 
-Sites are those of a transformer. An operation is placed (`Places`) by the module that runs it, by
-where that stands, and by whether attention was met; what is none of them is `other`."""
+Sites are those of a transformer. An operation is placed (`Places`) by the module that
+runs it, by where that stands, and by whether attention was met; what is none of them is
+`other`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from numdev.exact.wide import Wide
 from numdev.formats import Format
 from numdev.sources.capture import QKV, attention_modules, followed
 
-# The sites of attention itself are those of the first kernel's rounding model, in three groups.
+# The sites of attention itself are those of the first kernel's rounding model, in three
+# groups.
 ATTENTION: Mapping[str, tuple[str, ...]] = {
     "attention scores": (
         *("q_scaled", "scores", "scaled", "softcap", "bias", "max", "exponent", "exp"),
@@ -31,42 +33,61 @@ ATTENTION: Mapping[str, tuple[str, ...]] = {
     "attention output": ("pv", "accumulator", "normalised", "state", "merge", "out"),
 }
 SITES = (  # docs/effects.md says what is rounded at each
-    *("weights", "embedding", "norms", "q, k, v", "rotary", *ATTENTION, "output projection"),
+    *(
+        "weights",
+        "embedding",
+        "norms",
+        "q, k, v",
+        "rotary",
+        *ATTENTION,
+        "output projection",
+    ),
     *("MLP", "activation", "residual", "logits", "other"),
 )
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
-# Operators of attention that a module computes by hand: products of activations, and the softmax.
+# Operators of attention that a module computes by hand: products of activations, and the
+# softmax.
 SCORED, SOFTMAX = ("bmm", "baddbmm"), ("_softmax", "_safe_softmax")
-# Operators that move values, or choose among them: what they give is as rounded as what they get,
-# but for numbers that they bring in.
+# Operators that move values, or choose among them: what they give is as rounded as what
+# they get, but for numbers that they bring in.
 MOVES = frozenset(
-    """cat stack clone copy_ contiguous _unsafe_view embedding index index_select gather take where
-    masked_fill masked_fill_ masked_scatter index_put index_put_ index_copy index_copy_ scatter tril
-    scatter_ constant_pad_nd roll flip repeat repeat_interleave neg abs relu relu_ max min amax amin
-    maximum minimum clamp sort topk max_pool2d_with_indices zeros_like ones_like triu ones
-    new_zeros new_ones new_empty zeros empty zero_ lift_fresh empty_like lift_fresh_copy
-    """.split()  # noqa: SIM905
+    """cat stack clone copy_ contiguous _unsafe_view embedding index index_select gather
+    take where masked_fill masked_fill_ masked_scatter index_put index_put_ index_copy
+    index_copy_ scatter tril scatter_ constant_pad_nd roll flip repeat repeat_interleave
+    neg abs relu relu_ max min amax amin maximum minimum clamp sort topk
+    max_pool2d_with_indices zeros_like ones_like triu ones new_zeros new_ones new_empty
+    zeros empty zero_ lift_fresh empty_like lift_fresh_copy""".split()  # noqa: SIM905
 )
 # Of them, those that may put integers among floating-point values.
 JOINS = frozenset(("cat", "stack", "copy_", "where", "maximum", "minimum"))
-# Operators that turn a small change of numbers into another choice, as a router's of experts.
-CHOOSES = frozenset(("topk", "argmax", "argmin", "sort", "argsort", "round", "floor", "bucketize"))
-SINGLE = 24  # significant bits of float32, in which sound models compute norms and rotary tables
+# Operators that turn a small change of numbers into another choice, as a router's of
+# experts.
+CHOOSES = frozenset(
+    ("topk", "argmax", "argmin", "sort", "argsort", "round", "floor", "bucketize")
+)
+# Significant bits of float32, in which sound models compute norms and rotary tables
+SINGLE = 24
 
 
 class AtSites:
-    """Rounds results at `sites` to what tensors say they are, where that is no wider than `format`;
-    parameters, whose site is `weights`, where they are used. To nearest, or with a `generator` up
-    or down at random.
+    """Rounds results at `sites` to what tensors say they are, where that is no wider than
+    `format`; parameters, whose site is `weights`, where they are used. To nearest, or
+    with a `generator` up or down at random.
 
-    An operator that moves values gives what it gets, which is rounded where it was computed. Only
-    the numbers that it brings in (of a mask, a pad, a clamp) are rounded there."""
+    An operator that moves values gives what it gets, which is rounded where it was
+    computed. Only the numbers that it brings in (of a mask, a pad, a clamp) are rounded
+    there."""
 
     def __init__(
         self, places: Places, fmt: Format, sites: Collection[str],
         generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
-        self.places, self.format, self.sites, self.generator = places, fmt, sites, generator
+        self.places, self.format, self.sites, self.generator = (
+            places,
+            fmt,
+            sites,
+            generator,
+        )
         self.narrower: dict[str, str] = {}  # by site, the narrower format it was met in
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
@@ -80,7 +101,11 @@ class AtSites:
         fmt = values_format(dtype)
         if not moves(func) or fmt.precision > self.format.precision:
             return value
-        return rounded_number(value, fmt) if self.places.site_of(func, ()) in self.sites else value
+        return (
+            rounded_number(value, fmt)
+            if self.places.site_of(func, ()) in self.sites
+            else value
+        )
 
     def result(
         self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
@@ -103,12 +128,15 @@ class Running(Computing):
 
     def __init__(self, rounding: AtSites) -> None:
         super().__init__(rounding)
-        self.routes = False  # whether the model chooses among its parts, as a router of experts
+        # Whether the model chooses among its parts, as a router of experts
+        self.routes = False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.routes |= func.overloadpacket.__name__ in CHOOSES and isinstance(args[0], Wide)
+        self.routes |= func.overloadpacket.__name__ in CHOOSES and isinstance(
+            args[0], Wide
+        )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -117,9 +145,11 @@ def moves(func: OpOverload) -> bool:
     return func.overloadpacket.__name__ in MOVES and "reduce" not in func._overloadname
 
 
-def brings_other_numbers(func: OpOverload, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
-    """Whether an operator that moves values adds some up, casts those of a wider tensor down to
-    `dtype`, or puts integers among them."""
+def brings_other_numbers(
+    func: OpOverload, args: tuple[Any, ...], dtype: torch.dtype
+) -> bool:
+    """Whether an operator that moves values adds some up, casts those of a wider tensor
+    down to `dtype`, or puts integers among them."""
     name = func.overloadpacket.__name__
     if name in ("index_put", "index_put_") and len(args) > 3 and args[3]:
         return True
@@ -141,16 +171,21 @@ class Places:
         self.layers, self.owners = ({named[name] for name in x} for x in (layers, owners))
         self.rotates = "rotary" in self.kinds.values()
         self.running: list[nn.Module] = []
-        self.attended: set[nn.Module] = set()  # of the running owners, whose attention was met
-        self.by_hand: dict[nn.Module, str] = {}  # of them, how far one is that attends by hand
-        self.widths: dict[nn.Module, int] = {}  # of the residual stream, by the running layer
+        # Of the running owners, whose attention was met
+        self.attended: set[nn.Module] = set()
+        # Of them, how far one is that attends by hand
+        self.by_hand: dict[nn.Module, str] = {}
+        # Of the residual stream, by the running layer
+        self.widths: dict[nn.Module, int] = {}
         self.begun = False  # whether a layer has run
 
     def following(self) -> AbstractContextManager[None]:
         """Run the model in here."""
         self.running, self.attended, self.begun = [], set(), False
 
-        def enter(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]
+        ) -> None:
             self.running.append(module)
             self.attended.discard(module)
             self.by_hand.pop(module, None)
@@ -195,16 +230,16 @@ class Places:
         return "logits" if self.begun else "embedding"
 
     def _streams(self, shape: torch.Size) -> bool:
-        """Whether a sum of this shape may be one with the residual stream: it is as wide, and the
-        module that makes it has parts, as a function of activation has none."""
+        """Whether a sum of this shape may be one with the residual stream: it is as wide,
+        and the module that makes it has parts, as a function of activation has none."""
         layer = next((m for m in reversed(self.running) if m in self.layers), None)
         width = self.widths.get(layer, 0) if layer is not None else 0
         has_parts = any(True for _ in self.running[-1].children())
         return has_parts and (not width or shape[-1:] == (width,))
 
     def _by_hand(self, module: nn.Module, name: str) -> str:
-        """The site of an operation of attention that a module computes itself: scores up to the
-        softmax, P from there, and the output; empty for any other."""
+        """The site of an operation of attention that a module computes itself: scores up
+        to the softmax, P from there, and the output; empty for any other."""
         stage = self.by_hand.get(module, "")
         if name in SOFTMAX:
             self.by_hand[module] = "attention P"
@@ -234,8 +269,8 @@ def _within(name: str, modules: Iterable[str]) -> str | None:
 
 
 def _kind(name: str, module: nn.Module, owners: list[str], layers: list[str]) -> str:
-    """The site that a module's operations have, or `owner` (of projections), `layer` or `outside`,
-    where that depends on the operation."""
+    """The site that a module's operations have, or `owner` (of projections), `layer` or
+    `outside`, where that depends on the operation."""
     leaf, layer = name.rpartition(".")[2].lower(), _within(name, layers)
     own = f"{leaf} {type(module).__name__.lower()}"
     if "norm" in own:
@@ -249,7 +284,11 @@ def _kind(name: str, module: nn.Module, owners: list[str], layers: list[str]) ->
     if getattr(module, "weight", None) is None:
         return "layer"
     if _within(name, owners):
-        return "q, k, v" if any(role.search(leaf) for role in QKV) else "output projection"
+        return (
+            "q, k, v" if any(role.search(leaf) for role in QKV) else "output projection"
+        )
     depth = layer.count(".") + 2  # of the parts of a layer, one of which holds the owner
-    zones = {".".join(owner.split(".")[:depth]) for owner in owners if _within(owner, [layer])}
+    zones = {
+        ".".join(owner.split(".")[:depth]) for owner in owners if _within(owner, [layer])
+    }
     return "output projection" if _within(name, zones) else "MLP"

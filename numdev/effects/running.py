@@ -1,4 +1,5 @@
-"""A model in one format, run as a user runs it, exactly, or exactly but for chosen roundings."""
+"""A model in one format, run as a user runs it, exactly, or exactly but for chosen
+roundings."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from numdev.sources.opening import CheckpointSource
 from numdev.sources.pipeline import PictureSource
 from numdev.system import System
 
-# The output, in any dtype, of a call that came in this format (its values may be in fp64).
+# The output, in any dtype, of a call that came in this format (its values may be in
+# fp64).
 Attention = Callable[[AttentionCase, Format], Tensor]
 Inputs = Mapping[str, Any]
 Source = CheckpointSource | PictureSource
@@ -45,46 +47,60 @@ def exact(case: AttentionCase, _fmt: Format) -> Tensor:
 
 
 class Subject:
-    """The model of a source in a format: `real`, as it is used, and `wide`, which has the source's
-    own weights in fp64. It raises what the model raises, Refused where a kernel declines or cannot
-    run here, and MeasurementError where one fails."""
+    """The model of a source in a format: `real`, as it is used, and `wide`, which has the
+    source's own weights in fp64. It raises what the model raises, Refused where a kernel
+    declines or cannot run here, and MeasurementError where one fails."""
 
     def __init__(self, source: Source, fmt: Format, run: Runner, system: System) -> None:
         self.format, self.run, self.system, self.device = fmt, run, system, system.device
         models: Any = [source.load(dtype_of(fmt)) for _ in range(2)]
         self.real, self.wide = models
         if hasattr(self.wide, "set_experts_implementation"):
-            self.wide.set_experts_implementation("eager")  # transformers' default has no fp64
+            # Transformers' default has no fp64
+            self.wide.set_experts_implementation("eager")
         _widen(self.wide, source.model, self.device)
-        self.weights: dict[nn.Module, Any] = dict.fromkeys(models, nullcontext)  # to run it within
+        # To run it within
+        self.weights: dict[nn.Module, Any] = dict.fromkeys(models, nullcontext)
         if source.streamed:
             self.weights = {m: Streamed(m, device=self.device).running for m in models}
         self.places = Places(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
-        self.routes = False  # whether it chooses among its parts, as a router of experts does
+        # Whether it chooses among its parts, as a router of experts does
+        self.routes = False
         self.ran_exactly = False  # whether `narrower` and `routes` say anything yet
-        self.by_hand = ""  # why no kernel can answer its attention, once that was found out
+        # Why no kernel can answer its attention, once that was found out
+        self.by_hand = ""
 
-    def as_used(self, inputs: Inputs, attention: Attention, moved: int | None = None) -> Any:
-        """What the model returns as it computes in its format. With the seed `moved` its embedded
-        inputs lie one unit in the last place off, up or down."""
+    def as_used(
+        self, inputs: Inputs, attention: Attention, moved: int | None = None
+    ) -> Any:
+        """What the model returns as it computes in its format. With the seed `moved` its
+        embedded inputs lie one unit in the last place off, up or down."""
 
         def answer(case: AttentionCase) -> Tensor:
             return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
 
-        moving = nullcontext() if moved is None else _moving(self.real, self.format, moved)
+        moving = (
+            nullcontext() if moved is None else _moving(self.real, self.format, moved)
+        )
         with torch.no_grad(), self.weights[self.real](), moving:
             home = at_home(self.real, inputs)
             return answered(self.real, lambda: self.real(**home), answer)
 
     def exactly(
-        self, inputs: Inputs, attention: Attention | None = exact, *, sites: Collection[str] = (),
-        drawn: int | None = None, run: Callable[..., Any] | None = None,
-    ) -> Any:  # fmt: skip
-        """What the model returns, or `run` in its place, computed in fp64 but for roundings at
-        `sites` (up or down at random with the seed `drawn`, where there is one). Its attention is
-        answered by `attention`; None: by the model's own code, which is as exact in fp64 and stands
-        in for `exact` in a model that attends by hand."""
+        self,
+        inputs: Inputs,
+        attention: Attention | None = exact,
+        *,
+        sites: Collection[str] = (),
+        drawn: int | None = None,
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
+        """What the model returns, or `run` in its place, computed in fp64 but for
+        roundings at `sites` (up or down at random with the seed `drawn`, where there is
+        one). Its attention is answered by `attention`; None: by the model's own code,
+        which is as exact in fp64 and stands in for `exact` in a model that attends by
+        hand."""
         if attention is exact:
             if not self.by_hand:
                 try:
@@ -98,7 +114,9 @@ class Subject:
         self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
         drawn: int | None, run: Callable[..., Any] | None,
     ) -> Any:  # fmt: skip
-        generator = None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
+        generator = (
+            None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
+        )
         rounding = AtSites(self.places, self.format, sites, generator)
         running = Running(rounding)
 
@@ -106,12 +124,16 @@ class Subject:
             self.places.met()
             kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
-                rounding.narrower["attention"] = format_of(torch.get_autocast_dtype(kind)).name
+                rounding.narrower["attention"] = format_of(
+                    torch.get_autocast_dtype(kind)
+                ).name
             with _disable_current_modes(), torch.autocast(kind, enabled=False):
                 values = (attention or exact)(_unwrapped(case), format_of(dtype))
                 return Wide.of(values.double(), dtype)
 
-        call = partial(run or self.wide, **self._inputs(inputs, rounded="embedding" in sites))
+        call = partial(
+            run or self.wide, **self._inputs(inputs, rounded="embedding" in sites)
+        )
         with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
             if attention is not None:
                 result = answered(self.wide, call, answer)
@@ -124,10 +146,15 @@ class Subject:
         return result
 
     def rounded(
-        self, inputs: Inputs, kernels: Iterable[Planned], site: str = "", drawn: int | None = None
+        self,
+        inputs: Inputs,
+        kernels: Iterable[Planned],
+        site: str = "",
+        drawn: int | None = None,
     ) -> Any:
-        """What the model returns, rounded at one site, or at all, but computed in fp64. Attention
-        rounds as the first of the kernels with a rounding model does, else as FlashAttention-2."""
+        """What the model returns, rounded at one site, or at all, but computed in fp64.
+        Attention rounds as the first of the kernels with a rounding model does, else as
+        FlashAttention-2."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -137,20 +164,30 @@ class Subject:
                     claim = self._claim(planned, case.rounded_to(fmt))
                     break
             values = recipe(**claim).sites
-            own = [s for s in ATTENTION.get(site, FORWARD) if values[s] not in (EXACT, "wide")]
+            own = [
+                s
+                for s in ATTENTION.get(site, FORWARD)
+                if values[s] not in (EXACT, "wide")
+            ]
             rounds = {s: fmt.name if values[s] == WORKING else values[s] for s in own}
             chosen = {**claim, **dict.fromkeys(FORWARD, EXACT), **rounds, **stochastic}
-            if site not in ("", "attention scores"):  # of which a quick exponential is part
+            # Of which a quick exponential is part
+            if site not in ("", "attention scores"):
                 chosen["exponential"] = "exact"
             return find("emulated").attend(case, **chosen).out
 
         if not site:
             return self.exactly(inputs, attention, sites=SITES, drawn=drawn)
-        return self.exactly(inputs, attention if site in ATTENTION else exact, sites=(site,))
+        return self.exactly(
+            inputs, attention if site in ATTENTION else exact, sites=(site,)
+        )
 
     def _inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
         """The inputs as the model takes them, floating-point ones wide."""
-        home = {n: x.to(self.device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+        home = {
+            n: x.to(self.device) if isinstance(x, Tensor) else x
+            for n, x in inputs.items()
+        }
         for name, x in home.items():
             if is_floating(x):
                 dtype = x.dtype if x.is_complex() else dtype_of(self.format)
@@ -159,16 +196,18 @@ class Subject:
                 home[name] = Wide.of(values, dtype)
         return home
 
-    def kernel(self, planned: Planned, layer: Any, case: AttentionCase, fmt: Format) -> Tensor:
-        """Attention by a kernel, on inputs rounded to the format of the call; with a `layer` (else
-        None) in this one alone, and exactly in all others."""
+    def kernel(
+        self, planned: Planned, layer: Any, case: AttentionCase, fmt: Format
+    ) -> Tensor:
+        """Attention by a kernel, on inputs rounded to the format of the call; with a
+        `layer` (else None) in this one alone, and exactly in all others."""
         if layer not in (None, case.ref.layer):
             return exact(case, fmt)
         return self._ran(planned, case.rounded_to(fmt)).out
 
     def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
-        """The same as the kernel's rounding model has it; exactly, where a call comes in a wider
-        format than the model's, for which there is none."""
+        """The same as the kernel's rounding model has it; exactly, where a call comes in
+        a wider format than the model's, for which there is none."""
         if fmt.precision > self.format.precision:
             return exact(case, fmt)
         case = case.rounded_to(fmt)
@@ -180,14 +219,18 @@ class Subject:
             raise Refused(missing)
         output = self.run(kernel, case, given(planned.options, kernel))
         if isinstance(output, Failure):
-            raise (Refused if output.status == "skipped" else MeasurementError)(output.reason)
+            raise (Refused if output.status == "skipped" else MeasurementError)(
+                output.reason
+            )
         return output
 
     def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, Any]:
         """The options of `emulated` that the kernel rounds like on a rounded case."""
         claim = planned.kernel.claims(case, self._ran(planned, case), self.system)
         if claim is None or case.format.precision > MOST_BITS:
-            raise Refused(f"{planned.kernel.name} has no rounding model for {case.format.name}")
+            raise Refused(
+                f"{planned.kernel.name} has no rounding model for {case.format.name}"
+            )
         return claim
 
 
@@ -195,12 +238,15 @@ class Subject:
 def first_nonfinite(
     model: nn.Module, count: int, cast_to: Format | None = None
 ) -> Iterator[dict[int, str]]:
-    """While the model runs in here on `count` sequences: by the number of a sequence, the first of
-    its modules that gives NaN or infinity, with its weight that holds some; or that gets some from
-    what is no module, such as attention. Of a module that mixes sequences, all count. `cast_to`:
-    the format that its weights were cast to, which they may overflow."""
+    """While the model runs in here on `count` sequences: by the number of a sequence, the
+    first of its modules that gives NaN or infinity, with its weight that holds some; or
+    that gets some from what is no module, such as attention. Of a module that mixes
+    sequences, all count. `cast_to`: the format that its weights were cast to, which they
+    may overflow."""
     first: dict[int, str] = {}
-    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    names = {
+        module: name or type(module).__name__ for name, module in model.named_modules()
+    }
 
     def note(x: Any, where: Callable[[], str]) -> None:
         for tensor in (widened(y) for y in tree_leaves(x) if is_floating(y)):
@@ -212,7 +258,8 @@ def first_nonfinite(
             first.update({i: where() for i in sequences if i not in first})
 
     def enter(module: nn.Module, args: tuple[Any, ...], _named: Any) -> None:
-        if not any(True for _ in module.children()):  # others may get masks, which hold -inf
+        # Others may get masks, which hold -inf
+        if not any(True for _ in module.children()):
             with _disable_current_modes():
                 note(args[:1], lambda: f"the input of {names[module]}")
 
@@ -225,17 +272,21 @@ def first_nonfinite(
 
 
 def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
-    """A clause about the first weight of a module that holds NaN or infinity; empty without one."""
+    """A clause about the first weight of a module that holds NaN or infinity; empty
+    without one."""
     cast = f" (cast to {cast_to.name})" if cast_to else ""
     for name, x in module.named_parameters():
         if not isinstance(x, Deferred) and (count := int((~widened(x).isfinite()).sum())):
-            return f", whose {name}{cast} has NaN or infinity at {count} of {x.numel()} places"
+            return (
+                f", whose {name}{cast} has NaN or infinity at {count} of "
+                f"{x.numel()} places"
+            )
     return ""
 
 
 def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
-    """Put `Wide` tensors with the source's values in the place of a model's own: where these stay
-    on disk, what makes them."""
+    """Put `Wide` tensors with the source's values in the place of a model's own: where
+    these stay on disk, what makes them."""
     made: dict[int, Any] = {}  # a tied weight stays one
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
@@ -256,11 +307,14 @@ def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> A
 
 
 def _unwrapped(case: AttentionCase) -> AttentionCase:
-    """The call with its values in fp64. In a mask the lowest number of a dtype hides a key."""
+    """The call with its values in fp64. In a mask the lowest number of a dtype hides a
+    key."""
     values = {name: widened(x) for name, x in vars(case).items() if is_floating(x)}
     if case.mask is not None and "mask" in values:
         hidden = values["mask"] == torch.finfo(case.mask.dtype).min
-        values["mask"] = values["mask"].masked_fill(hidden, torch.finfo(torch.float64).min)
+        values["mask"] = values["mask"].masked_fill(
+            hidden, torch.finfo(torch.float64).min
+        )
     return dataclasses.replace(case, **values)
 
 
@@ -273,7 +327,9 @@ def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
         generator = torch.Generator(x.device).manual_seed(seed)
         up = torch.rand(x.shape, generator=generator, device=x.device) < 0.5
         spacing = 2.0 * fmt.unit_roundoff
-        return round_to(x.double() * (1 + torch.where(up, spacing, -spacing)), fmt).to(x.dtype)
+        return round_to(x.double() * (1 + torch.where(up, spacing, -spacing)), fmt).to(
+            x.dtype
+        )
 
     with ExitStack() as stack:
         for m in model.modules():

@@ -1,5 +1,5 @@
-"""`numdev effects`: the model's output in each format with each kernel beside the exact one, and
-what single rounding sites do to it."""
+"""`numdev effects`: the model's output in each format with each kernel beside the exact
+one, and what single rounding sites do to it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,12 @@ class Run(NamedTuple):
 
     def row(self, fmt: Format) -> dict[str, Any]:
         """The fields of its rows that say which it is."""
-        own = {"kind": self.kind, "format": fmt.name, "site": self.site, "layer": self.layer}
+        own = {
+            "kind": self.kind,
+            "format": fmt.name,
+            "site": self.site,
+            "layer": self.layer,
+        }
         if p := self.planned:
             own |= {"kernel": p.kernel.name, "options": dict(p.options)}
         return own
@@ -90,13 +95,19 @@ def effects(
     command: str = "",
     rules: Rules | None = None,
 ) -> EffectsReport:
-    """Run `request`, journalling into `directory`; returns the report, judged by the rules (the
-    default ones). Raises UsageError for what cannot be run here, and MeasurementError where the
-    model cannot be run exactly."""
+    """Run `request`, journalling into `directory`; returns the report, judged by the
+    rules (the default ones). Raises UsageError for what cannot be run here, and
+    MeasurementError where the model cannot be run exactly."""
     rules = rules or default_rules()
     check_system(System.here(request.device).as_dict(), rules)
-    watch = Stopwatch(System.here(request.device).device, ("model", "runs", "checks", "other"))
-    runner = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
+    watch = Stopwatch(
+        System.here(request.device).device, ("model", "runs", "checks", "other")
+    )
+    runner = (
+        Isolated(request.time_limit)
+        if request.isolate
+        else contextlib.nullcontext(attempt)
+    )
     with runner as run, contextlib.ExitStack() as stack:
         with watch("model"):
             study = Study(request, run)
@@ -114,7 +125,9 @@ def effects(
                 measure = partial(measured_on, client, shared_by(head), request)
             for fmt in study.formats:
                 for number in range(len(study.chunks)):
-                    keys = [digest([fmt.name, number, run.row(fmt)]) for run in study.runs]
+                    keys = [
+                        digest([fmt.name, number, run.row(fmt)]) for run in study.runs
+                    ]
                     todo = [i for i, key in enumerate(keys) if not journal.visit(key)]
                     with watch("runs"):
                         for i, own in measure(fmt, number, todo) if todo else ():
@@ -128,7 +141,10 @@ def effects(
                         tried = list(checks_of(*of, before))
                         facts = [{"routes": of[0].routes}]
                         journal.append(key, {"check": tried, "model": facts})
-            rows, checks = journal.records("row", OutputRow), journal.records("check", Check)
+            rows, checks = (
+                journal.records("row", OutputRow),
+                journal.records("check", Check),
+            )
             facts = journal.rows("model")
     logits = any(row.flips is not None for row in rows)
     report = EffectsReport(
@@ -137,7 +153,9 @@ def effects(
         timings=watch.seconds(),
         plan=EffectsPlan(
             kernels=tuple(
-                PlannedKernel(role="kernel", kernel=p.kernel.name, options=dict(p.options))
+                PlannedKernel(
+                    role="kernel", kernel=p.kernel.name, options=dict(p.options)
+                )
                 for p in (study.against, *study.mine)
             ),
             against=study.against.kernel.name,
@@ -150,7 +168,8 @@ def effects(
             logits=logits,
             routes=any(fact["routes"] for fact in facts),
             checks=tuple(
-                PlannedCheck(name=c.name, format=c.format, applies=c.applies) for c in checks
+                PlannedCheck(name=c.name, format=c.format, applies=c.applies)
+                for c in checks
             ),
         ),
         output="logits" if logits else "states",
@@ -169,9 +188,15 @@ class Study:
         self.request, self.run, self.system = request, run, System.here(request.device)
         choices = (Choice(name=request.against), *request.kernels)
         if always := {"floor", "reference"} & {choice.name for choice in choices}:
-            raise UsageError(f"expected a kernel, got the {min(always)}, which always runs")
-        self.kernels = [p for p in plan_kernels(choices) if p.role in ("baseline", "kernel")]
-        self.against = next(p for p in self.kernels if p.kernel.name == find(request.against).name)
+            raise UsageError(
+                f"expected a kernel, got the {min(always)}, which always runs"
+            )
+        self.kernels = [
+            p for p in plan_kernels(choices) if p.role in ("baseline", "kernel")
+        ]
+        self.against = next(
+            p for p in self.kernels if p.kernel.name == find(request.against).name
+        )
         self.mine = [p for p in self.kernels if p is not self.against]
         self.formats = plan_formats(request.formats, self.kernels)
         self.source = _opened_source(request, self.system)
@@ -191,7 +216,9 @@ class Study:
         placed = isinstance(self.source, CheckpointSource)  # operations have sites
         model, main = self.source.model, (*self.mine, self.against)[0]
         names = attention_modules(model) if self.request.by_layer else ()
-        layers: Any = {layer_of(model.get_submodule(name), name) for name in names} - {None}
+        layers: Any = {layer_of(model.get_submodule(name), name) for name in names} - {
+            None
+        }
         return [
             *((Run("random"), Run("emulated")) if placed else ()),
             *(Run("whole", p) for p in (self.against, *self.mine)),
@@ -204,9 +231,12 @@ class Study:
 
     @property
     def used(self) -> Planned:
-        """The kernel that stands for what a user runs: attention's sites round as it does."""
+        """The kernel that stands for what a user runs: attention's sites round as it
+        does."""
         every = (*self.mine, self.against)
-        return min(every, key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name))
+        return min(
+            every, key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name)
+        )
 
     @property
     def sequences(self) -> int:
@@ -215,7 +245,8 @@ class Study:
 
     @cached_property
     def chunks(self) -> list[dict[str, Any]]:
-        """The inputs, as many sequences at a time as a gigabyte of logits holds; one image."""
+        """The inputs, as many sequences at a time as a gigabyte of logits holds; one
+        image."""
         inputs, step = self.source.prompt.inputs, 1
         count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
         if isinstance(self.source, CheckpointSource):
@@ -223,19 +254,30 @@ class Study:
             vocabulary = getattr(self.source.checkpoint, "vocab_size", None) or 1
             step = max(1, LOGITS // (tokens * vocabulary))
         parts = [slice(at, at + step) for at in range(0, count, step)]
-        return [{n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts]
+        return [
+            {n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts
+        ]
 
-    def measured(self, fmt: Format, number: int, todo: Sequence[int]) -> Iterator[Measured]:
+    def measured(
+        self, fmt: Format, number: int, todo: Sequence[int]
+    ) -> Iterator[Measured]:
         """Of one part of the inputs, the rows of these runs, each with its number."""
         subject, inputs = self.subject(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, Run("exact"))
-        if subject.by_hand:  # no kernel can be put into it, and its own code is all there is
+        # No kernel can be put into it, and its own code is all there is
+        if subject.by_hand:
             count = len(next(iter(inputs.values())))
             nothing: Any = {"status": "skipped", "reason": subject.by_hand}
             for i in todo:
                 about = self.runs[i].row(fmt)
-                yield i, [OutputRow(**about, **nothing, sequence=before + n) for n in range(count)]
+                yield (
+                    i,
+                    [
+                        OutputRow(**about, **nothing, sequence=before + n)
+                        for n in range(count)
+                    ],
+                )
             return
         truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
@@ -246,37 +288,57 @@ class Study:
         held = [self._outputs(subject, inputs, run) for run in self.runs[:count]]
         *roundings, against = ({} if isinstance(x, Failure) else x for x in held)
         # A choice of experts that changes moves one token, and may move it far.
-        errors = [largest_error(x[""], truths[""]) for x in roundings if x and not subject.routes]
+        errors = [
+            largest_error(x[""], truths[""])
+            for x in roundings
+            if x and not subject.routes
+        ]
         by_chance = torch.stack(errors).amax(dim=0) if errors else None
         for i in todo:
             run, named = self.runs[i], []
             out = held[i] if i < count else self._outputs(subject, inputs, run)
             first = lost
             if not isinstance(out, Failure) and any(
-                bool((truth.isfinite() & ~out[at].isfinite()).any()) for at, truth in truths.items()
+                bool((truth.isfinite() & ~out[at].isfinite()).any())
+                for at, truth in truths.items()
             ):
                 first = self._first_nonfinite(subject, inputs, run) | lost
             for at, truth in truths.items():
                 if isinstance(out, Failure):
                     rows: list[Any] = [vars(out)] * len(truth)
                 else:
-                    beside = against.get(at) if run.kind in ("whole", "repeat", "moved") else None
+                    beside = (
+                        against.get(at)
+                        if run.kind in ("whole", "repeat", "moved")
+                        else None
+                    )
                     rows = compared(out[at], truth, how, by_chance, beside, first)
                 about = {**run.row(fmt), "at": at}
-                named += [OutputRow(**about, sequence=n, **x) for n, x in enumerate(rows, before)]
+                named += [
+                    OutputRow(**about, sequence=n, **x)
+                    for n, x in enumerate(rows, before)
+                ]
             yield i, named
 
-    def _outputs(self, subject: Subject, inputs: Inputs, run: Run) -> dict[str, Tensor] | Failure:
+    def _outputs(
+        self, subject: Subject, inputs: Inputs, run: Run
+    ) -> dict[str, Tensor] | Failure:
         """The outputs of one run, or why there are none."""
         try:
             return outputs_of(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
-            return Failure("skipped" if isinstance(error, Refused) else "failed", error.message)
+            return Failure(
+                "skipped" if isinstance(error, Refused) else "failed", error.message
+            )
 
-    def _first_nonfinite(self, subject: Subject, inputs: Inputs, run: Run) -> dict[int, str]:
+    def _first_nonfinite(
+        self, subject: Subject, inputs: Inputs, run: Run
+    ) -> dict[int, str]:
         """By sequence of these inputs, where a run first gives NaN or infinity."""
         as_used = run.kind in ("whole", "repeat", "moved")
-        model, cast_to = (subject.real, subject.format) if as_used else (subject.wide, None)
+        model, cast_to = (
+            (subject.real, subject.format) if as_used else (subject.wide, None)
+        )
         count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
         with first_nonfinite(model, count, cast_to) as first:
             self._answer(subject, inputs, run)
@@ -297,31 +359,49 @@ class Study:
             attention = partial(subject.kernel, planned, run.layer)
             if run.kind == "attention":
                 return subject.exactly(inputs, attention)
-            return subject.as_used(inputs, attention, seed + 2 if run.kind == "moved" else None)
+            return subject.as_used(
+                inputs, attention, seed + 2 if run.kind == "moved" else None
+            )
 
 
 def _opened_source(request: EffectsRequest, system: System) -> Source:
-    """Raises UsageError for what is no model, and for an option that means nothing for it."""
+    """Raises UsageError for what is no model, and for an option that means nothing for
+    it."""
     path, target = Path(request.checkpoint), request.target
     what = "captured tensors" if holds_cases(path) else ""
     if what := "a configuration" if path.suffix in (".yaml", ".yml") else what:
-        expected = "a checkpoint, a state dict with --model, a diffusers pipeline or `demo`"
-        raise UsageError(f"{target}: expected {expected}, got {what}", hint="audit it instead")
+        expected = (
+            "a checkpoint, a state dict with --model, a diffusers pipeline or `demo`"
+        )
+        raise UsageError(
+            f"{target}: expected {expected}, got {what}", hint="audit it instead"
+        )
     same = ("target", "checkpoint", *Reading.model_fields, "stream", "denoise")
-    source = open_source(AuditRequest(**{name: getattr(request, name) for name in same}), system)
+    source = open_source(
+        AuditRequest(**{name: getattr(request, name) for name in same}), system
+    )
     if isinstance(source, PipelineSource):
-        refuse_options(request, "a diffusers pipeline", ("by_layer", "generate", "compile"))
+        refuse_options(
+            request, "a diffusers pipeline", ("by_layer", "generate", "compile")
+        )
         return PictureSource(source, system)
     assert isinstance(source, CheckpointSource)
     return source
 
 
 def measured_on(
-    client: Any, expected: str, request: EffectsRequest, fmt: Format, number: int, todo: Any
+    client: Any,
+    expected: str,
+    request: EffectsRequest,
+    fmt: Format,
+    number: int,
+    todo: Any,
 ) -> Iterator[Measured]:
     """As `Study.measured`, the runs shared out among the workers of a client."""
     count = min(max(1, len(client.nthreads())), len(todo))
-    parts = [(request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)]
+    parts = [
+        (request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)
+    ]
     for rows in shared_out(client, expected, _there, parts):
         yield from rows
 

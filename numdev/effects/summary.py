@@ -1,4 +1,5 @@
-"""From rows to runs over all sequences: shares, the budget of sites, the answer. Needs no torch."""
+"""From rows to runs over all sequences: shares, the budget of sites, the answer. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -35,13 +36,19 @@ def summarised(report: EffectsReport) -> EffectsReport:
 
 
 def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
-    """The runs over their sequences, the budgets of the formats, the answer, and notes."""
+    """The runs over their sequences, the budgets of the formats, the answer, and
+    notes."""
     by_output = grouped(rows, lambda row: (row.format, row.at)).values()
     outputs = [Output(own, against, logits=logits) for own in by_output]
     budgets = tuple(x.budget for x in outputs if x.budget)
     notes: tuple[str, ...] = ()
     if off := ", ".join(budget.format for budget in budgets if not budget.adds_up):
-        notes = (f"In {off} the sites do not add up to the whole: draw no conclusion from shares.",)
+        notes = (
+            (
+                f"In {off} the sites do not add up to the whole: draw no conclusion "
+                "from shares."
+            ),
+        )
     if any(row.at for row in rows):
         notes = ("In a diffusers pipeline single rounding sites are not tried.",)
     runs = tuple(run for x in outputs for run in x.runs)
@@ -59,9 +66,14 @@ class Output:
             run: {row.sequence: row.cost for row in own if row.cost is not None}
             for run, own in by_run.items()
         }
-        # The run of the whole model that stands for what a user runs; None where none ran.
-        wholes = [own[0] for run, own in by_run.items() if run[0] == "whole" and self.costs[run]]
-        used = min(wholes, key=lambda row: stands_for_use(row.kernel, against), default=None)
+        # The run of the whole model that stands for what a user runs; None where none
+        # ran.
+        wholes = [
+            own[0] for run, own in by_run.items() if run[0] == "whole" and self.costs[run]
+        ]
+        used = min(
+            wholes, key=lambda row: stands_for_use(row.kernel, against), default=None
+        )
         self.whole: Costs = self.costs[used.run] if used else {}
         self.runs = [self._summary(own) for own in by_run.values()]
         self.main = next((run for run in self.runs if used and run.run == used.run), None)
@@ -111,7 +123,9 @@ class Output:
         ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
         parts = _geometric(_ratios(sums, self.whole)) or Estimate(mean=ratio)
         parts, adds_up = parts.model_copy(update={"mean": ratio}), 0.9 <= ratio <= 1.1
-        return Budget(format=main.format, kernel=main.kernel, parts=parts, adds_up=adds_up)
+        return Budget(
+            format=main.format, kernel=main.kernel, parts=parts, adds_up=adds_up
+        )
 
     def answer(self) -> Iterator[str]:
         """What a reader wants to know, the answer first."""
@@ -123,11 +137,18 @@ class Output:
         what = main.place if main.at else "logits" if self.logits else "final states"
         own = alone(main, self.runs)
         if main.apart is not None and main.kernel != self.against and own and own.share:
-            moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
-            ulp = f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
+            moved = next(
+                (r.apart for r in self.runs if r.kind == "moved" and r.apart), None
+            )
+            ulp = (
+                f" (with inputs one ulp off by {three(moved / size)} times)"
+                if moved
+                else ""
+            )
             share, far = _with_range(own.share, percent), three(main.apart / size)
             yield (
-                f"{where}: attention, with its inputs rounded (which the sites `q, k, v` and "
+                f"{where}: attention, with its inputs rounded (which the sites `q, "
+                "k, v` and "
                 f"`rotary` count too), makes {share} of the error; with {name} and with "
                 f"{self.against} the {what} differ by {far} times the error{ulp}."
             )
@@ -136,12 +157,18 @@ class Output:
         if (budget := self.budget) and budget.adds_up:
             shares = {run.site: run.share.mean for run in self.sites if run.share}
             first = sorted(shares, key=lambda site: -shares[site])[:3]
-            text += f"; its sites add up to {three(budget.parts.mean)} of that, the largest: "
+            text += (
+                f"; its sites add up to {three(budget.parts.mean)} of that, the largest: "
+            )
             text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
         yield f"{text}."
         if main.flips is not None:
-            other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
-            beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
+            other = next(
+                (r for r in self.runs if r.kind == "whole" and r is not main), None
+            )
+            beside = (
+                f" ({other.flips} with {other.kernel})" if other and other.flips else ""
+            )
             yield f"{fmt} {flips_in_words(main)}{beside}."
 
 
@@ -157,7 +184,8 @@ def _geometric(values: Sequence[float]) -> Estimate | None:
 
 
 def _mean(values: Sequence[float]) -> Estimate:
-    """The mean of what is above 0, its interval that of the geometric mean, in proportion."""
+    """The mean of what is above 0, its interval that of the geometric mean, in
+    proportion."""
     mean, middle = _average(values), _geometric(values)
     if not middle or not middle.mean or middle.low is None or middle.high is None:
         return Estimate(mean=mean)
@@ -201,4 +229,6 @@ def flips_in_words(run: RunSummary) -> str:
     text = f"changes the top token at {run.flips} of {run.positions:,} positions"
     if run.unexplained:
         return f"{text}, {run.unexplained} of them not near ties"
-    return f"{text}, all of them near ties" if run.flips and run.unexplained == 0 else text
+    return (
+        f"{text}, all of them near ties" if run.flips and run.unexplained == 0 else text
+    )

@@ -1,5 +1,5 @@
-"""What is judged of a model's output: a test for everything planned, and its sentences. Needs no
-torch."""
+"""What is judged of a model's output: a test for everything planned, and its sentences.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ WHOLE = ("whole", "attention")  # the kinds of runs with a kernel that are judge
 
 
 class EffectsLimits(Strict):
-    """What `numdev effects` is held to; configs/gate/default.yaml says what each key means."""
+    """What `numdev effects` is held to; configs/gate/default.yaml says what each key
+    means."""
 
     kernel_over_predicted: AtMost
     kernel_over_baseline: AtMost
@@ -50,35 +51,50 @@ class Yardstick(NamedTuple):
 
 
 YARDSTICKS = {
-    "predicted": Yardstick("own share", "kernel_over_predicted", "its own rounding model predicts"),
+    "predicted": Yardstick(
+        "own share", "kernel_over_predicted", "its own rounding model predicts"
+    ),
     "eager": Yardstick("own share", "kernel_over_baseline", "eager attention"),
     "sites": Yardstick("model", "model_over_sites", "all rounding sites together"),
 }
 
 
 def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
-    """For the model every planned check and what it read; for every planned kernel in every format
-    whether it ran, whether it is finite, and its share, the whole and its flips, or why not."""
+    """For the model every planned check and what it read; for every planned kernel in
+    every format whether it ran, whether it is finite, and its share, the whole and its
+    flips, or why not."""
     plan, limits = report.plan, rules.limits_of("effects")
     runs = summary_of(report).runs
-    steady = not any(check.name == "repeat" and check.holds is False for check in report.checks)
+    steady = not any(
+        check.name == "repeat" and check.holds is False for check in report.checks
+    )
     yield from _of_checks(report)
     lost = dict.fromkeys(row.reason or "" for row in report.rows if row.lost)
     yield Test(
-        rule="exact output", standing=Standing.UNDECIDED if lost else Standing.HELD, kernel=MODEL,
-        format=", ".join(plan.formats), reasons=tuple(lost),
-    )  # fmt: skip
+        rule="exact output",
+        standing=Standing.UNDECIDED if lost else Standing.HELD,
+        kernel=MODEL,
+        format=", ".join(plan.formats),
+        reasons=tuple(lost),
+    )
     for kernel, fmt in itertools.product(plan.kernels, plan.formats):
         who: dict[str, Any] = {
-            "role": "kernel", "kernel": kernel.kernel, "options": kernel.options, "format": fmt,
-        }  # fmt: skip
+            "role": "kernel",
+            "kernel": kernel.kernel,
+            "options": kernel.options,
+            "format": fmt,
+        }
         yield _ran(report, who, rules)
         for at in plan.outputs:
             whole = next(run for run in runs if _is_whole(run, kernel, fmt, at))
             for fields in _of_output(plan, whole, runs, limits):
                 judged = fields["standing"] in (Standing.HELD, Standing.EXCEEDED)
                 if judged and not steady:
-                    fields |= {"standing": Standing.UNDECIDED, "reasons": (UNSTEADY,), "beyond": ()}
+                    fields |= {
+                        "standing": Standing.UNDECIDED,
+                        "reasons": (UNSTEADY,),
+                        "beyond": (),
+                    }
                 yield Test(**who, tensor=at or "output", **fields)
 
 
@@ -97,31 +113,42 @@ def _of_checks(report: EffectsReport) -> Iterator[Test]:
             standing = Standing.UNDECIDED if check.applies else Standing.NOT_APPLICABLE
         failing = standing is Standing.EXCEEDED
         yield Test(
-            rule=check.name, standing=standing, kernel=MODEL, format=check.format or formats,
-            metric="difference", observed=check.difference, bound=check.limit,
+            rule=check.name,
+            standing=standing,
+            kernel=MODEL,
+            format=check.format or formats,
+            metric="difference",
+            observed=check.difference,
+            bound=check.limit,
             limit="" if check.limit is None else f"at most {three(check.limit)}",
-            judged=int(check.holds is not None), offending=int(failing),
+            judged=int(check.holds is not None),
+            offending=int(failing),
             reasons=(check.reason,) if check.holds is None else (),
             beyond=(check,) if failing else (),
-        )  # fmt: skip
+        )
 
 
 def _ran(report: EffectsReport, who: Mapping[str, Any], rules: Rules) -> Test:
-    """In how many sequences the model ran with a kernel, alone and as a whole. Where its output is
-    not finite it ran: that is another rule's."""
+    """In how many sequences the model ran with a kernel, alone and as a whole. Where its
+    output is not finite it ran: that is another rule's."""
     rows = [
         row
         for row in report.rows
         if row.kind in WHOLE and row.layer is None and _same_kernel(row, who)
     ]
     states = [
-        ("ok" if row.nonfinite else row.status, row.reason or "") for row in rows if not row.lost
+        ("ok" if row.nonfinite else row.status, row.reason or "")
+        for row in rows
+        if not row.lost
     ]
     if not states:  # there is no exact output to hold anything against
         lost = tuple(dict.fromkeys(row.reason or "" for row in rows))
-        return Test(**who, rule=RUNS, standing=Standing.NOT_APPLICABLE, tensor="out", reasons=lost)
+        return Test(
+            **who, rule=RUNS, standing=Standing.NOT_APPLICABLE, tensor="out", reasons=lost
+        )
     count = {
-        name: sum(state == name for state, _ in states) for name in ("ok", "skipped", "failed")
+        name: sum(state == name for state, _ in states)
+        for name in ("ok", "skipped", "failed")
     }
     why = "failed" if count["failed"] else "skipped"
     reasons = [reason for state, reason in states if state == why]
@@ -141,8 +168,11 @@ def _of_output(
     yield _finite(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:
         lacking = [run for run in (whole, attention) if run and run.cost is None]
-        reasons = tuple(run.reason for run in lacking if run.reason) or ("it did not run",)
-        # Where neither ran, the rule on runs says so; one without the other judges nothing.
+        reasons = tuple(run.reason for run in lacking if run.reason) or (
+            "it did not run",
+        )
+        # Where neither ran, the rule on runs says so; one without the other judges
+        # nothing.
         neither = whole.cost is None and (attention is None or attention.cost is None)
         for rule in ("own share", "model", "flips"):
             yield {
@@ -186,7 +216,8 @@ def _emulated(plan: EffectsPlan) -> bool:
 def _finite(
     whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
 ) -> dict[str, Any]:
-    """NaN and infinity are the kernel's fault where the model is finite with another one."""
+    """NaN and infinity are the kernel's fault where the model is finite with another
+    one."""
     bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
     others = [
         run for run in runs
@@ -194,23 +225,38 @@ def _finite(
         and run is not whole and run.cost is not None and not run.nonfinite
     ]  # fmt: skip
     test: dict[str, Any] = {"rule": "finite", "metric": "nonfinite", "bound": 0.0}
-    test |= {"limit": "at most 0", "observed": float(bad), "judged": 1, "offending": int(bad > 0)}
+    test |= {
+        "limit": "at most 0",
+        "observed": float(bad),
+        "judged": 1,
+        "offending": int(bad > 0),
+    }
     if not bad:
-        return test | {"standing": Standing.HELD if whole.cost else Standing.NOT_APPLICABLE}
+        return test | {
+            "standing": Standing.HELD if whole.cost else Standing.NOT_APPLICABLE
+        }
     worst = whole if whole.nonfinite else attention
     why = (worst.reason or "") if worst else ""
     if others:
         return test | {"standing": Standing.EXCEEDED, "beyond": (worst,)}
-    return test | {"standing": Standing.UNDECIDED, "reasons": (f"with every kernel: {why}",)}
+    return test | {
+        "standing": Standing.UNDECIDED,
+        "reasons": (f"with every kernel: {why}",),
+    }
 
 
-def _ratio(plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool) -> dict[str, Any]:
-    """A ratio is exceeded where the lower end of its interval is beyond the limit; also surely
-    (SURELY) where it has no interval, or in one sequence alone if that has many positions and the
-    model no router (`steady`). It is held where the ratio itself is within and has an interval."""
+def _ratio(
+    plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool
+) -> dict[str, Any]:
+    """A ratio is exceeded where the lower end of its interval is beyond the limit; also
+    surely (SURELY) where it has no interval, or in one sequence alone if that has many
+    positions and the model no router (`steady`). It is held where the ratio itself is
+    within and has an interval."""
     by = YARDSTICKS[run.beside or "sites"]
     name = f"{by.limit}_float32" if by.rule == "model" else by.limit
-    limit = getattr(limits, by.limit if run.format in BIAS_FORMATS or by.rule != "model" else name)
+    limit = getattr(
+        limits, by.limit if run.format in BIAS_FORMATS or by.rule != "model" else name
+    )
     test: dict[str, Any] = {"rule": by.rule, "metric": "over", "bound": limit}
     test |= {"limit": f"at most {three(limit)}", "judged": run.positions}
     if run.beside == "eager" and run.kernel == plan.against:
@@ -223,7 +269,9 @@ def _ratio(plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool) -> 
         assert run.cost is not None
         if run.cost.mean == 0:
             return test | {"standing": Standing.HELD, "observed": 0.0}
-        why = f"there is an error, and none in {by.words.replace('predicts', 'prediction')}"
+        why = (
+            f"there is an error, and none in {by.words.replace('predicts', 'prediction')}"
+        )
         return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
     ratio, low, worst = run.over.mean, run.over.low, run.over_worst or 0.0
     test |= {"observed": ratio, "beyond": (run,), "offending": 1}
@@ -238,7 +286,10 @@ def _ratio(plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool) -> 
         why = f"{three(ratio, limit)}× without an interval: read 3 sequences or more"
     elif ratio > limit:
         ends = f"{three(low)} to {three(run.over.high)}"
-        why = f"{three(ratio, limit)}× ({ends}): more sequences would tell on which side of the "
+        why = (
+            f"{three(ratio, limit)}× ({ends}): more sequences would tell on which "
+            "side of the "
+        )
         why += "limit it is"
     else:
         return test | {"standing": Standing.HELD}
@@ -248,19 +299,29 @@ def _ratio(plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool) -> 
 def findings(
     judgement: Judgement, report: EffectsReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """A sentence for each limit that is exceeded, the farthest first; what was not tested."""
+    """A sentence for each limit that is exceeded, the farthest first; what was not
+    tested."""
     wrong = [test for test in judgement.tests if test.beyond]
     sentences = []
     for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
         for test in sorted(of_kernel, key=lambda test: -test.nearness):
             name = "" if test.kernel == MODEL else f"{label(test)} ({test.format}) "
-            sentences.append(Finding(
-                rule=test.rule, severity="exceeded", sentence=f"{name}{_sentence(test)}.",
-                kernel=test.kernel or "", options=test.options, formats=(test.format or "",),
-                tensor=test.tensor, metric=test.metric, limit=test.bound, count=test.offending,
-                observed=test.observed if isinstance(test.observed, float) else None,
-                judged=test.judged,
-            ))  # fmt: skip
+            sentences.append(
+                Finding(
+                    rule=test.rule,
+                    severity="exceeded",
+                    sentence=f"{name}{_sentence(test)}.",
+                    kernel=test.kernel or "",
+                    options=test.options,
+                    formats=(test.format or "",),
+                    tensor=test.tensor,
+                    metric=test.metric,
+                    limit=test.bound,
+                    count=test.offending,
+                    observed=test.observed if isinstance(test.observed, float) else None,
+                    judged=test.judged,
+                )
+            )
     return (*sentences, *run_findings(judgement.tests)), ()
 
 
@@ -287,7 +348,8 @@ def _of_ratio(test: Test, run: RunSummary) -> str:
     ratio = test.observed if isinstance(test.observed, float) else None
     measure = "squared" if run.flips is None else "KL"  # what a cost is
     text = (
-        f"{with_all}errs {three(ratio, test.bound)}× as much ({measure}) at {place} as {by.words} "
+        f"{with_all}errs {three(ratio, test.bound)}× as much ({measure}) at "
+        f"{place} as {by.words} "
     )
     text += f"({within} {three(test.bound)}×)"
     if with_all and run.share:
@@ -296,13 +358,17 @@ def _of_ratio(test: Test, run: RunSummary) -> str:
 
 
 def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
-    """What a kernel, or the model, passed: the number nearest to its limit; what held, and what was
-    not tested and why."""
+    """What a kernel, or the model, passed: the number nearest to its limit; what held,
+    and what was not tested and why."""
     if tests[0].kernel != MODEL:
         return _nearest(report, tests)
-    holding = [test.rule for test in tests if test.standing is Standing.HELD and test.metric]
+    holding = [
+        test.rule for test in tests if test.standing is Standing.HELD and test.metric
+    ]
     untested = [
-        f"{t.rule} ({t.reasons[0]})" for t in tests if t.standing is Standing.NOT_APPLICABLE
+        f"{t.rule} ({t.reasons[0]})"
+        for t in tests
+        if t.standing is Standing.NOT_APPLICABLE
     ]
     text = f"{listed(holding)} hold" + "s" * (len(holding) == 1)
     return text + (f"; not tested: {', '.join(untested)}" if untested else "")

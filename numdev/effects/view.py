@@ -1,5 +1,5 @@
-"""What rounding does to a model's output, shown: the kernels, the budget of sites, how the error
-grows with position, layers, and the model's own checks."""
+"""What rounding does to a model's output, shown: the kernels, the budget of sites, how
+the error grows with position, layers, and the model's own checks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from numdev.report import document as doc
 from numdev.report.numbers import NONE, labelled, percent, ratio, si
 
 LOGITS = (
-    "cost: the error as Kullback-Leibler divergence from the exact distribution of the next token, "
-    "nats a position. |Δ log p|: change of the log-probability of the text's own tokens. flips: "
+    "cost: the error as Kullback-Leibler divergence from the exact distribution of "
+    "the next token, "
+    "nats a position. |Δ log p|: change of the log-probability of the text's own "
+    "tokens. flips: "
     "positions where the top token changes."
 )
 STATES = (
-    "cost: the squared relative error of the {}, a mean over positions. error: their rms error "
-    "over the exact rms, of all positions together. angle: between these and the exact ones."
+    "cost: the squared relative error of the {}, a mean over positions. error: "
+    "their rms error "
+    "over the exact rms, of all positions together. angle: between these and the "
+    "exact ones."
 )
 BOTH = (
-    "attention alone: its cost with all else in fp64, of the whole's; its inputs are rounded, "
+    "attention alone: its cost with all else in fp64, of the whole's; its inputs "
+    "are rounded, "
     "which the sites q, k, v and rotary count too. × predicted: that over what "
-    "the kernel's own rounding model predicts; × eager: where nothing is predicted, over that of "
+    "the kernel's own rounding model predicts; × eager: where nothing is predicted, "
+    "over that of "
     "eager attention. apart: rms difference of the output from that with "
     "{}, of the exact output's rms."
 )
 SITES = (
-    "attention scores, P and output: as {} rounds; in calls for which it has no rounding model, as "
+    "attention scores, P and output: as {} rounds; in calls for which it has no "
+    "rounding model, as "
     "the next kernel that has one, or FlashAttention-2."
 )
 STANDARD = {
@@ -42,16 +49,24 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     runs, logits = report.summary.runs, report.output == "logits"
     for fmt, at in dict.fromkeys((run.format, run.at) for run in runs):
         own = [run for run in runs if (run.format, run.at) == (fmt, at)]
-        title = f"{own[0].place.capitalize()} in {fmt} beside fp64" if at else f"{fmt} beside fp64"
+        title = (
+            f"{own[0].place.capitalize()} in {fmt} beside fp64"
+            if at
+            else f"{fmt} beside fp64"
+        )
         yield _kernels(fmt, own, title, logits=logits)
     what = "latents, or image" if any(run.at for run in runs) else "final states"
     legend = (
-        f"{LOGITS if logits else STATES.format(what)} {BOTH.format(report.request.get('against'))}"
+        f"{LOGITS if logits else STATES.format(what)} "
+        f"{BOTH.format(report.request.get('against'))}"
     )
     yield from doc.notes((legend,) if any(run.cost for run in runs) else ())
     for budget in report.summary.budgets:
         sites = [r for r in runs if r.format == budget.format and r.kind == "site"]
-        title = f"One site alone in {budget.format}, of the whole with {budget.kernel}; together "
+        title = (
+            f"One site alone in {budget.format}, of the whole with "
+            f"{budget.kernel}; together "
+        )
         yield _sites(sites, f"{title}{ratio(budget.parts.mean)}")
     if report.summary.budgets:
         yield from doc.notes((SITES.format(report.plan.sites_of),))
@@ -102,7 +117,9 @@ def _state(check: Check) -> doc.Cell:
     return doc.Cell("agree", style="good") if holds else doc.Cell("DIFFER", style="bad")
 
 
-def _kernels(fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool) -> doc.Table:
+def _kernels(
+    fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool
+) -> doc.Table:
     """The model with each kernel, and what it is held against below."""
     alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
@@ -137,7 +154,9 @@ def _beside(run: RunSummary | None, what: str) -> str:
 
 def _sites(runs: Sequence[RunSummary], title: str) -> doc.Table:
     """The sites as bars, the largest first; those that change nothing are left out."""
-    shares = {run.site: run.share.mean for run in runs if run.share and run.share.mean >= 5e-5}
+    shares = {
+        run.site: run.share.mean for run in runs if run.share and run.share.mean >= 5e-5
+    }
     longest = max(shares.values(), default=1.0)
     rows = (
         (site, percent(x), doc.Cell("█" * max(1, round(BAR * x / longest)), style="soft"))

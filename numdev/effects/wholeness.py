@@ -1,4 +1,5 @@
-"""Whether a report of effects holds what its plan says, and whether its numbers fit together."""
+"""Whether a report of effects holds what its plan says, and whether its numbers fit
+together."""
 
 from __future__ import annotations
 
@@ -22,17 +23,27 @@ from numdev.grouping import grouped
 from numdev.report.numbers import labelled
 
 SIZES = (
-    *("cost", "error", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max"),
+    *(
+        "cost",
+        "error",
+        "cost_p999",
+        "cost_max",
+        "log_prob",
+        "log_prob_p999",
+        "log_prob_max",
+    ),
     *("angle", "apart"),
 )
-PARTS = 8  # of a sequence, for `growth`; a shorter one than twice as many positions has none
+# Of a sequence, for `growth`; a shorter one than twice as many positions has none
+PARTS = 8
 FAR = 10.0  # times what a kernel errs, which no floor does
-STEADY = ("whole", "repeat", "moved")  # the kinds that are also held against another kernel
+# The kinds that are also held against another kernel
+STEADY = ("whole", "repeat", "moved")
 
 
 def check(report: EffectsReport) -> None:
-    """Raises MeasurementError for rows or checks that nobody planned, that are not there, or that
-    cannot be: what is not there exceeds no limit."""
+    """Raises MeasurementError for rows or checks that nobody planned, that are not there,
+    or that cannot be: what is not there exceeds no limit."""
     wrong = next(
         itertools.chain(
             _of_request(report), _of_checks(report), _of_rows(report), _of_floors(report)
@@ -54,7 +65,9 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
     yield from unplanned_kernels(request, names)
     if request.get("against") != plan.against:
         yield "the plan has another kernel to set beside than the request"
-    if plan.against not in names or len(plan.kernels) > 1 + len(request.get("kernels") or ()):
+    if plan.against not in names or len(plan.kernels) > 1 + len(
+        request.get("kernels") or ()
+    ):
         yield "the plan has other kernels than the request"
     used = min(
         (kernel for kernel in plan.kernels if kernel.kernel != plan.against),
@@ -82,7 +95,11 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
         yield "the plan has some of the runs with all sites, and not all"
     if bool(kinds["site"]) != bool(request.get("sites") and kinds["emulated"]):
         yield "the plan has other runs of single sites than the request"
-    if (report.output == "logits") != plan.logits or not plan.outputs or plan.sequences < 1:
+    if (
+        (report.output == "logits") != plan.logits
+        or not plan.outputs
+        or plan.sequences < 1
+    ):
         yield "the plan has another output than the report"
 
 
@@ -120,13 +137,19 @@ def _contradiction(check: Check) -> str:
             return "holds beyond its limit" if size is not None and size > limit else ""
         case False:
             within = size is not None and size <= limit
-            return "fails within its limit, or for no reason" if within or not check.reason else ""
+            return (
+                "fails within its limit, or for no reason"
+                if within or not check.reason
+                else ""
+            )
 
 
 def _of_rows(report: EffectsReport) -> Iterator[str]:
     plan = report.plan
     rows = grouped(report.rows, lambda r: (r.run, r.sequence))
-    wanted = itertools.product(plan.formats, plan.runs, plan.outputs, range(plan.sequences))
+    wanted = itertools.product(
+        plan.formats, plan.runs, plan.outputs, range(plan.sequences)
+    )
     positions: dict[tuple[str, str, int], int] = {}
     for fmt, run, at, sequence in wanted:
         kind, *which = run.run
@@ -139,16 +162,24 @@ def _of_rows(report: EffectsReport) -> Iterator[str]:
             if wrong := _row(row, plan):
                 yield f"{where} {wrong}"
             place = (fmt, at, sequence)
-            if row.status == "ok" and positions.setdefault(place, row.positions) != row.positions:
+            if (
+                row.status == "ok"
+                and positions.setdefault(place, row.positions) != row.positions
+            ):
                 yield f"{where} has another number of positions than other runs"
     for (kind, fmt, *_), sequence in rows:
         yield f"{kind} ({fmt}) of sequence {sequence} was not planned"
 
 
 def _of_floors(report: EffectsReport) -> Iterator[str]:
-    """The floor is the exact result, rounded once: no kernel errs much less in its format."""
-    alone = [r for r in report.rows if r.kind == "attention" and r.layer is None and r.error]
-    for (fmt, _, sequence), rows in grouped(alone, lambda r: (r.format, r.at, r.sequence)).items():
+    """The floor is the exact result, rounded once: no kernel errs much less in its
+    format."""
+    alone = [
+        r for r in report.rows if r.kind == "attention" and r.layer is None and r.error
+    ]
+    for (fmt, _, sequence), rows in grouped(
+        alone, lambda r: (r.format, r.at, r.sequence)
+    ).items():
         errors = {row.kernel: row.error or 0.0 for row in rows}
         if errors.get("floor", 0.0) > FAR * min(errors.values()):
             yield f"the floor ({fmt}) of sequence {sequence} errs far more than a kernel"
@@ -159,27 +190,47 @@ def _row(row: OutputRow, plan: EffectsPlan) -> str:
     present = {name: x for name in SIZES if (x := getattr(row, name)) is not None}
     counts = (row.flips, row.unexplained, row.first_flip)
     if row.status != "ok":
-        bare = not present and all(x is None for x in counts) and row.log_perplexity is None
+        bare = (
+            not present and all(x is None for x in counts) and row.log_perplexity is None
+        )
         if not bare or row.positions or row.growth:
             return "has numbers though it was not measured"
         if row.lost and (row.status != "skipped" or row.nonfinite):
             return "has no exact output, and was measured"
-        return "" if row.reason and (not row.nonfinite or row.status == "failed") else "says no why"
-    if row.lost or row.nonfinite or row.positions < 1 or row.cost is None or row.error is None:
+        return (
+            ""
+            if row.reason and (not row.nonfinite or row.status == "failed")
+            else "says no why"
+        )
+    if (
+        row.lost
+        or row.nonfinite
+        or row.positions < 1
+        or row.cost is None
+        or row.error is None
+    ):
         return "has no numbers, and was measured"
     if not all(0 <= x <= HUGE for x in present.values()):
         return "has a number that cannot be"
     if not row.error and row.cost:
         return "has a cost without an error"
     for name in ("cost", "log_prob"):
-        mean, most, largest = (getattr(row, f"{name}{end}") for end in ("", "_p999", "_max"))
+        mean, most, largest = (
+            getattr(row, f"{name}{end}") for end in ("", "_p999", "_max")
+        )
         several = [x for x in (mean, most, largest) if x is not None]
-        if len(several) not in (0, 3) or (several and not max(mean, most) <= largest * (1 + 1e-9)):
+        if len(several) not in (0, 3) or (
+            several and not max(mean, most) <= largest * (1 + 1e-9)
+        ):
             return f"has a {name} above its largest"
     if len(row.growth) != (PARTS if row.positions >= 2 * PARTS else 0):
         return "has no growth along its positions"
     if not plan.logits:
-        return "" if row.angle is not None and row.flips is None else "has the numbers of logits"
+        return (
+            ""
+            if row.angle is not None and row.flips is None
+            else "has the numbers of logits"
+        )
     if row.flips is None or not 0 <= row.flips <= row.positions:
         return "has more flips than positions"
     if (row.first_flip is None) != (row.flips == 0):
@@ -188,7 +239,12 @@ def _row(row: OutputRow, plan: EffectsPlan) -> str:
         return "says which flips are unexplained, and the model chooses experts"
     if row.unexplained is not None and not 0 <= row.unexplained <= row.flips:
         return "has more unexplained flips than flips"
-    if row.kind in STEADY and row.unexplained is None and not plan.routes and _explains(plan):
+    if (
+        row.kind in STEADY
+        and row.unexplained is None
+        and not plan.routes
+        and _explains(plan)
+    ):
         return "does not say which flips are unexplained"
     return ""
 

@@ -18,17 +18,18 @@ from numdev.exact.wide import Wide, widened
 
 
 def wide_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A copy of a tree: floating-point tensors as `Wide` of their own values, leaves of autograd
-    that require a gradient where the originals do; other tensors cloned. What is one tensor, or
-    shares storage, does so in the copy, with the same strides."""
+    """A copy of a tree: floating-point tensors as `Wide` of their own values, leaves of
+    autograd that require a gradient where the originals do; other tensors cloned. What is
+    one tensor, or shares storage, does so in the copy, with the same strides."""
     copies = wide_copies(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
     copied: tuple[Any, ...] = tree_map(lambda x: copies.get(id(x), x), arguments)
     return copied
 
 
 def wide_module(module: nn.Module) -> nn.Module:
-    """A copy of a module: parameters, buffers and whatever tensors stand in its attributes (also in
-    lists, tuples, dicts, sets, dataclasses and other objects of them) as `Wide`.
+    """A copy of a module: parameters, buffers and whatever tensors stand in its
+    attributes (also in lists, tuples, dicts, sets, dataclasses and other objects of them)
+    as `Wide`.
 
     Raises Unsupported for an attribute that cannot be copied."""
     tensors = list({id(x): x for x in _tensors_in(module)}.values())
@@ -42,12 +43,14 @@ def wide_module(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except TypeError as error:
-        raise unsupported(type(module).__name__, f"it cannot be copied: {error}") from error
+        raise unsupported(
+            type(module).__name__, f"it cannot be copied: {error}"
+        ) from error
 
 
 def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Copies by the identity of the originals; those that share storage share that of their
-    copies."""
+    """Copies by the identity of the originals; those that share storage share that of
+    their copies."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for x in tensors:
         if not isinstance(x, Wide) and x.layout != torch.strided:
@@ -61,8 +64,11 @@ def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
-    """Of tensors of one storage and dtype: views of one copy of the part that they cover."""
-    values = [x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group]
+    """Of tensors of one storage and dtype: views of one copy of the part that they
+    cover."""
+    values = [
+        x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group
+    ]
     begin = min(x.storage_offset() for x in values)
     end = max(x.storage_offset() + _span(x) for x in values)
     base = values[0].as_strided((end - begin,), (1,), begin)

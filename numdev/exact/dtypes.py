@@ -1,6 +1,7 @@
 """Which dtype PyTorch gives a result, told from the dtypes that the inputs say.
 
-It is computed, and not asked of PyTorch's meta tensors: these take two seconds to load."""
+It is computed, and not asked of PyTorch's meta tensors: these take two seconds to
+load."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ COMPLEX = {
 }
 REAL = {c: real for real, c in COMPLEX.items() if real != torch.bfloat16}
 STATISTICS = "statistics"
-# Of norms, whose weights may be of a wider dtype: by output, the input whose dtype it has.
+# Of norms, whose weights may be of a wider dtype: by output, the input whose dtype it
+# has.
 NORMS: Mapping[str, Sequence[str]] = {
     "native_layer_norm": ("input", STATISTICS, STATISTICS),
     "native_layer_norm_backward": ("input", "weight", "bias"),
@@ -52,8 +54,9 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def promoted(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype of a result of these floating-point tensors by PyTorch's rules: a tensor without
-    dimensions counts only where no other does; the default dtype where there is none."""
+    """The dtype of a result of these floating-point tensors by PyTorch's rules: a tensor
+    without dimensions counts only where no other does; the default dtype where there is
+    none."""
     floats = [x for x in tensors if is_floating(x)]
     dtypes = [x.dtype for x in floats if x.ndim] or [x.dtype for x in floats]
     real = [REAL.get(dtype, dtype) for dtype in dtypes]
@@ -74,10 +77,13 @@ def asked_dtype(
 
 
 def result_dtypes(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[object]
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    results: Sequence[object],
 ) -> list[torch.dtype]:
-    """The dtypes that a call's results say, one for each; of no meaning where a result is no
-    floating-point tensor."""
+    """The dtypes that a call's results say, one for each; of no meaning where a result is
+    no floating-point tensor."""
     name = func.overloadpacket.__name__
     common = asked_dtype(func, args, kwargs) or promoted(_tensors(args, kwargs))
     common = REAL.get(common, common)
@@ -97,12 +103,15 @@ def _of_norm(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], role: str,
     common: torch.dtype,
 ) -> torch.dtype:  # fmt: skip
-    """The dtype of a norm's output, gradient or statistics. On a CPU statistics of 16-bit inputs
-    have 16 bits, where the weights do; on a GPU they have 32, but for those of group norm."""
+    """The dtype of a norm's output, gradient or statistics. On a CPU statistics of 16-bit
+    inputs have 16 bits, where the weights do; on a GPU they have 32, but for those of
+    group norm."""
     if role == STATISTICS:
         x = argument(func, args, kwargs, "input")
         assert isinstance(x, Tensor)
-        on_cpu = x.device.type == "cpu" or func.overloadpacket.__name__ == "native_group_norm"
+        on_cpu = (
+            x.device.type == "cpu" or func.overloadpacket.__name__ == "native_group_norm"
+        )
         return common if on_cpu else torch.promote_types(x.dtype, torch.float32)
     x = argument(func, args, kwargs, role)
     return x.dtype if isinstance(x, Tensor) else common

@@ -1,5 +1,5 @@
-"""What cannot be computed exactly, and is refused with one line: the operator, where the user's
-code calls it, and the reason."""
+"""What cannot be computed exactly, and is refused with one line: the operator, where the
+user's code calls it, and the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from torch._ops import OpOverload
 
 from numdev.errors import MeasurementError
 
-VECTORS = "its vectors are no function of the input: they are free in sign, order or rotation"
+VECTORS = (
+    "its vectors are no function of the input: they are free in sign, order or rotation"
+)
 BITS = "it reads the bits of a format, and the values are held in fp64"
 INSIDE = "it draws random numbers inside, which cannot be told from what it computes"
 STORAGE = "it changes the storage of a tensor"
@@ -34,8 +36,8 @@ REASONS: Mapping[str, str] = {
     "resize_as_": STORAGE,
     "set_": STORAGE,
 }
-# Of decompositions, the results that are vectors. PyTorch makes them for values alone too, of which
-# a gradient is a function, so they are refused where they are used.
+# Of decompositions, the results that are vectors. PyTorch makes them for values alone
+# too, of which a gradient is a function, so they are refused where they are used.
 FREE: Mapping[str, tuple[int, ...]] = {
     "linalg_eig": (1,),
     "_linalg_eigh": (1,),
@@ -55,7 +57,9 @@ class Unsupported(MeasurementError):
     """An operation that has no exact result, or none that can be computed here."""
 
 
-def check_supported(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_supported(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     """Raise Unsupported where an operator is no function of its values."""
     name = func.overloadpacket.__name__
     if func is torch.ops.aten.view.dtype:
@@ -70,7 +74,8 @@ def check_supported(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
 def argument(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str
 ) -> object:
-    """The argument of this name that an operator is called with, else its default, else None."""
+    """The argument of this name that an operator is called with, else its default, else
+    None."""
     for i, parameter in enumerate(func._schema.arguments):
         if parameter.name == name:
             return args[i] if i < len(args) else kwargs.get(name, parameter.default_value)
@@ -80,21 +85,25 @@ def argument(
 def unsupported(
     what: object, reason: str, frames: Iterable[tuple[str, int]] | None = None
 ) -> Unsupported:
-    """The error, with the line of the user's code that is running. `frames`: file and line of those
-    to look in, from the innermost on."""
-    return Unsupported(f"{what}{place(_running() if frames is None else frames)}: {reason}")
+    """The error, with the line of the user's code that is running. `frames`: file and
+    line of those to look in, from the innermost on."""
+    return Unsupported(
+        f"{what}{place(_running() if frames is None else frames)}: {reason}"
+    )
 
 
 def translated(what: object, error: RuntimeError) -> Exception:
-    """PyTorch's error as Unsupported, where it says that an operator cannot be computed so; else as
-    it is. The line is that of the error's own traceback, if the user's code is not running."""
+    """PyTorch's error as Unsupported, where it says that an operator cannot be computed
+    so; else as it is. The line is that of the error's own traceback, if the user's code
+    is not running."""
     reason = next((r for words, r in PHRASES.items() if words in str(error)), None)
     return error if reason is None else unsupported(what, reason, _frames_of(error))
 
 
 def place(frames: Iterable[tuple[str, int]]) -> str:
-    """Where the user's code stands, as ` at file:line (source)`: the innermost frame that is
-    neither PyTorch's nor this package's. In a backward pass no line of it is running."""
+    """Where the user's code stands, as ` at file:line (source)`: the innermost frame that
+    is neither PyTorch's nor this package's. In a backward pass no line of it is
+    running."""
     if torch._C._current_graph_task_id() != -1:
         return " in the backward pass"
     for path, line in frames:
@@ -112,5 +121,7 @@ def _running() -> Iterator[tuple[str, int]]:
 
 
 def _frames_of(error: BaseException) -> list[tuple[str, int]]:
-    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    frames = [
+        (frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)
+    ]
     return [*reversed(frames), *_running()]

@@ -1,4 +1,5 @@
-"""What a run rounds: which results, to nearest or at random, and how it reads Python numbers."""
+"""What a run rounds: which results, to nearest or at random, and how it reads Python
+numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +13,17 @@ from torch._ops import OpOverload
 from numdev.formats import FORMATS, Format, format_named, format_of, round_to
 
 FLOAT32 = FORMATS["float32"]
-# Operators whose kernels read a Python number in the format of the values: on every device, and (as
-# PyTorch casts both sides of a sum) on a CPU. Others compute with it in float32 at least.
+# Operators whose kernels read a Python number in the format of the values: on every
+# device, and (as PyTorch casts both sides of a sum) on a CPU. Others compute with it in
+# float32 at least.
 IN_FORMAT = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "pow", "fmod", "remainder"))
 IN_FORMAT_ON_CPU = IN_FORMAT | {"add", "sub", "rsub"}
 # The format of either part of a complex number.
-PARTS = {torch.complex32: "float16", torch.complex64: "float32", torch.complex128: "float64"}
+PARTS = {
+    torch.complex32: "float16",
+    torch.complex64: "float32",
+    torch.complex128: "float64",
+}
 
 
 class Rounding(Protocol):
@@ -34,7 +40,8 @@ class Rounding(Protocol):
     def result(
         self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """What an operation gives, or has written, and says is of `dtype`. Never of a view."""
+        """What an operation gives, or has written, and says is of `dtype`. Never of a
+        view."""
 
 
 class Unrounded:
@@ -57,9 +64,9 @@ class Unrounded:
 class EveryOperation:
     """Every result is rounded to the format that it says: what plain code errs.
 
-    To nearest; or with a `seed` up or down at random, so that the mean is the exact result. Python
-    numbers are rounded, to nearest, as PyTorch's kernels round them: see `IN_FORMAT`. `chosen`
-    picks the operations that round; by default all do."""
+    To nearest; or with a `seed` up or down at random, so that the mean is the exact
+    result. Python numbers are rounded, to nearest, as PyTorch's kernels round them: see
+    `IN_FORMAT`. `chosen` picks the operations that round; by default all do."""
 
     def __init__(
         self, *, seed: int | None = None,
@@ -78,8 +85,9 @@ class EveryOperation:
         in_format = IN_FORMAT_ON_CPU if device.type == "cpu" else IN_FORMAT
         if fmt.contains(FLOAT32) or func.overloadpacket.__name__.rstrip("_") in in_format:
             return rounded_number(value, fmt)
-        # A kernel for 16 bits computes with it in float32 and rounds the product to float32 first,
-        # which turns decimal ties (1.25 x 0.7) back into ties. Unrounded it does the same here.
+        # A kernel for 16 bits computes with it in float32 and rounds the product to
+        # float32 first, which turns decimal ties (1.25 x 0.7) back into ties. Unrounded
+        # it does the same here.
         return value
 
     def result(
@@ -96,12 +104,14 @@ class EveryOperation:
 
 
 def values_format(dtype: torch.dtype) -> Format:
-    """The format of a dtype's values, or of either part of a complex one. Raises UsageError for a
-    dtype that numdev has no format for."""
+    """The format of a dtype's values, or of either part of a complex one. Raises
+    UsageError for a dtype that numdev has no format for."""
     return format_named(PARTS[dtype]) if dtype in PARTS else format_of(dtype)
 
 
-def rounded(values: Tensor, fmt: Format, generator: torch.Generator | None = None) -> Tensor:
+def rounded(
+    values: Tensor, fmt: Format, generator: torch.Generator | None = None
+) -> Tensor:
     """fp64 values rounded once to a format, complex ones part by part: to nearest, or
     stochastically with a generator. NaN, infinity and overflow as in `round_to`."""
     if fmt.precision == FORMATS["float64"].precision:

@@ -22,13 +22,15 @@ from numdev.exact.rounding import EveryOperation, Rounding
 from numdev.exact.wide import UNROUNDED, Wide, check_readable, compute, widened
 
 aten = torch.ops.aten
-# Of an output that has a gradient, by its number and itself: the gradient that comes back into it.
+# Of an output that has a gradient, by its number and itself: the gradient that comes back
+# into it.
 Cotangent = Callable[[int, Tensor], Tensor]
 
 
 class Computing(TorchDispatchMode):
     """Every operation in here is computed in fp64 and rounded as `rounding` says. Raises
-    Unsupported, also for a draw of random numbers where `draws` says that nobody set a seed."""
+    Unsupported, also for a draw of random numbers where `draws` says that nobody set a
+    seed."""
 
     def __init__(self, rounding: Rounding = UNROUNDED, *, draws: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,8 +38,8 @@ class Computing(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would load its compiler to keep it out of here, for three seconds; `computing`
-        switches it off where it is loaded already."""
+        """PyTorch would load its compiler to keep it out of here, for three seconds;
+        `computing` switches it off where it is loaded already."""
         return False
 
     def __torch_dispatch__(
@@ -50,20 +52,26 @@ class Computing(TorchDispatchMode):
 
 
 @contextmanager
-def computing(rounding: Rounding = UNROUNDED, *, seed: int | None = None) -> Iterator[Computing]:
+def computing(
+    rounding: Rounding = UNROUNDED, *, seed: int | None = None
+) -> Iterator[Computing]:
     """What runs in here is computed in fp64, and rounded as `rounding` says.
 
-    PyTorch takes no path that hides operations: attention is its own formula, and oneDNN, cuDNN,
-    the fast path of multi-head attention and compilation are off. `seed` sets the generators of
-    PyTorch, which are as before afterwards; without one a draw raises Unsupported."""
+    PyTorch takes no path that hides operations: attention is its own formula, and oneDNN,
+    cuDNN, the fast path of multi-head attention and compilation are off. `seed` sets the
+    generators of PyTorch, which are as before afterwards; without one a draw raises
+    Unsupported."""
     mode = Computing(rounding, draws=seed is not None)
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_hidden_paths_off())
-        if "torch._dynamo" in sys.modules:  # nothing is compiled otherwise, and it is slow to load
+        # Nothing is compiled otherwise, and it is slow to load
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if seed is not None:
-            stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
+            stack.enter_context(
+                torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+            )
             torch.manual_seed(seed)
         yield stack.enter_context(mode)
 
@@ -80,15 +88,16 @@ def evaluate(
     function: Callable[..., Any], *arguments: Any, rounding: Rounding = UNROUNDED,
     seed: int | None = None, cotangent: Cotangent | None = None,
 ) -> Evaluation:  # fmt: skip
-    """What a function, or a module, gives on these arguments, any tree of tensors and other
-    objects, computed in fp64 and rounded as `rounding` says. Arguments and module are copied, not
-    changed.
+    """What a function, or a module, gives on these arguments, any tree of tensors and
+    other objects, computed in fp64 and rounded as `rounding` says. Arguments and module
+    are copied, not changed.
 
-    With a `cotangent` its gradients are taken by autograd, for arguments and parameters that
-    require one: by name, as `[0]`, `[1]['x']` or `layer.weight`. They are rounded as the run is.
+    With a `cotangent` its gradients are taken by autograd, for arguments and parameters
+    that require one: by name, as `[0]`, `[1]['x']` or `layer.weight`. They are rounded as
+    the run is.
 
-    Raises Unsupported, see `computing`, UsageError where `cotangent` gives another shape, and what
-    the function raises."""
+    Raises Unsupported, see `computing`, UsageError where `cotangent` gives another shape,
+    and what the function raises."""
     inputs = wide_arguments(arguments)
     if isinstance(function, nn.Module):
         function = wide_module(function)
@@ -100,11 +109,15 @@ def evaluate(
             except RuntimeError as error:
                 raise translated("an operator", error) from error.__cause__
             check_readable(output)
-            gradients = _gradients(output, leaves, cotangent) if cotangent is not None else {}
+            gradients = (
+                _gradients(output, leaves, cotangent) if cotangent is not None else {}
+            )
     return Evaluation(output, inputs, gradients)
 
 
-def _differentiable(function: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+def _differentiable(
+    function: Callable[..., Any], inputs: tuple[Any, ...]
+) -> dict[str, Tensor]:
     """The tensors that get gradients, by name."""
     paths, _ = tree_flatten_with_path(inputs)
     named = [(keystr(path), x) for path, x in paths]
@@ -120,7 +133,9 @@ def _gradients(
     if not outputs or not leaves:
         return dict.fromkeys(leaves)
     back = [_cotangent(cotangent, i, x) for i, x in enumerate(outputs)]
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), back, allow_unused=True)
+    gradients = torch.autograd.grad(
+        outputs, list(leaves.values()), back, allow_unused=True
+    )
     values = tree_map(widened, gradients)
     return dict(zip(leaves, values, strict=True))
 
@@ -130,12 +145,15 @@ def _cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
         values = widened(cotangent(i, output))
     if values.shape != output.shape:
         expected, got = list(output.shape), list(values.shape)
-        raise UsageError(f"cotangent of output {i}: expected the shape {expected}, got {got}")
+        raise UsageError(
+            f"cotangent of output {i}: expected the shape {expected}, got {got}"
+        )
     return Wide.of(values, output.dtype)
 
 
 def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    """PyTorch's own formula: its operator computes it in the format, one step after another."""
+    """PyTorch's own formula: its operator computes it in the format, one step after
+    another."""
     largest = x.amax(dim, keepdim=True)
     largest = torch.where(largest.abs() == torch.inf, torch.zeros_like(largest), largest)
     total = (x - largest).exp().sum(dim, keepdim=keepdim)
@@ -148,7 +166,10 @@ def _hidden_paths_off() -> Iterator[None]:
     switches = (
         (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
         (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-        (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+        (
+            torch.backends.mha.get_fastpath_enabled,
+            torch.backends.mha.set_fastpath_enabled,
+        ),
     )
     with ExitStack() as stack:
         for is_on, switch in switches:

@@ -1,8 +1,9 @@
-"""`Wide`, an fp64 tensor under the dtype of another format, and how an operation computes on it.
+"""`Wide`, an fp64 tensor under the dtype of another format, and how an operation computes
+on it.
 
-Views share storage, as they do in PyTorch. In-place operations and `out=` write fp64 values. Random
-numbers are drawn in the dtype that a tensor says, so that a seed draws the same as it does
-there."""
+Views share storage, as they do in PyTorch. In-place operations and `out=` write fp64
+values. Random numbers are drawn in the dtype that a tensor says, so that a seed draws the
+same as it does there."""
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ aten = torch.ops.aten
 UNROUNDED = Unrounded()
 # Operators whose results are draws. `native_dropout` (on a GPU) computes as well.
 DRAWS = frozenset(
-    """rand randn rand_like randn_like randint randint_like randperm random random_ normal normal_
-    uniform uniform_ bernoulli bernoulli_ exponential exponential_ geometric geometric_ log_normal
-    log_normal_ cauchy cauchy_ multinomial poisson binomial _standard_gamma _sample_dirichlet
-    native_dropout""".split()  # noqa: SIM905
+    """rand randn rand_like randn_like randint randint_like randperm random random_ normal
+    normal_ uniform uniform_ bernoulli bernoulli_ exponential exponential_ geometric
+    geometric_ log_normal log_normal_ cauchy cauchy_ multinomial poisson binomial
+    _standard_gamma _sample_dirichlet native_dropout""".split()  # noqa: SIM905
 )
-# Operators that write running statistics in training, though their schema does not say so.
+# Operators that write running statistics in training, though their schema does not say
+# so.
 WRITES: Mapping[str, tuple[str, ...]] = {
     name: ("running_mean", "running_var")
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -54,12 +56,13 @@ WRITES: Mapping[str, tuple[str, ...]] = {
 
 
 class Wide(Tensor):
-    """`exact`, a float64 tensor, under the dtype of another format; complex128 under a complex one.
+    """`exact`, a float64 tensor, under the dtype of another format; complex128 under a
+    complex one.
 
-    Shape, strides and device are those of `exact`, and a view's `exact` is a view. Autograd takes
-    it as any tensor: gradients are `Wide` too. `is_weight`: a stored parameter, whose values may
-    not be rounded yet. `refusal`: why it may not be read but in a backward pass, if so. Raises
-    Unsupported where its values would leave PyTorch."""
+    Shape, strides and device are those of `exact`, and a view's `exact` is a view.
+    Autograd takes it as any tensor: gradients are `Wide` too. `is_weight`: a stored
+    parameter, whose values may not be rounded yet. `refusal`: why it may not be read but
+    in a backward pass, if so. Raises Unsupported where its values would leave PyTorch."""
 
     exact: Tensor
     is_weight: bool
@@ -67,11 +70,16 @@ class Wide(Tensor):
 
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Wide:
-        """Float64 (complex128) values, of any shape, under a dtype; they share storage."""
+        """Float64 (complex128) values, of any shape, under a dtype; they share
+        storage."""
         wide: Wide = Tensor._make_wrapper_subclass(
-            Wide, values.shape, strides=values.stride(), storage_offset=values.storage_offset(),
-            dtype=dtype, device=values.device,
-        )  # fmt: skip
+            Wide,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=dtype,
+            device=values.device,
+        )
         wide.exact, wide.is_weight = values, is_weight
         return wide
 
@@ -100,8 +108,12 @@ class Wide(Tensor):
         return copy
 
     def _replace_values(self, other: Tensor) -> None:
-        """What `x.data = y` does: other values of the same shape and dtype in the place of its."""
-        if not isinstance(other, Wide) or (other.dtype, other.shape) != (self.dtype, self.shape):
+        """What `x.data = y` does: other values of the same shape and dtype in the place
+        of its."""
+        if not isinstance(other, Wide) or (other.dtype, other.shape) != (
+            self.dtype,
+            self.shape,
+        ):
             raise unsupported("Tensor.data", STORAGE)
         self.exact = other.exact
 
@@ -124,29 +136,36 @@ class Wide(Tensor):
 
 
 def widened(x: Any) -> Any:
-    """A floating-point tensor's values in float64 (complex128); anything else as it is."""
+    """A floating-point tensor's values in float64 (complex128); anything else as it
+    is."""
     if isinstance(x, Wide):
         return x.exact
     return x.to(computed_in(x.dtype)) if is_floating(x) else x
 
 
 def narrowed(x: Any) -> Any:
-    """A `Wide` tensor as an ordinary one of the dtype that it says, rounded once to nearest;
-    anything else as it is. It keeps strides, and no gradient."""
+    """A `Wide` tensor as an ordinary one of the dtype that it says, rounded once to
+    nearest; anything else as it is. It keeps strides, and no gradient."""
     if not isinstance(x, Wide):
         return x
     return rounded(x.exact, values_format(x.dtype)).to(x.dtype)
 
 
 def compute(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding,
-    *, draws: bool = True,
-) -> Any:  # fmt: skip
-    """What an operation gives: computed in fp64 and rounded as `rounding` says, floating-point
-    tensors as `Wide` of the dtype that PyTorch would give. What it writes into is written into.
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rounding: Rounding,
+    *,
+    draws: bool = True,
+) -> Any:
+    """What an operation gives: computed in fp64 and rounded as `rounding` says,
+    floating-point tensors as `Wide` of the dtype that PyTorch would give. What it writes
+    into is written into.
 
-    Raises Unsupported for what has no exact result; for a draw without a generator of its own,
-    where `draws` says that nobody set a seed; and where PyTorch has no fp64 kernel."""
+    Raises Unsupported for what has no exact result; for a draw without a generator of its
+    own, where `draws` says that nobody set a seed; and where PyTorch has no fp64
+    kernel."""
     check_supported(func, args, kwargs)
     if func is aten.detach.default and isinstance(x := args[0], Wide):
         detached = Wide.of(x.exact.detach(), x.dtype, is_weight=x.is_weight)
@@ -155,7 +174,8 @@ def compute(
     check_readable((args, kwargs))
     name = func.overloadpacket.__name__
     if func.is_view and name != "lift_fresh" and not _any_wide(args):
-        return func(*args, **kwargs)  # so that what is written into the view is written into it
+        # So that what is written into the view is written into it
+        return func(*args, **kwargs)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], Wide):
         return _reshaped_in_place(func, args, kwargs)
     if name in DRAWS:
@@ -166,10 +186,15 @@ def compute(
 
 
 class _Call:
-    """One operation: its arguments as fp64 reads them, and what becomes of its results."""
+    """One operation: its arguments as fp64 reads them, and what becomes of its
+    results."""
 
     def __init__(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rounding: Rounding,
     ) -> None:
         self.func, self.args, self.kwargs, self.rounding = func, args, kwargs, rounding
         floats = [x for x in tree_leaves((args, kwargs)) if is_floating(x)]
@@ -178,7 +203,8 @@ class _Call:
         self.device = tensors[0].device if tensors else None
         self.common = promoted(floats)
         self.targets = list(written(func, args, kwargs))
-        # By the identity of what the operation is given to write into: the tensor it stands for.
+        # By the identity of what the operation is given to write into: the tensor it
+        # stands for.
         self.stands_for: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
 
@@ -216,16 +242,24 @@ class _Call:
         """The arguments, with Python numbers that meet tensors as the run has them."""
         if self.device is None:
             return self.args, dict(self.kwargs)
-        kinds = {parameter.name: str(parameter.type) for parameter in self.func._schema.arguments}
-        positional = zip(self.args, kinds.values(), strict=False)  # of which there may be fewer
+        kinds = {
+            parameter.name: str(parameter.type)
+            for parameter in self.func._schema.arguments
+        }
+        # Of which there may be fewer
+        positional = zip(self.args, kinds.values(), strict=False)
         args = tuple(self._number(x, kind, self.device) for x, kind in positional)
-        named = {n: self._number(x, kinds[n], self.device) for n, x in self.kwargs.items()}
+        named = {
+            n: self._number(x, kinds[n], self.device) for n, x in self.kwargs.items()
+        }
         return args, named
 
     def _number(self, x: Any, kind: str, device: torch.device) -> Any:
-        """A Python number as the operation reads it: an integer where it meets floating-point
-        values, and is no size or dimension."""
-        meets_values = kind in ("Tensor", "number", "Optional[number]") and self.has_floats
+        """A Python number as the operation reads it: an integer where it meets
+        floating-point values, and is no size or dimension."""
+        meets_values = (
+            kind in ("Tensor", "number", "Optional[number]") and self.has_floats
+        )
         if type(x) is float or (type(x) is int and meets_values):
             value = self.rounding.number(self.func, float(x), self.common, device)
             return value if value != x else x  # an integer that stays one
@@ -271,7 +305,9 @@ def check_readable(tree: Any) -> None:
             raise Unsupported(x.refusal)
 
 
-def written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[Tensor]:
     """The tensors that an operation writes into."""
     trains = argument(func, args, kwargs, "training") is True
     unsaid = WRITES.get(func.overloadpacket.__name__, ()) if trains else ()
@@ -301,7 +337,8 @@ def _without_half_to_float(
 
 @contextmanager
 def _float64_by_default(wanted: bool) -> Iterator[None]:
-    """Numbers out of nothing, and quotients of integers, are made in the default dtype."""
+    """Numbers out of nothing, and quotients of integers, are made in the default
+    dtype."""
     default = torch.get_default_dtype()
     if not wanted or default == torch.float64:
         yield
@@ -326,7 +363,9 @@ def _drawn(
         target.exact.copy_(result)
     if target is not None:
         return target
-    return tree_map(lambda x: Wide.of(widened(x), x.dtype) if is_floating(x) else x, result)
+    return tree_map(
+        lambda x: Wide.of(widened(x), x.dtype) if is_floating(x) else x, result
+    )
 
 
 def _dropped_out(
@@ -341,7 +380,9 @@ def _dropped_out(
     return Wide.of(rounding.result(func, args, values, x.dtype), x.dtype), mask
 
 
-def _reshaped_in_place(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Wide:
+def _reshaped_in_place(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Wide:
     """A view put in the place of its tensor, as `x.t_()` does."""
     wide: Wide = args[0]
     values = wide.exact.detach()  # another tensor may hold this very one

@@ -1,8 +1,10 @@
-"""Everything else a kernel may have computed, each with what would come out at a probe's elements.
+"""Everything else a kernel may have computed, each with what would come out at a probe's
+elements.
 
-Most alternatives are another case (`numdev.explain.mistakes`). Here are those that none describes:
-an output not divided by the row sum, memory read in another order, and factors of the scale and of
-the output, estimated from what the kernel returned. `numdev.explain.wrong_function` judges."""
+Most alternatives are another case (`numdev.explain.mistakes`). Here are those that none
+describes: an output not divided by the row sum, memory read in another order, and factors
+of the scale and of the output, estimated from what the kernel returned.
+`numdev.explain.wrong_function` judges."""
 
 from __future__ import annotations
 
@@ -17,20 +19,29 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.mistakes import PADDED, SINK_TILES, filled, instances, variants, without
+from numdev.explain.mistakes import (
+    PADDED,
+    SINK_TILES,
+    filled,
+    instances,
+    variants,
+    without,
+)
 from numdev.explain.probe import Alternative, Probe, rescored
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
 from numdev.report.numbers import power
 
-WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed
+# Up to so many scores a whole reference is computed where all rows are mixed
+WHOLE = 1 << 22
 SOMEWHERE = "in some rows"  # which: `numdev.explain.wrong_function` sees all
 LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the other
 
 
 def alternatives(probe: Probe) -> Iterator[Alternative]:
-    """Every named mistake that is possible in this call and would change what is computed."""
+    """Every named mistake that is possible in this call and would change what is
+    computed."""
     case, of = probe.case, instances(probe.case)
     for cause, variant in variants(case):
         answer = partial(Probe.answer, case=variant)
@@ -42,7 +53,10 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
     yield Alternative(cause, lambda p: p.multiplied(_row_sum(p)))
     for tile, what in itertools.product(STALE_TILES, STALE):
         if tile < case.kv_len:
-            cause = f"{what} not rescaled when the running maximum moves (tiles of {tile} keys)"
+            cause = (
+                f"{what} not rescaled when the running maximum moves (tiles of "
+                f"{tile} keys)"
+            )
             yield Alternative(cause, partial(_stale, tile=tile, what=what))
     yield from _parts(probe)
     yield from _sink_tiles(probe)
@@ -58,7 +72,8 @@ MERGED = {
 
 
 def _parts(probe: Probe) -> Iterator[Alternative]:
-    """Parts of the keys, each right, that are merged with other weights than exp(their L)."""
+    """Parts of the keys, each right, that are merged with other weights than exp(their
+    L)."""
     n = probe.case.kv_len
     widths = {f"{count} parts of the keys": -(-n // count) for count in PARTS}
     widths |= {f"parts of {width} keys": width for width in PART_WIDTHS}
@@ -66,14 +81,17 @@ def _parts(probe: Probe) -> Iterator[Alternative]:
         for how, less in MERGED.items():
             if width < n:
                 cause = f"{words} {how}"
-                yield Alternative(cause, partial(_merged, width=width, less=less), general=True)
+                yield Alternative(
+                    cause, partial(_merged, width=width, less=less), general=True
+                )
 
 
 def _merged(p: Probe, width: int, less: float) -> Reference:
     """With exp((1 - less) L) as a part's weight."""
     S = p.scores
     sums = torch.cat(
-        [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)], dim=-1
+        [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)],
+        dim=-1,
     )
     S = torch.where(S.isfinite(), S - less * sums, S)
     return attend(dataclasses.replace(p.own, **rescored(p.own, S)))
@@ -86,7 +104,10 @@ def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
         return
     for tile in SINK_TILES:
         if tile < case.kv_len:
-            cause = f"the attention sink is counted in every tile of {tile} keys that a row sees"
+            cause = (
+                f"the attention sink is counted in every tile of {tile} keys "
+                "that a row sees"
+            )
             yield Alternative(cause, partial(_sinks_of_tiles, tile=tile), general=True)
 
 
@@ -103,7 +124,8 @@ STALE = ("the accumulator is", "the row sum is", "accumulator and row sum are")
 
 
 def _stale(p: Probe, tile: int, what: str) -> Reference:
-    """What was summed before the maximum moved is too large by exp(last maximum - that one)."""
+    """What was summed before the maximum moved is too large by exp(last maximum - that
+    one)."""
     if tile not in p.stale:
         S = p.scores
         ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
@@ -116,11 +138,12 @@ def _stale(p: Probe, tile: int, what: str) -> Reference:
     return p.with_out(dict(zip(STALE, outs, strict=True))[what])
 
 
-# --- layouts -------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------
 
 
 def _layouts(probe: Probe) -> Iterator[Alternative]:
-    """[batch, heads, length, dim] taken for [batch, length, heads, dim], in shape or in memory."""
+    """[batch, heads, length, dim] taken for [batch, length, heads, dim], in shape or in
+    memory."""
     case, same = probe.case, probe.case.q_len == probe.case.kv_len
     cheap = case.q.shape[:3].numel() * case.kv_len <= WHOLE
     if case.heads == 1 and case.kv_heads == 1:
@@ -145,7 +168,9 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
 
 def _across_heads(p: Probe) -> Reference:
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
-    found = attend(dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist()))
+    found = attend(
+        dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist())
+    )
     return p.with_out(found.out.transpose(1, 2)[p.batch][:, p.heads])
 
 
@@ -167,19 +192,26 @@ def _rewritten(p: Probe, case: AttentionCase) -> Reference:
 STEP = 0.25 * math.log(2)  # of the scale's logarithm
 NEAR = 20.0  # residuals so many times smaller than at 1 need no search farther away
 
-# --- factors -------------------------------------------------------------------------------------
+# --- factors ---------------------------------------------------------------------------
 
 
 def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
-    """The factors of the scale and of the output that fit every other row, with their cuts on the
-    rest. A factor within two roundings of the scores (2u) of 1 is none."""
+    """The factors of the scale and of the output that fit every other row, with their
+    cuts on the rest. A factor within two roundings of the scores (2u) of 1 is none."""
     shape = probe.exact.empty.shape
     if int((~probe.exact.empty).sum()) < LEAST_ROWS:
         return
     index = torch.arange(math.prod(shape), device=probe.out.device).reshape(shape)
     fit, judge = index % 2 == 0, index % 2 == 1
-    o, r, lse, sinks = probe.out, probe.exact.out, probe.exact.lse[..., None], probe.case.sinks
-    own = 0.0 if sinks is None else (sinks[probe.heads].double()[:, None, None] - lse).exp()
+    o, r, lse, sinks = (
+        probe.out,
+        probe.exact.out,
+        probe.exact.lse[..., None],
+        probe.case.sinks,
+    )
+    own = (
+        0.0 if sinks is None else (sinks[probe.heads].double()[:, None, None] - lse).exp()
+    )
     sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - own))
     whose = "which was not requested" if sinks is None else "not its own"
     also: tuple[str, ...] = ()
@@ -187,22 +219,42 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
         whose += f", or {round(sink)} keys padded with zeros are counted"
         also = tuple(filled(t) for t in PADDED if -probe.case.kv_len % t == round(sink))
     for factor, none, words, apply in (
-        (_scale_factor(probe, fit), 1, "the scale is {0} times the requested one", Probe.scaled),
-        (_factor(probe, fit, r, o), 1, "the output is {0} times the exact one", Probe.multiplied),
+        (
+            _scale_factor(probe, fit),
+            1,
+            "the scale is {0} times the requested one",
+            Probe.scaled,
+        ),
+        (
+            _factor(probe, fit, r, o),
+            1,
+            "the output is {0} times the exact one",
+            Probe.multiplied,
+        ),
         (
             _factor(probe, fit, o / _row_sum(probe), r - o),
             0,
             "the row sum is {1:.2g} too large",
             lambda p, factor: p.multiplied(1 / (1 + factor / _row_sum(p))),
         ),
-        (math.log(max(sink, 1e-99)), math.inf, f"it has a sink of {{1:z.2f}}, {whose}", _sink),
+        (
+            math.log(max(sink, 1e-99)),
+            math.inf,
+            f"it has a sink of {{1:z.2f}}, {whose}",
+            _sink,
+        ),
     ):
-        if factor is not None and abs(factor - none) > 2 * probe.case.format.unit_roundoff:
+        if (
+            factor is not None
+            and abs(factor - none) > 2 * probe.case.format.unit_roundoff
+        ):
             places = 4 if abs(factor - 1) < 2e-3 else 3
             shown = f"{factor:.{places}f}" if 0.1 <= factor <= 10 else in_digits(factor)
             again = partial(apply, factor=factor)
             cause = words.format(shown, factor)
-            found = Alternative(cause, again, also if apply is _sink else (), general=True)
+            found = Alternative(
+                cause, again, also if apply is _sink else (), general=True
+            )
             yield found, probe.cut(again(probe), judge)
     key = _lost_key(probe)
     found = Alternative(f"key {key} is dropped", partial(_without, key=key), general=True)
@@ -240,21 +292,24 @@ def _without(p: Probe, key: int) -> Reference:
 
 
 def _lost_key(p: Probe) -> int:
-    """The key without which rows would err most as they do: by w (o_i - V_j), w = P / (1 - P)."""
+    """The key without which rows would err most as they do: by w (o_i - V_j), w = P / (1
+    - P)."""
     V, o = p.own.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
     e = torch.where(p.usable, p.out, 0.0) - o
     P = (p.scores - p.exact.lse[..., None]).exp()
     w = torch.where(p.usable[..., :1], P / (1 - P).clamp_min(1e-6), 0.0)
     fits = (w * ((e * o).sum(-1, keepdim=True) - e @ V)).sum(dim=(0, 1, 2))
-    apart = o.square().sum(-1, keepdim=True) - 2 * o @ V + V.square().sum(-2, keepdim=True)
+    apart = (
+        o.square().sum(-1, keepdim=True) - 2 * o @ V + V.square().sum(-2, keepdim=True)
+    )
     sizes = (w.square() * apart).sum(dim=(0, 1, 2))
     return int((fits.clamp_min(0.0).square() / sizes.clamp_min(1e-300)).argmax())
 
 
 def _scale_factor(p: Probe, fit: Tensor) -> float | None:
-    """The factor of the scale that leaves the least residual, by Gauss-Newton steps from 1; where
-    these find none, from the best point of a grid. None where the scale is 0 or no row can be
-    compared."""
+    """The factor of the scale that leaves the least residual, by Gauss-Newton steps from
+    1; where these find none, from the best point of a grid. None where the scale is 0 or
+    no row can be compared."""
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None

@@ -1,8 +1,9 @@
 """Which roundings explain a kernel's errors.
 
-The *residual* |o - emulation| / |o - r| is 0 where the emulation makes the kernel's every error and
-about 1.4 where it makes others of the same size. An emulation explains a kernel when the residual
-is at most one half and clearly below that of every other preset; else the answer is "unknown"."""
+The *residual* |o - emulation| / |o - r| is 0 where the emulation makes the kernel's every
+error and about 1.4 where it makes others of the same size. An emulation explains a kernel
+when the residual is at most one half and clearly below that of every other preset; else
+the answer is "unknown"."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ PRESETS: Mapping[str, Claim] = {
        for name in ("fa2", "fa2-consistent", "eager", "golden2024", "qiu2025")},
     "one cast": {"preset": "exact", **dict.fromkeys(SITE_OF.values(), "working")},
 }  # fmt: skip
-TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)  # keys, tried with presets that have tiles
+# Keys, tried with presets that have tiles
+TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)
 ROWS = (32, 64, 128, 256, 512)  # tried where dk or dv is rounded after every tile of rows
 SUMS: tuple[Claim, ...] = tuple(  # gradients that are summed in the working format
     {**dict.fromkeys(("dq", "dk", "dv"), "working"), "group_sum": group}
@@ -77,9 +79,10 @@ def attribute(
     tensor: str = "out",
     group: int = 1,
 ) -> Attribution | None:
-    """Which roundings explain `output` [B, H, rows, d] against `exact`; None where it has no error.
-    `scale` [B, H, rows]: see `row_weights`; `fmt`: the working format; `claim`: tried first, under
-    its preset's name; `tensor`: out, dq, dk or dv, of `group` query heads to a kv head."""
+    """Which roundings explain `output` [B, H, rows, d] against `exact`; None where it has
+    no error. `scale` [B, H, rows]: see `row_weights`; `fmt`: the working format; `claim`:
+    tried first, under its preset's name; `tensor`: out, dq, dk or dv, of `group` query
+    heads to a kv head."""
     weight = row_weights(output, exact, scale, fmt)
     error = weighed(output.double() - exact, weight)
     size = float(error.norm())
@@ -102,7 +105,8 @@ def attribute(
         why_not = "no known way of rounding makes these errors"
     elif best.residual > CLEARLY * other.residual:
         why_not = (
-            f"`{best.preset}` and `{other.preset}` fit these data equally well (residuals "
+            f"`{best.preset}` and `{other.preset}` fit these data equally well "
+            "(residuals "
             f"{best.residual:.2f} and {other.residual:.2f})"
         )
     if why_not:
@@ -114,12 +118,15 @@ def attribute(
         residual = float((error - left).norm()) / size
         rounds = SITES[site].rounds
         shares.append(SiteShare(site=site, rounds=rounds, share=share, residual=residual))
-    return Attribution(best=best, next=other, sites=tuple(sorted(shares, key=lambda s: -s.share)))
+    return Attribution(
+        best=best, next=other, sites=tuple(sorted(shares, key=lambda s: -s.share))
+    )
 
 
 def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 where the scale is below the
-    format's smallest normal (one error there outweighs all others) or something is not finite."""
+    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 where the scale is
+    below the format's smallest normal (one error there outweighs all others) or something
+    is not finite."""
     finite = output.double().isfinite().all(-1) & exact.isfinite().all(-1)
     usable = (scale >= fmt.smallest_normal) & finite
     return torch.where(usable, 1 / torch.where(usable, scale, 1.0), 0.0)[..., None]
@@ -130,14 +137,15 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight > 0, x * weight, 0.0)
 
 
-# --- what is tried -------------------------------------------------------------------------------
+# --- what is tried --------------------------------------------------------------------
 
 
 def _search(
     claim: Claim | None, fit: Callable[[str, Claim], Fit], tensor: str, group: int
 ) -> list[Fit]:
-    """The best variant found of every preset, best first. Where one fits as it is, the others get
-    its tiles, order and exp too. Else sums, tiles, orders, exps and modes are tried."""
+    """The best variant found of every preset, best first. Where one fits as it is, the
+    others get its tiles, order and exp too. Else sums, tiles, orders, exps and modes are
+    tried."""
     start = dict(PRESETS)  # a preset as it is, or as the kernel claims to be it
     for name, base in PRESETS.items():
         if claim is not None and claim.get("preset", "fa2") == base["preset"]:
@@ -159,7 +167,8 @@ def _search(
             for variant in _tiles(best[name].claim, tensor):
                 better(name, variant)
         for name in PRESETS:
-            for change in WHOLLY:  # with its own tiles too: under another exp no tile fitted well
+            # With its own tiles too: under another exp no tile fitted well
+            for change in WHOLLY:
                 better(name, {**start[name], **change})
                 better(name, {**best[name].claim, **change})
         first = min(best.values(), key=residual)
@@ -170,7 +179,8 @@ def _search(
 
 
 def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
-    """Where FlashAttention-2's sums and its delta may come from, with the tiles that tell then."""
+    """Where FlashAttention-2's sums and its delta may come from, with the tiles that tell
+    then."""
     if tensor == "out":
         return
     grouped = tensor != "dq" and group > 1
@@ -184,7 +194,8 @@ def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
 
 
 def _tiles(claim: Claim, tensor: str) -> Iterator[Claim]:
-    """The tiles that can matter to a tensor: in a gradient, those its sum is rounded after."""
+    """The tiles that can matter to a tensor: in a gradient, those its sum is rounded
+    after."""
     made = recipe_of(claim)
     if tensor != "out" and all(made.sites[s] != "working" for s in _ends_of(tensor)[:2]):
         return
@@ -192,13 +203,17 @@ def _tiles(claim: Claim, tensor: str) -> Iterator[Claim]:
         for rows in ROWS:
             yield {**claim, "block_q": rows}
         return
-    rest = {k: v for k, v in claim.items() if k not in ("memory", "block_kv", "kv_order", "splits")}
+    rest = {
+        k: v
+        for k, v in claim.items()
+        if k not in ("memory", "block_kv", "kv_order", "splits")
+    }
     for order in ("ascending", "descending"):
         for tile in TILES:
             yield {**rest, "block_kv": tile, "kv_order": order}
 
 
-# --- the sites of a tensor -----------------------------------------------------------------------
+# --- the sites of a tensor ------------------------------------------------------------
 
 SCORES = ("scores", "scaled", "softcap", "bias")
 DS = ("ds_softmax", "ds_softcap", "ds_scaled", "ds")
@@ -207,8 +222,9 @@ DS = ("ds_softmax", "ds_softcap", "ds_scaled", "ds")
 def rounding_sites(
     claim: Claim, fmt: Format, tensor: str = "out", group: int = 1
 ) -> dict[str, tuple[str, ...]]:
-    """The sites on the way to a tensor at which an emulation of inputs in `fmt` rounds to less than
-    fp32, each with those that are made exact with it: successive roundings of one number."""
+    """The sites on the way to a tensor at which an emulation of inputs in `fmt` rounds to
+    less than fp32, each with those that are made exact with it: successive roundings of
+    one number."""
     made = recipe_of(claim)
 
     def narrow(site: str) -> bool:
@@ -226,8 +242,8 @@ def rounding_sites(
         elif site in DS:
             name, together = "ds", DS
         elif site in ends and narrow(tensor):
-            # A running sum in the format of its cast is cast already; a sum of several is another
-            # number, and without several nothing is partial.
+            # A running sum in the format of its cast is cast already; a sum of several is
+            # another number, and without several nothing is partial.
             ends = ends[:-1] if _apart(tensor, made, group) else (*ends[:2], ends[-1])
             name, together = (tensor, ends) if site in ends else (name, together)
         found[name] = together
@@ -248,7 +264,8 @@ def _leading_to(tensor: str, made: Recipe, group: int) -> list[str]:
     from_o = tensor != "dv" and made.delta_from == "dO*O"
     only_o = () if from_o else ("pv", "accumulator", "normalised", "state", "merge")
     skipped |= {
-        "out": True,  # backward has O from before its cast, and a cast of its own: delta_o
+        # Backward has O from before its cast, and a cast of its own: delta_o
+        "out": True,
         "lse": made.p_from != "lse",
         "p": not from_o and made.l_from != "rounded",
         "delta_o": not from_o,
@@ -257,7 +274,9 @@ def _leading_to(tensor: str, made: Recipe, group: int) -> list[str]:
         "dq_partial": made.splits in (None, 1),
         **dict.fromkeys(("dk_partial", "dv_partial"), not _apart("dk", made, group)),
     }
-    others = {site for name in ("dq", "dk", "dv") if name != tensor for site in _ends_of(name)}
+    others = {
+        site for name in ("dq", "dk", "dv") if name != tensor for site in _ends_of(name)
+    }
     of_ds = BACKWARD[BACKWARD.index("dp") : BACKWARD.index("ds") + 1]
     others |= set(of_ds) if tensor == "dv" else {"p_for_dv"}
     sites = (*FORWARD, *(site for site in BACKWARD if site not in others))
@@ -270,8 +289,8 @@ def _ends_of(gradient: str) -> tuple[str, ...]:
 
 
 def _apart(gradient: str, made: Recipe, group: int) -> bool:
-    """Whether a gradient is a sum of several, each rounded: of splits of the keys, of parts of the
-    queries, of a group's heads."""
+    """Whether a gradient is a sum of several, each rounded: of splits of the keys, of
+    parts of the queries, of a group's heads."""
     if gradient == "dq":
         return made.splits not in (None, 1)
     grouped = group > 1 and made.group_sum == "separate"

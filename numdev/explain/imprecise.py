@@ -1,11 +1,14 @@
-"""A kernel that loses precision: which single step, coarser than it should be, makes its errors.
+"""A kernel that loses precision: which single step, coarser than it should be, makes its
+errors.
 
-Everything else is as FlashAttention-2 has it, in fp32 arithmetic: P and dS in the working format,
-one cast at the end. A step explains a head if the error that is left is a tenth at most, element by
-element and rows counting alike; so tiles and their format have to be right as well. These are
-faults and no designs: `numdev.audit.explanations.likenesses` has ways that sound code rounds.
+Everything else is as FlashAttention-2 has it, in fp32 arithmetic: P and dS in the working
+format, one cast at the end. A step explains a head if the error that is left is a tenth
+at most, element by element and rows counting alike; so tiles and their format have to be
+right as well. These are faults and no designs: `numdev.audit.explanations.likenesses` has
+ways that sound code rounds.
 
-Legend: S scores, P probabilities, m row maximum, l row sum, O output, a rescales, L log-sum-exp."""
+Legend: S scores, P probabilities, m row maximum, l row sum, O output, a rescales, L
+log-sum-exp."""
 
 # ruff: noqa: E741
 
@@ -68,7 +71,7 @@ def rounded(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
     return round_to(x, fmt, "toward_zero" if toward_zero else "nearest")
 
 
-# --- what is tried -------------------------------------------------------------------------------
+# --- what is tried --------------------------------------------------------------------
 
 
 def losses(case: AttentionCase) -> Iterator[Loss]:
@@ -139,11 +142,12 @@ def gradient_losses(case: AttentionCase) -> Iterator[Loss]:
     yield Loss("p_for_dv", working, words, toward_zero=True)
 
 
-# --- what would come out -------------------------------------------------------------------------
+# --- what would come out --------------------------------------------------------------
 
 
 def forward(case: AttentionCase, loss: Loss, S: Tensor) -> Tensor:
-    """O [B, H, q_len, v_dim] with one step coarser, in the working format; S: its scores, fp32."""
+    """O [B, H, q_len, v_dim] with one step coarser, in the working format; S: its scores,
+    fp32."""
     working = case.format
     if loss.step == "products":
         S = _products(case, loss)
@@ -166,7 +170,11 @@ def forward(case: AttentionCase, loss: Loss, S: Tensor) -> Tensor:
         P = loss(P) if step in ("p", "products") else rounded(P, working)
         l = loss(l) if step == "row_sum" else l
         if step == "accumulator":
-            O = loss(loss(a * O) + loss(P @ values)) if loss.each else loss(a * O + P @ values)
+            O = (
+                loss(loss(a * O) + loss(P @ values))
+                if loss.each
+                else loss(a * O + P @ values)
+            )
         else:
             O = a * O + P @ values
     O = O if loss.normalised else O / nonzero(l)
@@ -179,7 +187,8 @@ def _products(case: AttentionCase, loss: Loss) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """A call's exact log-sum-exp and the output that a kernel returned: backward's beginning."""
+    """A call's exact log-sum-exp and the output that a kernel returned: backward's
+    beginning."""
 
     case: AttentionCase
     S: Tensor
@@ -188,8 +197,8 @@ class Backward:
     cache: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self, loss: Loss) -> dict[str, Tensor]:
-        """dq, dk and dv with one step coarser, in the working format; dk and dv of each query head
-        are summed over a group in fp32."""
+        """dq, dk and dv with one step coarser, in the working format; dk and dv of each
+        query head are summed over a group in fp32."""
         case, working, tile = self.case, self.case.format, loss.tile
         Q, dO = case.q.float(), upstream(case).float()
         K, V = (x.repeat_interleave(case.group, 1).float() for x in (case.k, case.v))
@@ -225,14 +234,16 @@ def _added(loss: Loss, total: Tensor, new: Tensor) -> Tensor:
 
 
 def residuals(x: Tensor, exact: Tensor, terms: Tensor, tried: Tensor) -> Tensor:
-    """[H]: of the error of each head of x [B, H, rows, d], the share that `tried` leaves: plainly,
-    or with every row over the norm of its terms, whichever is more."""
+    """[H]: of the error of each head of x [B, H, rows, d], the share that `tried` leaves:
+    plainly, or with every row over the norm of its terms, whichever is more."""
     usable = x.isfinite() & exact.isfinite() & tried.isfinite()
     size = terms.norm(dim=-1, keepdim=True)
     shares = []
     for unit in (torch.ones_like(size), torch.where(size > 0, size, math.inf)):
         left, error = (
-            torch.where(usable, (x.double() - y.double()) / unit, 0.0).square().sum((0, 2, 3))
+            torch.where(usable, (x.double() - y.double()) / unit, 0.0)
+            .square()
+            .sum((0, 2, 3))
             for y in (tried, exact)
         )
         share = (left / error.clamp_min(1e-300)).sqrt()
@@ -240,7 +251,7 @@ def residuals(x: Tensor, exact: Tensor, terms: Tensor, tried: Tensor) -> Tensor:
     return torch.maximum(*shares)
 
 
-# --- the search ----------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------
 
 
 def imprecision(
@@ -251,10 +262,10 @@ def imprecision(
     wrong: tuple[str, ...],
     hints: tuple[Loss, ...] | None = None,
 ) -> dict[tuple[str, int], tuple[Loss, float]]:
-    """By tensor and head, the step that explains a kernel's errors, and the share of them that it
-    explains. `returned`: whole tensors of the call; `exact`: its reference; `terms`: the term scale
-    by tensor; `wrong`: what to explain, the output or gradients; `hints`: of other calls, which are
-    tried alone."""
+    """By tensor and head, the step that explains a kernel's errors, and the share of them
+    that it explains. `returned`: whole tensors of the call; `exact`: its reference;
+    `terms`: the term scale by tensor; `wrong`: what to explain, the output or gradients;
+    `hints`: of other calls, which are tried alone."""
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES or case.working is not None:
         return {}
     S = all_scores(case).float()
@@ -263,9 +274,15 @@ def imprecision(
     found: dict[tuple[str, int], tuple[Loss, float]] = {}
     for loss in tried if hints is None else hints:
         names = [n for n in loss.tensors if n in wrong]
-        if not names or (loss.tile is not None and loss.tile >= max(case.kv_len, case.q_len)):
+        if not names or (
+            loss.tile is not None and loss.tile >= max(case.kv_len, case.q_len)
+        ):
             continue
-        step = {"out": forward(case, loss, S)} if loss.step in FORWARD else backward.step(loss)
+        step = (
+            {"out": forward(case, loss, S)}
+            if loss.step in FORWARD
+            else backward.step(loss)
+        )
         for n in names:
             left = residuals(returned[n], getattr(exact, n), terms[n], step[n])
             for head, share in enumerate(left.tolist()):

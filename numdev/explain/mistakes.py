@@ -1,8 +1,9 @@
 """Named mistakes that are another case: the same call with one thing changed.
 
-Each family takes an `AttentionCase` and yields a cause in words with the fields it changes, where
-the mistake is possible and would change what is computed. The answer is the fp64 reference's of the
-changed case. Mistakes that are no case are in `numdev.explain.alternatives`."""
+Each family takes an `AttentionCase` and yields a cause in words with the fields it
+changes, where the mistake is possible and would change what is computed. The answer is
+the fp64 reference's of the changed case. Mistakes that are no case are in
+`numdev.explain.alternatives`."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.explain.probe import all_scores, rescored
 
-Changes = Iterator[tuple[str, dict[str, Any]]]  # causes, with the fields of the case they change
+# Causes, with the fields of the case they change
+Changes = Iterator[tuple[str, dict[str, Any]]]
 
 MOST_SCORES = 1 << 22  # of a call of which a mistake takes a mask or a bias of all scores
 WINDOW_TILES = (16, 32, 64, 128)
-TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # of keys, in kernels in use
+# Of keys, in kernels in use
+TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)
 PADDED = (16, 32, 64, 128)
 LOGARITHMS = {
     "lacks log2(e) before an exponential to base 2": math.log(2),
@@ -42,8 +45,8 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
 
 
 def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
-    """Causes of this call that are of one mechanism in calls of other lengths, each with the words
-    for that: a tile of keys decides how many are lost, or padded."""
+    """Causes of this call that are of one mechanism in calls of other lengths, each with
+    the words for that: a tile of keys decides how many are lost, or padded."""
     of: dict[str, tuple[str, ...]] = {}
     n = case.kv_len
     for tile in TILES:
@@ -80,7 +83,8 @@ def scales(case: AttentionCase) -> Changes:
         "the scale is 1/sqrt(heads * head_dim)": (case.heads * d) ** -0.5,
         "the scale is sqrt(head_dim), not its reciprocal": d**0.5,
         "the exponential is to base 2 (the scale lacks log2(e))": asked * math.log(2),
-        "the scale has log2(e) in it, and the exponential is to base e": asked / math.log(2),
+        "the scale has log2(e) in it, and the exponential is to base e": asked
+        / math.log(2),
         "the sign of the scores is wrong": -asked,
         "all scores are equal (a plain mean of V)": 0.0,
     }
@@ -93,7 +97,8 @@ def scales(case: AttentionCase) -> Changes:
 
 def _positions(case: AttentionCase) -> Changes:
     """The causal mask, and which query sees which key."""
-    right = case.kv_len - case.q_len  # the offset with which the last query sees the last key
+    # The offset with which the last query sees the last key
+    right = case.kv_len - case.q_len
     if case.restricts_positions:
         what = "causal mask" if case.is_causal else "window"
         for offset, where in ((0, "top-left"), (right, "bottom-right")):
@@ -113,7 +118,10 @@ def _positions(case: AttentionCase) -> Changes:
         cause = "a causal mask is applied that was not requested"
         yield cause, {"is_causal": True}
         if right != case.causal_offset:
-            yield f"{cause} (aligned bottom-right)", {"is_causal": True, "causal_offset": right}
+            yield (
+                f"{cause} (aligned bottom-right)",
+                {"is_causal": True, "causal_offset": right},
+            )
 
 
 def _window(case: AttentionCase) -> Changes:
@@ -153,7 +161,10 @@ def _shifted(case: AttentionCase, step: int) -> Any:
     left, right = case.window
     if right is not None and right >= 0:  # causality is the tighter limit
         right = None
-    return (None if left is None else left - step, None if right is None else right + step)
+    return (
+        None if left is None else left - step,
+        None if right is None else right + step,
+    )
 
 
 def _masks(case: AttentionCase) -> Changes:
@@ -175,14 +186,23 @@ def _masks(case: AttentionCase) -> Changes:
     if mask.ndim >= 3 and mask.shape[-3] > 1:
         yield "every head gets head 0's mask", {"mask": mask[..., :1, :, :]}
         for words, by in {"next": -1, "previous": 1}.items():
-            yield f"query heads get the mask of the {words} one", {"mask": mask.roll(by, -3)}
+            yield (
+                f"query heads get the mask of the {words} one",
+                {"mask": mask.roll(by, -3)},
+            )
         yield "query heads get the masks in reverse order", {"mask": mask.flip(-3)}
     if mask.ndim == 4 and mask.shape[0] > 1:
         yield "every batch entry gets entry 0's mask", {"mask": mask[:1]}
         for words, by in {"next": -1, "previous": 1}.items():
-            yield f"batch entries get the mask of the {words} one", {"mask": mask.roll(by, 0)}
+            yield (
+                f"batch entries get the mask of the {words} one",
+                {"mask": mask.roll(by, 0)},
+            )
     if case.is_causal and case.q_len > 1:
-        yield "the mask and the causal mask are both ignored", {"mask": None, "is_causal": False}
+        yield (
+            "the mask and the causal mask are both ignored",
+            {"mask": None, "is_causal": False},
+        )
 
 
 def _kv_heads(case: AttentionCase) -> Changes:
@@ -191,7 +211,9 @@ def _kv_heads(case: AttentionCase) -> Changes:
         return
     every = range(case.heads)
     mappings = {
-        "query head h reads kv head h % kv_heads instead of h // group": [h % kv for h in every],
+        "query head h reads kv head h % kv_heads instead of h // group": [
+            h % kv for h in every
+        ],
         "query heads read kv head 0 instead of their own": [0 for h in every],
         "query heads read the next kv head": [(h // group + 1) % kv for h in every],
         "query heads read the previous kv head": [(h // group - 1) % kv for h in every],
@@ -208,7 +230,9 @@ def _outputs(case: AttentionCase) -> Changes:
     """Outputs that come out in the place of another query head."""
     every = list(range(case.heads))
     orders = {
-        "the outputs of heads 2i and 2i + 1 are exchanged": [min(h ^ 1, every[-1]) for h in every],
+        "the outputs of heads 2i and 2i + 1 are exchanged": [
+            min(h ^ 1, every[-1]) for h in every
+        ],
         "query heads return the output of the next one": [*every[1:], 0],
         "query heads return the output of the previous one": [every[-1], *every[:-1]],
         "the outputs of the heads come in reverse order": every[::-1],
@@ -235,7 +259,10 @@ def _batches(case: AttentionCase) -> Changes:
         cause = f"batch entries read the k and v of the {words} one"
         yield cause, {"k": case.k.roll(by, 0), "v": case.v.roll(by, 0)}
     first = [0] * case.q.shape[0]
-    yield "every batch entry reads entry 0's k and v", {"k": case.k[first], "v": case.v[first]}
+    yield (
+        "every batch entry reads entry 0's k and v",
+        {"k": case.k[first], "v": case.v[first]},
+    )
     yield (
         "every batch entry reads entry 0's q, k and v",
         {n: getattr(case, n)[first] for n in "qkv"},
@@ -275,8 +302,14 @@ def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (case.k, case.v))
     mask = case.mask
     if mask is not None and mask.shape[-1] > 1:
-        shown = torch.ones_like(mask[..., :1]) if mask.dtype == torch.bool else mask[..., :1] * 0
-        mask = torch.cat([mask, shown.nan_to_num(0.0).expand(*mask.shape[:-1], more)], dim=-1)
+        shown = (
+            torch.ones_like(mask[..., :1])
+            if mask.dtype == torch.bool
+            else mask[..., :1] * 0
+        )
+        mask = torch.cat(
+            [mask, shown.nan_to_num(0.0).expand(*mask.shape[:-1], more)], dim=-1
+        )
     return {"k": k, "v": v, "mask": mask}
 
 
@@ -319,11 +352,14 @@ def _softcap(case: AttentionCase) -> Changes:
         S = all_scores(dataclasses.replace(case, softcap=None))
         capped = torch.where(S.isfinite(), (S / cap).tanh() * cap, S)
         yield "the soft cap is applied after the additive mask", rescored(case, capped)
-    bare = dataclasses.replace(case, mask=None, softcap=None, window=None, is_causal=False)
+    bare = dataclasses.replace(
+        case, mask=None, softcap=None, window=None, is_causal=False
+    )
     S, capped = all_scores(bare), all_scores(case)
     masked = capped - (S / cap).tanh() * cap  # 0, the additive mask, or -inf
     wrong = {
-        "the soft cap multiplies a score by the tanh of it over the cap": S * (S / cap).tanh(),
+        "the soft cap multiplies a score by the tanh of it over the cap": S
+        * (S / cap).tanh(),
         "the soft cap multiplies a score by its tanh": S * S.tanh(),
         "a score is not divided by the soft cap before the tanh": cap * S.tanh(),
         "the tanh is not multiplied by the soft cap": (S / cap).tanh(),
@@ -340,11 +376,17 @@ def _sinks(case: AttentionCase) -> Changes:
     if case.sinks is None:
         return
     yield "the attention sinks are ignored", {"sinks": None}
-    yield "the attention sinks are counted twice", {"sinks": case.sinks.double() + math.log(2)}
+    yield (
+        "the attention sinks are counted twice",
+        {"sinks": case.sinks.double() + math.log(2)},
+    )
     for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
         yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}
     for words, by in {"next": -1, "previous": 1}.items():
-        yield f"query heads get the sink of the {words} one", {"sinks": case.sinks.roll(by)}
+        yield (
+            f"query heads get the sink of the {words} one",
+            {"sinks": case.sinks.roll(by)},
+        )
     if case.heads > 2:
         yield "query heads get the sinks in reverse order", {"sinks": case.sinks.flip(0)}
     for head in range(min(case.heads, MOST_SINKS)):

@@ -1,7 +1,7 @@
 """The part of a call on which an alternative is held against what a kernel returned.
 
-At most 2 batch entries, 8 heads and 64 query rows of a head (fewer of each when there are many
-keys), among them the first rows, the last and the worst."""
+At most 2 batch entries, 8 heads and 64 query rows of a head (fewer of each when there are
+many keys), among them the first rows, the last and the worst."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ HEAD_KEYS = 1 << 16  # heads times keys in a probe, before one head applies
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Probe:
-    """The part of a call on which alternatives are evaluated. Its tensors: [b, h, rows, v_dim]."""
+    """The part of a call on which alternatives are evaluated. Its tensors: [b, h, rows,
+    v_dim]."""
 
-    case: AttentionCase  # whole: alternatives are made from it, as a wrong layout mixes heads, rows
+    # Whole: alternatives are made from it, as a wrong layout mixes heads, rows
+    case: AttentionCase
     batch: list[int]
     heads: list[int]
     rows: Tensor  # its query rows, ascending
@@ -53,12 +55,14 @@ class Probe:
         every: bool = False,
         entry: int | None = None,
     ) -> Probe:
-        """The part of `case` in these heads; `errors` [B, len(heads), q_len] is their size.
-        `every`: all batch entries and rows, where there are no more than SCORES; `entry`: of the
-        batch, which alone."""
+        """The part of `case` in these heads; `errors` [B, len(heads), q_len] is their
+        size. `every`: all batch entries and rows, where there are no more than SCORES;
+        `entry`: of the batch, which alone."""
         every = every and len(errors) * len(heads) * case.q_len * case.kv_len <= SCORES
         most = len(errors) if every else MAX_BATCH
-        batch = errors.sum(dim=(1, 2)).argsort(descending=True)[:most].sort().values.tolist()
+        batch = (
+            errors.sum(dim=(1, 2)).argsort(descending=True)[:most].sort().values.tolist()
+        )
         if entry is not None:
             batch, errors = [entry], errors[[entry]]
         room = SCORES // (len(batch) * len(heads) * case.kv_len)
@@ -75,7 +79,8 @@ class Probe:
         return x[self.batch][:, self.heads][:, :, self.rows]
 
     def part(self, case: AttentionCase) -> AttentionCase:
-        """A variant of the case, cut down to the probe's batch entries, heads and rows."""
+        """A variant of the case, cut down to the probe's batch entries, heads and
+        rows."""
         case = case.select_heads(self.heads).select_rows(self.rows)
         q, k, v = (x[self.batch] for x in (case.q, case.k, case.v))
         mask = case.mask
@@ -121,9 +126,10 @@ class Probe:
         return dataclasses.replace(self.exact, out=out)
 
     def cut(self, alternative: Reference, rows: Tensor | None = None) -> float:
-        """How many times smaller the residual is against the alternative, plainly or with the term
-        scale as the unit, whichever is less; 0 where it cannot be judged: too few numbers, or more
-        than half of them in rows without a key. A residual counts as a rounding floor at least."""
+        """How many times smaller the residual is against the alternative, plainly or with
+        the term scale as the unit, whichever is less; 0 where it cannot be judged: too
+        few numbers, or more than half of them in rows without a key. A residual counts as
+        a rounding floor at least."""
         usable = self.usable if rows is None else self.usable & rows[..., None]
         none = self.out == 0  # which is what code returns for a row that sees no key
         both = usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
@@ -140,10 +146,12 @@ class Probe:
         return min(cuts)
 
     def share(self, alternative: Reference) -> float:
-        """The share of the rms error that goes if the alternative is what should come out; below 0
-        where the error grows by that."""
+        """The share of the rms error that goes if the alternative is what should come
+        out; below 0 where the error grows by that."""
         none = self.out == 0
-        both = self.usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
+        both = (
+            self.usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
+        )
         before, after = (
             float(torch.where(both, self.out - x, 0.0).norm())
             for x in (self.exact.out, alternative.out)
@@ -153,12 +161,17 @@ class Probe:
 
 def all_scores(case: AttentionCase) -> Tensor:
     """S [B, H, q_len, kv_len], fp64."""
-    X = case.q.double() @ case.k.double().repeat_interleave(case.group, dim=1).mT * case.scale
+    X = (
+        case.q.double()
+        @ case.k.double().repeat_interleave(case.group, dim=1).mT
+        * case.scale
+    )
     return scores(case, X, slice(0, case.q_len), slice(0, case.kv_len))
 
 
 def rescored(case: AttentionCase, S: Tensor) -> dict[str, Any]:
-    """What gives the call these scores, -inf where hidden; their slope is that of no cap."""
+    """What gives the call these scores, -inf where hidden; their slope is that of no
+    cap."""
     bare: Any = {"mask": None, "softcap": None, "window": None, "is_causal": False}
     return {**bare, "mask": S - all_scores(dataclasses.replace(case, **bare))}
 
@@ -175,10 +188,14 @@ class Alternative(NamedTuple):
 
 
 def rows_of(length: int, rows: int, worst: int) -> Tensor:
-    """At most `rows` query rows in four runs: first, last, around the worst, in the middle."""
+    """At most `rows` query rows in four runs: first, last, around the worst, in the
+    middle."""
     if length <= rows:
         return torch.arange(length)
     size = max(1, rows // 4)
     starts = (0, length - size, worst - size // 2, length // 2)
-    runs = (range(x, x + size) for x in (max(0, min(start, length - size)) for start in starts))
+    runs = (
+        range(x, x + size)
+        for x in (max(0, min(start, length - size)) for start in starts)
+    )
     return torch.tensor(sorted({*itertools.chain(*runs)}))

@@ -9,18 +9,22 @@ from statistics import median
 from numdev.grouping import grouped
 from numdev.report import AttributionRow, Explanation, SiteShare
 
-DEFAULT = "sdpa-default"  # PyTorch's own choice, which is one of the others: not said twice
+# PyTorch's own choice, which is one of the others: not said twice
+DEFAULT = "sdpa-default"
 SMALL = 0.005  # a site's share of the squared error that is not worth naming
 
 
 def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
-    """One for each kernel, format and tensor, in the order of the rows: its calls together. That of
-    PyTorch's own choice is left out where another kernel has the same."""
+    """One for each kernel, format and tensor, in the order of the rows: its calls
+    together. That of PyTorch's own choice is left out where another kernel has the
+    same."""
     groups = grouped(rows, lambda r: (r.kernel, str(r.options), r.format, r.tensor))
     found: list[Explanation] = []
     for made in map(_explanation, groups.values()):
         same = {"kernel": made.kernel, "options": made.options}
-        if made.kernel != DEFAULT or made not in [e.model_copy(update=same) for e in found]:
+        if made.kernel != DEFAULT or made not in [
+            e.model_copy(update=same) for e in found
+        ]:
             found.append(made)
     return tuple(found)
 
@@ -57,22 +61,30 @@ def _median(rows: Sequence[AttributionRow], field: str) -> float:
 
 
 def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
-    """Medians over the calls, the largest share first, those that are too small left out."""
+    """Medians over the calls, the largest share first, those that are too small left
+    out."""
     found = []
-    for of_calls in grouped((s for row in rows for s in row.sites), lambda s: s.site).values():
+    for of_calls in grouped(
+        (s for row in rows for s in row.sites), lambda s: s.site
+    ).values():
         new = {n: median(getattr(s, n) for s in of_calls) for n in ("share", "residual")}
         found += [of_calls[-1].model_copy(update=new)] * (new["share"] >= SMALL)
     return sorted(found, key=lambda s: -s.share)
 
 
 def _name(row: AttributionRow) -> str:
-    """The nearest preset, and what its recipe says beside it, as far as it bears on the tensor."""
+    """The nearest preset, and what its recipe says beside it, as far as it bears on the
+    tensor."""
     recipe, tensor, said = row.recipe, row.tensor, []
     if tensor != "out" and recipe.get(tensor) == "working":
         said.append(f"{tensor} summed in the working format")
         if tensor != "dq":
             said += [f"{recipe['block_q']} rows a tile"] if recipe.get("block_q") else []
-            said += ["accumulated across a group"] if recipe.get("group_sum") == "running" else []
+            said += (
+                ["accumulated across a group"]
+                if recipe.get("group_sum") == "running"
+                else []
+            )
     elif recipe.get(f"{tensor}_partial") == "exact":
         said.append(f"{tensor} summed over the group before rounding")
     if tensor in ("dq", "dk") and "delta_from" in recipe:

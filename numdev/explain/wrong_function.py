@@ -1,9 +1,10 @@
 """A different function: when a kernel is far off, which named mistake explains it.
 
-An ill-conditioned call reaches any error with sound arithmetic, so an accusation needs a *named
-alternative* a, whose own fp64 reference explains the output o ten times better than attention's r:
-||o - a|| <= ||o - r|| / 10, plainly and with every element divided by its term scale. Alternatives
-within a factor of two of the best are all named. `far_off` only saves time."""
+An ill-conditioned call reaches any error with sound arithmetic, so an accusation needs a
+*named alternative* a, whose own fp64 reference explains the output o ten times better
+than attention's r: ||o - a|| <= ||o - r|| / 10, plainly and with every element divided by
+its term scale. Alternatives within a factor of two of the best are all named. `far_off`
+only saves time."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ from numdev.metrics.worst_rows import in_words, instances
 from numdev.metrics.yardstick import finite
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
-SHRINKS = 1.01  # the least cut in the format of a finding, where a finer one has found its cause
+# The least cut in the format of a finding, where a finer one has found its cause
+SHRINKS = 1.01
 FLOORS, BASELINES = 10.0, 2.0  # from where on a search is worth it
-ALIKE = 2.0  # alternatives with a residual within this factor of the best one's are not told apart
+# Alternatives with a residual within this factor of the best one's are not told apart
+ALIKE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +39,13 @@ class Suspicion:
 
     cause: str  # a clause: `the causal mask is ignored`
     cut: float  # how many times smaller the residual is against that
-    share: float | None = None  # of the rms error in the format that is judged: what goes with it
-    cut_format: str | None = None  # that of the run in which the cut was found, if another
+    # Of the rms error in the format that is judged: what goes with it
+    share: float | None = None
+    # That of the run in which the cut was found, if another
+    cut_format: str | None = None
     instances: tuple[tuple[str, ...], ...] = ()
-    """Each alternative of the cause, and what it is an instance of in calls of other lengths."""
+    """Each alternative of the cause, and what it is an instance of in calls of other
+    lengths."""
     alternatives: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     """What was found, for other calls of the same kernel."""
 
@@ -56,9 +62,14 @@ class Suspicion:
 
 
 def far_off(metrics: dict[str, Any]) -> bool:
-    """Whether one head's error is beyond what rounding explains, so that a search is worth it."""
+    """Whether one head's error is beyond what rounding explains, so that a search is
+    worth it."""
     floors, baselines = metrics.get("floor_ratio"), metrics.get("baseline_ratio")
-    return floors is not None and floors >= FLOORS and (baselines is None or baselines >= BASELINES)
+    return (
+        floors is not None
+        and floors >= FLOORS
+        and (baselines is None or baselines >= BASELINES)
+    )
 
 
 def suspect(
@@ -71,13 +82,15 @@ def suspect(
     first: Tensor | None = None,
     hints: Sequence[Alternative] | None = None,
 ) -> dict[int, Suspicion]:
-    """Query head to what it computes instead, for those heads of `far` of which that can be said.
+    """Query head to what it computes instead, for those heads of `far` of which that can
+    be said.
 
-    `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows `rows` if not
-    in all, `far` a selection of `heads`. `first`: what the kernel returned of the same inputs in a
-    coarser format, whose residual has to shrink too. `hints`: what was found in other calls, and
-    all that is tried here; None: everything. A cause is sought for all heads together (right ones
-    speak against wrong causes), then for the worst, then for its worst batch entry alone."""
+    `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows
+    `rows` if not in all, `far` a selection of `heads`. `first`: what the kernel returned
+    of the same inputs in a coarser format, whose residual has to shrink too. `hints`:
+    what was found in other calls, and all that is tried here; None: everything. A cause
+    is sought for all heads together (right ones speak against wrong causes), then for the
+    worst, then for its worst batch entry alone."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_errors(out[:, list(heads)], exact, rows)
@@ -88,7 +101,9 @@ def suspect(
     if not worst:
         return {}
     tried: list[tuple[tuple[int, ...], int | None]]
-    tried = [(c, None) for c in (tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))]
+    tried = [
+        (c, None) for c in (tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))
+    ]
     entries = errors.sum(dim=(1, 2))
     if len(entries) > 1 and float(entries.max()) > ALONE * float(entries.sum()):
         tried.append((tuple(worst[:1]), int(entries.argmax())))
@@ -98,7 +113,9 @@ def suspect(
         if not found:
             continue
         of: Any = (case, out, first, errors, whole, heads, rows, entry)
-        return {head: by for head in worst if (by := _of_head(head, found, *of)) is not None}
+        return {
+            head: by for head in worst if (by := _of_head(head, found, *of)) is not None
+        }
     return {}
 
 
@@ -118,8 +135,8 @@ def _of_head(
     rows: Tensor | None,
     entry: int | None,
 ) -> Suspicion | None:
-    """What one head that is far off is said to compute, where the best of what was found is ten
-    times nearer there too."""
+    """What one head that is far off is said to compute, where the best of what was found
+    is ten times nearer there too."""
     own, best = errors[:, [heads.index(head)]], found[0][0]
     probe = Probe.of(case, out, [head], own, whole, entry=entry)
     cut = probe.cut(best.answer(probe))
@@ -151,7 +168,8 @@ def _of_head(
 
 
 def _places(wrong: Tensor) -> list[str]:
-    """Which rows, bool [q_len], these are; and what that is an instance of in other calls."""
+    """Which rows, bool [q_len], these are; and what that is an instance of in other
+    calls."""
     said = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
     return [f"in {words}" for words in dict.fromkeys(said)]
 
@@ -163,13 +181,16 @@ def _search(
     tried: Iterable[Alternative] = alternatives(probe)
     if hints is not None:
         general = {hint.cause: hint for hint in hints if hint.general}
-        words = {cause for hint in hints for cause in (hint.cause, *hint.also)} - {*general}
+        words = {cause for hint in hints for cause in (hint.cause, *hint.also)} - {
+            *general
+        }
         tried = (a for a in tried if not words.isdisjoint((a.cause, *a.also)))
         tried = (*general.values(), *tried)
     cuts = [(a, probe.cut(a.answer(probe))) for a in tried]
     named = sorted((x for x in cuts if x[1] >= CUT), key=lambda x: -x[1])
     alike = [x for x in named if x[1] >= named[0][1] / ALIKE][:3]
-    # Nothing known explains it, or several do, or one that leaves more than a right one would.
+    # Nothing known explains it, or several do, or one that leaves more than a right one
+    # would.
     open_ = len(alike) != 1 or alike[0][1] < SURE
     if open_ and hints is None:
         fits = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
@@ -182,7 +203,8 @@ def _search(
 def _any_scale(
     alike: Sequence[tuple[Alternative, float]], case: AttentionCase
 ) -> list[tuple[Alternative, float]]:
-    """Several wrong scales that explain the output alike: the factor is unknown, as is said."""
+    """Several wrong scales that explain the output alike: the factor is unknown, as is
+    said."""
     known = {cause: changes["scale"] for cause, changes in scales(case)}
     wrong = [x.cause for x, _ in alike if x.cause in known]
     if len(wrong) < 2 or len(wrong) < len(alike):
@@ -194,7 +216,8 @@ def _any_scale(
 
 
 def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
-    """||o - r|| of every row [B, H, q_len], over what is finite; 0 in rows that are not known."""
+    """||o - r|| of every row [B, H, q_len], over what is finite; 0 in rows that are not
+    known."""
     if rows is not None:
         known = _row_errors(out[:, :, rows], exact, None)
         return known.new_zeros(out.shape[:3]).index_copy_(2, rows, known)

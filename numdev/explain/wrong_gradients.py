@@ -1,8 +1,9 @@
-"""A different backward pass, or log-sum-exp: which named mistake explains all that is far off.
+"""A different backward pass, or log-sum-exp: which named mistake explains all that is far
+off.
 
-The rule is that of `numdev.explain.wrong_function`, of each tensor as a whole. Tried are a factor
-of one gradient alone, mistakes that are backward's own, and those of a forward pass, which backward
-may make alone, or the log-sum-exp."""
+The rule is that of `numdev.explain.wrong_function`, of each tensor as a whole. Tried are
+a factor of one gradient alone, mistakes that are backward's own, and those of a forward
+pass, which backward may make alone, or the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from numdev.formats import format_of
 from numdev.kernels.output import GRADIENTS, Output, upstream
 from numdev.kernels.reference import attend, gradients
 
-LEAST_SHARE = 0.01  # of the error in the judged format, that a cause found in float32 explains
+# Of the error in the judged format, that a cause found in float32 explains
+LEAST_SHARE = 0.01
 WHERE = ("backward pass", "log-sum-exp")
 SAME = 4e-3  # how near an estimated factor is to a known one: a rounding in bfloat16
 FAR = 1e-3  # of a gradient's size: less may be roundings of P or dS
@@ -39,13 +41,18 @@ def suspect_gradients(
     judged: Output | None = None,
     hints: Collection[str] | None = None,
 ) -> dict[str, Suspicion]:
-    """Of the gradients that a training step of a small case gave, and the log-sum-exp, those far
-    off, with what seems to be computed instead; nothing where that cannot be said. `part`: of what
-    call. `judged`: what the kernel returned of the same inputs in the format that is judged, whose
-    errors have to shrink too. `hints`: causes of other calls, which alone are tried."""
-    apart = [names for names in (("lse",), GRADIENTS) if getattr(step, names[0]) is not None]
+    """Of the gradients that a training step of a small case gave, and the log-sum-exp,
+    those far off, with what seems to be computed instead; nothing where that cannot be
+    said. `part`: of what call. `judged`: what the kernel returned of the same inputs in
+    the format that is judged, whose errors have to shrink too. `hints`: causes of other
+    calls, which alone are tried."""
+    apart = [
+        names for names in (("lse",), GRADIENTS) if getattr(step, names[0]) is not None
+    ]
     how: Any = (part, judged, hints)
-    return {n: by for names in apart for n, by in _suspects(case, step, names, *how).items()}
+    return {
+        n: by for names in apart for n, by in _suspects(case, step, names, *how).items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +77,13 @@ class _Errors:
     def cut(self, tried: Step, names: Collection[str]) -> float:
         """How many times smaller all of these are against what is tried."""
         floors = {
-            n: self.unit_roundoff / math.sqrt(12) * float(self.exact[n].norm()) + math.ulp(0.0)
+            n: self.unit_roundoff / math.sqrt(12) * float(self.exact[n].norm())
+            + math.ulp(0.0)
             for n in names
         }
         return min(
-            self.size(n) / max(float((self.given[n] - tried[n]).norm()), floors[n]) for n in names
+            self.size(n) / max(float((self.given[n] - tried[n]).norm()), floors[n])
+            for n in names
         )
 
     def share(self, tried: Step, name: str) -> float:
@@ -111,9 +120,11 @@ def _suspects(
         share = coarse.share(tried, name)
         if coarse is not found and share < LEAST_SHARE:
             return None
-        forms = dict.fromkeys((words, words.removesuffix(part)))  # others tried it on all keys
+        # Others tried it on all keys
+        forms = dict.fromkeys((words, words.removesuffix(part)))
         of = (
-            tuple(form.format(y) for y in (x, *kinds.get(x, ())) for form in forms) for x in causes
+            tuple(form.format(y) for y in (x, *kinds.get(x, ())) for form in forms)
+            for x in causes
         )
         return Suspicion(
             cause=words.format(", or ".join(causes)),
@@ -141,7 +152,9 @@ def _suspects(
             if not set(hints).isdisjoint((cause, *kinds.get(cause, ())))
         }  # fmt: skip
     steps = {cause: make() for cause, make in mistakes.items()}
-    cuts = sorted(((found.cut(x, far), cause) for cause, x in steps.items()), reverse=True)
+    cuts = sorted(
+        ((found.cut(x, far), cause) for cause, x in steps.items()), reverse=True
+    )
     best = cuts[0][0] if cuts else 0.0
     causes = [cause for by, cause in cuts if by >= max(CUT, best / ALIKE)][:3]
     if not causes:
@@ -160,7 +173,9 @@ def _in_words(factor: float, scale: float) -> str:
         "lacks the scale": 1 / scale,
         "has the scale twice": scale,
     }
-    same = (words for words, f in known.items() if abs(factor - f) <= SAME * (abs(f) or 1.0))
+    same = (
+        words for words, f in known.items() if abs(factor - f) <= SAME * (abs(f) or 1.0)
+    )
     return next(same, f"is {in_digits(factor)} times what it should be")
 
 
@@ -192,7 +207,11 @@ def _mistakes(
 
     for cause, one in tried:
         yield cause, partial(of_variant, one)
-    yield from _of_lse(case, exact, given) if "lse" in exact else _of_backward(case, exact, given)
+    yield from (
+        _of_lse(case, exact, given)
+        if "lse" in exact
+        else _of_backward(case, exact, given)
+    )
 
 
 def _of_lse(
@@ -234,14 +253,21 @@ def _of_backward(
     case: AttentionCase, exact: Step, given: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     if exact["dq"].shape == exact["dk"].shape:
-        yield "dq and dk are swapped", lambda: {**exact, "dq": exact["dk"], "dk": exact["dq"]}
+        yield (
+            "dq and dk are swapped",
+            lambda: {**exact, "dq": exact["dk"], "dk": exact["dq"]},
+        )
     if case.group > 1:
         cause = "dk, dv have only the first query head of each group"
         yield cause, lambda: {**_step(case.one_of_each_group(0)), "dq": exact["dq"]}
     whole, dO = attend(case), upstream(case).double()
-    if case.softcap is None:  # with another delta dS = P o (dP - delta) is off by P o the rest
+    # With another delta dS = P o (dP - delta) is off by P o the rest
+    if case.softcap is None:
         delta = (dO * whole.out).sum(-1, keepdim=True) * case.scale
-        for words, other in {"left out": delta * 0, "the next row's": delta.roll(-1, 2)}.items():
+        for words, other in {
+            "left out": delta * 0,
+            "the next row's": delta.roll(-1, 2),
+        }.items():
             cause = f"delta, the row sum of dO·O, is {words}"
             yield cause, partial(_with_delta, case, exact, delta - other)
     else:

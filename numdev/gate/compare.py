@@ -1,8 +1,9 @@
 """`numdev compare`: two reports of one request, on two versions, machines or commits.
 
-Each report is first asked whether it is whole (`wholeness`). Each pair of rows (`pairs`) is held to
-what noise explains (`movement`; of other studies, by their own `moves`); what one alone has is
-gone or new. Planted faults (`role: control`) are left out. Reads rows alone: no torch, no GPU."""
+Each report is first asked whether it is whole (`wholeness`). Each pair of rows (`pairs`)
+is held to what noise explains (`movement`; of other studies, by their own `moves`); what
+one alone has is gone or new. Planted faults (`role: control`) are left out. Reads rows
+alone: no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -55,8 +56,28 @@ from numdev.report.numbers import three, times
 from numdev.studies import judged_by, kind_of
 
 MUST = (
-    *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
-    *("generate", "denoise", "steps", "length", "sequences", "layers", "heads", "backward", "rows"),
+    *(
+        "checkpoint",
+        "model",
+        "text",
+        "inputs",
+        "cases",
+        "formats",
+        "model_dtype",
+        "seed",
+        "seeds",
+    ),
+    *(
+        "generate",
+        "denoise",
+        "steps",
+        "length",
+        "sequences",
+        "layers",
+        "heads",
+        "backward",
+        "rows",
+    ),
     "against",
 )
 """Keys of a request that must be the same, and that `compare --allow` takes."""
@@ -84,28 +105,35 @@ NEITHER = "nothing new, nothing gone"
 NOTHING = "nothing was measured in both reports"
 NO_KERNEL = "no kernel under audit was measured in both reports"
 OTHER = (
-    "The inputs differ in {count} of {every} rows, judging by the floor: there errors are judged "
+    "The inputs differ in {count} of {every} rows, judging by the floor: there "
+    "errors are judged "
     "beside what each report predicts for its own inputs, and by how heads scatter."
 )
 
 
 def compare(
-    *reports: Path | Report, allow: Collection[str] = (), by_date: bool = False, command: str = ""
+    *reports: Path | Report,
+    allow: Collection[str] = (),
+    by_date: bool = False,
+    command: str = "",
 ) -> CompareReport:
-    """Report B beside report A of the same command: the report, its file or directory. Of three or
-    more, the last beside the one before, and their history; `by_date`, sorted by when they were
-    made.
+    """Report B beside report A of the same command: the report, its file or directory. Of
+    three or more, the last beside the one before, and their history; `by_date`, sorted by
+    when they were made.
 
-    Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
-    in `allow`; MeasurementError for a report that cannot be understood, is not whole or contradicts
-    itself."""
+    Raises UsageError where either is something else, or they differ in a key of `MUST`
+    that is not in `allow`; MeasurementError for a report that cannot be understood, is
+    not whole or contradicts itself."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
     if len(reports) < 2:
         raise UsageError(f"compare: expected two reports or more, got {len(reports)}")
     named = [
-        (_measured(x), f"report of {x.provenance.created}" if isinstance(x, Report) else str(x))
+        (
+            _measured(x),
+            f"report of {x.provenance.created}" if isinstance(x, Report) else str(x),
+        )
         for x in reports
     ]
     several, by_rows = len(named) > 2, isinstance(named[0][0], Measured)
@@ -154,8 +182,8 @@ def compare(
 
 
 def wholeness(report: Any, name: str) -> None:
-    """Raises MeasurementError, with the name of the report, where it lacks rows that were planned,
-    has others, or contradicts itself."""
+    """Raises MeasurementError, with the name of the report, where it lacks rows that were
+    planned, has others, or contradicts itself."""
     try:
         judged_by(report.kind).check(report)
     except MeasurementError as error:
@@ -164,7 +192,10 @@ def wholeness(report: Any, name: str) -> None:
 
 def _past(report: Measured) -> Past:
     """One line of a history."""
-    system, kernels = report.provenance.system, (r for r in report.rows if r.role == "kernel")
+    system, kernels = (
+        report.provenance.system,
+        (r for r in report.rows if r.role == "kernel"),
+    )
     outputs = [
         (f"{label(r)} {r.format}", r.floor_ratio)
         for r in kernels
@@ -182,18 +213,26 @@ def _past(report: Measured) -> Past:
 
 
 def _measured(source: Path | Report) -> Any:
-    report, name = (source, "report") if isinstance(source, Report) else (read(source), source)
+    report, name = (
+        (source, "report") if isinstance(source, Report) else (read(source), source)
+    )
     if kind_of(report.kind).moves is None:
-        raise UsageError(f"{name}: expected a report that can be compared, got {report.kind}")
+        raise UsageError(
+            f"{name}: expected a report that can be compared, got {report.kind}"
+        )
     if isinstance(report, SweepReport) and not report.rows:
-        what = f"{name}: is a sweep that kept one result per cell; compare needs one per head"
+        what = (
+            f"{name}: is a sweep that kept one result per cell; compare needs "
+            "one per head"
+        )
         raise UsageError(what, hint="run the sweep with `keep: head`")
     return report
 
 
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """What else differs: versions, machine, settings, options of kernels with one set, and the
-    first place in the rules that each was judged by, which no number depends on."""
+    """What else differs: versions, machine, settings, options of kernels with one set,
+    and the first place in the rules that each was judged by, which no number depends
+    on."""
     sides: list[dict[str, Any]] = []
     for report in (a, b):
         facts = {"numdev": report.provenance.numdev, **report.provenance.system}
@@ -203,13 +242,15 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
                       if len(sets) == 1}  # fmt: skip
         sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
     keys = dict.fromkeys((*sides[1], *sides[0]))
-    changes = [d for key in keys for d in unequal(key, *(side.get(key) for side in sides))]
+    changes = [
+        d for key in keys for d in unequal(key, *(side.get(key) for side in sides))
+    ]
     return (*changes, *unequal("rules", a.rules, b.rules))
 
 
 def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Difference]:
-    """The differences of two requests that `allow` lets pass. Raises UsageError for any other, and
-    for an audit beside a sweep."""
+    """The differences of two requests that `allow` lets pass. Raises UsageError for any
+    other, and for an audit beside a sweep."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
     sources = [report.provenance.source for report in (a, b)]
     same_prompt = all(source.get(HASHES["text"]) for source in sources)
@@ -220,7 +261,9 @@ def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Differen
             if hashes[0] != hashes[1]:
                 differences.append(Difference(key=key, a=short[0], b=short[1]))
         elif not (same_prompt and key in PROMPT):
-            differences += next(filter(None, (unequal(key, *x) for x in _asked(key, a, b))), [])
+            differences += next(
+                filter(None, (unequal(key, *x) for x in _asked(key, a, b))), []
+            )
     differences = differences or list(_calls(a, b))
     refused = [d for d in differences if d.root not in allow]
     if refused:
@@ -233,7 +276,8 @@ def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Differen
 
 
 def _asked(key: str, *reports: Any) -> Iterator[list[Any]]:
-    """What both were asked for: by the request, by the plan, and which output was looked at."""
+    """What both were asked for: by the request, by the plan, and which output was looked
+    at."""
     yield [report.request.get(key) for report in reports]
     if key in PLANNED:
         yield [getattr(report.plan, key, None) for report in reports]
@@ -253,8 +297,8 @@ def _calls(a: Any, b: Any) -> Iterator[Difference]:
 
 
 def unequal(key: str, a: Any, b: Any) -> list[Difference]:
-    """The first place at which two values differ; empty where they do not. An empty list beside
-    nothing is no difference, but a 0 is one."""
+    """The first place at which two values differ; empty where they do not. An empty list
+    beside nothing is no difference, but a 0 is one."""
     if a == b or all(x is None or (x == EMPTY.get(type(x))) for x in (a, b)):
         return []
     sides = [dict(flat(x, key)) for x in (a, b)]
@@ -266,7 +310,11 @@ def unequal(key: str, a: Any, b: Any) -> list[Difference]:
 def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """The leaves of mappings and of lists of mappings, each with its path."""
     items: Any = value.items() if isinstance(value, Mapping) else ()
-    if value and isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value):
+    if (
+        value
+        and isinstance(value, list | tuple)
+        and all(isinstance(x, Mapping) for x in value)
+    ):
         items = enumerate(value)
     if not items:
         yield key, value
@@ -298,7 +346,9 @@ def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
     return _compared(_rows(a), _rows(b), b.cases)
 
 
-def _compared(old: Rows, new: Rows, cases: Sequence[CaseRecord]) -> tuple[Names, Compared]:
+def _compared(
+    old: Rows, new: Rows, cases: Sequence[CaseRecord]
+) -> tuple[Names, Compared]:
     """The rows of B beside those of A. A row that is there twice counts once."""
     names, pairs = Names(old, new), pairs_of(old, new, cases)
     noise = Noise(pairs)
@@ -306,7 +356,11 @@ def _compared(old: Rows, new: Rows, cases: Sequence[CaseRecord]) -> tuple[Names,
     moves: list[Move] = list(_ran(pairs, names))
     for members in grouped(pairs, lambda p: (*names.kernel(p.b), p.b.tensor)).values():
         judged = [noise.judged(pair) for pair in members]
-        here = [m for p, numbers in zip(members, judged, strict=True) for m in _moves(p, numbers)]
+        here = [
+            m
+            for p, numbers in zip(members, judged, strict=True)
+            for m in _moves(p, numbers)
+        ]
         here += _reproducible(members)
         groups.append(_group(members, judged, here))
         moves += here
@@ -318,19 +372,25 @@ def _compared(old: Rows, new: Rows, cases: Sequence[CaseRecord]) -> tuple[Names,
     for who, why in {label(r): r.reason for r in new if label(r) not in ran}.items():
         notes.insert(0, f"Skipped in B: {who} ({why}).")
     if unjudged := sum(group.unjudged for group in groups):
-        notes.insert(0, f"{unjudged} rows differ, and have no number that could be judged.")
+        notes.insert(
+            0, f"{unjudged} rows differ, and have no number that could be judged."
+        )
     return names, Compared(groups, moves, tuple(notes), inputs)
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
-    """What moved in one head: facts first; of its numbers the one farthest beyond noise."""
+    """What moved in one head: facts first; of its numbers the one farthest beyond
+    noise."""
     a, b = pair.a, pair.b
     before, now = a.nonfinite, b.nonfinite
     if before is not None and now is not None and not by_chance(before, now):
         words = f"elements that are not finite: {before}, now {now}"
         yield _move(pair, "nonfinite", words, a=a.nonfinite, b=b.nonfinite)
     if (a.suspicion is None) != (b.suspicion is None):
-        words = f"{a.suspicion or 'no mistake named'}, now {b.suspicion or 'no mistake named'}"
+        words = (
+            f"{a.suspicion or 'no mistake named'}, now "
+            f"{b.suspicion or 'no mistake named'}"
+        )
         yield _move(pair, "suspicion", words)
     worst = max(judged, key=lambda change: change.excess, default=None)
     if worst is not None and worst.excess > 1:
@@ -340,21 +400,28 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
 
 
 def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
-    """A kernel that returned the same bits in all heads and no longer does in most, or the
-    reverse. In a few heads runs may agree, or not, by luck."""
+    """A kernel that returned the same bits in all heads and no longer does in most, or
+    the reverse. In a few heads runs may agree, or not, by luck."""
     noises = [(p.a.noise, p.b.noise, p) for p in members]
     repeated = [(a, b, p) for a, b, p in noises if a is not None and b is not None]
-    noisy = [sum(map(bool, side)) for side in zip(*((a, b) for a, b, _ in repeated), strict=True)]
+    noisy = [
+        sum(map(bool, side))
+        for side in zip(*((a, b) for a, b, _ in repeated), strict=True)
+    ]
     if not noisy or min(noisy) or 2 * max(noisy) <= len(repeated):
         return
     pair = max(repeated, key=lambda each: max(each[:2]))[2]
-    state = [f"not reproducible ({n} of {len(repeated)} heads)" if n else "the same" for n in noisy]
+    state = [
+        f"not reproducible ({n} of {len(repeated)} heads)" if n else "the same"
+        for n in noisy
+    ]
     words = f"runs on the same inputs: {state[0]}, now {state[1]}"
     yield _move(pair, "noise", words, a=pair.a.noise, b=pair.b.noise)
 
 
 def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
-    """Another operator than before, for each kernel and pass; said by any tensor of it."""
+    """Another operator than before, for each kernel and pass; said by any tensor of
+    it."""
     kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
     by_pass = grouped(kernels, lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
     for passes in by_pass.values():
@@ -362,10 +429,14 @@ def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
         for (a, b), of_pass in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
             if a != b:
                 count = len({names.step(p.b) for p in of_pass})
-                yield _move(of_pass[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)")
+                yield _move(
+                    of_pass[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)"
+                )
 
 
-def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any) -> Move:
+def _move(
+    pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any
+) -> Move:
     return Move(
         **pair.b.who,
         tensor=pair.b.tensor,
@@ -377,10 +448,15 @@ def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: A
     )
 
 
-def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: list[Move]) -> Group:
-    """One tensor of one kernel, by the floor ratio, else by what most of its heads have."""
+def _group(
+    pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: list[Move]
+) -> Group:
+    """One tensor of one kernel, by the floor ratio, else by what most of its heads
+    have."""
     named = [change.metric for changes in judged for change in changes]
-    metric = max(("floor_ratio", *dict.fromkeys(named)), key=named.count) if named else None
+    metric = (
+        max(("floor_ratio", *dict.fromkeys(named)), key=named.count) if named else None
+    )
     told = [
         (pair, change)
         for pair, changes in zip(pairs, judged, strict=True)
@@ -409,11 +485,14 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
 
 def alike(a: DeviationRow, b: DeviationRow) -> bool:
     """Whether all numbers are the same, so that there is nothing to judge."""
-    return a.bits == b.bits and all(getattr(a, name) == getattr(b, name) for name in NUMBERS)
+    return a.bits == b.bits and all(
+        getattr(a, name) == getattr(b, name) for name in NUMBERS
+    )
 
 
 def _presences(old: Rows, new: Rows, names: Any) -> Iterator[Presence]:
-    """By kernel and reason: rows and numbers that one report alone has, and calls that failed."""
+    """By kernel and reason: rows and numbers that one report alone has, and calls that
+    failed."""
     lacking: list[tuple[Any, Any, str, tuple[str, ...]]] = []
     for what, mine, others in (("gone", old, new), ("new", new, old)):
         bare = {names.step(r): r for r in others if r.status != "ok"}
@@ -426,7 +505,9 @@ def _presences(old: Rows, new: Rows, names: Any) -> Iterator[Presence]:
             else:
                 kernel, call, _ = step = names.step(row)
                 other = bare.get(step) or bare.get((kernel, call, False))
-                why = f"{other.status}: {other.reason}" if other else "there is no such row"
+                why = (
+                    f"{other.status}: {other.reason}" if other else "there is no such row"
+                )
                 if kernel not in kernels:
                     why = ABSENT
                 lacking.append((row, what, why, ()))
@@ -454,7 +535,8 @@ def answer(
     sides: str,
     summary: CompareSummary,
 ) -> Iterator[str]:
-    """The verdict on the two `sides` and the largest moves, then a sentence for each kernel."""
+    """The verdict on the two `sides` and the largest moves, then a sentence for each
+    kernel."""
     by_kernel = grouped(groups, _name)
     moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
     numbers = [move for move in moves if move.metric != "ran"]
@@ -463,7 +545,9 @@ def answer(
     counts: Counter[str] = Counter()
     for p in sorted(presences, key=lambda p: p.what != "failed"):
         counts[_presence(p)] += p.rows
-    alone = ", ".join(f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what)
+    alone = ", ".join(
+        f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what
+    )
     if unjudged := summary.unjudged:
         rows = f"row{'s' * (unjudged != 1)}"
         alone += f"{', ' * bool(alone)}{unjudged} {rows} differ and could not be judged"
@@ -478,9 +562,14 @@ def answer(
     for m in first:
         what += f", farthest beyond noise {_where(m, moved, place)}, {m.words}"
         what += f" ({times(m.change)} times as much)" if m.change else ""
-    largest = max(moves, key=lambda m: abs(math.log(m.change)) if m.change else 0.0, default=None)
+    largest = max(
+        moves, key=lambda m: abs(math.log(m.change)) if m.change else 0.0, default=None
+    )
     if largest and largest.change and largest not in first:
-        what += f"; the largest factor, {times(largest.change)}×, {_where(largest, moved, place)}"
+        what += (
+            f"; the largest factor, {times(largest.change)}×, "
+            f"{_where(largest, moved, place)}"
+        )
     what = f"other code ran, {what}" if moves and not moved else what
     if not moves and not summary.judged and not unjudged:
         what = NO_KERNEL if groups else NOTHING
@@ -503,7 +592,8 @@ def answer(
 
 
 def _presence(of: Presence) -> str:
-    """What one report alone has, or what failed; nothing where it is gone because it failed."""
+    """What one report alone has, or what failed; nothing where it is gone because it
+    failed."""
     if of.what == "failed":
         where, alone = of.why[:4], of.why[4:].startswith(" alone")
         return f"{label(of)} {f'was run {where} alone, and ' * alone}crashed {where}"
@@ -514,7 +604,9 @@ def _presence(of: Presence) -> str:
         return f"{label(of)} lacks {named} in {other}"
     if of.why == ABSENT:
         return f"{label(of)} was run in {side} alone"
-    return "" if of.why.startswith("failed") else f"{label(of)} was measured in {side} alone"
+    return (
+        "" if of.why.startswith("failed") else f"{label(of)} was measured in {side} alone"
+    )
 
 
 def _where(move: Move, moved: Sequence[str], place: Places) -> str:

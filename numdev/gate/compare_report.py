@@ -1,6 +1,7 @@
 """The records of a report of `numdev compare`: report B beside the earlier report A.
 
-A row is one head of one tensor of one kernel in one call; rows of A and B that agree are a pair."""
+A row is one head of one tensor of one kernel in one call; rows of A and B that agree are
+a pair."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Move(OfKernel):
 
 
 class Presence(OfKernel):
-    """Rows, or numbers of rows, that one report has and not the other; or rows that failed."""
+    """Rows, or numbers of rows, that one report has and not the other; or rows that
+    failed."""
 
     what: Literal["gone", "new", "failed"]
     tensors: tuple[str, ...]
@@ -74,7 +76,8 @@ class Past(Record):
     torch: str
     on: str  # the GPU, or the CPU
     outcome: str
-    errors: dict[str, float]  # by kernel and format: median error of the output over the floor
+    # By kernel and format: median error of the output over the floor
+    errors: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,10 @@ class Compared:
 class CompareSummary(Record):
     answer: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    judged: int = 0  # pairs of kernels under audit; of the baseline, where no kernel was asked for
-    unjudged: int = 0  # of these pairs, those that differ and have no number that could be judged
+    # Pairs of kernels under audit; of the baseline, where no kernel was asked for
+    judged: int = 0
+    # Of these pairs, those that differ and have no number that could be judged
+    unjudged: int = 0
     inputs: dict[str, int] = Field(default_factory=dict)  # pairs by `Inputs`
 
 
@@ -103,16 +108,20 @@ class CompareReport(Report):
     summary: CompareSummary
     a: Provenance
     b: Provenance
-    allowed: tuple[Difference, ...] = ()  # differences of the requests that `--allow` let pass
-    changes: tuple[Difference, ...] = ()  # versions, machine, settings, options of kernels
+    # Differences of the requests that `--allow` let pass
+    allowed: tuple[Difference, ...] = ()
+    # Versions, machine, settings, options of kernels
+    changes: tuple[Difference, ...] = ()
     groups: tuple[Group, ...]
     moves: tuple[Move, ...] = ()  # the farthest beyond noise first
     presences: tuple[Presence, ...] = ()
-    history: tuple[Past, ...] = ()  # of three reports or more: all of them, in the order compared
+    # Of three reports or more: all of them, in the order compared
+    history: tuple[Past, ...] = ()
 
     @property
     def moved(self) -> bool:
-        """Whether a number moved beyond noise, another operator ran, or a row or number is gone."""
+        """Whether a number moved beyond noise, another operator ran, or a row or number
+        is gone."""
         return bool(self.moves) or any(p.what == "gone" for p in self.presences)
 
     @property
@@ -121,8 +130,8 @@ class CompareReport(Report):
 
     @property
     def exit_code(self) -> int:
-        """1: something moved, which is certain whatever else failed; 3: a call failed, or something
-        was not compared; else 0."""
+        """1: something moved, which is certain whatever else failed; 3: a call failed, or
+        something was not compared; else 0."""
         whole = self.measured and not self.summary.unjudged
         return 1 if self.moved else 3 if self.failed or not whole else 0
 
@@ -138,7 +147,9 @@ class CompareReport(Report):
     @property
     def unmeasured(self) -> str:
         if unjudged := self.summary.unjudged:
-            return f"none of {unjudged} rows that differ has a number that could be judged"
+            return (
+                f"none of {unjudged} rows that differ has a number that could be judged"
+            )
         return "no kernel under audit was measured in both reports"
 
     def tables(self) -> dict[str, Sequence[Record]]:

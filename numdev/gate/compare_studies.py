@@ -1,4 +1,5 @@
-"""What comparisons of studies share: rows that both reports have, and what one alone has."""
+"""What comparisons of studies share: rows that both reports have, and what one alone
+has."""
 
 from __future__ import annotations
 
@@ -13,24 +14,33 @@ NOWHERE: dict[str, Any] = {**dict.fromkeys(Place.model_fields), "module": "", "c
 
 def lost_numbers(a: Any, b: Any, names: Sequence[str]) -> list[str]:
     """Numbers that A has and B lacks."""
-    return [name for name in names if getattr(a, name) is not None and getattr(b, name) is None]
+    return [
+        name
+        for name in names
+        if getattr(a, name) is not None and getattr(b, name) is None
+    ]
 
 
-def measured_pairs(names: Any, old: Iterable[Any], new: Iterable[Any]) -> list[tuple[Any, Any]]:
+def measured_pairs(
+    names: Any, old: Iterable[Any], new: Iterable[Any]
+) -> list[tuple[Any, Any]]:
     """Rows that were measured in both."""
     before = {names.row(row): row for row in old if row.status == "ok"}
     after = {names.row(row): row for row in new if row.status == "ok"}
     return [(before[key], row) for key, row in after.items() if key in before]
 
 
-def both_numbers(rows: Iterable[tuple[Any, Any]], metric: str) -> list[tuple[float, float]]:
+def both_numbers(
+    rows: Iterable[tuple[Any, Any]], metric: str
+) -> list[tuple[float, float]]:
     """A number in both reports, where both have it."""
     values = ((getattr(a, metric), getattr(b, metric)) for a, b in rows)
     return [(a, b) for a, b in values if a is not None and b is not None]
 
 
 def of_model(fmt: str, kernel: str = "model") -> dict[str, Any]:
-    """The fields that name the model, or a kernel in it, in place of a kernel of its own."""
+    """The fields that name the model, or a kernel in it, in place of a kernel of its
+    own."""
     return {"role": "kernel", "kernel": kernel, "options": {}, "format": fmt}
 
 

@@ -1,5 +1,5 @@
-"""A comparison of two audits, shown: what moved, head by head; every tensor of every kernel; what
-is gone and new; what else differs between the two."""
+"""A comparison of two audits, shown: what moved, head by head; every tensor of every
+kernel; what is gone and new; what else differs between the two."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from numdev.report.numbers import NONE, labelled, ratio, si, times
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500
 LEGEND = (
-    "heads: measured in both, one head of one call each; moved: beyond noise; same bits: equal "
-    "outputs, by a checksum of them. A, B: the median head's error before and after, in the unit "
-    "beside them. One head's B/A: of the head named beside it, the farthest from 1 of all heads."
+    "heads: measured in both, one head of one call each; moved: beyond noise; same "
+    "bits: equal "
+    "outputs, by a checksum of them. A, B: the median head's error before and "
+    "after, in the unit "
+    "beside them. One head's B/A: of the head named beside it, the farthest from 1 "
+    "of all heads."
 )
-UNITS = {"floor_ratio": "× the floor", "expected_ratio": "× what is predicted", "rms": "rms"}
+UNITS = {
+    "floor_ratio": "× the floor",
+    "expected_ratio": "× what is predicted",
+    "rms": "rms",
+}
 
 
 def styles(report: CompareReport) -> tuple[doc.Style]:
@@ -35,7 +42,15 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     yield _moves(report, place, ON_PAGE, doc.TEXT)
     yield doc.table(
         (
-            *("kernel", Column("tensor", align="left"), "heads", "moved", "same bits", "A", "B"),
+            *(
+                "kernel",
+                Column("tensor", align="left"),
+                "heads",
+                "moved",
+                "same bits",
+                "A",
+                "B",
+            ),
             *(Column("unit", align="left"), "one head's B/A"),
             Column("which head", align="left", width=100),
         ),
@@ -66,7 +81,10 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
             ("report", *(str(report.request.get(side)) for side in "ab")),
             ("made", report.a.created, report.b.created),
             ("command", report.a.command, report.b.command),
-            *((Cell(f"{d.key} (allowed)", style="strong"), d.a, d.b) for d in report.allowed),
+            *(
+                (Cell(f"{d.key} (allowed)", style="strong"), d.a, d.b)
+                for d in report.allowed
+            ),
             *((d.key, d.a, d.b) for d in report.changes),
         ),
         title="The two reports, and what else differs",
@@ -86,9 +104,13 @@ def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
         known = {(i, day): [error] for i, day, error in errors if error is not None}
         curves += doc.curve(kernel, "kernel", known)
     figure = Figure(
-        title="error / floor of the output, median head", metric="floor_ratio", relative=True,
-        y_title="error / floor", y_scale="linear", curves=tuple(curves),
-    )  # fmt: skip
+        title="error / floor of the output, median head",
+        metric="floor_ratio",
+        relative=True,
+        y_title="error / floor",
+        y_scale="linear",
+        curves=tuple(curves),
+    )
     axis = Axis(name="made", title="made", scale="category", ticks=ticks)
     yield doc.Figures((figure,), axis)
 

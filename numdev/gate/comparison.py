@@ -6,4 +6,6 @@ from numdev.gate import compare_view
 from numdev.gate.compare_report import CompareReport
 from numdev.studies import Kind
 
-COMPARE = Kind(report=CompareReport, blocks=compare_view.blocks, styles=compare_view.styles)
+COMPARE = Kind(
+    report=CompareReport, blocks=compare_view.blocks, styles=compare_view.styles
+)

@@ -1,7 +1,8 @@
-"""From verdicts to findings: what is wrong with which kernel, where it is worst, what it means.
+"""From verdicts to findings: what is wrong with which kernel, where it is worst, what it
+means.
 
-What one fault brings about is one finding: heads that an earlier rule has named already are not
-accused by a later one again, which is added to the sentence instead."""
+What one fault brings about is one finding: heads that an earlier rule has named already
+are not accused by a later one again, which is added to the sentence instead."""
 
 from __future__ import annotations
 
@@ -31,24 +32,35 @@ from numdev.report.numbers import labelled, power, si, three
 
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {
-    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite{errs_in} where "
+    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or "
+    "infinite{errs_in} where "
     "the exact result, rounded once, is finite{reverse}",
-    "empty_nonfinite": "returns NaN or infinity in fully masked rows: {empty_nonfinite} elements "
-    "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to dk and dv",
+    "empty_nonfinite": "returns NaN or infinity in fully masked rows: "
+    "{empty_nonfinite} elements "
+    "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to "
+    "dk and dv",
     "suspicion": "does not compute the requested attention: {suspicion} ({removed})",
-    "expected_ratio": "is inaccurate{errs_in}: the error of {tensor}{median}, relative to the size "
+    "expected_ratio": "is inaccurate{errs_in}: the error of {tensor}{median}, "
+    "relative to the size "
     "of each row's terms, is {number}× what {claim} predicts (limit {bound}×)",
-    "rms_ratio": "is inaccurate{errs_in}: the rms of {tensor}'s error{median} is {number}× that of "
+    "rms_ratio": "is inaccurate{errs_in}: the rms of {tensor}'s error{median} is "
+    "{number}× that of "
     "what {claim} predicts (limit {bound}×)",
-    "baseline_ratio": "has {number}× eager attention's error in {tensor} (limit {bound}×)",
+    "baseline_ratio": (
+        "has {number}× eager attention's error in {tensor} (limit {bound}×)"
+    ),
     "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for "
     "it{errs_in} (limit {bound}×)",
-    "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp {direction} ("
-    "{bias_of}, {sequences} sequences, p {bias_p}; limit {bound} ulp); such errors do not average "
+    "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp "
+    "{direction} ("
+    "{bias_of}, {sequences} sequences, p {bias_p}; limit {bound} ulp); such errors "
+    "do not average "
     "out",
-    "noise_ratio": "is not reproducible: {tensor} changes between runs on the same inputs by up to "
+    "noise_ratio": "is not reproducible: {tensor} changes between runs on the same "
+    "inputs by up to "
     "{number}× the error of one rounding ({allowed})",
-    "lse_error": "returns a wrong log-sum-exp: its error is {number} × (1 + |log-sum-exp|) (limit "
+    "lse_error": "returns a wrong log-sum-exp: its error is {number} × (1 + "
+    "|log-sum-exp|) (limit "
     "{bound}); the backward pass uses it",
     "": "breaks the rule `{rule}` in {tensor}: expected {limit}, got {number}",
 }
@@ -61,10 +73,14 @@ def kernel_verdicts(
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
 ) -> list[KernelVerdict]:
-    """One for each kernel in each format, the worst first. `findings` are the judgement's own;
-    `passing` says in words what a kernel passed."""
+    """One for each kernel in each format, the worst first. `findings` are the judgement's
+    own; `passing` says in words what a kernel passed."""
     by_kernel = grouped(
-        (t for t in judgement.tests if t.kernel is not None and t.role in (None, "kernel")),
+        (
+            t
+            for t in judgement.tests
+            if t.kernel is not None and t.role in (None, "kernel")
+        ),
         lambda t: (label(t), t.format),
     )
     ran = {key: tests for key, tests in by_kernel.items() if any(map(_counts, tests))}
@@ -79,13 +95,14 @@ def kernel_verdicts(
 
 
 def _counts(test: Test) -> bool:
-    """Whether a verdict is due on what it is of: a kernel under audit, or the whole model."""
+    """Whether a verdict is due on what it is of: a kernel under audit, or the whole
+    model."""
     return test.runs or test.kernel == MODEL
 
 
 def _of_report(others: Sequence[Test]) -> KernelVerdict:
-    """What did not pass and is of no kernel under audit: too short a text, what is required and
-    absent, a rule without a row."""
+    """What did not pass and is of no kernel under audit: too short a text, what is
+    required and absent, a rule without a row."""
     outcome = worst(test.outcome for test in others if test.outcome is not None)
     gravest = [test for test in others if test.outcome is outcome]
     reasons = dict.fromkeys(why for test in gravest for why in test.reasons)
@@ -102,7 +119,11 @@ def _of_kernel(
 ) -> KernelVerdict:
     of, names = tests[0], ("rule", "tensor", "metric", "observed")
     outcomes = [test.outcome for test in tests if test.outcome is not None]
-    applied = [t for t in tests if not t.runs and t.standing in (Standing.HELD, Standing.EXCEEDED)]
+    applied = [
+        t
+        for t in tests
+        if not t.runs and t.standing in (Standing.HELD, Standing.EXCEEDED)
+    ]
     outcome = worst(outcomes) if applied else Outcome.NOT_JUDGED
     if outcome is Outcome.NOT_JUDGED and Outcome.EXCEEDED in outcomes:
         outcome = Outcome.EXCEEDED
@@ -124,10 +145,15 @@ def _of_kernel(
             beyond = (test for test in tests if test.outcome is Outcome.EXCEEDED)
             farthest = max(beyond, key=lambda test: test.nearness)
             about |= {name: getattr(farthest, name) for name in names}
-            about |= {"limit": farthest.bound, "reason": f"breaks the rule `{farthest.rule}`"}
+            about |= {
+                "limit": farthest.bound,
+                "reason": f"breaks the rule `{farthest.rule}`",
+            }
         case Outcome.NOT_JUDGED:
             lacking = [test for test in tests if test.outcome is Outcome.NOT_JUDGED]
-            reasons = dict.fromkeys(why for test in lacking or tests for why in test.reasons)
+            reasons = dict.fromkeys(
+                why for test in lacking or tests for why in test.reasons
+            )
             about["reason"] = "; ".join(list(reasons)[:2]) or "no rule could be applied"
             about["rule"] = lacking[0].rule if lacking else None
         case Outcome.PASSED:
@@ -144,7 +170,9 @@ def _of_kernel(
     )
 
 
-def findings_in(judgement: Judgement, rows: Rows) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+def findings_in(
+    judgement: Judgement, rows: Rows
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """What is wrong by a judgement of rows, and what was tested."""
     findings = [*_exceeded(judgement.tests, Places(rows)), *run_findings(judgement.tests)]
     tested = [*_tested(judgement.tests, findings), *remarks(rows)]
@@ -166,10 +194,11 @@ def listed(words: Iterable[str]) -> str:
 
 
 def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
-    """A finding for each thing wrong, in the order of the rules: but a mistake that does not
-    explain the head that errs most comes after what is said of that head."""
+    """A finding for each thing wrong, in the order of the rules: but a mistake that does
+    not explain the head that errs most comes after what is said of that head."""
     faults = _ordered(_faults(tests))
-    owner: dict[int, int] = {}  # a row to the fault that names it: a mistake, or the first rule
+    # A row to the fault that names it: a mistake, or the first rule
+    owner: dict[int, int] = {}
     for with_cause in (True, False):
         for number, fault in enumerate(faults):
             for _, held in fault.rows if (fault.cause is not None) == with_cause else ():
@@ -196,7 +225,8 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
                 also.setdefault(first, {})[test.rule] = None
     wrong = {(label(f), fmt) for f in findings if _is_function(f) for fmt in f.formats}
     inherits = [
-        f.tensor in GRADIENTS and {(label(f), fmt) for fmt in f.formats} <= wrong for f in findings
+        f.tensor in GRADIENTS and {(label(f), fmt) for fmt in f.formats} <= wrong
+        for f in findings
     ]
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
     for at, finding in enumerate(findings):
@@ -212,7 +242,8 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
 
 
 def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int | None:
-    """The finding of the same kernel and tensor whose imprecise step explains these rows too."""
+    """The finding of the same kernel and tensor whose imprecise step explains these rows
+    too."""
     causes = {row.imprecision for row in rows}
     if fault.cause is not None or len(causes) != 1 or causes == {None}:
         return None
@@ -244,7 +275,8 @@ class Fault(NamedTuple):
 
 
 def _faults(tests: Sequence[Test]) -> list[Fault]:
-    """Rows that offend, by test; of a different function by what it computes, in all formats."""
+    """Rows that offend, by test; of a different function by what it computes, in all
+    formats."""
     faults: list[Fault] = []
     named: dict[Any, list[tuple[Test, Held]]] = {}
     for test in tests:
@@ -265,15 +297,16 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
             continue
         mistakes = list(_by_mistake(fault.rows))
         mistakes.sort(key=lambda f: -max(_error(held.row) for _, held in f.rows))
-        mistakes.sort(key=lambda f: f.rows[0][0].tensor != "out")  # which gradients inherit
+        # Which gradients inherit
+        mistakes.sort(key=lambda f: f.rows[0][0].tensor != "out")
         every += mistakes
     return every
 
 
 def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
-    """Rows of a kernel that have a mistake, by what they have in common: where a head is explained
-    by several alike, or by an instance of something that other calls have another instance of, that
-    counts which explains the most heads."""
+    """Rows of a kernel that have a mistake, by what they have in common: where a head is
+    explained by several alike, or by an instance of something that other calls have
+    another instance of, that counts which explains the most heads."""
     rest = list(rows)
     while rest:
         votes: dict[str, list[int]] = {}
@@ -281,8 +314,11 @@ def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
             for words in dict.fromkeys(_statements(held.row)):
                 votes.setdefault(f"{_side(test)}{words}", []).append(at)
         most = max(votes.values(), key=len)
-        alike = [words.removeprefix(_side(rest[most[0]][0])) for words, own in votes.items()
-                 if own == most]  # fmt: skip
+        alike = [
+            words.removeprefix(_side(rest[most[0]][0]))
+            for words, own in votes.items()
+            if own == most
+        ]
         chosen = [rest[at] for at in most]
         yield Fault(chosen, ", or ".join(_distinct(alike, chosen[0][1].row)))
         rest = [pair for at, pair in enumerate(rest) if at not in set(most)]
@@ -302,8 +338,8 @@ def _statements(row: DeviationRow) -> Iterator[str]:
 
 
 def _distinct(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
-    """Statements that explain the same heads, one for each alternative: what a call itself shows
-    goes before what it is an instance of."""
+    """Statements that explain the same heads, one for each alternative: what a call
+    itself shows goes before what it is an instance of."""
     if not row.suspicion_of:
         return words
     firsts = (next((x for x in own if x in words), None) for own in row.suspicion_of)
@@ -314,8 +350,8 @@ ALIKE = 3  # statements that explain the same heads
 
 
 def _ordered(faults: Sequence[Fault]) -> list[Fault]:
-    """Faults in the order of the rules, but a mistake that leaves the worst head of its kernel
-    unexplained behind the first fault of that head."""
+    """Faults in the order of the rules, but a mistake that leaves the worst head of its
+    kernel unexplained behind the first fault of that head."""
     ordered = list(faults)
     for fault in [f for f in faults if f.cause is not None]:
         rows = {id(held.row) for _, held in fault.rows}
@@ -336,7 +372,8 @@ def _ordered(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _error(row: DeviationRow) -> float:
-    """How far a head is off, over what is expected of it; of a log-sum-exp, over its size."""
+    """How far a head is off, over what is expected of it; of a log-sum-exp, over its
+    size."""
     if row.tensor == "lse":
         return lse_error(row) or 0.0
     ratio = row.expected_ratio if row.expected_ratio is not None else row.baseline_ratio
@@ -358,11 +395,16 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
     where = f"{count}, worst at {named(place)}"
     observed = _observed(verdict, rows)
     cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
-    sentence = f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where, cause)}."
+    sentence = (
+        f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where, cause)}."
+    )
     if fault.cause is None and (step := _imprecise(rows)):
         cause, why, alike = step, "", [row for row in rows if row.imprecision == step]
         share = statistics.median(row.imprecision_share or 0.0 for row in alike)
-        sentence += f" Cause: {step}. That explains {removed(share)} of the error in {len(alike)} "
+        sentence += (
+            f" Cause: {step}. That explains {removed(share)} of the error "
+            f"in {len(alike)} "
+        )
         sentence += "of these heads" + ", not in the worst." * (rows[0] not in alike)
         sentence = sentence.removesuffix(".") + "."
     place_known = bool(rows[0].errs_in)
@@ -394,15 +436,16 @@ def _imprecise(rows: Rows) -> str | None:
 
 
 def _observed(verdict: Test, rows: Rows) -> Any:
-    """The number of the worst of these rows, where an earlier finding has a worse one; a median is
-    of all."""
+    """The number of the worst of these rows, where an earlier finding has a worse one; a
+    median is of all."""
     if isinstance(verdict.observed, float) and not verdict.median and verdict.metric:
         return value_of(rows[0], verdict.metric)[0]
     return verdict.observed
 
 
 def removed(share: float) -> str:
-    """A share of an error, with as many digits as tell it from all of it: 14 %, 99.98 %."""
+    """A share of an error, with as many digits as tell it from all of it: 14 %, 99.98
+    %."""
     rest = 100 * (1 - share)
     if rest < 1e-6:
         return "all"
@@ -414,9 +457,11 @@ def removed(share: float) -> str:
 
 
 def _removed(rows: Rows) -> str:
-    """What correcting a mistake does to the error, in the format that was judged; and in the format
-    of the run in which it was found, if that is another."""
-    by_format = grouped((r for r in rows if r.suspicion_share is not None), lambda r: r.format)
+    """What correcting a mistake does to the error, in the format that was judged; and in
+    the format of the run in which it was found, if that is another."""
+    by_format = grouped(
+        (r for r in rows if r.suspicion_share is not None), lambda r: r.format
+    )
     shares = {
         fmt: removed(statistics.median(row.suspicion_share or 0.0 for row in own))
         for fmt, own in by_format.items()
@@ -430,24 +475,29 @@ def _removed(rows: Rows) -> str:
     said = f"correcting it removes {first[1]} of the rms error{median}"
     said += f" in {first[0]}" if others else ""
     said += "".join(f", {share} in {fmt}" for fmt, share in others)
-    least = min(statistics.median(r.suspicion_share or 0.0 for r in x) for x in by_format.values())
+    least = min(
+        statistics.median(r.suspicion_share or 0.0 for r in x) for x in by_format.values()
+    )
     if finer and finer != rows[0].format and least < CLEAR:
         said += f", and at least {removed(_nines(cut))} where the inputs are in {finer}"
     return said
 
 
-CLEAR = 0.9  # of the error: a cause that explains as much needs no finer format to be believed
+# Of the error: a cause that explains as much needs no finer format to be believed
+CLEAR = 0.9
 
 
 def _nines(cut: float) -> float:
-    """The share that goes at least in all rows of a head, where what is left is `cut` times smaller
-    in those that were searched: they may leave twice as much. Nines (0.999) from 0.9 on."""
+    """The share that goes at least in all rows of a head, where what is left is `cut`
+    times smaller in those that were searched: they may leave twice as much. Nines (0.999)
+    from 0.9 on."""
     left = 2 / max(cut, 2.0)
     return 1 - (left if left > 0.1 else 10.0 ** math.ceil(math.log10(left) - 1e-9))
 
 
 def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
-    """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a sentence."""
+    """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a
+    sentence."""
     worst, observed = rows[0], _observed(verdict, rows)
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
     sums = {
@@ -461,7 +511,9 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
         format=verdict.format,
         limit=verdict.limit,
         bound=bound,
-        number=three(observed, verdict.bound) if isinstance(observed, float) else f"{observed}",
+        number=three(observed, verdict.bound)
+        if isinstance(observed, float)
+        else f"{observed}",
         tensor=TENSORS.get(verdict.tensor, verdict.tensor),
         reverse=", or finite where it is infinite" if verdict.format in OVERFLOWS else "",
         median=" (median over heads)" if verdict.median else "",
@@ -477,16 +529,22 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
         sequences=worst.sequences,
         allowed=f"limit {bound}×" if verdict.bound else "expected: identical bits",
     )
-    return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
+    return (
+        f"{sentence[:-1]}; {where})"
+        if sentence.endswith(")")
+        else f"{sentence} ({where})"
+    )
 
 
 def _place(rows: Rows) -> str:
-    """Where in their heads most of these rows err, in words that hold in all of them; else where
-    the worst does. Empty where they err all over."""
+    """Where in their heads most of these rows err, in words that hold in all of them;
+    else where the worst does. Empty where they err all over."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
     words, count = places.most_common(1)[0] if places else ("", 0)
     if 2 * count > len(rows):
-        return f" in {words}" + (f" ({count} of {len(rows)} heads)" if count < len(rows) else "")
+        return f" in {words}" + (
+            f" ({count} of {len(rows)} heads)" if count < len(rows) else ""
+        )
     if not rows[0].errs_in:
         return ""
     return f" in {rows[0].errs_in}" + (" of the worst head" if len(rows) > 1 else "")
@@ -501,8 +559,8 @@ def _direction(row: DeviationRow) -> str:
 
 
 def _whose(rows: Rows) -> str:
-    """Whose roundings were expected: the emulation the kernel claims, or is taken, to be; or, as a
-    clause, the way in which one that claims nothing was found to round."""
+    """Whose roundings were expected: the emulation the kernel claims, or is taken, to be;
+    or, as a clause, the way in which one that claims nothing was found to round."""
     claim = next((row.claim for row in rows if row.claim), None)
     if claim and claim.startswith(FOUND):
         return f"its inferred rounding model ({claim})"
@@ -510,8 +568,8 @@ def _whose(rows: Rows) -> str:
 
 
 def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
-    """Calls in which a kernel failed, or that it had to run; then those that it declined, where it
-    ran others."""
+    """Calls in which a kernel failed, or that it had to run; then those that it declined,
+    where it ran others."""
     runs = [test for test in tests if test.runs]
     for test in runs:
         if test.outcome is Outcome.NOT_JUDGED:
@@ -534,7 +592,9 @@ def _of_runs(test: Test, rule: str, words: str) -> Finding:
         place=next(iter(test.places), None),
         rule=rule,
         severity="unmeasured" if rule == RUNS else "note",
-        sentence=f"{label(test)} ({test.format}) {words} {count} of {every} {what}: {why}.",
+        sentence=(
+            f"{label(test)} ({test.format}) {words} {count} of {every} {what}: {why}."
+        ),
         formats=(test.format or "",),
         tensor=test.tensor if test.offending else None,
         count=count,
@@ -544,7 +604,9 @@ def _of_runs(test: Test, rule: str, words: str) -> Finding:
 
 def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]:
     """Whom the rules cleared of what, and which rules could not be applied."""
-    of_rows = [test for test in tests if test.metric not in (None, "calls") or not test.kernel]
+    of_rows = [
+        test for test in tests if test.metric not in (None, "calls") or not test.kernel
+    ]
     by_rule = grouped((t for t in of_rows if t.rule != SOMETHING), attrgetter("rule"))
     heads = {rule: sum(test.judged for test in own) for rule, own in by_rule.items()}
     applied = [rule for rule, count in heads.items() if count]
@@ -554,8 +616,14 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
         listed(dict.fromkeys(getattr(test, name) for test in of_rows if test.judged))
         for name in ("kernel", "format")
     )
-    start = "Checked" if any(f.severity != "note" for f in findings) else "All applied rules passed"
-    what = f"{kernels} in {formats}, {max(heads.values())} results (one per head and tensor)"
+    start = (
+        "Checked"
+        if any(f.severity != "note" for f in findings)
+        else "All applied rules passed"
+    )
+    what = (
+        f"{kernels} in {formats}, {max(heads.values())} results (one per head and tensor)"
+    )
     sentence = f"{start}: {what}; rules: {listed(applied)}."
     lacking = []
     for rule, own in by_rule.items():
@@ -568,11 +636,13 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
 
 
 def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
-    """Of each kernel that declares no rounding model, and was held to another than `fa2` somewhere:
-    which model judged which of its tensors in how many calls."""
+    """Of each kernel that declares no rounding model, and was held to another than `fa2`
+    somewhere: which model judged which of its tensors in how many calls."""
     for kernel, own in grouped(kernels, attrgetter("kernel")).items():
         judged = [row for row in own if row.claim]
-        ways = grouped((r for r in judged if str(r.claim).startswith(FOUND)), lambda r: r.claim)
+        ways = grouped(
+            (r for r in judged if str(r.claim).startswith(FOUND)), lambda r: r.claim
+        )
         if not ways:
             continue
         every = len({_call(row) for row in judged})
@@ -580,7 +650,9 @@ def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
         for claim, its in sorted(ways.items(), key=lambda item: -len(item[1])):
             tensors = listed(dict.fromkeys(row.tensor for row in its))
             parts.append(f"{claim} ({tensors} in {len({_call(row) for row in its})})")
-        least = "; the rest as `fa2`" if len(judged) > sum(map(len, ways.values())) else ""
+        least = (
+            "; the rest as `fa2`" if len(judged) > sum(map(len, ways.values())) else ""
+        )
         yield (
             f"{kernel} declares no rounding model. Of its {every} calls these are judged "
             f"{listed(parts)}{least}."
@@ -592,9 +664,9 @@ def _call(row: DeviationRow) -> tuple[object, ...]:
 
 
 def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """Which kernels return another format than was asked for, or something in the log-sum-exp's
-    place; in which way each that declared no claim was found to round, if not as `fa2`; what
-    exceeds a format on the way to a result that does not."""
+    """Which kernels return another format than was asked for, or something in the
+    log-sum-exp's place; in which way each that declared no claim was found to round, if
+    not as `fa2`; what exceeds a format on the way to a result that does not."""
     kernels = [
         r
         for r in rows
@@ -605,15 +677,26 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     returned = grouped(other, attrgetter("kernel", "out_format", "came_in", "format"))
     for (kernel, instead, wide, fmt), own in returned.items():
         tensors = listed(dict.fromkeys(row.tensor for row in own))
-        more = f"; all its values are representable in {fmt}, and judged as {fmt}" if wide else ""
-        yield f"{kernel} returns {wide or instead} where {fmt} was requested ({tensors}){more}."
+        more = (
+            f"; all its values are representable in {fmt}, and judged as {fmt}"
+            if wide
+            else ""
+        )
+        yield (
+            f"{kernel} returns {wide or instead} where {fmt} was requested "
+            f"({tensors}){more}."
+        )
     other = [r for r in kernels if r.tensor == "out" and "lse_error" in r.nulls]
     for kernel, own in grouped(other, attrgetter("kernel")).items():
         yield f"{kernel}: log-sum-exp not judged: {own[0].nulls['lse_error']}."
     yield from _judged_by(kernels)
-    over = grouped((r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor"))
+    over = grouped(
+        (r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor")
+    )
     for (kernel, fmt, tensor), own in over.items():
         yield (
-            f"{tensor} of {kernel} overflows in {sum(r.overflow or 0 for r in own)} elements where "
-            f"the exact result is finite; by its rounding model, intermediates overflow {fmt}."
+            f"{tensor} of {kernel} overflows in {sum(r.overflow or 0 for r in own)} "
+            "elements where "
+            "the exact result is finite; by its rounding model, intermediates "
+            f"overflow {fmt}."
         )

@@ -1,6 +1,7 @@
-"""A file of thresholds fitted to a report: the default rules, each limit the worst of a kernel
-in a format and tensor, times a margin, rounded up to two digits; never looser than the default one
-unless the kernel is. The report must pass the file: what is wrong or not measured is no standard.
+"""A file of thresholds fitted to a report: the default rules, each limit the worst of a
+kernel in a format and tensor, times a margin, rounded up to two digits; never looser than
+the default one unless the kernel is. The report must pass the file: what is wrong or not
+measured is no standard.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from numdev.grouping import grouped
 from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.report import Outcome, Report
 
-# By metric, of one head or of a median, of what is fitted: the margin, and the least fitted to.
+# By metric, of one head or of a median, of what is fitted: the margin, and the least
+# fitted to.
 MARGINS = {
     ("expected_ratio", False): (1.1, 1.0),
     ("expected_ratio", True): (1.03, 1.0),
@@ -32,21 +34,25 @@ MARGINS = {
     ("noise_ratio", False): (2.0, 0.0),
     ("lse_error", False): (3.0, 0.0),
 }
-LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
+# Beyond it a margin would overflow; a report with such numbers does not pass
+LARGEST = 1e300
 TWO_DIGITS = Context(prec=2, rounding=ROUND_CEILING)
 HEADER = """\
-# Thresholds for numdev gate, fitted to a report: the default rules; `instead` has the worst number
-# measured there times a margin. What the keys mean: docs/gate.md.
+# Thresholds for numdev gate, fitted to a report: the default rules; `instead` has the
+# worst number measured there times a margin. What the keys mean: docs/gate.md.
 """
 
 
 def fitted(report: Report, name: str) -> str:
     """The YAML file; `name` is what to call the report in it.
 
-    Raises UsageError for a report without rows of deviation, MeasurementError where nothing was
-    measured, or a kernel is wrong outright."""
+    Raises UsageError for a report without rows of deviation, MeasurementError where
+    nothing was measured, or a kernel is wrong outright."""
     if not isinstance(report, Measured):
-        what = f"{name}: expected the report of an audit or a sweep, got one of {report.kind}"
+        what = (
+            f"{name}: expected the report of an audit or a sweep, got one of "
+            f"{report.kind}"
+        )
         raise UsageError(what)
     groups = measured(row for row in report.rows if row.role == "kernel")
     if not groups:
@@ -64,35 +70,52 @@ def fitted(report: Report, name: str) -> str:
     judged = judge_report(report, Rules.model_validate(yaml.safe_load(text)))
     if judged.outcome is not Outcome.PASSED:
         wrong = (test for test in judged.tests if test.outcome is Outcome.EXCEEDED)
-        why = [f"{v.kernel} breaks the rule {v.rule} in {v.tensor} ({v.format})" for v in wrong]
-        what = f"{name}: cannot serve as a standard: {[*why, 'something was not measured'][0]}"
-        raise MeasurementError(what, hint="see numdev gate on it; fix the kernel, or leave it out")
+        why = [
+            f"{v.kernel} breaks the rule {v.rule} in {v.tensor} ({v.format})"
+            for v in wrong
+        ]
+        what = (
+            f"{name}: cannot serve as a standard: "
+            f"{[*why, 'something was not measured'][0]}"
+        )
+        raise MeasurementError(
+            what, hint="see numdev gate on it; fix the kernel, or leave it out"
+        )
     return text
 
 
 def _scope(report: Measured) -> dict[str, Any]:
     """What the file holds for, and who must be in a report."""
     system = report.provenance.system
-    key = next((k for k in ("gpu", "cpu_capability") if isinstance(system.get(k), str)), None)
-    scope: dict[str, Any] = {} if key is None else {"holds_for": {key: glob.escape(system[key])}}
+    key = next(
+        (k for k in ("gpu", "cpu_capability") if isinstance(system.get(k), str)), None
+    )
+    scope: dict[str, Any] = (
+        {} if key is None else {"holds_for": {key: glob.escape(system[key])}}
+    )
     rows = [row for row in report.rows if row.role == "kernel"]
     partly = {row.kernel for row in rows if row.status != "ok"}
-    always = [glob.escape(k) for k in dict.fromkeys(r.kernel for r in rows) if k not in partly]
+    always = [
+        glob.escape(k) for k in dict.fromkeys(r.kernel for r in rows) if k not in partly
+    ]
     return scope | ({"required": always} if always else {})
 
 
 def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Threshold:
-    """The rule with a limit of its own for each format and tensor, the tightest of its kernels'
-    (other kernels may come, or be planted), and for kernels that need a `wider` one: rule, format,
-    tensor, kernel."""
+    """The rule with a limit of its own for each format and tensor, the tightest of its
+    kernels' (other kernels may come, or be planted), and for kernels that need a `wider`
+    one: rule, format, tensor, kernel."""
     margin, least = MARGINS[threshold.metric, threshold.heads is not None]
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
-    scatters: dict[str, float | None] = {}  # by tensor, where it is another than the rule's
+    # By tensor, where it is another than the rule's
+    scatters: dict[str, float | None] = {}
     for rows in threshold.where.choose(groups).values():
         usual = threshold.at(rows[0])
         size, limit = _worst(rows, threshold), usual.at_most or 0.0
         group = (rows[0].format, rows[0].tensor, rows[0].kernel)
-        scatters[rows[0].tensor] = None if usual.scatter == threshold.scatter else usual.scatter
+        scatters[rows[0].tensor] = (
+            None if usual.scatter == threshold.scatter else usual.scatter
+        )
         if size is not None:
             tight = rounded_up(min(max(size, least), LARGEST) * margin)
             limit = tight if (threshold.name, *group) in wider else min(tight, limit)
@@ -101,8 +124,10 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Thresh
     for (fmt, tensor), same in grouped(limits, lambda group: group[:2]).items():
         tightest = min(limits[group] for group in same)
         where: dict[str, Any] = {
-            "format": (glob.escape(fmt),), "tensor": (tensor,), "scatter": scatters[tensor],
-        }  # fmt: skip
+            "format": (glob.escape(fmt),),
+            "tensor": (tensor,),
+            "scatter": scatters[tensor],
+        }
         instead += [
             Instead(**where, kernel=(glob.escape(group[2]),), at_most=limits[group])
             for group in same
@@ -113,8 +138,9 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Thresh
 
 
 def _worst(rows: Rows, threshold: Threshold) -> float | None:
-    """The number that the rule judges of the rows that have it; of sampled rows the upper end of
-    the interval. None where no row has one, as none has a maximum over sampled rows."""
+    """The number that the rule judges of the rows that have it; of sampled rows the upper
+    end of the interval. None where no row has one, as none has a maximum over sampled
+    rows."""
     metric, sizes = threshold.metric, []
     for row in rows:
         value = value_of(row, metric)[0]

@@ -1,7 +1,8 @@
 """What a judgement consists of: tests, and what they come to. Records alone.
 
-A test is one thing that was planned, held to one rule. Every kind of report is judged by a list of
-them, exactly one for each thing planned; `judging` makes a judgement of the list."""
+A test is one thing that was planned, held to one rule. Every kind of report is judged by
+a list of them, exactly one for each thing planned; `judging` makes a judgement of the
+list."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from numdev.metrics.of_rows import Value
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
 
 MODEL = "model"  # whose tests are of no kernel
-REPORT = "report"  # whose tests are of no kernel and no model: what was read, what is required
+# Whose tests are of no kernel and no model: what was read, what is required
+REPORT = "report"
 RUNS = "runs"  # the rule that what was asked for ran
 SOMETHING = "something is judged"  # the rule that some other one could be applied
 REQUIRED = "required"
@@ -33,16 +35,16 @@ class Held(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The least and the most that the excess may be. An interval that does not contain its own
-        estimate, or has its ends the wrong way round, excuses nothing."""
+        """The least and the most that the excess may be. An interval that does not
+        contain its own estimate, or has its ends the wrong way round, excuses nothing."""
         both = (self.excess, *map(self.limit.excess, self.interval or ()))
         return min(both), max(both)
 
 
 class Test(Record):
-    """One rule on one tensor (axis, check, output) of one kernel in one format; without a kernel,
-    what is of none. Of the rule `runs` the rows are calls: `judged` of them ran, `unjudged` were
-    declined, in `offending` the kernel failed."""
+    """One rule on one tensor (axis, check, output) of one kernel in one format; without a
+    kernel, what is of none. Of the rule `runs` the rows are calls: `judged` of them ran,
+    `unjudged` were declined, in `offending` the kernel failed."""
 
     rule: str
     standing: Standing
@@ -62,7 +64,8 @@ class Test(Record):
     median: bool = False  # the number is the median over heads
     bound: float | None = None
     places: tuple[Place, ...] = ()
-    """Of the first offending rows, the worst one first; of the rows that lack the number."""
+    """Of the first offending rows, the worst one first; of the rows that lack the
+    number."""
     unjudged: int = 0
     reasons: tuple[str, ...] = ()  # why rows were not judged
     beyond: Annotated[tuple[Any, ...], SkipValidation] = Field(default=(), exclude=True)
@@ -102,7 +105,8 @@ class Power(Record):
     format: str
     doses: tuple[Dose, ...]  # growing
     caught_from: float | None
-    """The smallest dose from which on every measured one is caught; None if the last is missed."""
+    """The smallest dose from which on every measured one is caught; None if the last is
+    missed."""
 
     def __str__(self) -> str:
         what = f"{self.fault} ({self.format})"
@@ -121,7 +125,8 @@ class Judgement(Record):
     outcome: Outcome
     tests: tuple[Test, ...]
     power: tuple[Power, ...] = ()
-    fa_rule: tuple[int, int] | None = None  # heads that pass flash-attention's own, of all
+    # Heads that pass flash-attention's own, of all
+    fa_rule: tuple[int, int] | None = None
 
     @property
     def exit_code(self) -> int:

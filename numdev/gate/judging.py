@@ -1,7 +1,8 @@
 """What is decided: a report of any kind held to rules, and what that comes to.
 
-A study says what it planned as a list of tests (`numdev.studies`); here are the rules that are the
-same for all, and the one way from tests to an outcome. Judging reads records alone: no torch."""
+A study says what it planned as a list of tests (`numdev.studies`); here are the rules
+that are the same for all, and the one way from tests to an outcome. Judging reads records
+alone: no torch."""
 
 from __future__ import annotations
 
@@ -28,19 +29,24 @@ NOT_PLANTED = "no such planted fault in this report: audit with --control"
 
 
 def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
-    """A finished report held to the rules (the default ones), from its plan and rows. Raises
-    MeasurementError for a report from a system that the rules do not hold for, and for one that
-    contradicts its plan or itself: where what it says does not follow from its rows."""
+    """A finished report held to the rules (the default ones), from its plan and rows.
+    Raises MeasurementError for a report from a system that the rules do not hold for, and
+    for one that contradicts its plan or itself: where what it says does not follow from
+    its rows."""
     rules = rules or default_rules()
     check_system(report.provenance.system, rules)
     _check_request(report)
     judged_by(report.kind).check(report)
     if report.rules is None:
-        raise MeasurementError(f"the report of {report.kind} was not judged when it was made")
+        raise MeasurementError(
+            f"the report of {report.kind} was not judged when it was made"
+        )
     try:
         first = Rules.model_validate(report.rules)
     except ValidationError as error:
-        raise MeasurementError("inconsistent report: its rules are none", hint=CUT) from error
+        raise MeasurementError(
+            "inconsistent report: its rules are none", hint=CUT
+        ) from error
     if as_data(first) != report.rules:
         raise MeasurementError("inconsistent report: its rules are not whole", hint=CUT)
     judgement = judgement_of(report, first)
@@ -53,13 +59,20 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
 
 
 def _check_request(report: Report) -> None:
-    """Raises MeasurementError where a request and a plan differ, and where a source does not say
-    what its kind of source says: of which nothing could be judged."""
-    request, source, plan = report.request, report.provenance.source, getattr(report, "plan", None)
+    """Raises MeasurementError where a request and a plan differ, and where a source does
+    not say what its kind of source says: of which nothing could be judged."""
+    request, source, plan = (
+        report.request,
+        report.provenance.source,
+        getattr(report, "plan", None),
+    )
     wrong = ""
     for name in ("sequences", "tokens"):
         if (f"{name}_asked" in source) != (f"{name}_read" in source):
-            wrong = f"its source does not say how many {name} were asked for, or how many were read"
+            wrong = (
+                f"its source does not say how many {name} were asked for, or "
+                "how many were read"
+            )
     if "parameters" in source and "nonfinite_weights" not in source:
         wrong = "its source does not say which weights are not finite"
     chosen = request.get("kernels") or ()
@@ -74,8 +87,8 @@ def _check_request(report: Report) -> None:
 
 
 def judged(report: R, rules: Rules | None = None) -> R:
-    """A report that was made just now, with all that follows from its plan and rows by the rules
-    (the default ones)."""
+    """A report that was made just now, with all that follows from its plan and rows by
+    the rules (the default ones)."""
     rules = rules or default_rules()
     report = report.model_copy(update={"rules": as_data(rules)})
     return concluded(report, judgement_of(report, rules))
@@ -85,11 +98,14 @@ def judgement_of(report: Report, rules: Rules) -> Judgement:
     """The report's plan and rows, which are not checked, held to the rules."""
     study = judged_by(report.kind)
     beside = study.beside(report, rules)
-    return judge(study.tests(report, rules), rules, reading=reading_tests(report), **beside)
+    return judge(
+        study.tests(report, rules), rules, reading=reading_tests(report), **beside
+    )
 
 
 def reading_tests(report: Report) -> Iterator[Test]:
-    """Whether as much of a text was read as was asked for; whether stored weights are finite."""
+    """Whether as much of a text was read as was asked for; whether stored weights are
+    finite."""
     source = report.provenance.source
     counts = [
         [source.get(f"{name}_{state}") for name in ("sequences", "tokens")]
@@ -98,7 +114,10 @@ def reading_tests(report: Report) -> Iterator[Test]:
     (asked, tokens_asked), (read, tokens_read) = counts
     if asked is not None and read is not None:
         less = read < asked or (tokens_asked or 0) > (tokens_read or 0)
-        words = [f"{n} x {tokens} tokens" if tokens else f"{n} sequences" for n, tokens in counts]
+        words = [
+            f"{n} x {tokens} tokens" if tokens else f"{n} sequences"
+            for n, tokens in counts
+        ]
         why = f"{words[1]} were read where {words[0]} were asked for"
         yield Test(
             rule="reading",
@@ -107,7 +126,9 @@ def reading_tests(report: Report) -> Iterator[Test]:
         )
     weights = source.get("nonfinite_weights")
     if isinstance(weights, dict):
-        why = ", ".join(f"{name} ({count})" for name, count in list(weights.items())[:NAMED])
+        why = ", ".join(
+            f"{name} ({count})" for name, count in list(weights.items())[:NAMED]
+        )
         yield Test(
             rule="finite weights",
             standing=Standing.UNDECIDED if weights else Standing.HELD,
@@ -116,15 +137,20 @@ def reading_tests(report: Report) -> Iterator[Test]:
 
 
 def concluded(report: R, judgement: Judgement) -> R:
-    """The report with the outcome, verdicts, findings and summary of its own judgement."""
+    """The report with the outcome, verdicts, findings and summary of its own
+    judgement."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
-    whole = report.model_copy(update={
-        "outcome": judgement.outcome,
-        "verdicts": tuple(kernel_verdicts(judgement, findings, partial(study.passing, report))),
-        "findings": tuple(findings),
-        "tested": (*tested, *_left_out(report)),
-    })  # fmt: skip
+    whole = report.model_copy(
+        update={
+            "outcome": judgement.outcome,
+            "verdicts": tuple(
+                kernel_verdicts(judgement, findings, partial(study.passing, report))
+            ),
+            "findings": tuple(findings),
+            "tested": (*tested, *_left_out(report)),
+        }
+    )
     summarised: R = study.summarised(whole)
     return summarised
 
@@ -141,7 +167,10 @@ def check_system(system: dict[str, object], rules: Rules) -> None:
         value = system.get(key)
         if value is None or not fnmatchcase(str(value), pattern):
             raise MeasurementError(
-                f"the rules {rules.name} hold for {key} {pattern!r}, but this report has {value!r}",
+                (
+                    f"the rules {rules.name} hold for {key} {pattern!r}, but this "
+                    f"report has {value!r}"
+                ),
                 hint="calibrate rules for the report's system, or gate another one",
             )
 
@@ -154,11 +183,14 @@ def judge(
     power: Sequence[Power] = (),
     fa_rule: tuple[int, int] | None = None,
 ) -> Judgement:
-    """What tests come to: exceeded where any is, since that is certain; passed only where some rule
-    was applied, nothing that was planned or required is missing, and nothing is undecided."""
+    """What tests come to: exceeded where any is, since that is certain; passed only where
+    some rule was applied, nothing that was planned or required is missing, and nothing is
+    undecided."""
     every = [*tests, *reading]
     ran = [test for test in every if test.runs]
-    every += catching_tests(power, rules, dict.fromkeys(test.format or "" for test in ran))
+    every += catching_tests(
+        power, rules, dict.fromkeys(test.format or "" for test in ran)
+    )
     every += required_tests(ran, rules)
     every.append(_something_judged(every))
     return Judgement(
@@ -170,14 +202,18 @@ def judge(
     )
 
 
-def catching_tests(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Test]:
-    """A test for each planted fault that the rules must catch, in every format that kernels ran
-    in."""
+def catching_tests(
+    power: Sequence[Power], rules: Rules, formats: Iterable[str]
+) -> Iterator[Test]:
+    """A test for each planted fault that the rules must catch, in every format that
+    kernels ran in."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
         why = [f"caught: {p}" for p in weak] if planted else [NOT_PLANTED]
-        absent = [fmt for fmt in formats if planted and fmt not in {p.format for p in planted}]
+        absent = [
+            fmt for fmt in formats if planted and fmt not in {p.format for p in planted}
+        ]
         why += [f"not planted in {fmt}" for fmt in absent]
         yield Test(
             rule=f"catches {fault}",
@@ -205,7 +241,9 @@ def _something_judged(tests: Sequence[Test]) -> Test:
     why = ""
     if not any(test.runs and test.judged for test in tests):
         why = "No kernel under audit was measured"
-    elif not any(test.standing in applied and test.observed is not None for test in tests):
+    elif not any(
+        test.standing in applied and test.observed is not None for test in tests
+    ):
         why = "No rule could be applied to any row"
     standing = Standing.MISSING if why else Standing.HELD
     return Test(rule=SOMETHING, standing=standing, reasons=(why,) if why else ())

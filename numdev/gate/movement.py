@@ -2,10 +2,11 @@
 
     ln(LEAST) + repeats + max(z sqrt(s_a^2 + s_b^2), t spread)
 
-LEAST: less is nobody's concern. repeats = ln(1 + noise / rms), by the triangle inequality. s: the
-standard error of ln rms of a head, whose elements are a sample; z: the normal quantile at ALPHA
-over all numbers judged (Bonferroni). spread, where the inputs are not the same: how far heads
-scatter, by Student's t at the same level. Derivations and false alarms: docs/compare.md."""
+LEAST: less is nobody's concern. repeats = ln(1 + noise / rms), by the triangle
+inequality. s: the standard error of ln rms of a head, whose elements are a sample; z: the
+normal quantile at ALPHA over all numbers judged (Bonferroni). spread, where the inputs
+are not the same: how far heads scatter, by Student's t at the same level. Derivations and
+false alarms: docs/compare.md."""
 
 from __future__ import annotations
 
@@ -25,32 +26,35 @@ from numdev.report import CaseRecord, DeviationRow, Place
 
 LEAST = 1.05
 ALPHA = 0.01
-# The least factor for `worst_row`, an extreme value; of other tensors WORST_ELSE. How far one row
-# of dq or dk errs is luck where tokens look alike (configs/gate/default.yaml).
+# The least factor for `worst_row`, an extreme value; of other tensors WORST_ELSE. How far
+# one row of dq or dk errs is luck where tokens look alike (configs/gate/default.yaml).
 WORST = {"dq": 4.0, "dk": 4.0}
 WORST_ELSE = 2.0
 THRESHOLD = (
-    f"A change is beyond noise where chance would show one as large, anywhere among the {{tests}} "
+    "A change is beyond noise where chance would show one as large, anywhere among "
+    f"the {{tests}} "
     f"numbers judged, in at most {100 * ALPHA:g} % of comparisons. A change below "
-    f"{100 * LEAST - 100:g} % never is; in a worst row, none below a factor of {WORST_ELSE:g} "
+    f"{100 * LEAST - 100:g} % never is; in a worst row, none below a factor of "
+    f"{WORST_ELSE:g} "
     f"({WORST['dq']:g} for dq and dk)."
 )
 HEADS = 4  # a call with fewer is judged by the scatter of all calls' heads
 OVERFLOW = 700.0  # e to this is nearly the largest float64
 FAR = 100.0  # the excess of what has no ratio
-# What is judged, the sharpest first. Multiples of an error that both reports share where the inputs
-# are the same. Where they are not, expected_ratio alone is fit, and the next only in its place,
-# since it depends on the inputs more than on the kernel.
+# What is judged, the sharpest first. Multiples of an error that both reports share where
+# the inputs are the same. Where they are not, expected_ratio alone is fit, and the next
+# only in its place, since it depends on the inputs more than on the kernel.
 MULTIPLES = ("expected_ratio", "floor_ratio", "worst_row")
 LUCKY = 0.5
-PREDICTED = ("bfloat16", "float16")  # where expected_ratio is near 1; in float32 it is a bound
+# Where expected_ratio is near 1; in float32 it is a bound
+PREDICTED = ("bfloat16", "float16")
 
 Inputs = Literal["same", "other"]
-"""Whether both rows were measured on the same inputs, told by their floors (the exact result
-rounded once): `same` with equal bits, or numbers within NEARLY."""
+"""Whether both rows were measured on the same inputs, told by their floors (the exact
+result rounded once): `same` with equal bits, or numbers within NEARLY."""
 NEARLY = 1e-4
-"""Floors of a model whose own layers differ by an ulp here and there differ by less, relatively;
-floors of other inputs by about 1 / sqrt(elements)."""
+"""Floors of a model whose own layers differ by an ulp here and there differ by less,
+relatively; floors of other inputs by about 1 / sqrt(elements)."""
 FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 EVIDENCE = ("bits", "ran")
 OF_DATA = ("suspicion_cut", "suspicion_share", "imprecision_share", "overflow")
@@ -82,12 +86,14 @@ class Pair:
 class Names:
     """The keys by which rows of both reports are paired.
 
-    Options are part of a kernel's name only where it ran with several sets of them, and the seed
-    only where there are several: otherwise they may have changed from A to B."""
+    Options are part of a kernel's name only where it ran with several sets of them, and
+    the seed only where there are several: otherwise they may have changed from A to B."""
 
     def __init__(self, a: Rows, b: Rows) -> None:
         sides = [options_of(rows) for rows in (a, b)]
-        self._several = {k for kernels in sides for k, sets in kernels.items() if len(sets) > 1}
+        self._several = {
+            k for kernels in sides for k, sets in kernels.items() if len(sets) > 1
+        }
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
     def kernel(self, row: DeviationRow) -> Key:
@@ -113,10 +119,13 @@ class Names:
         return Place.of(row)
 
     def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
-        """Numbers, and evidence, that A has and B lacks; not the bias of an exact output."""
+        """Numbers, and evidence, that A has and B lacks; not the bias of an exact
+        output."""
         lost = [name for name in NUMBERS if name not in OF_DATA and _lacks(name, a, b)]
         lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
-        return lost + [f"interval of {name}" for name in a.interval if name not in b.interval]
+        return lost + [
+            f"interval of {name}" for name in a.interval if name not in b.interval
+        ]
 
     def inputs(self, row: DeviationRow) -> Key:
         """The row of the floor that tells of this row's inputs."""
@@ -134,16 +143,20 @@ def options_of(rows: Rows) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]
     """By role and kernel: the sets of options it ran with, by their text."""
     sets: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        sets.setdefault((row.role, row.kernel), {}).setdefault(spelt(row.options), row.options)
+        sets.setdefault((row.role, row.kernel), {}).setdefault(
+            spelt(row.options), row.options
+        )
     return sets
 
 
 def pairs_of(a: Rows, b: Rows, cases: Sequence[CaseRecord]) -> list[Pair]:
-    """Rows of kernels and baselines that were measured in both reports. A row that is there twice
-    counts once; `cases` tell how wide the tensors are."""
+    """Rows of kernels and baselines that were measured in both reports. A row that is
+    there twice counts once; `cases` tell how wide the tensors are."""
     names = Names(a, b)
     sides = [{names.row(r): r for r in rows if r.status == "ok"} for rows in (a, b)]
-    floors = [{names.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides]
+    floors = [
+        {names.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides
+    ]
     width = {(c.case, t): getattr(c, name) for c in cases for t, name in WIDTHS.items()}
     return [
         Pair(
@@ -162,7 +175,8 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
         return "same"
     numbers = [(getattr(a, name), getattr(b, name)) for name in FLOOR]
     close = all(
-        x == y or (None not in (x, y) and math.isclose(x, y, rel_tol=NEARLY)) for x, y in numbers
+        x == y or (None not in (x, y) and math.isclose(x, y, rel_tol=NEARLY))
+        for x, y in numbers
     )
     return "same" if close and a.elements == b.elements else "other"
 
@@ -172,8 +186,8 @@ def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
 
 
 def metrics_of(pair: Pair) -> tuple[str, ...]:
-    """What is judged of a pair, if it has the numbers. Nothing in float64, where the reference is
-    no more exact than a kernel."""
+    """What is judged of a pair, if it has the numbers. Nothing in float64, where the
+    reference is no more exact than a kernel."""
     if pair.b.format == "float64":
         return ()
     if pair.b.tensor == "lse":
@@ -191,7 +205,8 @@ def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
 
 
 def by_chance(a: int, b: int) -> bool:
-    """Whether two counts may differ by chance: by 4 standard deviations. None and some never do."""
+    """Whether two counts may differ by chance: by 4 standard deviations. None and some
+    never do."""
     return a == b or (min(a, b) > 0 and abs(a - b) <= 4 * math.sqrt(a + b))
 
 
@@ -211,7 +226,8 @@ class Change(NamedTuple):
     metric: str
     a: float
     b: float
-    noise: float  # ln of the factor that noise explains; not finite where it explains anything
+    # Ln of the factor that noise explains; not finite where it explains anything
+    noise: float
     least: float = 0.0  # below this, values count as equal to it
 
     @property
@@ -221,8 +237,8 @@ class Change(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How far beyond noise: above 1 it moved. An error where there was none, or the reverse,
-        moved if noise explains no doubling of it."""
+        """How far beyond noise: above 1 it moved. An error where there was none, or the
+        reverse, moved if noise explains no doubling of it."""
         if self.a == self.b:
             return 0.0
         a, b = max(self.a, self.least), max(self.b, self.least)
@@ -242,19 +258,24 @@ class Noise:
         self._together = {p: grouped(others, attrgetter(p)) for p in ("call", "tensor")}
 
     def judged(self, pair: Pair) -> list[Change]:
-        """Every metric of the pair that both have, and what noise explains of its change."""
+        """Every metric of the pair that both have, and what noise explains of its
+        change."""
         changes = []
         for metric in metrics_of(pair):
             a, b = numbers(pair, metric)
             if a is not None and b is not None:
-                worst = WORST.get(pair.b.tensor, WORST_ELSE) if metric == "worst_row" else LEAST
+                worst = (
+                    WORST.get(pair.b.tensor, WORST_ELSE)
+                    if metric == "worst_row"
+                    else LEAST
+                )
                 noise = math.log(worst) + self.explained(pair, metric) if a != b else 0.0
                 changes.append(Change(metric, a, b, noise, least(pair, metric)))
         return changes
 
     def explained(self, pair: Pair, metric: str) -> float:
-        """ln of the factor, either way, that repeats, the elements' scatter and other inputs
-        explain; not finite where they explain anything."""
+        """ln of the factor, either way, that repeats, the elements' scatter and other
+        inputs explain; not finite where they explain anything."""
         rows = zip((pair.a, pair.b), numbers(pair, metric), strict=True)
         own = math.hypot(*(standard_error(row, metric, x, pair.width) for row, x in rows))
         luck = self._luck(pair, metric) if pair.inputs == "other" else 0.0
@@ -265,15 +286,18 @@ class Noise:
         for whole, pairs in self._together.items():
             if freedom < HEADS:
                 own = pairs[getattr(pair, whole)]
-                variance, freedom = _scatter((other for other in own if other is not pair), metric)
+                variance, freedom = _scatter(
+                    (other for other in own if other is not pair), metric
+                )
         if freedom < 2:
             return math.inf
         return float(stdtrit(freedom, self._level)) * math.sqrt(2 * variance)
 
 
 def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
-    """The variance of logarithms about the mean of their call, in one report at a time, and its
-    degrees of freedom: few if few calls have nearly all the scatter (Satterthwaite)."""
+    """The variance of logarithms about the mean of their call, in one report at a time,
+    and its degrees of freedom: few if few calls have nearly all the scatter
+    (Satterthwaite)."""
     calls: dict[Key, list[float]] = {}
     for pair in pairs:
         if metric not in MULTIPLES or metric in metrics_of(pair):
@@ -292,21 +316,29 @@ def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
 
 def least(pair: Pair, metric: str) -> float:
     """Below which values of a metric are all the same."""
-    lucky = metric == "expected_ratio" and pair.inputs == "other" and pair.b.format in PREDICTED
+    lucky = (
+        metric == "expected_ratio"
+        and pair.inputs == "other"
+        and pair.b.format in PREDICTED
+    )
     return LUCKY if lucky else 0.0
 
 
 def repeats(pair: Pair) -> float:
-    """What runs on the same inputs may differ by; not finite where one has no error to compare. A
-    kernel that ran once in both has nothing that could excuse it."""
-    noise = max((row.noise for row in (pair.a, pair.b) if row.noise is not None), default=0.0)
+    """What runs on the same inputs may differ by; not finite where one has no error to
+    compare. A kernel that ran once in both has nothing that could excuse it."""
+    noise = max(
+        (row.noise for row in (pair.a, pair.b) if row.noise is not None), default=0.0
+    )
     errors = [row.rms for row in (pair.a, pair.b) if row.rms]
     if not noise:
         return 0.0
     return math.log1p(noise / min(errors)) if len(errors) == 2 else math.inf
 
 
-def standard_error(row: DeviationRow, metric: str, value: float | None, width: int) -> float:
+def standard_error(
+    row: DeviationRow, metric: str, value: float | None, width: int
+) -> float:
     """Of the logarithm of a metric's value; not finite where it is not known."""
     if not value:
         return 0.0
@@ -319,6 +351,11 @@ def standard_error(row: DeviationRow, metric: str, value: float | None, width: i
         times = row.worst_row / value
         strays = abs(times * times - 1)  # where ** overflows, this is infinite
         return strays / 2 / math.sqrt(max(1.0, row.elements / width))
-    if metric == "expected_ratio" or not row.elements or not row.rms or row.max_abs is None:
+    if (
+        metric == "expected_ratio"
+        or not row.elements
+        or not row.rms
+        or row.max_abs is None
+    ):
         return math.inf
     return row.max_abs / row.rms / 2 / math.sqrt(row.elements)

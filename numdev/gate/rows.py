@@ -1,7 +1,7 @@
 """Rows of a report in groups, whether they are all there, and what stands beside a row.
 
-A cell is where a row was measured: case, module, layer, call, seed, phase, head, format and tensor.
-A kernel has one row in it for each set of options."""
+A cell is where a row was measured: case, module, layer, call, seed, phase, head, format
+and tensor. A kernel has one row in it for each set of options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of `metrics.bits`
 SIGNED = frozenset({"bias", "bias_sign", "bias_feature", "bias_size", "bias_t"})
 NUMBERS = FIELDS - {"layer", "seed", "head", "step"}  # of a row
 HUGE = 1e300  # what numdev writes in place of a larger multiple
-LARGEST = 1e39  # an error in a format no wider than float32, whose largest number is 3.4e38
+# An error in a format no wider than float32, whose largest number is 3.4e38
+LARGEST = 1e39
 UNSIGNED = tuple(sorted(NUMBERS - SIGNED - {"fa_rule"}))
 CUT = "rows were removed, added or changed; measure again"
 OF_CALL = attrgetter("source", "module", "layer", "call", "phase", "step", "attends")
@@ -47,24 +48,29 @@ def spelt(options: Mapping[str, Any]) -> str:
 
 
 def measured(rows: Iterable[DeviationRow]) -> Groups:
-    """Rows in which there is something to judge, by role, kernel, options, format and tensor."""
-    every = grouped(rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor))
+    """Rows in which there is something to judge, by role, kernel, options, format and
+    tensor."""
+    every = grouped(
+        rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor)
+    )
     chosen = (
-        [row for row in own if row.status == "ok" and something(row)] for own in every.values()
+        [row for row in own if row.status == "ok" and something(row)]
+        for own in every.values()
     )
     return {key: own for key, own in zip(every, chosen, strict=True) if own}
 
 
 def something(row: DeviationRow) -> bool:
-    """Whether there is anything to judge in a measured row: not in a head without a row that sees a
-    key, or that overflows as it should, unless there are more rows than those looked at."""
+    """Whether there is anything to judge in a measured row: not in a head without a row
+    that sees a key, or that overflows as it should, unless there are more rows than those
+    looked at."""
     return bool(row.elements != 0 or row.nonfinite or row.sampled)
 
 
 def check_whole(report: Measured) -> None:
-    """Raises MeasurementError unless each planned task has its rows: one for every head of every
-    tensor, or one that says why there is none. A head that is not there exceeds no limit, and one
-    that is there ten times is most of a median."""
+    """Raises MeasurementError unless each planned task has its rows: one for every head
+    of every tensor, or one that says why there is none. A head that is not there exceeds
+    no limit, and one that is there ten times is most of a median."""
     plan, cases = report.plan, {case.case: case for case in report.cases}
     for difference in _of_request(report.request, plan):
         raise MeasurementError(f"inconsistent report: {difference}", hint=CUT)
@@ -73,7 +79,8 @@ def check_whole(report: Measured) -> None:
     if not report.rows:
         return  # of which nothing can be judged
     tasks = grouped(
-        report.rows, lambda r: (r.case, r.seed, r.format, r.role, r.kernel, spelt(r.options))
+        report.rows,
+        lambda r: (r.case, r.seed, r.format, r.role, r.kernel, spelt(r.options)),
     )
     for name, seed in plan.calls:
         if name not in cases:
@@ -91,7 +98,9 @@ def check_whole(report: Measured) -> None:
             beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
             wrong = _lacking(rows, heads, plan, planned.role)
             wrong = wrong or _of_task(rows, plan, cases[name])
-            if wrong := wrong or next(filter(None, itertools.starmap(_contradiction, beside)), ""):
+            if wrong := wrong or next(
+                filter(None, itertools.starmap(_contradiction, beside)), ""
+            ):
                 what = f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}"
                 raise MeasurementError(what, hint=CUT)
         if len(calls) > 1:
@@ -105,8 +114,10 @@ def check_whole(report: Measured) -> None:
 
 
 def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
-    """Where the request, as far as there is one, asked for something else than was planned."""
-    if bool(request.get("backward", plan.backward)) != plan.backward:  # a check's may be "auto"
+    """Where the request, as far as there is one, asked for something else than was
+    planned."""
+    # A check's may be "auto"
+    if bool(request.get("backward", plan.backward)) != plan.backward:
         yield "the plan and the request differ in `backward`"
     for name in ("rows", "repeats"):
         if name in request and request[name] != getattr(plan, name):
@@ -119,22 +130,29 @@ def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
     if "kernels" in request and not len(audited) <= len(chosen) + ("baseline" in request):
         yield "the plan has kernels that the request has not"
     yield from unplanned_kernels(request, (kernel.kernel for kernel in plan.kernels))
-    if len(set(plan.formats)) != len(plan.formats) or len(set(plan.calls)) != len(plan.calls):
+    if len(set(plan.formats)) != len(plan.formats) or len(set(plan.calls)) != len(
+        plan.calls
+    ):
         yield "the plan has a format or a call twice"
-    tasks = [(kernel.role, kernel.kernel, spelt(kernel.options)) for kernel in plan.kernels]
+    tasks = [
+        (kernel.role, kernel.kernel, spelt(kernel.options)) for kernel in plan.kernels
+    ]
     if len(set(tasks)) != len(tasks):
         yield "the plan has a kernel twice"
 
 
 def other_formats(request: Mapping[str, Any], planned: Sequence[str]) -> Iterator[str]:
-    """Where a request, as far as there is one, has formats by other names than the plan."""
+    """Where a request, as far as there is one, has formats by other names than the
+    plan."""
     if "formats" in request and list(request["formats"]) != list(planned):
         yield "the plan has other formats than the request"
 
 
-def unplanned_kernels(request: Mapping[str, Any], planned: Iterable[str]) -> Iterator[str]:
-    """Kernels of a request that are not in the plan. A function of a file goes by the name of its
-    module there."""
+def unplanned_kernels(
+    request: Mapping[str, Any], planned: Iterable[str]
+) -> Iterator[str]:
+    """Kernels of a request that are not in the plan. A function of a file goes by the
+    name of its module there."""
     names = {name.rpartition(":")[2] for name in planned}
     for kernel in request.get("kernels") or ():
         if str(kernel["name"]).rpartition(":")[2] not in names:
@@ -155,7 +173,9 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CaseRecord) -> str | None:
         fewer = plan.rows is not None and plan.rows < length
         if any(row.sampled and not fewer for row in own):
             return f"has sampled rows of {tensor}, and was to measure all"
-        if fewer and any(not row.sampled and row.rows_measured is not None for row in own):
+        if fewer and any(
+            not row.sampled and row.rows_measured is not None for row in own
+        ):
             measured = own[0].rows_measured or 0
             if measured < case.batch * length:
                 return f"has fewer rows of {tensor} than there are"
@@ -163,7 +183,8 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CaseRecord) -> str | None:
 
 
 def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
-    """What of a row cannot be, beside the floor's (or itself); None where all fits together."""
+    """What of a row cannot be, beside the floor's (or itself); None where all fits
+    together."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if row.status != "ok":
         return _bare(row)
@@ -199,7 +220,8 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     if row.sampled and (row.suspects or 0) < 0:
         return "has fewer rows than none"
     alike = row.role == "kernel" and row.out_format == row.format
-    if row.format in OVERFLOWS and row.sequences is not None:  # of which fewer may be finite
+    # Of which fewer may be finite
+    if row.format in OVERFLOWS and row.sequences is not None:
         alike &= row.elements == floor.elements
     counts = [(each.elements, each.sequences) for each in (row, floor)]
     if alike and not row.nonfinite and not row.overflow and counts[0] != counts[1]:
@@ -218,11 +240,14 @@ def _bare(row: DeviationRow) -> str | None:
 
 
 def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:
-    """By tensor, the heads of a call that were to be measured; with gradients whole groups."""
+    """By tensor, the heads of a call that were to be measured; with gradients whole
+    groups."""
     group = case.heads // case.kv_heads
     asked = set(range(case.heads) if plan.heads is None else plan.heads)
     of = {head // group for head in asked if head < case.heads}
-    queries = [h for h in range(case.heads) if h in asked or (plan.backward and h // group in of)]
+    queries = [
+        h for h in range(case.heads) if h in asked or (plan.backward and h // group in of)
+    ]
     passes = {"dq": queries, "dk": sorted(of), "dv": sorted(of)} if plan.backward else {}
     return {"out": queries, **passes} if queries else {}
 
@@ -230,14 +255,21 @@ def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:
 def _lacking(
     rows: Rows, heads: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
 ) -> str | None:
-    """What one task lacks, or should not have; None where it is whole. The lse may lack."""
+    """What one task lacks, or should not have; None where it is whole. The lse may
+    lack."""
     cells: Counter[tuple[str, int | None]] = Counter(
         (r.tensor, r.head) for r in rows if r.status == "ok"
     )
     bare = Counter(r.tensor for r in rows if r.status != "ok")
     if twice := next((tensor for tensor, count in bare.items() if count > 1), None):
         return f"has several rows that say why there is no {twice}"
-    wanted = {} if "out" in bare else {"out": heads.get("out", ())} if "dq" in bare else dict(heads)
+    wanted = (
+        {}
+        if "out" in bare
+        else {"out": heads.get("out", ())}
+        if "dq" in bare
+        else dict(heads)
+    )
     if any(tensor == "lse" for tensor, _ in cells):
         wanted["lse"] = heads.get("out", ())
     partial = plan.rows is not None and role in ("baseline", "control")

@@ -1,6 +1,8 @@
-"""The rule book: which rows are judged, by which number, up to where. Data; `judging` applies it.
+"""The rule book: which rows are judged, by which number, up to where. Data; `judging`
+applies it.
 
-A threshold is a selector, a metric and a limit. All of numdev's limits stand in `configs/gate/`."""
+A threshold is a selector, a metric and a limit. All of numdev's limits stand in
+`configs/gate/`."""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(as_list)]
 
 
 def _among(known: tuple[str, ...]) -> AfterValidator:
-    """Patterns each of which fits one of the names there are: a slip of the pen fits none, and
-    would leave a rule without a row."""
+    """Patterns each of which fits one of the names there are: a slip of the pen fits
+    none, and would leave a rule without a row."""
 
     def check(patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
@@ -54,7 +56,8 @@ Phases = Annotated[Names, _among(get_args(Phase))]
 
 @lru_cache(maxsize=1 << 16)
 def matches(patterns: tuple[str, ...], text: str | None) -> bool:
-    """Whether none of the patterns excludes it, and one of the others fits, where there are any."""
+    """Whether none of the patterns excludes it, and one of the others fits, where there
+    are any."""
     if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
         return False
     wanted = [p for p in patterns if not p.startswith("!")]
@@ -62,8 +65,8 @@ def matches(patterns: tuple[str, ...], text: str | None) -> bool:
 
 
 class Patterns(Strict):
-    """What one tensor of one kernel in one format must fit: shell patterns, a leading ! excludes. A
-    field that is not given fits all."""
+    """What one tensor of one kernel in one format must fit: shell patterns, a leading !
+    excludes. A field that is not given fits all."""
 
     kernel: Names = ()
     format: Names = ()
@@ -83,8 +86,11 @@ class Selector(Patterns):
     layer: Numbers = None
     head: Numbers = None
 
-    def choose(self, groups: Mapping[Any, list[DeviationRow]]) -> dict[Any, list[DeviationRow]]:
-        """Of groups of rows that share role, kernel, format and tensor, the rows that are meant."""
+    def choose(
+        self, groups: Mapping[Any, list[DeviationRow]]
+    ) -> dict[Any, list[DeviationRow]]:
+        """Of groups of rows that share role, kernel, format and tensor, the rows that are
+        meant."""
         return {key: rows for key, group in groups.items() if (rows := self._of(group))}
 
     def _of(self, rows: list[DeviationRow]) -> list[DeviationRow]:
@@ -110,7 +116,8 @@ Metric = Annotated[str, AfterValidator(_known)]
 
 
 class Limit(Strict):
-    """What one metric may be: `at_most` a number, by its size if it is signed, or `absent`."""
+    """What one metric may be: `at_most` a number, by its size if it is signed, or
+    `absent`."""
 
     metric: Metric
     at_most: Annotated[float, Field(ge=0)] | None = None
@@ -125,8 +132,8 @@ class Limit(Strict):
         return self
 
     def excess(self, value: Value) -> float:
-        """The size of a number as a multiple of the most it may be: above 1 it is exceeded;
-        infinite where there is no limit to be near to, and for NaN."""
+        """The size of a number as a multiple of the most it may be: above 1 it is
+        exceeded; infinite where there is no limit to be near to, and for NaN."""
         if self.absent:
             return 0.0 if value is None else math.inf
         size = abs(float(value or 0.0))
@@ -147,7 +154,8 @@ class Certain(Strict):
 
 
 class Instead(Patterns):
-    """Another limit for some kernels, formats or tensors, and where it says so another scatter."""
+    """Another limit for some kernels, formats or tensors, and where it says so another
+    scatter."""
 
     at_most: Annotated[float, Field(ge=0)]
     scatter: Annotated[float, Field(ge=0)] | None = None
@@ -158,25 +166,32 @@ class Threshold(Limit):
 
     name: Annotated[str, Field(min_length=1)]
     where: Selector = Selector()
-    otherwise: tuple[Limit, ...] = ()  # in this order where the metric is null and the row says why
+    # In this order where the metric is null and the row says why
+    otherwise: tuple[Limit, ...] = ()
     instead: tuple[Instead, ...] = ()
-    """Of these the first that holds for a row has the limit; otherwise the threshold's own."""
+    """Of these the first that holds for a row has the limit; otherwise the threshold's
+    own."""
     certain: Certain | None = None
     heads: Annotated[int, Field(ge=2)] | None = None
-    """The limit is for the median over all heads of a tensor, of which there must be so many."""
+    """The limit is for the median over all heads of a tensor, of which there must be so
+    many."""
     by_case: bool = False  # case by case: where calls are not alike, one may hide another
-    few: tuple[Annotated[int, Field(ge=2)], float] | None = None  # of fewer: how many, and a limit
+    # Of fewer: how many, and a limit
+    few: tuple[Annotated[int, Field(ge=2)], float] | None = None
     sampled: Annotated[float, Field(ge=0)] | None = None
-    """The limit of sampled rows: an interval around a sound number would often contain a limit as
-    near to it as that of all rows, and decide nothing."""
+    """The limit of sampled rows: an interval around a sound number would often contain a
+    limit as near to it as that of all rows, and decide nothing."""
     scatter: Annotated[float, Field(ge=0)] = 0
     """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
     may_lack: Literal["nothing", "rows", "numbers"] = "nothing"
-    """`numbers`: as `rows`, and a row may lack the number for a reason that the row bears out."""
+    """`numbers`: as `rows`, and a row may lack the number for a reason that the row bears
+    out."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
-        if (self.instead or self.scatter or self.sampled is not None) and self.at_most is None:
+        if (
+            self.instead or self.scatter or self.sampled is not None
+        ) and self.at_most is None:
             raise ValueError("`instead`, `sampled` and `scatter` need at_most")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
@@ -199,13 +214,16 @@ class Threshold(Limit):
         if self.few is None or heads >= (self.heads or 0):
             return self
         least, most = self.few
-        return self.model_copy(update={"heads": least, "at_most": max(self.at_most or 0.0, most)})
+        return self.model_copy(
+            update={"heads": least, "at_most": max(self.at_most or 0.0, most)}
+        )
 
     def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
-        """As it is for a row: higher where it has few numbers. A ratio of root mean squares of n of
-        them has a standard deviation of 1/√n or less; a median of N, 1.25/√N of that; an interval
-        has luck. A row of dq or dk shares the error of its delta, and counts as 8 numbers. Where
-        rows count by their size (`rms_ratio`), a few may be all there is."""
+        """As it is for a row: higher where it has few numbers. A ratio of root mean
+        squares of n of them has a standard deviation of 1/√n or less; a median of N,
+        1.25/√N of that; an interval has luck. A row of dq or dk shares the error of its
+        delta, and counts as 8 numbers. Where rows count by their size (`rms_ratio`), a
+        few may be all there is."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
         n, rows = float(row.elements), float(row.rows_measured or 0)
@@ -219,26 +237,27 @@ class Threshold(Limit):
         return self.model_copy(update={"at_most": allowed}) if higher else self
 
 
-AtMost = Annotated[float, Field(ge=0)]  # of a limit of a kind of report (`numdev.studies`)
+# Of a limit of a kind of report (`numdev.studies`)
+AtMost = Annotated[float, Field(ge=0)]
 
 
 class Rules(Strict):
     name: str = "default"
     holds_for: dict[str, str] = Field(default_factory=dict)
-    """Keys of the report's system, for example cpu_capability or gpu, with a pattern for each: a
-    report from elsewhere is not judged."""
+    """Keys of the report's system, for example cpu_capability or gpu, with a pattern for
+    each: a report from elsewhere is not judged."""
     required: Names = ()  # kernels that must have been measured in every call
     skipped: Literal["allow", "refused-only", "never"] = "refused-only"
-    """What may be skipped: everything; single calls of a kernel that was asked for by name, and all
-    of one that was not; nothing."""
+    """What may be skipped: everything; single calls of a kernel that was asked for by
+    name, and all of one that was not; nothing."""
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()
-    """Where a file does not say any, those of configs/gate/default.yaml; so with each of the keys
-    of `effects` and `invariance`."""
+    """Where a file does not say any, those of configs/gate/default.yaml; so with each of
+    the keys of `effects` and `invariance`."""
     limits: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By kind of report, its own limits where they are not the default ones, as plain data; a file
-    has them under the kind's name."""
+    """By kind of report, its own limits where they are not the default ones, as plain
+    data; a file has them under the kind's name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -252,7 +271,8 @@ class Rules(Strict):
         return whole
 
     def limits_of(self, kind: str) -> Any:
-        """The limits that reports of a kind are held to beside the thresholds, by its own model."""
+        """The limits that reports of a kind are held to beside the thresholds, by its own
+        model."""
         model: Any = kind_of(kind).limits
         return model.model_validate(self.limits.get(kind) or default_limits()[kind])
 
@@ -274,8 +294,8 @@ def default_limits() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _limits(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the limits of kinds of reports out of the values of a file, and checks them: those that
-    are not the default ones, each whole."""
+    """Takes the limits of kinds of reports out of the values of a file, and checks them:
+    those that are not the default ones, each whole."""
     limits: dict[str, Any] = dict(values.pop("limits", None) or {})
     limits |= {name: values.pop(name) for name in REGISTERED if name in values}
     usual = default_limits()
@@ -284,7 +304,9 @@ def _limits(values: dict[str, Any]) -> dict[str, Any]:
             limits[name] = {**usual.get(name, {}), **own}
     limits = {name: own for name, own in limits.items() if own != usual.get(name)}
     models = {name: kind_of(name).limits for name in limits if name in REGISTERED}
-    typed: Any = {name: (model, ...) for name, model in models.items() if model is not None}
+    typed: Any = {
+        name: (model, ...) for name, model in models.items() if model is not None
+    }
     whole = create_model("Limits", __base__=Strict, **typed)
     checked: dict[str, Any] = whole.model_validate(limits).model_dump(mode="json")
     return checked
@@ -309,12 +331,15 @@ def default_rules() -> Rules:
 
 
 def default_rules_for_checks() -> Rules:
-    """The default rules, after those of configs/gate/check.yaml; what they hold medians over heads
-    to, case by case too, since in the median of all an error hides that half of the cases have."""
+    """The default rules, after those of configs/gate/check.yaml; what they hold medians
+    over heads to, case by case too, since in the median of all an error hides that half
+    of the cases have."""
     rules, more = default_rules(), read_yaml(bundled("gate/check.yaml"), Rules)
     each = (
         t.model_copy(update={"name": f"{t.name} of a case", "by_case": True})
         for t in rules.thresholds
         if t.heads
     )
-    return rules.model_copy(update={"thresholds": (*more.thresholds, *rules.thresholds, *each)})
+    return rules.model_copy(
+        update={"thresholds": (*more.thresholds, *rules.thresholds, *each)}
+    )

@@ -1,9 +1,11 @@
-"""Thresholds on rows: an audit's, or a sweep's, rows held to the rules, one test at a time.
+"""Thresholds on rows: an audit's, or a sweep's, rows held to the rules, one test at a
+time.
 
-Reads rows alone: no torch, no GPU. It fails closed: what could not be judged is no pass, unless a
-rule says that it may lack. Planted faults (`role: control`) are put through the rules by
-themselves; from which dose on each is caught is the gate's power. Of sampled rows an estimate
-passes or fails by its 95 % interval, and a maximum is a lower bound: it can only fail."""
+Reads rows alone: no torch, no GPU. It fails closed: what could not be judged is no pass,
+unless a rule says that it may lack. Planted faults (`role: control`) are put through the
+rules by themselves; from which dose on each is caught is the gate's power. Of sampled
+rows an estimate passes or fails by its 95 % interval, and a maximum is a lower bound: it
+can only fail."""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ from numdev.gate.rows import (
 )
 from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import ERRORS, ESTIMATED, MAXIMA, TESTED, WHOLE, interval_of, value_of
+from numdev.metrics.of_rows import (
+    ERRORS,
+    ESTIMATED,
+    MAXIMA,
+    TESTED,
+    WHOLE,
+    interval_of,
+    value_of,
+)
 from numdev.metrics.statistics import holm
 from numdev.report import (
     NOT_PREDICTED,
@@ -51,8 +61,8 @@ EMPTY = "no element of this tensor could be judged"
 def tests_of(
     rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CaseRecord]
 ) -> Iterator[Test]:
-    """Every rule on everything it selects, in the rules' order; which calls ran; whether their
-    inputs are finite."""
+    """Every rule on everything it selects, in the rules' order; which calls ran; whether
+    their inputs are finite."""
     yield from threshold_tests(rows, plan, rules)
     yield from run_tests(rows, plan, rules)
     if cases:
@@ -60,8 +70,8 @@ def tests_of(
 
 
 def _inputs_finite(rows: Rows, cases: Sequence[CaseRecord]) -> Test:
-    """Elements that depend on an input that is NaN or infinite, or becomes so when it is rounded
-    to the format, are left out of every rule: what is left out is not judged."""
+    """Elements that depend on an input that is NaN or infinite, or becomes so when it is
+    rounded to the format, are left out of every rule: what is left out is not judged."""
     known = {case.case: case for case in cases if case.nonfinite or case.overflows}
     reasons: dict[str, None] = {}
     named = Places(rows) if known else None
@@ -71,10 +81,14 @@ def _inputs_finite(rows: Rows, cases: Sequence[CaseRecord]) -> Test:
             continue
         where = named.layer(row)
         for tensor, count in case.nonfinite.items():
-            reasons[f"{where}: {tensor} holds {count} elements that are NaN or infinite"] = None
+            reasons[
+                f"{where}: {tensor} holds {count} elements that are NaN or infinite"
+            ] = None
         if row.format in case.overflows:
             lost = case.overflows[row.format]
-            reasons[f"{where}: {lost} elements of the inputs overflow {row.format}"] = None
+            reasons[f"{where}: {lost} elements of the inputs overflow {row.format}"] = (
+                None
+            )
     standing = Standing.UNDECIDED if reasons else Standing.HELD
     return Test(rule="finite inputs", standing=standing, reasons=tuple(reasons)[:REASONS])
 
@@ -90,7 +104,11 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
             standing = Standing.MISSING if needed else Standing.NOT_APPLICABLE
             yield Test(rule=threshold.name, standing=standing, reasons=(why,))
         for group in chosen.values():
-            parts = grouped(group, lambda row: row.case).values() if threshold.by_case else (group,)
+            parts = (
+                grouped(group, lambda row: row.case).values()
+                if threshold.by_case
+                else (group,)
+            )
             yield from (_judge(threshold, part, plan) for part in parts)
 
 
@@ -100,7 +118,9 @@ def _unmatched(where: Selector, groups: Groups) -> str:
         there = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
         if there and not any(matches(patterns, each) for each in there):
-            return f"; {name} {', '.join(patterns)} is none of {', '.join(islice(there, 8))}"
+            return (
+                f"; {name} {', '.join(patterns)} is none of {', '.join(islice(there, 8))}"
+            )
     return ""
 
 
@@ -110,7 +130,8 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     threshold = threshold.at(first).of(len(rows))
     held, unsure, lacking = _held(threshold, rows)
     offending = _offending(threshold, held)
-    # Beside the limit stands the worst of what offends; a large bias that is not certain does not.
+    # Beside the limit stands the worst of what offends; a large bias that is not certain
+    # does not.
     shown = next(iter(offending or held), None)
     if threshold.heads is not None and held:
         shown = _median(held)
@@ -149,9 +170,11 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     )
 
 
-def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Held], list[Lacking]]:
-    """Rows beside their limit, the worst first; estimates that decide nothing; and rows without
-    the number."""
+def _held(
+    threshold: Threshold, rows: Rows
+) -> tuple[list[Held], list[Held], list[Lacking]]:
+    """Rows beside their limit, the worst first; estimates that decide nothing; and rows
+    without the number."""
     held: list[Held] = []
     lacking: list[Lacking] = []
     heads = 1 if threshold.heads is None else len(rows)
@@ -177,11 +200,14 @@ def _held(threshold: Threshold, rows: Rows) -> tuple[list[Held], list[Held], lis
 def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
     """A row beside the first limit whose number it has; else why it has none.
 
-    The next limit is for a number that means nothing, and says why, not for one not measured."""
+    The next limit is for a number that means nothing, and says why, not for one not
+    measured."""
     test = threshold.certain
     if test is not None:
         if (row.sequences or 0) < test.sequences:
-            return f"needs {test.sequences} independent sequences, has {row.sequences or 0}"
+            return (
+                f"needs {test.sequences} independent sequences, has {row.sequences or 0}"
+            )
         if row.bias_p is None:
             return row.nulls.get("bias_p", NOT_MEASURED)
     why: str | None = None
@@ -197,19 +223,21 @@ def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
 
 
 def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord) -> bool:
-    """Whether a row itself bears out that it lacks what a rule needs. That its elements and
-    sequences are all there is seen beside the floor (`check_whole`)."""
+    """Whether a row itself bears out that it lacks what a rule needs. That its elements
+    and sequences are all there is seen beside the floor (`check_whole`)."""
     metric = threshold.metric
     if row.elements == 0:
         return not row.sampled  # others of its rows may see a key
     if threshold.certain is not None:
-        own = (row.claim or "").startswith(FOUND) and why != NOT_MEASURED  # its way is so biased
+        # Its way is so biased
+        own = (row.claim or "").startswith(FOUND) and why != NOT_MEASURED
         return own or (row.sequences or 0) < threshold.certain.sequences
     if metric in ("noise", "noise_ratio"):
         return row.noise is None and plan.repeats < 2
     if metric == "empty_nonfinite":
         return not row.empty_rows
-    if value_of(row, metric)[0] is not None:  # too few heads have it, or it is a sample's maximum
+    # Too few heads have it, or it is a sample's maximum
+    if value_of(row, metric)[0] is not None:
         return True
     if row.sampled and row.tensor in ("dk", "dv"):
         return why == NOT_PREDICTED
@@ -218,24 +246,34 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
 
 
 def _of_sample(held: Held) -> Held | str:
-    """What is known of sampled rows alone, with its interval; or why that says nothing."""
+    """What is known of sampled rows alone, with its interval; or why that says
+    nothing."""
     metric = held.limit.metric
     if metric in WHOLE | TESTED:
         return held
     if metric in MAXIMA:
-        # flash-attention's rule compares two maxima: beyond it, the other may be too small.
+        # flash-attention's rule compares two maxima: beyond it, the other may be too
+        # small.
         proven = held.excess > 1 and metric != "fa_rule"
-        return held if proven else "the maximum over sampled rows does not bound the other rows"
+        return (
+            held
+            if proven
+            else "the maximum over sampled rows does not bound the other rows"
+        )
     interval = interval_of(held.row, metric) if metric in ESTIMATED else None
     if interval is None:
-        why = f"no interval is known for {metric} of {held.row.rows_measured} sampled rows: "
+        why = (
+            f"no interval is known for {metric} of {held.row.rows_measured} "
+            "sampled rows: "
+        )
         return held._replace(unsure=why + "audit more rows")
     return held._replace(interval=interval)
 
 
 def _decided(threshold: Threshold, held: list[Held]) -> tuple[list[Held], list[Held]]:
-    """What is decided; and estimates whose interval contains the limit, which are not. For a median
-    none is, if the median of the lower ends is within and that of the upper ends beyond."""
+    """What is decided; and estimates whose interval contains the limit, which are not.
+    For a median none is, if the median of the lower ends is within and that of the upper
+    ends beyond."""
     if not any(h.interval for h in held):
         return held, []
     if threshold.heads is None:
@@ -250,13 +288,17 @@ def _decided(threshold: Threshold, held: list[Held]) -> tuple[list[Held], list[H
 
 def _contains(lower: Held, upper: Held, whose: str = "") -> str:
     low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
-    what = f"the interval of {whose}{lower.limit.metric}, {three(low[0])} to {three(high[1])},"
+    what = (
+        f"the interval of {whose}{lower.limit.metric}, {three(low[0])} to "
+        f"{three(high[1])},"
+    )
     return f"{what} contains the limit {lower.limit.at_most:g}: audit more rows"
 
 
 def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:
-    """Rows beyond the limit: none as long as the median is within, where the limit is for that;
-    those that are significantly so over all of them together, where certainty is asked for."""
+    """Rows beyond the limit: none as long as the median is within, where the limit is for
+    that; those that are significantly so over all of them together, where certainty is
+    asked for."""
     if threshold.heads is not None and held and _median(held).excess <= 1:
         return []
     sure = [True] * len(held)
@@ -266,13 +308,14 @@ def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:
 
 
 def _median(held: Sequence[Held]) -> Held:
-    """Of rows in order, the worst first; of two in the middle the one that is less bad."""
+    """Of rows in order, the worst first; of two in the middle the one that is less
+    bad."""
     return held[len(held) // 2]
 
 
 def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
-    """In how many calls each kernel under audit ran, declined, or failed; forward and backward
-    apart (tensors `out` and `dq`)."""
+    """In how many calls each kernel under audit ran, declined, or failed; forward and
+    backward apart (tensors `out` and `dq`)."""
     call_of = attrgetter("case", "call", "seed")
     kernels = (row for row in rows if row.role == "kernel")
     passes = grouped(
@@ -281,10 +324,12 @@ def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
     for (_, _, _, backward), group in passes.items():
         bare = [row for row in group if row.status != "ok"]
         status = dict.fromkeys(map(call_of, group), "ok")
-        for row in sorted(bare, key=lambda row: row.status, reverse=True):  # failed last: it counts
+        # Failed last: it counts
+        for row in sorted(bare, key=lambda row: row.status, reverse=True):
             status[call_of(row)] = row.status
         count = Counter(status.values())
-        why = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
+        # Why it failed is no reason to decline
+        why = "failed" if count["failed"] else "skipped"
         reasons = [row.reason or "" for row in bare if row.status == why]
         yield run_test(
             group[0].who, rules, "dq" if backward else "out", count, reasons,
@@ -294,15 +339,25 @@ def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
 
 
 def run_test(
-    who: Mapping[str, Any], rules: Rules, tensor: str, count: Mapping[str, int],
-    reasons: Sequence[str], *, asked: bool, empty: bool = False, place: Place | None = None,
-) -> Test:  # fmt: skip
+    who: Mapping[str, Any],
+    rules: Rules,
+    tensor: str,
+    count: Mapping[str, int],
+    reasons: Sequence[str],
+    *,
+    asked: bool,
+    empty: bool = False,
+    place: Place | None = None,
+) -> Test:
     """Whether a kernel ran: in `count` calls it was `ok`, `skipped` or `failed`.
 
-    A call in which it failed is not measured; nor is one that it declined, where the rules require
-    the kernel, or where it was asked for by name (as gradients are) and ran in none."""
+    A call in which it failed is not measured; nor is one that it declined, where the
+    rules require the kernel, or where it was asked for by name (as gradients are) and ran
+    in none."""
     kernel = str(who["kernel"])
-    required = rules.skipped == "never" or any(fnmatchcase(kernel, p) for p in rules.required)
+    required = rules.skipped == "never" or any(
+        fnmatchcase(kernel, p) for p in rules.required
+    )
     asked = asked and rules.skipped == "refused-only"
     failed, skipped, ok = (count.get(name, 0) for name in ("failed", "skipped", "ok"))
     standing = Standing.NOT_APPLICABLE if skipped else Standing.HELD
@@ -327,7 +382,8 @@ def run_test(
 
 
 def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
-    """Every planted fault in every format, its doses put through the rules as kernels are."""
+    """Every planted fault in every format, its doses put through the rules as kernels
+    are."""
     controls = (row for row in rows if row.role == "control")
     for fault in grouped(controls, attrgetter("kernel", "format")).values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)

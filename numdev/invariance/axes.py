@@ -1,10 +1,11 @@
 """The ways in which a call can change while some rows' exact answer stays: axes, as data.
 
-An axis gives variants of a case: one or more calls, and where their rows stand in the call that
-they are held against, the case itself or, where it has too little around it (one sequence has no
-order), a base of the variant's own. The study checks in fp64 that the rows' answer is the same.
-What stands around a sequence (neighbours, tokens that are added) is the case's own, rolled along
-its length with alternating sign: numbers of the same size, the same on every machine."""
+An axis gives variants of a case: one or more calls, and where their rows stand in the
+call that they are held against, the case itself or, where it has too little around it
+(one sequence has no order), a base of the variant's own. The study checks in fp64 that
+the rows' answer is the same. What stands around a sequence (neighbours, tokens that are
+added) is the case's own, rolled along its length with alternating sign: numbers of the
+same size, the same on every machine."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ LARGE = 4.0  # what a neighbour's values are multiplied by: exact in every forma
 
 
 class Part(NamedTuple):
-    """Where rows stand in a call: indices of its axes. `key` None: dk and dv are sums over other
-    queries, and not compared."""
+    """Where rows stand in a call: indices of its axes. `key` None: dk and dv are sums
+    over other queries, and not compared."""
 
     batch: slice = slice(None)
     head: slice = slice(None)
@@ -62,7 +63,9 @@ class Call(NamedTuple):
     @property
     def moves_keys(self) -> bool:
         """Whether the same keys stand elsewhere in this call than in the base."""
-        starts = [part.key.start or 0 if part.key else 0 for part in (self.here, self.there)]
+        starts = [
+            part.key.start or 0 if part.key else 0 for part in (self.here, self.there)
+        ]
         return self.first_key != 0 or starts[0] != starts[1]
 
 
@@ -96,7 +99,8 @@ def again(
 
 
 def alike(x: Tensor, like: Tensor) -> Tensor:
-    """`x`, dense, with its axes in memory in the order of `like`'s: kernels choose by it."""
+    """`x`, dense, with its axes in memory in the order of `like`'s: kernels choose by
+    it."""
     strides = like.stride()
     order = sorted(range(like.ndim), key=lambda dim: (-strides[dim], dim))
     back = [order.index(dim) for dim in range(like.ndim)]
@@ -104,7 +108,8 @@ def alike(x: Tensor, like: Tensor) -> Tensor:
 
 
 def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
-    """The batch of these sequences of the case; from its batch on, neighbours that are made."""
+    """The batch of these sequences of the case; from its batch on, neighbours that are
+    made."""
     count = case.q.shape[0]
 
     def one(x: Tensor, index: int) -> Tensor:
@@ -121,29 +126,38 @@ def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
 
 
 def grown(
-    case: AttentionCase, *, rows: tuple[int, int] = (0, 0), keys: tuple[int, int] = (0, 0),
+    case: AttentionCase,
+    *,
+    rows: tuple[int, int] = (0, 0),
+    keys: tuple[int, int] = (0, 0),
     hidden: bool = False,
-) -> AttentionCase:  # fmt: skip
-    """The case with so many query rows and keys before and behind its own. Its rows see what they
-    saw by causality, window and mask; where keys are `hidden`, a mask hides the new ones from them,
-    and a new row before them sees the first key alone. Nothing flows back through new rows."""
+) -> AttentionCase:
+    """The case with so many query rows and keys before and behind its own. Its rows see
+    what they saw by causality, window and mask; where keys are `hidden`, a mask hides the
+    new ones from them, and a new row before them sees the first key alone. Nothing flows
+    back through new rows."""
 
     def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
         times = -(-max(before, behind) // x.shape[2])
         other = [x.roll(i, dims=2) * (-1.0) ** i for i in range(1, times + 1)]
         tokens = torch.cat([x[:, :, :0], *other], dim=2) * float(not zero)
-        return alike(torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2), x)
+        return alike(
+            torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2), x
+        )
 
     changed: dict[str, Any] = {
-        "q": around(case.q, *rows), "k": around(case.k, *keys), "v": around(case.v, *keys),
-    }  # fmt: skip
+        "q": around(case.q, *rows),
+        "k": around(case.k, *keys),
+        "v": around(case.v, *keys),
+    }
     if case.grad_out is not None:
         changed["grad_out"] = around(case.grad_out, *rows, zero=True)
     mask = None if case.mask is None else _widened(case.mask, rows, keys)
     if hidden:
         place = torch.arange(sum(keys) + case.kv_len, device=case.q.device) - keys[0]
         shown = ((place >= 0) & (place < case.kv_len))[None, None, None]
-        if rows[0]:  # one that sees no key would return what is a convention, NaN in some kernels
+        # One that sees no key would return what is a convention, NaN in some kernels
+        if rows[0]:
             shown = shown.repeat(1, 1, sum(rows) + case.q_len, 1)
             shown[:, :, : rows[0], 0] = True
         mask = _together(mask, shown)
@@ -153,7 +167,8 @@ def grown(
 
 
 def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
-    """A mask for more rows, which see every key, and more keys, which no other row sees."""
+    """A mask for more rows, which see every key, and more keys, which no other row
+    sees."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     bool_ = mask.dtype == torch.bool
     if mask.shape[-1] > 1:
@@ -207,8 +222,8 @@ def unchanged(case: AttentionCase, *, ways: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def batch(case: AttentionCase) -> Variants:
-    """The first sequences in a larger batch, or the first and the last alone; of a large call the
-    first kv head alone."""
+    """The first sequences in a larger batch, or the first and the last alone; of a large
+    call the first kv head alone."""
     count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
     one, base, compared = case.q.shape[2] * case.kv_len, None, ""
     if max(SIZES) * one * case.heads > largest and case.kv_heads > 1:
@@ -217,13 +232,21 @@ def batch(case: AttentionCase) -> Variants:
     for size in (size for size in SIZES if size != count):
         name, scores = f"{size} in place of {count}", size * one * whole.heads
         if scores > largest:
-            why = f"{scores:.1e} scores are more than are computed for it here ({largest:.1e})"
+            why = (
+                f"{scores:.1e} scores are more than are computed for it here "
+                f"({largest:.1e})"
+            )
             yield Variant(name=name, calls=(), reason=why, part=compared)
             continue
         calls = []
         for first in [0, count - 1] if size == 1 else [0]:
-            own, again = min(size, count - first), picked(whole, range(first, first + size))
-            calls.append(Call(again, Part(slice(0, own)), Part(slice(first, first + own))))
+            own, again = (
+                min(size, count - first),
+                picked(whole, range(first, first + size)),
+            )
+            calls.append(
+                Call(again, Part(slice(0, own)), Part(slice(first, first + own)))
+            )
         yield Variant(name=name, calls=tuple(calls), base=base, part=compared)
 
 
@@ -258,12 +281,17 @@ def lengths(case: AttentionCase) -> Variants:
         return settled(dataclasses.replace(around, mask=_together(around.mask, shown)))
 
     base, first = padded(m, m, m), Part(batch=slice(0, 1))
-    for name, others in (("shorter", (m // 2, 1, m - 1)), ("one of them empty", (m, 0, m))):
+    for name, others in (
+        ("shorter", (m // 2, 1, m - 1)),
+        ("one of them empty", (m, 0, m)),
+    ):
         yield again(f"neighbours {name}", padded(*others), first, first, base=base)
     if n != m or case.mask is not None:
         return
     if 9 * n * n * case.heads > (LARGEST if case.q.is_cuda else LARGEST_CPU):
-        yield Variant(name="packed", calls=(), reason="the call is too large for a mask of it here")
+        yield Variant(
+            name="packed", calls=(), reason="the call is too large for a mask of it here"
+        )
         return
     base, there = _packed(case, (n, n, n), 0), Part(row=slice(0, n), key=slice(0, n))
     for name, sizes, start in (
@@ -276,7 +304,8 @@ def lengths(case: AttentionCase) -> Variants:
 
 
 def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
-    """Each sequence of the batch among others of these sizes; it is number `at` of them."""
+    """Each sequence of the batch among others of these sizes; it is number `at` of
+    them."""
     around = sum(sizes[:at]), sum(sizes[at + 1 :])
     whole = grown(without_positions(case), rows=around, keys=around)
     numbers, (low, high) = torch.repeat_interleave(torch.tensor(sizes)), key_limits(case)
@@ -302,7 +331,9 @@ def heads(case: AttentionCase) -> Variants:
     for g in sorted({0, case.kv_heads - 1}) if case.kv_heads > 1 else ():
         of_group = slice(g * case.group, (g + 1) * case.group)
         there = Part(head=of_group, kv_head=slice(g, g + 1))
-        yield again(f"kv head {g} alone", part(case, kv_head=range(g, g + 1)), there=there)
+        yield again(
+            f"kv head {g} alone", part(case, kv_head=range(g, g + 1)), there=there
+        )
 
 
 def rows(case: AttentionCase) -> Variants:
@@ -358,7 +389,9 @@ def decode(case: AttentionCase) -> Variants:
 def mask(case: AttentionCase) -> Variants:
     shown, plain = explicit_mask(case), without_positions(case)
     if shown is None:
-        shown = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device=case.q.device)
+        shown = torch.ones(
+            case.q_len, case.kv_len, dtype=torch.bool, device=case.q.device
+        )
     if case.restricts_positions or case.mask is None:
         yield again("a tensor", dataclasses.replace(plain, mask=shown))
     if shown.dtype == torch.bool:
@@ -397,12 +430,16 @@ def hidden(case: AttentionCase, *, poison: str) -> Variants:
         yield again(f"{poison} in {' and '.join(tensors)}", other, own, own, base=base)
 
 
-def _changed(by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **more: Any) -> Within:
+def _changed(
+    by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **more: Any
+) -> Within:
     return partial(ways.changed, by=partial(by, **more), of=of)
 
 
 def _against(base: Within, **ways: Within) -> dict[str, dict[str, Any]]:
-    return {name: {"within": within, "base_within": base} for name, within in ways.items()}
+    return {
+        name: {"within": within, "base_within": base} for name, within in ways.items()
+    }
 
 
 LAYOUTS = _against(PLAIN, **{
@@ -412,23 +449,42 @@ LAYOUTS = _against(PLAIN, **{
 })  # fmt: skip
 PACKED = _against(PLAIN, packed=ways.packed)
 PAGES = {f"pages of {n}": _changed(ways.gathered, "kv", size=n) for n in (16, 64)}
-BEYOND = {f"{name} there": _changed(ways.inside, value=x) for name, x in ways.POISONS.items()}
-BEFORE = {f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()}
+BEYOND = {
+    f"{name} there": _changed(ways.inside, value=x) for name, x in ways.POISONS.items()
+}
+BEFORE = {
+    f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()
+}
 
 SAME_CALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "repeat": {"again": {}, "a third time": {}},
     "paged": _against(PLAIN, **PAGES),
     "graph": {"CUDA graph": {"wrap": "graph"}},
     "compiled": {"torch.compile": {"wrap": "compiled"}},
-    # Options that cut the keys, or order them; the study leaves out what a kernel has not.
-    "tiles": {f"{n}={x}": {"options": {n: x}} for n, xs in ways.TILINGS.items() for x in xs},
+    # Options that cut the keys, or order them; the study leaves out what a kernel has
+    # not.
+    "tiles": {
+        f"{n}={x}": {"options": {n: x}} for n, xs in ways.TILINGS.items() for x in xs
+    },
     "beyond": _against(_changed(ways.inside, value=None), **BEYOND),
     "unwritten": _against(partial(ways.sentinel, value=0.0), **BEFORE),
 }
-VARIANTS: Mapping[str, Callable[[AttentionCase], Variants]] = {  # by the names of `config.AXES`
-    "batch": batch, "order": order, "neighbours": neighbours, "lengths": lengths,
-    "padding": padding, "heads": heads, "rows": rows, "longer": longer, "chunks": chunks,
-    "decode": decode, "mask": mask, "strides": strides, "threads": threads,
-    "hidden": partial(hidden, poison="large numbers"), "hidden-nan": partial(hidden, poison="NaN"),
+# By the names of `config.AXES`
+VARIANTS: Mapping[str, Callable[[AttentionCase], Variants]] = {
+    "batch": batch,
+    "order": order,
+    "neighbours": neighbours,
+    "lengths": lengths,
+    "padding": padding,
+    "heads": heads,
+    "rows": rows,
+    "longer": longer,
+    "chunks": chunks,
+    "decode": decode,
+    "mask": mask,
+    "strides": strides,
+    "threads": threads,
+    "hidden": partial(hidden, poison="large numbers"),
+    "hidden-nan": partial(hidden, poison="NaN"),
     **{name: partial(unchanged, ways=ways) for name, ways in SAME_CALL.items()},
-}  # fmt: skip
+}

@@ -1,8 +1,10 @@
-"""Why two forms differ: which two tilings, splits or orders of the keys make the same difference.
+"""Why two forms differ: which two tilings, splits or orders of the keys make the same
+difference.
 
-The emulation of either form is asked with every candidate, and of all pairs the one is taken whose
-difference is nearest to the kernel's, element by element. It is the cause where no more than a
-tenth of the difference is left. What the emulation gets wrong in both forms alike cancels."""
+The emulation of either form is asked with every candidate, and of all pairs the one is
+taken whose difference is nearest to the kernel's, element by element. It is the cause
+where no more than a tenth of the difference is left. What the emulation gets wrong in
+both forms alike cancels."""
 
 from __future__ import annotations
 
@@ -36,9 +38,12 @@ CUT = ("block_kv", "splits", "kv_order")
 Claim = Mapping[str, Any]
 
 
-def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool) -> dict[str, Any]:
-    """The fields of a row that differs in `out` which say why: two operators that ran, else two
-    tilings. The kernel's claims are tried alone, and with `search` then all candidates."""
+def explained(
+    row: InvarianceRow, forms: Forms, system: System, *, search: bool
+) -> dict[str, Any]:
+    """The fields of a row that differs in `out` which say why: two operators that ran,
+    else two tilings. The kernel's claims are tried alone, and with `search` then all
+    candidates."""
     for ran in forms.others:
         both = (forms.first.output.did, ran.output.did)
         did = [dict(x) if isinstance(x, Mapping) else {} for x in both]
@@ -59,8 +64,13 @@ def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool)
         made = [list(_emulated(case, claim, searched=searched)) for case, claim in pairs]
         if not all(made):
             break
-        (one, a), (two, b) = (([o for o, _ in m], torch.stack([x for _, x in m])) for m in made)
-        left = torch.stack([(difference - (b - x)).norm(dim=1) for x in a]) / difference.norm()
+        (one, a), (two, b) = (
+            ([o for o, _ in m], torch.stack([x for _, x in m])) for m in made
+        )
+        left = (
+            torch.stack([(difference - (b - x)).norm(dim=1) for x in a])
+            / difference.norm()
+        )
         if not bool(left.isfinite().all()):
             break
         best = float(left.min())
@@ -69,9 +79,15 @@ def explained(row: InvarianceRow, forms: Forms, system: System, *, search: bool)
         if best <= EXPLAINS:
             near = (left <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
             # Of pairs that say the same the base's simplest, and what changes least.
-            i, j = min(near, key=lambda x: (x[0], len(one[x[0]].items() - two[x[1]].items()), x[1]))
+            i, j = min(
+                near,
+                key=lambda x: (x[0], len(one[x[0]].items() - two[x[1]].items()), x[1]),
+            )
             named = Cause(
-                base=one[i], variant=two[j], moved=call.moves_keys, residual=float(left[i, j])
+                base=one[i],
+                variant=two[j],
+                moved=call.moves_keys,
+                residual=float(left[i, j]),
             )
             return {**found, "closest": best, "cause": named}
     return found
@@ -81,8 +97,13 @@ def _claim(ran: Ran, system: System) -> Claim:
     """How the kernel says that it computes; FlashAttention-2's way where it does not."""
     kernel = ran.planned.kernel
     if kernel.name == "emulated":
-        return {name: value for name, value in ran.planned.options.items() if value is not None}
-    with contextlib.suppress(Exception):  # a claim is foreign code, and reads what was returned
+        return {
+            name: value
+            for name, value in ran.planned.options.items()
+            if value is not None
+        }
+    # A claim is foreign code, and reads what was returned
+    with contextlib.suppress(Exception):
         return dict(kernel.claims(ran.case, ran.output, system) or {"preset": "fa2"})
     return {"preset": "fa2"}
 
@@ -90,8 +111,9 @@ def _claim(ran: Ran, system: System) -> Claim:
 def _looked_at(
     call: Call, first: Ran, other: Ran
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
-    """Both forms' calls restricted to some rows that differ, of all sequences and heads where these
-    are few, else of one kv head; and the difference there, fp64 [elements]. None where none do."""
+    """Both forms' calls restricted to some rows that differ, of all sequences and heads
+    where these are few, else of one kv head; and the difference there, fp64 [elements].
+    None where none do."""
     base, there, here = first.case, call.there, call.here
     a: Any = there.of("out", first.output.out)
     b: Any = here.of("out", other.output.out)
@@ -115,7 +137,9 @@ def _looked_at(
 
     def restricted(case: AttentionCase, of: Part) -> AttentionCase:
         batch = range(case.q.shape[0])[of.batch][sequences]
-        small = part(case, batch=batch, kv_head=range(case.kv_heads)[of.kv_head][kv_heads])
+        small = part(
+            case, batch=batch, kv_head=range(case.kv_heads)[of.kv_head][kv_heads]
+        )
         small = dataclasses.replace(small, grad_out=None)
         return small.select_rows(rows + (of.row.start or 0))
 
@@ -126,27 +150,35 @@ def _looked_at(
 def _emulated(
     case: AttentionCase, claim: Claim, *, searched: bool
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """What the claim, and every candidate, returns, with the options that cut the keys, fp64
-    [elements]."""
+    """What the claim, and every candidate, returns, with the options that cut the keys,
+    fp64 [elements]."""
     shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
     seen = case.kv_len if shown is None else int(shown.sum(dim=-1).amax())
     for options in _candidates(case, claim) if searched else (claim,):
         with contextlib.suppress(NumdevError):
             made, out = recipe_of(options), emulation(case, options)
-            cut = {"splits": 1, **{n: x for n in CUT if (x := getattr(made, n)) is not None}}
+            cut = {
+                "splits": 1,
+                **{n: x for n in CUT if (x := getattr(made, n)) is not None},
+            }
             if "block_kv" not in cut:  # by the rule of the preset; None: all keys at once
-                cut["block_kv"] = TILINGS[made.tiling][1](case.q.shape[-1], made.memory)[1]
+                cut["block_kv"] = TILINGS[made.tiling][1](case.q.shape[-1], made.memory)[
+                    1
+                ]
             if (cut["block_kv"] or seen) >= seen:  # however large it is
                 cut["block_kv"] = None
             yield cut, out.double().flatten()
 
 
 def _candidates(case: AttentionCase, claim: Claim) -> Iterator[dict[str, Any]]:
-    """The claim itself, then its tiles, orders and splits changed, the simple ones first."""
+    """The claim itself, then its tiles, orders and splits changed, the simple ones
+    first."""
     yield dict(claim)
     rest = {n: x for n, x in claim.items() if n not in ("memory", *CUT)}
     tiles = [t for t in TILES if t < 2 * case.kv_len and case.kv_len <= t * MOST_TILES]
-    for splits, order, tile in itertools.product(SPLITS, ("ascending", "descending"), tiles):
+    for splits, order, tile in itertools.product(
+        SPLITS, ("ascending", "descending"), tiles
+    ):
         parts = -(-case.kv_len // tile)
         if splits <= parts and (parts > 1 or order == "ascending"):
             yield {**rest, "block_kv": tile, "kv_order": order, "splits": splits}

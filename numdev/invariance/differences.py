@@ -1,4 +1,5 @@
-"""Two outputs beside each other, bit by bit, and how large their difference is beside rounding."""
+"""Two outputs beside each other, bit by bit, and how large their difference is beside
+rounding."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import bits
 
 TENSORS = ("out", "lse", *GRADIENTS)
-ELSEWHERE = 8.0  # what a key of dk may err less by, and still err as another key of its head does
+# What a key of dk may err less by, and still err as another key of its head does
+ELSEWHERE = 8.0
 EXACT = 1e-10  # of the terms of a sum: what fp64 in another order may change
 
 
@@ -33,8 +35,8 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact_change(call: Call, base: Reference, variant: Reference) -> float:
-    """How far the exact answer of the call's rows is from the base's, over the size of what is
-    added up: beyond EXACT it is another answer."""
+    """How far the exact answer of the call's rows is from the base's, over the size of
+    what is added up: beyond EXACT it is another answer."""
     counted: Any = call.there.of("out", ~base.empty)
     if not counted.equal(call.here.of("out", ~variant.empty)):
         return math.inf
@@ -49,18 +51,21 @@ def exact_change(call: Call, base: Reference, variant: Reference) -> float:
             terms = call.there.of(tensor, getattr(base, TERMS[tensor]))
         apart = torch.where(a == b, 0.0, (a - b).abs() / terms)  # -inf is -inf
         apart = apart if tensor in ("dk", "dv") else apart[counted]
-        worst = max(worst, float(apart.nan_to_num(nan=math.inf).amax()) if apart.numel() else 0.0)
+        worst = max(
+            worst, float(apart.nan_to_num(nan=math.inf).amax()) if apart.numel() else 0.0
+        )
     return worst
 
 
 def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> Tensor:
-    """What roundings may change in each element though the floor, and by luck one of two forms,
-    change nothing (terms that cancel): half a unit of the format in each of n like terms, and
-    |scale| max|q| max|k| 2^-24, what rounding a score in fp32 makes of all of them. Of the
-    log-sum-exp 1 + its size."""
+    """What roundings may change in each element though the floor, and by luck one of two
+    forms, change nothing (terms that cancel): half a unit of the format in each of n like
+    terms, and |scale| max|q| max|k| 2^-24, what rounding a score in fp32 makes of all of
+    them. Of the log-sum-exp 1 + its size."""
     if tensor == "lse":
         return 1 + exact.lse.abs()
-    norms = (x.double().norm(dim=-1).nan_to_num(0.0, 0.0) for x in (case.q, case.k))  # but poison
+    # But poison
+    norms = (x.double().norm(dim=-1).nan_to_num(0.0, 0.0) for x in (case.q, case.k))
     q, k = (x.amax(dim=-1) for x in norms)
     score = abs(case.scale) * 2.0**-24 * q * k.repeat_interleave(case.group, dim=1)
     count = case.q_len if tensor in ("dk", "dv") else case.kv_len
@@ -92,25 +97,45 @@ class Forms(NamedTuple):
 
 
 def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The fields of a row, for each tensor that the base has; rows that see no key are left out."""
+    """The fields of a row, for each tensor that the base has; rows that see no key are
+    left out."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
         truth, own = getattr(exact, tensor, None), getattr(forms.first.output, tensor)
-        if truth is None or own is None or all(c.there.of(tensor, truth) is None for c in calls):
+        if (
+            truth is None
+            or own is None
+            or all(c.there.of(tensor, truth) is None for c in calls)
+        ):
             continue
         others = [getattr(ran.output, tensor) for ran in forms.others]
         if any(other is None for other in others):
-            yield tensor, {"status": "skipped", "reason": f"{tensor} is returned in one form alone"}
+            yield (
+                tensor,
+                {
+                    "status": "skipped",
+                    "reason": f"{tensor} is returned in one form alone",
+                },
+            )
             continue
         of_keys = tensor in ("dk", "dv")
-        sees = torch.ones_like(truth[..., 0], dtype=torch.bool) if of_keys else ~exact.empty
+        sees = (
+            torch.ones_like(truth[..., 0], dtype=torch.bool) if of_keys else ~exact.empty
+        )
         unit = unit_of(tensor, forms.first.case, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
-            if (b := call.here.of(tensor, other)) is None or call.there.of(tensor, sees) is None:
+            if (b := call.here.of(tensor, other)) is None or call.there.of(
+                tensor, sees
+            ) is None:
                 continue
-            whole: list[Any] = [b, *(call.there.of(tensor, x) for x in (own, truth, unit))]
-            b, a, right, size = (x[..., None] for x in whole) if tensor == "lse" else whole
+            whole: list[Any] = [
+                b,
+                *(call.there.of(tensor, x) for x in (own, truth, unit)),
+            ]
+            b, a, right, size = (
+                (x[..., None] for x in whole) if tensor == "lse" else whole
+            )
             counted: Any = call.there.of(tensor, sees)
             apart = differs(a, b) & counted[..., None]
             own_part = _by_row(a, b, right, size, apart, counted, forms.format)
@@ -124,21 +149,37 @@ def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _by_row(
-    a: Tensor, b: Tensor, truth: Tensor, unit: Tensor, apart: Tensor, counted: Tensor, fmt: Format
+    a: Tensor,
+    b: Tensor,
+    truth: Tensor,
+    unit: Tensor,
+    apart: Tensor,
+    counted: Tensor,
+    fmt: Format,
 ) -> dict[str, Tensor]:
-    """Of each row [batch, heads, rows]: counts of elements, and squares summed over them."""
-    own, (one, other), shown = format_of(a.dtype), (a.double(), b.double()), counted[..., None]
+    """Of each row [batch, heads, rows]: counts of elements, and squares summed over
+    them."""
+    own, (one, other), shown = (
+        format_of(a.dtype),
+        (a.double(), b.double()),
+        counted[..., None],
+    )
     finite = one.isfinite() & other.isfinite()
     usable = finite & truth.isfinite() & shown
     turned = ~finite & (one != other) & ~(one.isnan() & other.isnan()) & shown
-    one, other, truth, unit = (torch.where(usable, x, 0.0) for x in (one, other, truth, unit))
+    one, other, truth, unit = (
+        torch.where(usable, x, 0.0) for x in (one, other, truth, unit)
+    )
     squares = {
         "difference": one - other, "floor": round_to(truth, fmt) - truth, "unit": unit,
         "error_base": one - truth, "error_variant": other - truth,
     }  # fmt: skip
     counts = {
-        "elements": shown.expand_as(a), "differ": apart, "nonfinite": turned, "finite": usable,
-    }  # fmt: skip
+        "elements": shown.expand_as(a),
+        "differ": apart,
+        "nonfinite": turned,
+        "finite": usable,
+    }
     spacing = ulp(torch.maximum(one.abs(), other.abs()), own)
     ulps = torch.where(apart, (one - other).abs() / spacing, 0.0)
     sums = {name: x.square() for name, x in squares.items()} | counts
@@ -146,19 +187,24 @@ def _by_row(
 
 
 def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
-    """Of each key, the squared error that both forms make in some key of its head, scaled down by
-    ELSEWHERE. Rounded dS does not sum to 0 over the keys, and the gradient of a maximum takes what
-    is left to the key that holds it: where scores tie, each form may choose another key."""
+    """Of each key, the squared error that both forms make in some key of its head, scaled
+    down by ELSEWHERE. Rounded dS does not sum to 0 over the keys, and the gradient of a
+    maximum takes what is left to the key that holds it: where scores tie, each form may
+    choose another key."""
     if tensor != "dk" or not rows["difference"].numel():
         return {"elsewhere": torch.zeros_like(rows["difference"])}
-    errors = (rows[name].amax(dim=-1, keepdim=True) for name in ("error_base", "error_variant"))
+    errors = (
+        rows[name].amax(dim=-1, keepdim=True) for name in ("error_base", "error_variant")
+    )
     both = torch.minimum(*errors) / ELSEWHERE**2
     return {"elsewhere": both.expand_as(rows["difference"])}
 
 
 def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of all rows together, from their sums."""
-    fields: dict[str, Any] = {n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")}
+    fields: dict[str, Any] = {
+        n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")
+    }
     whole = {name: x.sum()[None] for name, x in rows.items()}
     whole["elsewhere"] = torch.zeros_like(whole["unit"])  # a matter of single keys
     names = ("difference", "floor", "error_base", "error_variant")
@@ -166,7 +212,9 @@ def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
     difference, floor, *errors = (math.sqrt(float(whole[name]) / size) for name in names)
     if floor:
         fields["floor_ratio"] = difference / floor
-        fields["error_base"], fields["error_variant"] = (error / floor for error in errors)
+        fields["error_base"], fields["error_variant"] = (
+            error / floor for error in errors
+        )
     fields |= {"difference": difference, "ulps": float(rows["ulps"].amax())}
     return fields | {"excess": _excess(whole), "excess_of_a_row": _excess(rows)}
 
@@ -176,12 +224,15 @@ def _excess(squares: Mapping[str, Tensor]) -> float:
     explained = torch.minimum(squares["error_base"], squares["error_variant"])
     for name in ("floor", "unit", "elsewhere"):
         explained = torch.maximum(explained, squares[name])
-    ratios = torch.where(squares["difference"] > 0, squares["difference"] / explained, 0.0)
+    ratios = torch.where(
+        squares["difference"] > 0, squares["difference"] / explained, 0.0
+    )
     return math.sqrt(float(ratios.amax().clamp_max(1e300))) if len(ratios) else 0.0
 
 
 def _first(call: Call, tensor: str, apart: Tensor) -> tuple[int, int, int, int]:
-    """Where the first row that differs stands in the base: sequence, head, row, feature."""
+    """Where the first row that differs stands in the base: sequence, head, row,
+    feature."""
     row = int(apart.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
     sequence, head, feature = apart[:, :, row].nonzero()[0].tolist()
     there = call.there

@@ -1,8 +1,9 @@
-"""The model's own output, computed another way, and how much of its change is attention's.
+"""The model's own output, computed another way, and how much of its change is
+attention's.
 
-Matrix products change with the batch as well. With attention in fp64, whose answer to the same
-inputs is always the same, what is left is the rest's; shares are of mean squares, which add up
-where changes are independent."""
+Matrix products change with the batch as well. With attention in fp64, whose answer to the
+same inputs is always the same, what is left is the rest's; shares are of mean squares,
+which add up where changes are independent."""
 
 from __future__ import annotations
 
@@ -30,12 +31,17 @@ Inputs = Mapping[str, Any]
 
 
 def model_rows(
-    model: nn.Module, wider: Callable[[], nn.Module], inputs: Inputs, planned: Planned, fmt: Format,
-    run: Callable[[AttentionCase], Any], axes: Collection[str],
-) -> Iterator[ModelRow]:  # fmt: skip
-    """The model with a kernel, each way that is an axis asked for; `run` gives what the kernel
-    returns for a case, or a Failure. `wider` gives the model in a wider format, whose output tells
-    how far roundings explain a difference."""
+    model: nn.Module,
+    wider: Callable[[], nn.Module],
+    inputs: Inputs,
+    planned: Planned,
+    fmt: Format,
+    run: Callable[[AttentionCase], Any],
+    axes: Collection[str],
+) -> Iterator[ModelRow]:
+    """The model with a kernel, each way that is an axis asked for; `run` gives what the
+    kernel returns for a case, or a Failure. `wider` gives the model in a wider format,
+    whose output tells how far roundings explain a difference."""
 
     def kernel(case: AttentionCase) -> Any:
         if isinstance(ran := run(case), Failure):
@@ -57,8 +63,12 @@ def model_rows(
                 a, b = answered(model, way, kernel)
                 c, d = answered(model, way, exact)
                 wide = wider()
-                truth = answered(wide, _ways(wide, at_home(wide, inputs))[axis], _in_fp64)[0]
-        except Exception as error:  # the model's own code: it may have no cache, or another
+                truth = answered(
+                    wide, _ways(wide, at_home(wide, inputs))[axis], _in_fp64
+                )[0]
+        except (
+            Exception
+        ) as error:  # the model's own code: it may have no cache, or another
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
             yield ModelRow(**row, reason=reason)
             continue
@@ -75,7 +85,9 @@ def model_rows(
         )  # fmt: skip
 
 
-def model_axes(model: nn.Module, inputs: Inputs, axes: Collection[str]) -> tuple[str, ...]:
+def model_axes(
+    model: nn.Module, inputs: Inputs, axes: Collection[str]
+) -> tuple[str, ...]:
     """Which of these axes the model's own output can be compared along."""
     return tuple(axis for axis in _ways(model, inputs) if axis in axes)
 
@@ -84,9 +96,12 @@ def _in_fp64(case: AttentionCase) -> Tensor:
     return attend(case).out.to(case.q.dtype)
 
 
-def _ways(model: nn.Module, inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    """By axis, what gives the output of the first sequence in the usual way and in another, at the
-    positions that are computed another way: of a decoding those that are decoded."""
+def _ways(
+    model: nn.Module, inputs: Inputs
+) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+    """By axis, what gives the output of the first sequence in the usual way and in
+    another, at the positions that are computed another way: of a decoding those that are
+    decoded."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     count, n = ids.shape
     first = {name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
@@ -99,9 +114,14 @@ def _ways(model: nn.Module, inputs: Inputs) -> dict[str, Callable[[], tuple[Tens
 
     ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
     if count > 1:
-        ways["batch"] = lambda: (output_of(model(**first)), output_of(model(**inputs))[:1])
+        ways["batch"] = lambda: (
+            output_of(model(**first)),
+            output_of(model(**inputs))[:1],
+        )
     whole = mask is None or bool(mask.bool().all())
     if whole and getattr(model, "can_generate", lambda: False)() and n > 2 * DECODED:
         ways["chunks"] = partial(with_cache, n // 2, n)
-        ways["decode"] = partial(with_cache, *range(n - DECODED, n + 1), first=n - DECODED)
+        ways["decode"] = partial(
+            with_cache, *range(n - DECODED, n + 1), first=n - DECODED
+        )
     return ways

@@ -1,7 +1,7 @@
 """Two reports of `numdev invariance`: what moved.
 
-A row, also of the model's own output, moved where bits were the same and no longer are, or the
-reverse, where its cause is another one, or one of its numbers another by TIMES."""
+A row, also of the model's own output, moved where bits were the same and no longer are,
+or the reverse, where its cause is another one, or one of its numbers another by TIMES."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from numdev.report import Place
 from numdev.report.numbers import labelled, three
 
 DIFFERENCES = (
-    *("difference", "floor_ratio", "error_base", "error_variant", "excess", "excess_of_a_row"),
+    *(
+        "difference",
+        "floor_ratio",
+        "error_base",
+        "error_variant",
+        "excess",
+        "excess_of_a_row",
+    ),
     "ulps",
 )
 """The numbers of a row, beside its counts."""
@@ -38,12 +45,16 @@ OF_ROWS = {  # the same of invariance, but for the log-sum-exp, whose error has 
     "excess": "× what roundings explain",
     "excess_of_a_row": "× what roundings explain, in its worst row",
 }
-OF_OUTPUTS = {"difference": " of the output", "rest": " of the output with attention in fp64"}
+OF_OUTPUTS = {
+    "difference": " of the output",
+    "rest": " of the output with attention in fp64",
+}
 ERRORS = {"error_base": "as it is", "error_variant": "in the other form"}
 
 
 class InvarianceNames:
-    """What tells rows of `numdev invariance` apart, as `movement.Names` does for an audit's."""
+    """What tells rows of `numdev invariance` apart, as `movement.Names` does for an
+    audit's."""
 
     def kernel(self, row: Any) -> Key:
         return label(row), row.format
@@ -76,24 +87,34 @@ def moves(old: Any, new: Any) -> tuple[InvarianceNames, Compared]:
         for a, b in of_axis:
             of = names.about(b) | {"place": names.place(b)}
             axis += [Move(**of, **change) for change in _of_difference(a, b)]
-        ratios = [[row.floor_ratio for row in side] for side in zip(*of_axis, strict=True)]
+        ratios = [
+            [row.floor_ratio for row in side] for side in zip(*of_axis, strict=True)
+        ]
         largest = [max((x for x in xs if x is not None), default=None) for xs in ratios]
         same = sum(a.same and b.same for a, b in of_axis)
-        of = names.about(of_axis[0][1]) | {"metric": "difference", "a": largest[0], "b": largest[1]}
+        of = names.about(of_axis[0][1]) | {
+            "metric": "difference",
+            "a": largest[0],
+            "b": largest[1],
+        }
         places = {move.words.partition(": ")[0] for move in axis}
         groups.append(Group(**of, pairs=len(of_axis), same_bits=same, moved=len(places)))
         moves += axis
     moves += _unsteady(names, old, new)
     own_output, presences = _outputs(old.models, new.models)
     note = (
-        f"An axis moved where its bits, its cause, or one of its numbers by {TIMES:g} times did; A "
+        "An axis moved where its bits, its cause, or one of its numbers by "
+        f"{TIMES:g} times did; A "
         "and B are the largest differences over the floor's error."
     )
-    return names, Compared(groups, [*moves, *own_output], (note,), presences=tuple(presences))
+    return names, Compared(
+        groups, [*moves, *own_output], (note,), presences=tuple(presences)
+    )
 
 
 def _of_difference(a: Any, b: Any) -> Iterator[dict[str, Any]]:
-    """What moved in one row: of bits, causes and counts a fact; of its numbers the farthest."""
+    """What moved in one row: of bits, causes and counts a fact; of its numbers the
+    farthest."""
     numbers = {"a": a.floor_ratio, "b": b.floor_ratio}
     fact: dict[str, Any] = {"metric": "difference", "excess": FAR, **numbers}
     if a.elements != b.elements:
@@ -105,7 +126,11 @@ def _of_difference(a: Any, b: Any) -> Iterator[dict[str, Any]]:
         yield {"metric": "nonfinite", "excess": FAR, "words": words}
     if a.same != b.same or str(a.cause) != str(b.cause):
         change = factor(log_ratio(a.floor_ratio, b.floor_ratio))
-        yield {**fact, "change": change, "words": f"{b.variant}: {_said(a)}, now {_said(b)}"}
+        yield {
+            **fact,
+            "change": change,
+            "words": f"{b.variant}: {_said(a)}, now {_said(b)}",
+        }
         return
     names = OF_ROWS if b.tensor == "lse" else {**OF_ROWS, **ERRORS}
     changes = [each for name in names if (each := _change(a, b, name))]
@@ -126,7 +151,8 @@ def _of_difference(a: Any, b: Any) -> Iterator[dict[str, Any]]:
 
 
 def _change(a: Any, b: Any, name: str) -> dict[str, Any] | None:
-    """A number that changed by more than TIMES, or that was 0 and no longer is; else None."""
+    """A number that changed by more than TIMES, or that was 0 and no longer is; else
+    None."""
     one, two = getattr(a, name), getattr(b, name)
     if one is None or two is None or one == two:
         return None
@@ -138,18 +164,23 @@ def _change(a: Any, b: Any, name: str) -> dict[str, Any] | None:
 
 
 def _counts_alike(a: int, b: int) -> bool:
-    """Whether two counts of elements that differ are about the same: within TIMES, or within what
-    chance does to so few."""
+    """Whether two counts of elements that differ are about the same: within TIMES, or
+    within what chance does to so few."""
     return max(a, b) <= TIMES * min(a, b) or abs(a - b) <= 2 * math.sqrt(a + b)
 
 
 def _unsteady(names: InvarianceNames, old: Any, new: Any) -> Iterator[Move]:
-    """Kernels that gave the same bits again in A, and in B do not: such a row is there only where
-    they do not."""
+    """Kernels that gave the same bits again in A, and in B do not: such a row is there
+    only where they do not."""
     before = {names.row(row) for row in old.rows}
     kernels = {names.kernel(row) for row in old.rows if row.status == "ok"}
     for row in new.rows:
-        if row.axis != "repeat" or row.status != "ok" or row.same or names.row(row) in before:
+        if (
+            row.axis != "repeat"
+            or row.status != "ok"
+            or row.same
+            or names.row(row) in before
+        ):
             continue
         if names.kernel(row) in kernels:
             words = f"{row.variant}: the same bits, now {_said(row)}"
@@ -163,8 +194,8 @@ def _unsteady(names: InvarianceNames, old: Any, new: Any) -> Iterator[Move]:
 
 
 def _outputs(old: Sequence[Any], new: Sequence[Any]) -> tuple[list[Move], list[Presence]]:
-    """The model's own output with each kernel along each axis: what moved, what one report alone
-    has, and numbers that are gone."""
+    """The model's own output with each kernel along each axis: what moved, what one
+    report alone has, and numbers that are gone."""
     sides = [dict(_numbered(rows)) for rows in (old, new)]
     moves: list[Move] = []
     presences: list[Presence] = []
@@ -175,11 +206,15 @@ def _outputs(old: Sequence[Any], new: Sequence[Any]) -> tuple[list[Move], list[P
         place = nowhere(f"the model's output along {row.axis}")
         ran = [each is not None and each.reason is None for each in (a, b)]
         if all(ran):
-            moves += [Move(**of, tensor=tensor, place=place, **x) for x in _of_output(a, b)]
+            moves += [
+                Move(**of, tensor=tensor, place=place, **x) for x in _of_output(a, b)
+            ]
             for gone, pair in ((True, (a, b)), (False, (b, a))):
                 lost = lost_numbers(*pair, OF_MODELS)
                 if lost:
-                    presences.append(in_one_alone(of, place, gone, tensor, "no number", *lost))
+                    presences.append(
+                        in_one_alone(of, place, gone, tensor, "no number", *lost)
+                    )
         elif any(ran):
             other = b if ran[0] else a
             why = "there is no such row" if other is None else other.reason
@@ -200,7 +235,9 @@ def _of_output(a: Any, b: Any) -> Iterator[dict[str, Any]]:
         words = f"elements: {a.elements}, now {b.elements}"
         yield {"metric": "elements", "excess": FAR, "words": words}
     if (a.differ == 0) != (b.differ == 0):
-        words = f"{a.differ} of {a.elements} elements differ, now {b.differ} of {b.elements}"
+        words = (
+            f"{a.differ} of {a.elements} elements differ, now {b.differ} of {b.elements}"
+        )
         fact: dict[str, Any] = {
             "metric": "difference",
             "a": a.difference,
@@ -211,7 +248,10 @@ def _of_output(a: Any, b: Any) -> Iterator[dict[str, Any]]:
         return
     for name, what in OF_OUTPUTS.items():
         if change := _change(a, b, name):
-            yield {**change, "words": f"from {three(change['a'])} to {three(change['b'])}{what}"}
+            yield {
+                **change,
+                "words": f"from {three(change['a'])} to {three(change['b'])}{what}",
+            }
             return
     if not _counts_alike(a.differ, b.differ):
         words = f"elements that differ: {a.differ}, now {b.differ}"

@@ -1,5 +1,5 @@
-"""What `numdev invariance` says, as a report holds it: one row for each tensor of a kernel on a
-call, held against the same rows computed another way."""
+"""What `numdev invariance` says, as a report holds it: one row for each tensor of a
+kernel on a call, held against the same rows computed another way."""
 
 from __future__ import annotations
 
@@ -16,31 +16,38 @@ Place = tuple[int, int, int, int]
 
 
 class Cause(Record):
-    """What tells the two forms apart: two ways to cut or order the keys, as options of `emulated`
-    under which it makes the same difference, or two operators."""
+    """What tells the two forms apart: two ways to cut or order the keys, as options of
+    `emulated` under which it makes the same difference, or two operators."""
 
     base: dict[str, Any]
     variant: dict[str, Any]
     moved: bool = (
-        False  # whether the keys of one form begin at other places than those of the other
+        # Whether the keys of one form begin at other places than those of the other
+        False
     )
     residual: float | None = None
-    """The norm of what is left of the difference, over that of the difference; None of operators,
-    which are what ran."""
+    """The norm of what is left of the difference, over that of the difference; None of
+    operators, which are what ran."""
 
     def __str__(self) -> str:
-        """`explained by tiling: 64 keys a tile in one split against 64 keys a tile in 4 splits`."""
+        """`explained by tiling: 64 keys a tile in one split against 64 keys a tile in 4
+        splits`."""
         if self.residual is None:
             return " ran in place of ".join(
                 ", ".join(
-                    str(x) if name == "operator" else f"{name} {x}" for name, x in did.items()
+                    str(x) if name == "operator" else f"{name} {x}"
+                    for name, x in did.items()
                 )
                 for did in (self.variant, self.base)
             )
         one, two = _cut(self.base), _cut(self.variant)
         if one == two:
             splits = (self.base.get("splits") or 1) > 1
-            begins = "the splits start at other keys" if splits else "there are other keys around"
+            begins = (
+                "the splits start at other keys"
+                if splits
+                else "there are other keys around"
+            )
             begins = "the tiles start at other keys" if self.moved else begins
             return f"explained by tiling: {one} in both, but {begins}"
         return f"explained by tiling: {one} against {two}"
@@ -50,25 +57,33 @@ def _cut(options: Mapping[str, Any]) -> str:
     tile, splits = options.get("block_kv"), options.get("splits") or 1
     text = f"{tile} keys a tile" if tile else "all keys at once"
     text += ", the last first," if options.get("kv_order") == "descending" else ""
-    return text if not tile else f"{text} in {'one split' if splits == 1 else f'{splits} splits'}"
+    return (
+        text
+        if not tile
+        else f"{text} in {'one split' if splits == 1 else f'{splits} splits'}"
+    )
 
 
 class Way(Record):
-    """One call of one format, computed another way along an axis: what every kernel was to do."""
+    """One call of one format, computed another way along an axis: what every kernel was
+    to do."""
 
     format: str
     case: str
     axis: Axis
     variant: str
-    reason: str = ""  # why nobody could: no such call can be made, or its exact answer is another
+    # Why nobody could: no such call can be made, or its exact answer is another
+    reason: str = ""
     part: str = ""  # what of the call is compared, where that is not all
     adds: Literal["", "mask", "option", "way"] = ""
-    """What it asks of a kernel that the call as it is does not: a mask, an option of the kernel's,
-    or a way to run that a sound kernel may not have. Nothing else excuses one that declines it."""
+    """What it asks of a kernel that the call as it is does not: a mask, an option of the
+    kernel's, or a way to run that a sound kernel may not have. Nothing else excuses one
+    that declines it."""
 
 
 class InvariancePlan(Record):
-    """What was to be compared: every kernel in every way, and the model's own output with it."""
+    """What was to be compared: every kernel in every way, and the model's own output with
+    it."""
 
     kernels: tuple[PlannedKernel, ...]
     named: bool  # whether the kernels were asked for by name
@@ -81,13 +96,15 @@ class InvariancePlan(Record):
 
 
 Excuse = Literal["", "call", "option", "mask", "kernel", "memory", "way", "repeat"]
-"""Why a row has no numbers: no such call can be made; the kernel has no such option; it declines a
-mask that the call as it is has not; it declines the call, or cannot run here; memory ran out; a way
-in which a sound kernel may not run; the kernel does not repeat itself."""
+"""Why a row has no numbers: no such call can be made; the kernel has no such option; it
+declines a mask that the call as it is has not; it declines the call, or cannot run here;
+memory ran out; a way in which a sound kernel may not run; the kernel does not repeat
+itself."""
 
 
 class InvarianceRow(OfKernel):
-    """One tensor of one kernel along one axis, over all rows that were computed both ways."""
+    """One tensor of one kernel along one axis, over all rows that were computed both
+    ways."""
 
     case: str
     layer: int | None = None
@@ -96,11 +113,14 @@ class InvarianceRow(OfKernel):
     variant: str
     part: str = ""  # what of the call is compared, where that is not all
     tensor: Tensor
-    tensors: tuple[Tensor, ...]  # that were compared together, each in a row; none without numbers
+    # That were compared together, each in a row; none without numbers
+    tensors: tuple[Tensor, ...]
     status: Status = "ok"
     excuse: Excuse = ""
-    reason: str | None = None  # why there are no numbers; if `ok`, why there are no gradients
-    repeats: bool | None = None  # whether both forms gave their bits again; None: not asked
+    # Why there are no numbers; if `ok`, why there are no gradients
+    reason: str | None = None
+    # Whether both forms gave their bits again; None: not asked
+    repeats: bool | None = None
     elements: int = 0  # that were compared
     differ: int = 0  # of them with other bits
     nonfinite: int = 0  # that are NaN or infinite in one form alone
@@ -109,16 +129,19 @@ class InvarianceRow(OfKernel):
     error_base: Value = None  # rms error of either form, over the same
     error_variant: Value = None
     excess: Value = None
-    """The difference over what roundings explain, rms: the error of the better form, the floor's,
-    or what fp32 makes of the scores, whichever is largest. Of the log-sum-exp: over the rms of 1 +
-    its size."""
+    """The difference over what roundings explain, rms: the error of the better form, the
+    floor's, or what fp32 makes of the scores, whichever is largest. Of the log-sum-exp:
+    over the rms of 1 + its size."""
     excess_of_a_row: Value = None  # the same of the row where it is largest
-    ulps: Value = None  # the largest difference, in units in the last place of the larger value
+    # The largest difference, in units in the last place of the larger value
+    ulps: Value = None
     first: Place | None = None
-    """The first row, or key of dk and dv, that differs: sequence, head, row and feature."""
+    """The first row, or key of dk and dv, that differs: sequence, head, row and
+    feature."""
     keys: int | None = None  # how many keys that row sees
     cause: Cause | None = None
-    closest: Value = None  # the residual of the best pair of tilings, where it explains nothing
+    # The residual of the best pair of tilings, where it explains nothing
+    closest: Value = None
     tried: int | None = None  # of how many pairs
 
     @property

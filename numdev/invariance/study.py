@@ -1,8 +1,8 @@
 """`numdev invariance`: every kernel on a call and on the same rows computed another way.
 
-The line of an audit: a source gives cases, each goes along every axis, every kernel runs both
-forms, and what differs is one row for each tensor. What is finished is journalled variant by
-variant."""
+The line of an audit: a source gives cases, each goes along every axis, every kernel runs
+both forms, and what differs is one row for each tensor. What is finished is journalled
+variant by variant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from typing import Any, Literal
 import torch
 
 from numdev.audit.bench import settled
-from numdev.audit.isolation import Failure, Isolated, Runner, Within, attempt, fitting, threads
+from numdev.audit.isolation import (
+    Failure,
+    Isolated,
+    Runner,
+    Within,
+    attempt,
+    fitting,
+    threads,
+)
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, Planned, digest, header, plan_formats, plan_kernels
 from numdev.audit.reproduce import written
@@ -36,7 +44,14 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, as_data, default_rules
 from numdev.invariance.axes import PLAIN, VARIANTS, Variant, again, without_positions
 from numdev.invariance.cause import explained
-from numdev.invariance.differences import EXACT, Forms, Ran, compared, exact_change, keys_seen
+from numdev.invariance.differences import (
+    EXACT,
+    Forms,
+    Ran,
+    compared,
+    exact_change,
+    keys_seen,
+)
 from numdev.invariance.models import model_axes, model_rows
 from numdev.invariance.report import (
     Excuse,
@@ -71,12 +86,15 @@ def invariance(
     say: Say = lambda text: None,
     command: str = "",
 ) -> InvarianceReport:
-    """Run `request`, journalling into `directory`; returns the report, held to the rules (the
-    default ones), which the caller writes. Raises UsageError for a request that cannot be run."""
+    """Run `request`, journalling into `directory`; returns the report, held to the rules
+    (the default ones), which the caller writes. Raises UsageError for a request that
+    cannot be run."""
     system = System.here(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
-    kernels = [p for p in plan_kernels(request.kernels, under_audit=True) if p.role == "kernel"]
+    kernels = [
+        p for p in plan_kernels(request.kernels, under_audit=True) if p.role == "kernel"
+    ]
     formats = plan_formats(request.formats, kernels)
     axes = request.axes or tuple(name for name in AXES if name not in ONLY_ASKED)
     watch = Stopwatch(system.device, SECTIONS)
@@ -86,7 +104,11 @@ def invariance(
         say(note)
     asked = request.model_dump(mode="json") | {"formats": [fmt.name for fmt in formats]}
     described = describe(source)
-    runs = Isolated(request.time_limit) if request.isolate else contextlib.nullcontext(attempt)
+    runs = (
+        Isolated(request.time_limit)
+        if request.isolate
+        else contextlib.nullcontext(attempt)
+    )
     head = header(asked, system, kernels, described)
     with Journal.open(directory, head, overwrite=overwrite) as journal, runs as run:
         study = Study(kernels, axes, system, run, watch, backward=request.backward)
@@ -95,19 +117,27 @@ def invariance(
             for located in source:
                 with watch("other"):
                     for fmt in formats:
-                        case = prepared(located.load().rounded_to(fmt), backward=request.backward)
+                        case = prepared(
+                            located.load().rounded_to(fmt), backward=request.backward
+                        )
                         about = {"case": vars(case.ref), "format": fmt.name}
                         for axis, variant, rows_of in study.variants(case, fmt):
                             progress(f"{located.ref.case} {axis}", done, total)
                             key = digest([about, axis, variant.name, variant.options])
                             if not journal.visit(key):
                                 own = list(rows_of())
-                                why = next((r.reason for r in own if r.excuse == "call"), None)
+                                why = next(
+                                    (r.reason for r in own if r.excuse == "call"), None
+                                )
                                 way = Way(
-                                    format=fmt.name, case=case.ref.case, axis=axis,
-                                    variant=variant.name, reason=why or "", part=variant.part,
+                                    format=fmt.name,
+                                    case=case.ref.case,
+                                    axis=axis,
+                                    variant=variant.name,
+                                    reason=why or "",
+                                    part=variant.part,
                                     adds=added(axis, variant, case),
-                                )  # fmt: skip
+                                )
                                 journal.append(key, {"row": own, "way": [way]})
                         done += len(axes)
         if request.logits:
@@ -118,7 +148,9 @@ def invariance(
         models = journal.records("model", ModelRow)
     if not rows:
         along = listed(axes) if request.axes else "any axis"
-        what = f"{request.target}: no attention call could be made another way along {along}"
+        what = (
+            f"{request.target}: no attention call could be made another way along {along}"
+        )
         raise UsageError(what, hint="check --layers and --axis")
     plan = study.plan(formats, ways, named="kernels" in request.model_fields_set)
     report = InvarianceReport(
@@ -133,7 +165,9 @@ def invariance(
     return judged(report, rules)
 
 
-def compared_axes(study: Study, plan: Plan, rows: Sequence[InvarianceRow]) -> InvarianceReport:
+def compared_axes(
+    study: Study, plan: Plan, rows: Sequence[InvarianceRow]
+) -> InvarianceReport:
     """Rows of a study of calls in memory, as a report that is not judged."""
     return InvarianceReport(
         provenance=provenance(plan.system, {}, "numdev.check"),
@@ -156,7 +190,11 @@ def reproducers(
     def facts(finding: Finding) -> dict[str, Any] | None:
         if finding.severity != "exceeded" or finding.kernel == MODEL:
             return None
-        alone = {"axes": (finding.rule.split()[0],), "formats": finding.formats, "logits": False}
+        alone = {
+            "axes": (finding.rule.split()[0],),
+            "formats": finding.formats,
+            "logits": False,
+        }
         alone["kernels"] = ({"name": finding.kernel, "options": finding.options},)
         asked = request.model_dump() | alone
         folder = folder_of(finding.kernel.partition(":")[0])
@@ -172,12 +210,14 @@ def reproducers(
 def opened(request: InvarianceRequest, system: System) -> Source:
     """What the request names, as an audit opens it."""
     same = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
-    return open_source(AuditRequest(**{name: getattr(request, name) for name in same}), system)
+    return open_source(
+        AuditRequest(**{name: getattr(request, name) for name in same}), system
+    )
 
 
 def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
-    """The case as it is compared: without gradients there is no grad_out, and positions that hide
-    nothing from a single query say nothing."""
+    """The case as it is compared: without gradients there is no grad_out, and positions
+    that hide nothing from a single query say nothing."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
     if case.q_len == 1 and keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
@@ -196,11 +236,12 @@ class Study:
     watch: Stopwatch
     backward: bool = False
     met: set[Any] = field(default_factory=set)
-    """The shapes of the cases so far. Causes are searched among all tilings in the first of each;
-    in others of the same shape they would be the same."""
+    """The shapes of the cases so far. Causes are searched among all tilings in the first
+    of each; in others of the same shape they would be the same."""
     searches: bool = True
     kept: dict[Any, Any] = field(default_factory=dict)
-    """References and outputs of the case at hand and of an axis's bases, by what they are of."""
+    """References and outputs of the case at hand and of an axis's bases, by what they are
+    of."""
     model_axes: tuple[str, ...] = ()  # along which the model's own output is compared
 
     def plan(
@@ -209,7 +250,9 @@ class Study:
         """What was to be compared, its axes asked for by name."""
         return InvariancePlan(
             kernels=tuple(
-                PlannedKernel(role="kernel", kernel=p.kernel.name, options=recorded_options(p))
+                PlannedKernel(
+                    role="kernel", kernel=p.kernel.name, options=recorded_options(p)
+                )
                 for p in self.kernels
             ),
             named=named,
@@ -232,10 +275,13 @@ class Study:
             for axis in self.axes:
                 for variant in VARIANTS[axis](case):
                     yield axis, variant, partial(self.rows, axis, variant, case, fmt)
-                self.kept = {k: x for k, x in self.kept.items() if k[:2] == (id(case), PLAIN)}
+                self.kept = {
+                    k: x for k, x in self.kept.items() if k[:2] == (id(case), PLAIN)
+                }
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
-        """The model's own output with each kernel, where it is in memory and reads tokens."""
+        """The model's own output with each kernel, where it is in memory and reads
+        tokens."""
         if not isinstance(source, CheckpointSource) or source.streamed is not None:
             return
         if "input_ids" not in source.prompt.inputs:
@@ -261,7 +307,9 @@ class Study:
         if not why:
             exact = self._kept((id(base), PLAIN), base, partial(self.exact, base))
             new = (call for call in variant.calls if call.case is not base)
-            change = max((exact_change(c, exact, self.exact(c.case)) for c in new), default=0.0)
+            change = max(
+                (exact_change(c, exact, self.exact(c.case)) for c in new), default=0.0
+            )
             if not change <= EXACT:
                 why = f"the exact answer changes by {change:.0e} of its terms"
         for planned in self.kernels:
@@ -295,9 +343,14 @@ class Study:
         first, others = self._kept(key, base, run), []
         if isinstance(first, Failure):
             return first
-        wrong = ~first.output.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
+        wrong = (
+            ~first.output.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
+        )
         if count := int((wrong & ~exact.empty[..., None]).sum()):
-            what = f"returns {count} elements that are NaN or infinite where the exact result"
+            what = (
+                f"returns {count} elements that are NaN or infinite where the "
+                "exact result"
+            )
             return Failure("failed", f"{what} is not")
         for call in variant.calls:
             ran = self.ran(changed, call.case, variant.within, variant.wrap)
@@ -311,21 +364,39 @@ class Study:
             numbers = dict(compared(forms))
         repeats = None
         tensors: Any = tuple(numbers)
-        if fields["axis"] != "repeat" and any(numbers.get(n, {}).get("differ") for n in STEADY):
+        if fields["axis"] != "repeat" and any(
+            numbers.get(n, {}).get("differ") for n in STEADY
+        ):
             unsteady = list(self._unsteady(fields, forms))
             repeats = not unsteady
             yield from unsteady
-            far = max((numbers[n].get("excess", 0.0) for n in numbers if n != "lse"), default=0.0)
-            if unsteady and far <= ALIKE * max(1.0, *(row.excess or 0.0 for row in unsteady)):
+            far = max(
+                (numbers[n].get("excess", 0.0) for n in numbers if n != "lse"),
+                default=0.0,
+            )
+            if unsteady and far <= ALIKE * max(
+                1.0, *(row.excess or 0.0 for row in unsteady)
+            ):
                 why = "the kernel gives another answer to the same call"
-                fields |= {"tensor": "out", "tensors": (), "status": "skipped", "excuse": "repeat"}
+                fields |= {
+                    "tensor": "out",
+                    "tensors": (),
+                    "status": "skipped",
+                    "excuse": "repeat",
+                }
                 yield InvarianceRow(**fields, reason=why, repeats=False)
                 return
-        fields |= {"tensors": tensors, "repeats": repeats, "reason": forms.first.declined or None}
+        fields |= {
+            "tensors": tensors,
+            "repeats": repeats,
+            "reason": forms.first.declined or None,
+        }
         for tensor in tensors:
             row = InvarianceRow(**fields, tensor=tensor, **numbers[tensor])
             if row.first is not None and tensor not in ("dk", "dv"):
-                row = row.model_copy(update={"keys": keys_seen(forms.first.case, row.first)})
+                row = row.model_copy(
+                    update={"keys": keys_seen(forms.first.case, row.first)}
+                )
             # Where a kernel does not repeat itself, tilings that fit do so by chance.
             if tensor == "out" and row.differ and row.axis != "repeat" and repeats:
                 with self.watch("causes"):
@@ -334,7 +405,8 @@ class Study:
             yield row
 
     def _unsteady(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
-        """Where one of two forms gives other bits when it runs once more: rows along `repeat`."""
+        """Where one of two forms gives other bits when it runs once more: rows along
+        `repeat`."""
         name = f"again, {fields['axis']} {fields['variant']}"
         about = fields | {"axis": "repeat", "variant": name}
         # The base twice, since a kernel may alternate.
@@ -347,11 +419,15 @@ class Study:
             pairs = ((getattr(ran.output, n), getattr(more.output, n)) for n in STEADY)
             if all(x is y or same(x, y) for x, y in pairs):
                 continue
-            two = Forms(again(name, ran.case), ran, [more], attend(ran.case), forms.format)
+            two = Forms(
+                again(name, ran.case), ran, [more], attend(ran.case), forms.format
+            )
             changes = {n: x for n, x in compared(two) if x.get("differ")}
             tensors: Any = tuple(changes)
             for tensor in tensors:
-                yield InvarianceRow(**about, tensors=tensors, tensor=tensor, **changes[tensor])
+                yield InvarianceRow(
+                    **about, tensors=tensors, tensor=tensor, **changes[tensor]
+                )
             if changes:
                 return
 
@@ -370,19 +446,24 @@ class Study:
         self, planned: Planned, case: AttentionCase, within: Within = PLAIN,
         wrap: str | None = None, gradients: bool | None = None,
     ) -> Ran | Failure:  # fmt: skip
-        """A kernel on a case, if need be laid out and run another way. One that declines the
-        backward pass runs forward alone."""
+        """A kernel on a case, if need be laid out and run another way. One that declines
+        the backward pass runs forward alone."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             return Failure("skipped", missing)
         if wrap is not None:
             if self.backward or isinstance(self.run, Isolated):
-                return Failure("skipped", "only the forward pass, in this process, is run so")
+                return Failure(
+                    "skipped", "only the forward pass, in this process, is run so"
+                )
             kernel = wrapped(kernel, wrap)
         options = given(planned.options, kernel)
         both = self.backward if gradients is None else gradients
         with self.watch("kernels"):
-            output, declined = self.run(kernel, case, options, gradients=both, within=within), ""
+            output, declined = (
+                self.run(kernel, case, options, gradients=both, within=within),
+                "",
+            )
             if both and isinstance(output, Failure) and output.status == "skipped":
                 declined = output.reason
                 output = self.run(kernel, case, options, within=within)
@@ -391,7 +472,9 @@ class Study:
         return Ran(planned, case, within, wrap, output, declined)
 
 
-def added(axis: str, variant: Variant, case: AttentionCase) -> Literal["", "mask", "option", "way"]:
+def added(
+    axis: str, variant: Variant, case: AttentionCase
+) -> Literal["", "mask", "option", "way"]:
     """What a variant asks of a kernel that the case does not."""
     if axis in WATCHED:
         return "way"
@@ -401,8 +484,8 @@ def added(axis: str, variant: Variant, case: AttentionCase) -> Literal["", "mask
 
 
 def _excuse(failure: Failure, adds: str) -> Excuse:
-    """Why a kernel that was run gave nothing in a way that `adds` something; empty where that is
-    its fault."""
+    """Why a kernel that was run gave nothing in a way that `adds` something; empty where
+    that is its fault."""
     if adds == "way":
         return "way"
     if failure.status == "skipped":
@@ -416,8 +499,8 @@ def recorded_options(planned: Planned) -> dict[str, Any]:
 
 
 def out_of_memory(failure: Failure) -> bool:
-    """Whether a kernel failed since memory ran out. It may say so of itself: an axis along which it
-    ran in no call is not excused by it (`numdev.invariance.verdict`)."""
+    """Whether a kernel failed since memory ran out. It may say so of itself: an axis
+    along which it ran in no call is not excused by it (`numdev.invariance.verdict`)."""
     return failure.reason.startswith(("OutOfMemoryError: ", "MemoryError: "))
 
 

@@ -23,13 +23,24 @@ from numdev.report import Finding, PlannedKernel, Standing, Tensor
 from numdev.report.numbers import labelled, ratio, si, three
 from numdev.yamlfile import Strict
 
-# What a dependence along one axis brings about along others, which are then not accused too.
+# What a dependence along one axis brings about along others, which are then not accused
+# too.
 BRINGS: Mapping[str, Sequence[str]] = {
     "unwritten": tuple(AXES),
     "repeat": tuple(AXES),
     "beyond": ("paged", "strides"),
     "neighbours": (
-        *("batch", "lengths", "order", "hidden", "heads", "longer", "padding", "rows", "chunks"),
+        *(
+            "batch",
+            "lengths",
+            "order",
+            "hidden",
+            "heads",
+            "longer",
+            "padding",
+            "rows",
+            "chunks",
+        ),
         *("decode", "mask"),
     ),
     "hidden": ("padding", "lengths", "longer", "rows", "chunks", "decode", "mask"),
@@ -41,20 +52,26 @@ TINY = 1e-300  # a divisor that is never 0
 UNTRIED = ("call", "option", "mask")  # excuses that are no refusal of the kernel's
 NAMES = ("ok", "skipped", "failed")
 WRONG = {  # by rule, the gravest first
-    "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or infinite in "
+    "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN "
+    "or infinite in "
     "one form alone",
-    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): {row.case} "
+    "rounding": "{tensor} changes by {number}× what roundings explain (limit "
+    "{limit}×): {row.case} "
     "as it is errs by {base}× the floor's error, {row.variant} by {other}×",
-    "row": "a row of {tensor} changes by {number}× what roundings explain (limit {limit}×)",
+    "row": (
+        "a row of {tensor} changes by {number}× what roundings explain (limit {limit}×)"
+    ),
     "log-sum-exp": "{tensor} changes by {number} × (1 + |log-sum-exp|) (limit {limit})",
-    "bitwise": "{tensor} must keep its bits, and {row.differ:,} of {row.elements:,} elements "
+    "bitwise": "{tensor} must keep its bits, and {row.differ:,} of {row.elements:,} "
+    "elements "
     "differ, by up to {ulps} ulp",
     "floor": "{tensor} changes by {number}× the floor's error (limit {limit}×)",
 }
 
 
 class InvarianceLimits(Strict):
-    """What `numdev invariance` is held to; configs/gate/default.yaml says what each key means."""
+    """What `numdev invariance` is held to; configs/gate/default.yaml says what each key
+    means."""
 
     bitwise: Axes
     bitwise_tensors: Tensors
@@ -83,7 +100,9 @@ class Held(NamedTuple):
 def worst_of(several: Iterable[Held]) -> Held:
     """By its rule the gravest, of these the largest."""
     rules = list(WRONG)
-    return max(several, key=lambda h: (-rules.index(h.rule), h.observed, h.row.excess or 0.0))
+    return max(
+        several, key=lambda h: (-rules.index(h.rule), h.observed, h.row.excess or 0.0)
+    )
 
 
 def held(row: InvarianceRow, limits: InvarianceLimits) -> Iterator[Held]:
@@ -100,18 +119,23 @@ def held(row: InvarianceRow, limits: InvarianceLimits) -> Iterator[Held]:
             rule, limit = "log-sum-exp", limits.log_sum_exp
         yield Held(row, rule, "excess", number("excess"), limit)
         if limit_of_a_row := limits.beyond_roundings_of_a_row.get(row.tensor):
-            yield Held(row, "row", "excess_of_a_row", number("excess_of_a_row"), limit_of_a_row)
+            yield Held(
+                row, "row", "excess_of_a_row", number("excess_of_a_row"), limit_of_a_row
+            )
     if row.axis in limits.bitwise and row.tensor in limits.bitwise_tensors:
         yield Held(row, "bitwise", "differ", float(row.differ), 0)
     if row.axis in limits.within_floor and row.tensor != "lse":
         # Where the exact result needs no rounding, nothing may differ.
         exact = row.floor_ratio is None and not row.difference
-        yield Held(row, "floor", "floor_ratio", 0.0 if exact else number("floor_ratio"), 1)
+        yield Held(
+            row, "floor", "floor_ratio", 0.0 if exact else number("floor_ratio"), 1
+        )
 
 
 def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
-    """For every planned kernel in every format: whether it ran; every rule on every tensor along
-    every planned axis, or why there is none; and the model's own output with it."""
+    """For every planned kernel in every format: whether it ran; every rule on every
+    tensor along every planned axis, or why there is none; and the model's own output with
+    it."""
     limits: InvarianceLimits = rules.limits_of("invariance")
     plan = report.plan
     rows = grouped(report.rows, lambda r: (label(r), r.format))
@@ -123,11 +147,16 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
     for kernel, fmt in every:
         of_kernel = rows.get((labelled(kernel.kernel, kernel.options), fmt), [])
         who: dict[str, Any] = {
-            "role": "kernel", "kernel": kernel.kernel, "options": kernel.options, "format": fmt,
-        }  # fmt: skip
+            "role": "kernel",
+            "kernel": kernel.kernel,
+            "options": kernel.options,
+            "format": fmt,
+        }
         yield from _of_kernel(report, who, of_kernel, rules)
         # A form that does not repeat itself has rows along `repeat`, asked for or not.
-        for axis in dict.fromkeys((*plan.axes, *needed, *(row.axis for row in of_kernel))):
+        for axis in dict.fromkeys(
+            (*plan.axes, *needed, *(row.axis for row in of_kernel))
+        ):
             along = [row for row in of_kernel if row.axis == axis]
             if any(row.status == "ok" for row in along):
                 yield from _along(axis, who, along, limits)
@@ -141,20 +170,29 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
 
 
 def _of_kernel(
-    report: InvarianceReport, who: Mapping[str, Any], rows: Sequence[InvarianceRow], rules: Rules
+    report: InvarianceReport,
+    who: Mapping[str, Any],
+    rows: Sequence[InvarianceRow],
+    rules: Rules,
 ) -> Iterator[Test]:
-    """In how many ways a kernel ran; forward and, where it was asked for, backward. A way to run
-    excuses no kernel that ran so in another variant of its axis."""
+    """In how many ways a kernel ran; forward and, where it was asked for, backward. A way
+    to run excuses no kernel that ran so in another variant of its axis."""
     ran = {row.axis for row in rows if row.status == "ok"}
     excused = (*UNTRIED, "way")
     tried = [
-        row for row in rows
-        if row.tensor == "out" and row.excuse not in (UNTRIED if row.axis in ran else excused)
-    ]  # fmt: skip
-    passes: list[tuple[str, list[tuple[str, str]]]] = [("out", [_ran(row) for row in tried])]
+        row
+        for row in rows
+        if row.tensor == "out"
+        and row.excuse not in (UNTRIED if row.axis in ran else excused)
+    ]
+    passes: list[tuple[str, list[tuple[str, str]]]] = [
+        ("out", [_ran(row) for row in tried])
+    ]
     if report.plan.backward:
         ok = (row for row in tried if row.status == "ok")
-        back = [("ok", "") if "dq" in r.tensors else ("skipped", r.reason or "") for r in ok]
+        back = [
+            ("ok", "") if "dq" in r.tensors else ("skipped", r.reason or "") for r in ok
+        ]
         passes.append(("dq", back))
     for tensor, states in passes:
         count = {name: sum(state == name for state, _ in states) for name in NAMES}
@@ -176,21 +214,27 @@ def _not_along(
     axis: str, who: Mapping[str, Any], rows: Sequence[InvarianceRow], *, keeps_bits: bool,
     asked: bool,
 ) -> Test:  # fmt: skip
-    """That a kernel ran in no call along an axis. It is no pass where the axis was `asked` for,
-    where the kernel failed or memory ran out, and where the kernel `keeps_bits` along it by the
-    rules and declines calls of the kind that it takes."""
+    """That a kernel ran in no call along an axis. It is no pass where the axis was
+    `asked` for, where the kernel failed or memory ran out, and where the kernel
+    `keeps_bits` along it by the rules and declines calls of the kind that it takes."""
     reasons = dict.fromkeys(row.reason or "" for row in rows) or ("no call was made so",)
     possible = any(row.excuse not in ("call", "mask") for row in rows)
     failed = any(row.excuse in ("", "memory") for row in rows)
     missing = asked or failed or (keeps_bits and possible)
     return Test(
-        **who, rule=axis, standing=Standing.MISSING if missing else Standing.NOT_APPLICABLE,
-        unjudged=len(rows), reasons=tuple(f"{axis} is not judged: {why}" for why in reasons),
-    )  # fmt: skip
+        **who,
+        rule=axis,
+        standing=Standing.MISSING if missing else Standing.NOT_APPLICABLE,
+        unjudged=len(rows),
+        reasons=tuple(f"{axis} is not judged: {why}" for why in reasons),
+    )
 
 
 def _along(
-    axis: str, who: Mapping[str, Any], rows: Sequence[InvarianceRow], limits: InvarianceLimits
+    axis: str,
+    who: Mapping[str, Any],
+    rows: Sequence[InvarianceRow],
+    limits: InvarianceLimits,
 ) -> Iterator[Test]:
     """Every rule on every tensor along one axis."""
     ok = [row for row in rows if row.status == "ok"]
@@ -199,19 +243,27 @@ def _along(
         worst = worst_of(own)
         failing = tuple(sorted((h for h in own if h.fails), key=lambda h: -h.observed))
         yield Test(
-            **who, rule=f"{axis} {rule}", tensor=tensor, metric=worst.metric,
+            **who,
+            rule=f"{axis} {rule}",
+            tensor=tensor,
+            metric=worst.metric,
             standing=Standing.EXCEEDED if failing else Standing.HELD,
-            observed=worst.observed if math.isfinite(worst.observed) else str(worst.observed),
-            bound=worst.limit, limit=f"at most {three(worst.limit)}",
-            judged=len(own), offending=len(failing), beyond=failing,
-        )  # fmt: skip
+            observed=worst.observed
+            if math.isfinite(worst.observed)
+            else str(worst.observed),
+            bound=worst.limit,
+            limit=f"at most {three(worst.limit)}",
+            judged=len(own),
+            offending=len(failing),
+            beyond=failing,
+        )
 
 
 def _of_model(
     rows: Iterable[ModelRow], kernel: PlannedKernel, limits: InvarianceLimits
 ) -> Iterator[Test]:
-    """The model's own output with a kernel: as a kernel's, its difference over what roundings
-    explain, which is the error of the better of both ways."""
+    """The model's own output with a kernel: as a kernel's, its difference over what
+    roundings explain, which is the error of the better of both ways."""
     for row in rows:
         name = labelled(kernel.kernel, kernel.options)
         about: dict[str, Any] = {
@@ -220,7 +272,12 @@ def _of_model(
             "rule": f"{row.axis} with {name}",
         }
         if row.difference is None or row.explained is None:
-            yield Test(**about, standing=Standing.MISSING, reasons=(row.reason or "",), unjudged=1)
+            yield Test(
+                **about,
+                standing=Standing.MISSING,
+                reasons=(row.reason or "",),
+                unjudged=1,
+            )
             continue
         ratio = row.difference / max(row.explained, TINY)
         limit = limits.model_beyond_roundings
@@ -243,7 +300,9 @@ def findings(
             wrong += [_finding(test, _of_output(test)) for test in own]
             continue
         by_axis = grouped(own, lambda test: test.beyond[0].row.axis)
-        gravest = {a: worst_of(h for t in of for h in t.beyond) for a, of in by_axis.items()}
+        gravest = {
+            a: worst_of(h for t in of for h in t.beyond) for a, of in by_axis.items()
+        }
         follows = _follows(gravest)
         leading = [
             (test, worst)
@@ -253,7 +312,9 @@ def findings(
             if worst in test.beyond
         ]
         for test, worst in sorted(leading, key=lambda pair: -pair[0].nearness):
-            also = [gravest[a].row for a, cause in follows.items() if cause == worst.row.axis]
+            also = [
+                gravest[a].row for a, cause in follows.items() if cause == worst.row.axis
+            ]
             wrong.append(_finding(test, _sentence(worst, also)))
     accused = {(f.kernel, str(f.options), fmt) for f in wrong for fmt in f.formats}
     wrong += [
@@ -268,11 +329,19 @@ def findings(
 def _finding(test: Test, text: str) -> Finding:
     name = f"{label(test)} ({test.format}) " if test.kernel != MODEL else ""
     return Finding(
-        rule=test.rule, severity="exceeded", sentence=f"{name}{text}.", kernel=test.kernel or "",
-        options=test.options, formats=(test.format or "",), tensor=test.tensor, metric=test.metric,
-        observed=test.observed if isinstance(test.observed, float) else None, limit=test.bound,
-        count=test.offending, judged=test.judged,
-    )  # fmt: skip
+        rule=test.rule,
+        severity="exceeded",
+        sentence=f"{name}{text}.",
+        kernel=test.kernel or "",
+        options=test.options,
+        formats=(test.format or "",),
+        tensor=test.tensor,
+        metric=test.metric,
+        observed=test.observed if isinstance(test.observed, float) else None,
+        limit=test.bound,
+        count=test.offending,
+        judged=test.judged,
+    )
 
 
 def _of_output(test: Test) -> str:
@@ -280,7 +349,8 @@ def _of_output(test: Test) -> str:
     ratio = test.observed if isinstance(test.observed, float) else None
     name = labelled(row.kernel, row.options)
     return (
-        f"The model's output ({row.format}, with {name}) depends on {AXES[row.axis]}: along "
+        f"The model's output ({row.format}, with {name}) depends on "
+        f"{AXES[row.axis]}: along "
         f"{row.axis} it changes by {si(row.difference)} of its size, "
         f"{three(ratio, test.bound)}× what roundings explain (limit {three(test.bound)}×)"
     )
@@ -317,7 +387,9 @@ def _sentence(worst: Held, also: Sequence[InvarianceRow]) -> str:
         sequence, head, place, _ = row.first
         what = "key" if row.tensor in ("dk", "dv") else "row"
         begins = f"; first at sequence {sequence} head {head} {what} {place}"
-        begins += f", which sees {row.keys} key{'s' * (row.keys != 1)}" if row.keys else ""
+        begins += (
+            f", which sees {row.keys} key{'s' * (row.keys != 1)}" if row.keys else ""
+        )
     cause = f"; {row.cause}" if row.cause is not None else ""
     what = f"depends on {AXES[row.axis]}"
     if row.axis == "repeat":
@@ -341,15 +413,23 @@ def _tested(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
         axis for axis in report.plan.axes
         if any(t.rule == f"{axis} bitwise" and t.judged for t in judgement.tests)
     )  # fmt: skip
-    beyond = {t.bound for t in judgement.tests if t.rule.endswith(" rounding") and t.bound}
+    beyond = {
+        t.bound for t in judgement.tests if t.rule.endswith(" rounding") and t.bound
+    }
     if beyond:
         yield (
-            f"Judged: {axes and f'the same bits along {axes}; '}along all axes no difference "
-            f"beyond {three(max(beyond))}× what roundings explain. All else is reported, and "
+            f"Judged: {axes and f'the same bits along {axes}; '}along all axes no "
+            "difference "
+            f"beyond {three(max(beyond))}× what roundings explain. All else is "
+            "reported, and "
             "judged where a rule says so."
         )
-    lacking = [t for t in judgement.tests if t.standing is Standing.NOT_APPLICABLE and t.unjudged]
-    by_kernel = grouped((t for t in lacking if not t.runs), lambda t: (label(t), t.format))
+    lacking = [
+        t for t in judgement.tests if t.standing is Standing.NOT_APPLICABLE and t.unjudged
+    ]
+    by_kernel = grouped(
+        (t for t in lacking if not t.runs), lambda t: (label(t), t.format)
+    )
     for (name, fmt), own in by_kernel.items():
         reasons = grouped(own, lambda t: t.reasons[0].partition(": ")[2])
         parts = (f"{listed(t.rule for t in of)} ({why})" for why, of in reasons.items())
@@ -397,12 +477,17 @@ def summary_of(rows: Sequence[InvarianceRow]) -> str:
 
 
 def tried_in_part(rows: Iterable[InvarianceRow], axis: str) -> str:
-    """What of an axis a kernel's rows leave out: calls that could not be made or were declined, and
-    kv heads; empty where nothing. Variants that are an option which it has not are none of its."""
+    """What of an axis a kernel's rows leave out: calls that could not be made or were
+    declined, and kv heads; empty where nothing. Variants that are an option which it has
+    not are none of its."""
     own = [row for row in rows if row.axis == axis and row.excuse != "option"]
     calls = {(row.case, row.variant) for row in own}
     ran = {(row.case, row.variant) for row in own if row.status == "ok"}
-    cut = {(row.case, row.variant): row.part for row in own if row.status == "ok" and row.part}
+    cut = {
+        (row.case, row.variant): row.part
+        for row in own
+        if row.status == "ok" and row.part
+    }
     texts = [f"{len(ran)} of {len(calls)} calls"] if len(ran) < len(calls) else []
     if cut:
         count = "" if len(cut) == len(ran) else f"{len(cut)} "
@@ -416,7 +501,8 @@ def multiple(value: float | None) -> str:
 
 
 def farthest(rows: Iterable[InvarianceRow]) -> InvarianceRow:
-    """The row whose number stands for all: the one that table, headline and answer show."""
+    """The row whose number stands for all: the one that table, headline and answer
+    show."""
     return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))
 
 
@@ -428,15 +514,23 @@ def another_form(row: InvarianceRow) -> str:
 def _size(row: InvarianceRow) -> str:
     """A call, what of it differs, and by how much."""
     share = f"{three(100 * row.differ / row.elements)} % of {row.tensor}"
-    by = "NaN" if row.nonfinite else f"{multiple(row.floor_ratio)}× the floor's error (rms)"
+    by = (
+        "NaN"
+        if row.nonfinite
+        else f"{multiple(row.floor_ratio)}× the floor's error (rms)"
+    )
     return f"{row.case}, {another_form(row)} ({share}, by {by})"
 
 
-def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> Iterator[str]:
-    """What explains a difference, kernel by kernel and axis by axis; then what becomes of it in the
-    model's own output."""
+def answer(
+    rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()
+) -> Iterator[str]:
+    """What explains a difference, kernel by kernel and axis by axis; then what becomes of
+    it in the model's own output."""
     moved = (r for r in rows if r.status == "ok" and r.differ and r.tensor != "lse")
-    for (kernel, fmt, axis), own in grouped(moved, lambda r: (label(r), r.format, r.axis)).items():
+    for (kernel, fmt, axis), own in grouped(
+        moved, lambda r: (label(r), r.format, r.axis)
+    ).items():
         causes = [row for row in own if row.cause is not None]
         if not causes:
             continue
@@ -449,7 +543,9 @@ def answer(rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()) -> It
         yield f"{text}; in {_size(known)}, {known.cause}."
     ran = grouped((m for m in models if m.reason is None), lambda m: (m.format, m.axis))
     for (fmt, axis), of in ran.items():
-        shares = [f"{100 * (m.share or 0.0):.0f} % with {m.kernel}" for m in of if m.difference]
+        shares = [
+            f"{100 * (m.share or 0.0):.0f} % with {m.kernel}" for m in of if m.difference
+        ]
         text = f"keeps its bits along {axis}"
         if shares:
             worst = si(max(m.difference or 0.0 for m in of))

@@ -1,5 +1,5 @@
-"""What changes when the same rows are computed another way, shown: axes by kernels, what differs
-where and why, and the model's own output."""
+"""What changes when the same rows are computed another way, shown: axes by kernels, what
+differs where and why, and the model's own output."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from numdev.report.numbers import NONE, si, three
 
 SAME = "same"
 LEGEND = (
-    "same: the same bits in all calls and variants, or in those that it says were made. Otherwise "
-    "the largest rms difference over the error of the exact result rounded once (the floor's), and "
+    "same: the same bits in all calls and variants, or in those that it says were "
+    "made. Otherwise "
+    "the largest rms difference over the error of the exact result rounded once "
+    "(the floor's), and "
     "in how many there is one of those that were made. "
-    "Red: a finding. It is judged by another number, the difference over what roundings explain; "
+    "Red: a finding. It is judged by another number, the difference over what "
+    "roundings explain; "
     "they explain more where a kernel errs more. A dash: not run."
 )
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
@@ -39,12 +42,19 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     yield doc.table(
         ("axis", "with", "differ", "change", "without attention's", "attention's share"),
         (
-            (m.axis, doc.Cell(m.kernel, after=m.format), _percent(m.differ / (m.elements or 1)),
-             si(m.difference), si(m.rest), _percent(m.share), )
-            for m in report.models if m.reason is None
+            (
+                m.axis,
+                doc.Cell(m.kernel, after=m.format),
+                _percent(m.differ / (m.elements or 1)),
+                si(m.difference),
+                si(m.rest),
+                _percent(m.share),
+            )
+            for m in report.models
+            if m.reason is None
         ),
         title="The model's own output, over its size",
-    )  # fmt: skip
+    )
     lacking = (r for r in report.rows if r.status != "ok")
     reasons = grouped(lacking, lambda r: (label(r), r.axis, r.reason)).items()
     lines = ((kernel, axis, f"{len(own)}: {why}") for (kernel, axis, why), own in reasons)
@@ -55,7 +65,9 @@ def _percent(x: float | None) -> str:
     return NONE if x is None else f"{three(100 * x)} %"
 
 
-def _axes(title: str, rows: Sequence[InvarianceRow], accused: Container[Any]) -> doc.Table:
+def _axes(
+    title: str, rows: Sequence[InvarianceRow], accused: Container[Any]
+) -> doc.Table:
     """Axes down, kernels across; red where there is a finding."""
     kernels = dict.fromkeys(label(r) for r in rows if r.status == "ok")
     cells = grouped(rows, lambda r: (r.axis, label(r)))
@@ -72,7 +84,9 @@ def _axes(title: str, rows: Sequence[InvarianceRow], accused: Container[Any]) ->
 def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
-        return doc.Cell(NONE, style="soft", title=next((r.reason or "" for r in rows), ""))
+        return doc.Cell(
+            NONE, style="soft", title=next((r.reason or "" for r in rows), "")
+        )
     moved, less = [r for r in ok if not r.same], tried_in_part(rows, ok[0].axis)
     if not moved:
         return doc.Cell(SAME, style="good", after=less)
@@ -85,13 +99,17 @@ def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
 def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
     """Of every kernel, axis and variant the call and tensor that moves most."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
-    for own in grouped(moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)).values():
+    for own in grouped(
+        moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)
+    ).values():
         r = farthest(own)
         cause = next((x.cause for x in (r, *own) if x.cause is not None), None)
         begins = NONE
         if r.first is not None:
             sequence, head, row, _ = r.first
-            begins = f"{sequence}, {head}, {row}" + ("" if r.keys is None else f" of {r.keys} keys")
+            begins = f"{sequence}, {head}, {row}" + (
+                "" if r.keys is None else f" of {r.keys} keys"
+            )
         why = str(cause or "")
         if not why and r.closest is not None:
             why = f"none of {r.tried} tilings and splits (residual {three(r.closest)})"
@@ -108,9 +126,23 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
         )
 
 
-COLUMNS = ("kernel", "axis", "variant", "tensor", "differ", "over floor", "ulps", "begins", "cause")
+COLUMNS = (
+    "kernel",
+    "axis",
+    "variant",
+    "tensor",
+    "differ",
+    "over floor",
+    "ulps",
+    "begins",
+    "cause",
+)
 
 
-def _table(rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: Any) -> doc.Table:
-    title = "What differs" + (f", the first {len(rows)} of {count}" if len(rows) < count else "")
+def _table(
+    rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: Any
+) -> doc.Table:
+    title = "What differs" + (
+        f", the first {len(rows)} of {count}" if len(rows) < count else ""
+    )
     return doc.words(COLUMNS, rows, title=title, **more)

@@ -1,7 +1,7 @@
 """How a call is laid out in memory and run, with the values of its tensors as they are.
 
-Functions of a case that can be pickled, for `numdev.audit.isolation`: they are entered where the
-kernel runs, after its inputs were copied."""
+Functions of a case that can be pickled, for `numdev.audit.isolation`: they are entered
+where the kernel runs, after its inputs were copied."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from numdev.kernels import Kernel, Output
 from numdev.kernels.output import refuse
 
 POISONS: Mapping[str, float] = {"NaN": math.nan, "large numbers": 1024.0}
-"""What stands in memory that must not matter: far above usual values, while its products with them
-stay finite in float16."""
+"""What stands in memory that must not matter: far above usual values, while its products
+with them stay finite in float16."""
 GUARD = 64  # rows of poison on each side of a head's
 TILINGS: Mapping[str, Sequence[Any]] = {
     "block_kv": (32, 64, 128, 256), "block_n": (32, 64, 128), "splits": (2, 4),
@@ -38,7 +38,9 @@ def changed(
     case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
 ) -> Iterator[AttentionCase]:
     """Each of these tensors in another layout."""
-    tensors: dict[str, Any] = {name: by(x) for name in of if (x := getattr(case, name)) is not None}
+    tensors: dict[str, Any] = {
+        name: by(x) for name in of if (x := getattr(case, name)) is not None
+    }
     yield dataclasses.replace(case, **tensors)
 
 
@@ -58,8 +60,9 @@ def one_for_all(x: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, size: int) -> Tensor:
-    """[batch, heads, length, dim] from pages of `size` tokens that lie in another order, each
-    [size, heads, dim]; a view of what was gathered, whose last page holds NaN behind the end."""
+    """[batch, heads, length, dim] from pages of `size` tokens that lie in another order,
+    each [size, heads, dim]; a view of what was gathered, whose last page holds NaN behind
+    the end."""
     b, h, n, d = x.shape
     pages = -(-n // size)
     whole = torch.full((b, pages * size, h, d), math.nan, dtype=x.dtype, device=x.device)
@@ -71,8 +74,9 @@ def gathered(x: Tensor, size: int) -> Tensor:
 
 
 def inside(x: Tensor, value: float | None) -> Tensor:
-    """x as a slice of a larger tensor: GUARD rows before and behind those of every head, a sequence
-    before and one behind, which hold `value`, or, where it is None, numbers as its own."""
+    """x as a slice of a larger tensor: GUARD rows before and behind those of every head,
+    a sequence before and one behind, which hold `value`, or, where it is None, numbers as
+    its own."""
     b, h, n, d = x.shape
     shape = (b + 2, h, n + 2 * GUARD, d)
     if value is None:
@@ -99,7 +103,9 @@ class _Filled(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.value = value
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if "empty" in func.overloadpacket.__name__ and result.is_floating_point():
             result.fill_(self.value)
@@ -108,11 +114,14 @@ class _Filled(TorchDispatchMode):
 
 @contextlib.contextmanager
 def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
-    """Memory that a kernel allocates without a value holds this one: what Python allocates, by the
-    dispatcher; what C++ does, as far as the allocator gives back what was freed last."""
+    """Memory that a kernel allocates without a value holds this one: what Python
+    allocates, by the dispatcher; what C++ does, as far as the allocator gives back what
+    was freed last."""
     shape = (*case.q.shape[:3], case.v.shape[-1])
     for dtype in (case.q.dtype, torch.float32):
-        freed = [torch.full(shape, value, dtype=dtype, device=case.q.device) for _ in range(2)]
+        freed = [
+            torch.full(shape, value, dtype=dtype, device=case.q.device) for _ in range(2)
+        ]
         del freed
     with _Filled(value):
         yield case
@@ -140,7 +149,9 @@ def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: Any) -> Output:
 
 
 def _compiled(kernel: Kernel, case: AttentionCase, **options: Any) -> Any:
-    """Its output as an operation of autograd's graph where it has one: what is watched beside it
-    while it is measured is not compiled."""
+    """Its output as an operation of autograd's graph where it has one: what is watched
+    beside it while it is measured is not compiled."""
     torch.compiler.reset()
-    return torch.compile(kernel.training or kernel.function, dynamic=False)(case, **options)
+    return torch.compile(kernel.training or kernel.function, dynamic=False)(
+        case, **options
+    )

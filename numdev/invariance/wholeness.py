@@ -1,4 +1,5 @@
-"""Whether a report of invariance holds what its plan says, and whether its numbers fit together."""
+"""Whether a report of invariance holds what its plan says, and whether its numbers fit
+together."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from numdev.report import Tensor
 from numdev.report.numbers import labelled
 
 NEARLY = 1e-6  # of the share, which follows from two other numbers
-AGAIN = "again, "  # begins the variant of a row along `repeat` that another variant led to
+# Begins the variant of a row along `repeat` that another variant led to
+AGAIN = "again, "
 NUMBERS = (
     *("difference", "floor_ratio", "error_base", "error_variant"),
     *("excess", "excess_of_a_row", "ulps"),
@@ -27,8 +29,8 @@ GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 
 def check(report: InvarianceReport) -> None:
-    """Raises MeasurementError for rows that nobody planned, that are not there, or that cannot be:
-    what is not there exceeds no limit."""
+    """Raises MeasurementError for rows that nobody planned, that are not there, or that
+    cannot be: what is not there exceeds no limit."""
     if wrong := next(
         itertools.chain(_of_request(report), _of_rows(report), _of_models(report)), ""
     ):
@@ -48,13 +50,17 @@ def _of_request(report: InvarianceReport) -> Iterator[str]:
     yield from other_formats(request, plan.formats)
     if repeated := _repeated(plan.ways):
         yield f"the plan has {repeated} twice"
-    if any(way.format not in plan.formats or way.axis not in plan.axes for way in plan.ways):
+    if any(
+        way.format not in plan.formats or way.axis not in plan.axes for way in plan.ways
+    ):
         yield "the plan has a way along an axis, or in a format, that it has not"
 
 
 def _repeated(ways: Sequence[Way]) -> str:
     counts = Counter((way.format, way.case, way.axis, way.variant) for way in ways)
-    return next((f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1), "")
+    return next(
+        (f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1), ""
+    )
 
 
 def _of_rows(report: InvarianceReport) -> Iterator[str]:
@@ -66,7 +72,8 @@ def _of_rows(report: InvarianceReport) -> Iterator[str]:
         where = f"{kernel} ({way.format}) of {way.case} along {way.axis} ({way.variant})"
         own = rows.pop((kernel, way.format, way.case, way.axis, way.variant), [])
         again = rows.pop(
-            (kernel, way.format, way.case, "repeat", f"{AGAIN}{way.axis} {way.variant}"), []
+            (kernel, way.format, way.case, "repeat", f"{AGAIN}{way.axis} {way.variant}"),
+            [],
         )
         if wrong := _of_way(way, own) or _of_repeat(own, again):
             yield f"{where} {wrong}"
@@ -108,7 +115,9 @@ def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
     steady = [row for row in rows if row.tensor in STEADY]
     asked = way.axis != "repeat" and any(row.differ for row in steady)
     if any((row.repeats is not None) != asked for row in rows):
-        return "differs, and does not say whether the kernel repeats itself, or the reverse"
+        return (
+            "differs, and does not say whether the kernel repeats itself, or the reverse"
+        )
     return next(filter(None, map(_contradiction, rows)), "")
 
 
@@ -121,7 +130,9 @@ def _of_repeat(rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]) ->
         return "says something else of its repeats than the rows along repeat"
     if any(row.excuse == "repeat" and row.repeats is not False for row in rows):
         return "has an excuse that it does not bear out"
-    wrong = (_bare(row) if row.status == "failed" else _contradiction(row) for row in again)
+    wrong = (
+        _bare(row) if row.status == "failed" else _contradiction(row) for row in again
+    )
     return next(filter(None, wrong), "")
 
 
@@ -145,7 +156,8 @@ def _contradiction(row: InvarianceRow) -> str:
             return f"has no {name}, or one that cannot be"
     if row.cause is not None and (row.axis == "repeat" or row.repeats is not True):
         return (
-            "has a cause, and may have none: the kernel does not repeat itself, or nothing says so"
+            "has a cause, and may have none: the kernel does not repeat itself, "
+            "or nothing says so"
         )
     if row.cause is not None and row.cause.moved and row.axis not in MOVES_KEYS:
         return "has keys that begin elsewhere, along an axis that moves none"
@@ -155,7 +167,8 @@ def _contradiction(row: InvarianceRow) -> str:
     if any(x is not None and not 0 <= x <= HUGE for x in ratios):
         return "has a ratio that cannot be"
     moved = any(
-        x > 0 for x in (row.difference or 0.0, row.excess or 0.0, row.excess_of_a_row or 0.0)
+        x > 0
+        for x in (row.difference or 0.0, row.excess or 0.0, row.excess_of_a_row or 0.0)
     )
     if not row.differ and (moved or row.floor_ratio or row.ulps or row.first is not None):
         return "has a difference in no element"
@@ -168,17 +181,24 @@ def _contradiction(row: InvarianceRow) -> str:
 
 def _of_models(report: InvarianceReport) -> Iterator[str]:
     plan = report.plan
-    rows = grouped(report.models, lambda m: (labelled(m.kernel, m.options), m.format, m.axis))
+    rows = grouped(
+        report.models, lambda m: (labelled(m.kernel, m.options), m.format, m.axis)
+    )
     for kernel, fmt, axis in itertools.product(plan.kernels, plan.formats, plan.models):
         key = (labelled(kernel.kernel, kernel.options), fmt, axis)
         own = rows.pop(key, [])
         if len(own) != 1:
-            yield f"the model's output with {key[0]} ({fmt}) along {axis} has no row, or several"
+            yield (
+                f"the model's output with {key[0]} ({fmt}) along {axis} has no "
+                "row, or several"
+            )
         for row in own:
             if wrong := _of_model(row):
                 yield f"the model's output with {key[0]} ({fmt}) along {axis} {wrong}"
     for kernel_name, fmt, axis in rows:
-        yield f"the model's output with {kernel_name} ({fmt}) along {axis} was not planned"
+        yield (
+            f"the model's output with {kernel_name} ({fmt}) along {axis} was not planned"
+        )
 
 
 def _of_model(row: ModelRow) -> str:

@@ -1,13 +1,13 @@
 """How attention is computed: the kernels, what each needs, and how they are found.
 
-A kernel is a function from an `AttentionCase` to an `Output`, registered with what it requires and
-supports; built-in and third-party kernels by the same decorator:
+A kernel is a function from an `AttentionCase` to an `Output`, registered with what it
+requires and supports; built-in and third-party kernels by the same decorator:
 
     @kernel("my-flash", requires=Requirement(device="cuda"))
     def my_flash(case: AttentionCase, *, block_q: int = 64) -> Output: ...
 
-There is no fallback anywhere: a kernel that cannot run a case says why (`Refused`), and the row is
-`skipped`. This module knows nothing of metrics."""
+There is no fallback anywhere: a kernel that cannot run a case says why (`Refused`), and
+the row is `skipped`. This module knows nothing of metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ from torch import Tensor
 from numdev.arguments import checked, expect, expect_fields
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
-from numdev.kernels.output import GRADIENTS, Output, as_output, differentiate, upstream, why_not
+from numdev.kernels.output import (
+    GRADIENTS,
+    Output,
+    as_output,
+    differentiate,
+    upstream,
+    why_not,
+)
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
@@ -47,12 +54,14 @@ Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
 def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
-    """Unless it says otherwise: FlashAttention-2's arithmetic, a group summed before a cast."""
+    """Unless it says otherwise: FlashAttention-2's arithmetic, a group summed before a
+    cast."""
     return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
 
 
 def apart_like_fa2(case: AttentionCase, output: Output, system: System) -> Claim:
-    """The same of a function that is given k and v repeated: autograd sums what is rounded."""
+    """The same of a function that is given k and v repeated: autograd sums what is
+    rounded."""
     return {"preset": "fa2"}
 
 
@@ -71,32 +80,43 @@ class Kernel:
     # Why it cannot run a case, as a sentence; None when it can.
     supports: Callable[[AttentionCase], str | None] = lambda case: None
     summary: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)  # its options and their defaults
+    # Its options and their defaults
+    options: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Collection[Any] | int] = field(default_factory=dict)
-    """What an option may be: one of these, or a whole number from this on; and its default."""
+    """What an option may be: one of these, or a whole number from this on; and its
+    default."""
     validate: Callable[[Mapping[str, Any]], object] | None = None
-    """Raises UsageError for options that make no sense together, before anything is run."""
-    broken: str | None = None  # why its plugin could not be loaded; it then has a name and no more
-    any_format: bool = False  # whether it reads `case.format`: torch has no dtype for some
-    any_rows: bool = False  # whether it goes by `case.positions`, and takes some rows of a call
+    """Raises UsageError for options that make no sense together, before anything is
+    run."""
+    # Why its plugin could not be loaded; it then has a name and no more
+    broken: str | None = None
+    # Whether it reads `case.format`: torch has no dtype for some
+    any_format: bool = False
+    # Whether it goes by `case.positions`, and takes some rows of a call
+    any_rows: bool = False
     claims: Claims = like_fa2
     """The options of `emulated` that predict its errors; None where nothing does."""
     made_from: str = ""  # fingerprint of its source: an edited kernel is another kernel
     backward: Literal["autograd"] | Callable[..., Any] | None = "autograd"
-    """Where gradients come from: `autograd` differentiates `function`; a function of a case and
-    options returns the Output of forward and backward; None: it has no backward."""
+    """Where gradients come from: `autograd` differentiates `function`; a function of a
+    case and options returns the Output of forward and backward; None: it has no
+    backward."""
     training: Callable[..., Tensor] | None = None
-    """The output as one operation of autograd's graph (`numdev.kernels.training`), if not None."""
+    """The output as one operation of autograd's graph (`numdev.kernels.training`), if not
+    None."""
     draws: Callable[[Mapping[str, Any]], bool] = lambda options: False
-    """Whether it draws random numbers under some options, from the `generator` of `training`."""
-    adapted: Callable[..., Any] | None = None  # the plain function that `function` calls, if any
+    """Whether it draws random numbers under some options, from the `generator` of
+    `training`."""
+    # The plain function that `function` calls, if any
+    adapted: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         expect_fields(self)
 
     @property
     def declares(self) -> bool:
-        """Whether its claims were given, and are not what is said of every kernel without any."""
+        """Whether its claims were given, and are not what is said of every kernel without
+        any."""
         return self.claims not in (like_fa2, apart_like_fa2)
 
     def missing(self, system: System) -> str | None:
@@ -104,10 +124,13 @@ class Kernel:
         return self.broken or self.requires.missing(system)
 
     def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options with `given` in force; raises UsageError for an unknown option or value."""
+        """All options with `given` in force; raises UsageError for an unknown option or
+        value."""
         for name, value in given.items():
             if name not in self.options:
-                hint = closest(name, self.options) if self.options else "it has no options"
+                hint = (
+                    closest(name, self.options) if self.options else "it has no options"
+                )
                 raise UsageError(f"kernel {self.name} has no option {name!r}", hint=hint)
             values = self.values.get(name)
             if values is None or _typed(value) == _typed(self.options[name]):
@@ -118,20 +141,24 @@ class Kernel:
                     hint = closest(str(value), map(str, values))
                     raise UsageError(f"{what}: unknown value {value!r}", hint=hint)
             elif type(value) is not int or value < values:
-                raise UsageError(f"{what}: expected an integer of at least {values}, got {value!r}")
+                raise UsageError(
+                    f"{what}: expected an integer of at least {values}, got {value!r}"
+                )
         options = {**self.options, **given}
         if self.validate is not None:
             self.validate(options)
         return options
 
     def attend(self, case: AttentionCase, **options: Any) -> Output:
-        """Run the case. Refused where it declines; MeasurementError where it returns no output."""
+        """Run the case. Refused where it declines; MeasurementError where it returns no
+        output."""
         self.accept(case)
         return as_output(self.function(case, **{**self.options, **options}), case)
 
     def gradients(self, case: AttentionCase, **options: Any) -> Output:
-        """One training step: out and lse of a forward pass, and dq, dk and dv from `case.grad_out`.
-        Raises as `attend` does, Refused without a backward, UsageError without grad_out."""
+        """One training step: out and lse of a forward pass, and dq, dk and dv from
+        `case.grad_out`. Raises as `attend` does, Refused without a backward, UsageError
+        without grad_out."""
         upstream(case)
         if self.backward is None:
             raise Refused("no backward pass")
@@ -149,7 +176,10 @@ class Kernel:
         """Raises Refused for a case the kernel cannot run."""
         part = case.positions is not None and not self.any_rows
         reason = why_not(
-            (case.working and not self.any_format, f"no torch dtype stores {case.format.name}"),
+            (
+                case.working and not self.any_format,
+                f"no torch dtype stores {case.format.name}",
+            ),
             (part, "computes whole calls only, not some of their rows"),
         ) or self.supports(case)
         if reason:
@@ -166,15 +196,19 @@ def kernel(
 ) -> Callable[[Function], Function]:
     """Register a function of a case as the kernel `name`: a decorator.
 
-    The function takes an AttentionCase, and its options as keyword-only parameters with defaults
-    (or arbitrary keywords, with `options` their names and defaults); it returns an Output, or the
-    tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out and the log-sum-exp [batch,
-    heads, q_len]. Further arguments are the fields of `Kernel`. Raises UsageError for a name that
-    is taken by another function, and for an option without a default."""
+    The function takes an AttentionCase, and its options as keyword-only parameters with
+    defaults (or arbitrary keywords, with `options` their names and defaults); it returns
+    an Output, or the tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out and
+    the log-sum-exp [batch, heads, q_len]. Further arguments are the fields of `Kernel`.
+    Raises UsageError for a name that is taken by another function, and for an option
+    without a default."""
 
     known = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
     if wrong := sorted(fields.keys() - known):
-        what = f"kernel {name!r}: expected a field of numdev.kernels.Kernel, got {wrong[0]!r}"
+        what = (
+            f"kernel {name!r}: expected a field of numdev.kernels.Kernel, got "
+            f"{wrong[0]!r}"
+        )
         raise UsageError(what, hint=closest(wrong[0], known))
 
     def register(function: Function) -> Function:
@@ -184,7 +218,9 @@ def kernel(
             both = f"{_identity(taken.function)} and {_identity(function)}"
             hint = "rename one, or uninstall its package"
             raise UsageError(f"two kernels are named {name!r}: {both}", hint=hint)
-        sources = [f for f in (fields.get("backward"), fields.get("training")) if callable(f)]
+        sources = [
+            f for f in (fields.get("backward"), fields.get("training")) if callable(f)
+        ]
         _registry[name] = Kernel(
             name=name,
             function=function,
@@ -198,37 +234,46 @@ def kernel(
 
 
 def all_kernels() -> dict[str, Kernel]:
-    """Every registered kernel by name: the built-in ones first, then those of entry points. A
-    plugin that cannot be loaded is listed, as `broken`, under its entry point's name."""
+    """Every registered kernel by name: the built-in ones first, then those of entry
+    points. A plugin that cannot be loaded is listed, as `broken`, under its entry point's
+    name."""
     broken = load_all()
     # Whatever happened to be imported first: the order is shown to people.
     place = {f"numdev.kernels.{module}": i for i, module in enumerate(BUILT_IN)}
     last = len(place)
-    by_place = sorted(_registry.values(), key=lambda k: place.get(k.function.__module__, last))
+    by_place = sorted(
+        _registry.values(), key=lambda k: place.get(k.function.__module__, last)
+    )
     return {k.name: k for k in (*by_place, *broken)}
 
 
 @functools.cache
 def load_all() -> tuple[Kernel, ...]:
-    """Import the built-in modules, then entry points. Returns the plugins that cannot be loaded."""
+    """Import the built-in modules, then entry points. Returns the plugins that cannot be
+    loaded."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
     broken = []
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             entry.load()
-        except Exception as error:  # an import runs foreign code: anything may come out of it
+        except (
+            Exception
+        ) as error:  # an import runs foreign code: anything may come out of it
             package = entry.dist.name if entry.dist else entry.value
             why = error.message if isinstance(error, NumdevError) else repr(error)
-            reason = f"the kernel plugin {package} ({entry.value}) cannot be loaded: {why}"
+            reason = (
+                f"the kernel plugin {package} ({entry.value}) cannot be loaded: {why}"
+            )
             name = f"{entry.name} ({package})" if entry.name in _registry else entry.name
             broken.append(Kernel(name=name, function=lambda case: None, broken=reason))
     return tuple(broken)
 
 
 def find(name: str) -> Kernel:
-    """The kernel `name`, or the function `package.module:function` or `FILE.py:function`, as a
-    Kernel. Raises UsageError for an unknown name, a function that cannot be imported or adapted."""
+    """The kernel `name`, or the function `package.module:function` or `FILE.py:function`,
+    as a Kernel. Raises UsageError for an unknown name, a function that cannot be imported
+    or adapted."""
     if ":" in name:
         name = importable(name)
         return of_function(name, imported(name, "kernel"))
@@ -243,8 +288,9 @@ def find(name: str) -> Kernel:
 
 
 def of_function(name: str, function: Callable[..., Any]) -> Kernel:
-    """The kernel that was registered with this function; else the function, adapted by the names
-    of its parameters as a kernel called `name`. Raises UsageError where it cannot be."""
+    """The kernel that was registered with this function; else the function, adapted by
+    the names of its parameters as a kernel called `name`. Raises UsageError where it
+    cannot be."""
     from numdev.kernels.plain import adapt
 
     registered = (k for k in _registry.values() if k.function is function)
@@ -252,9 +298,9 @@ def of_function(name: str, function: Callable[..., Any]) -> Kernel:
 
 
 def imported(path: str, role: str) -> Callable[..., Any]:
-    """The callable `package.module:name` or `FILE.py:name`, asked for in a role ("kernel") that
-    messages name. The current folder is searched last. Raises UsageError where it cannot be
-    imported, or is none."""
+    """The callable `package.module:name` or `FILE.py:name`, asked for in a role
+    ("kernel") that messages name. The current folder is searched last. Raises UsageError
+    where it cannot be imported, or is none."""
     module_name, _, attribute = importable(path).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -265,15 +311,18 @@ def imported(path: str, role: str) -> Callable[..., Any]:
         raise UsageError(what, hint="is its folder on PYTHONPATH?") from error
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
-        names = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
+        names = [
+            n for n, f in vars(module).items() if callable(f) and not n.startswith("_")
+        ]
         what = f"{module_name} has no function {attribute!r}"
         raise UsageError(what, hint=closest(attribute, names))
     return function
 
 
 def importable(path: str) -> str:
-    """`FILE.py:name` as `package.module:name`, the folder searched last by Python; anything else as
-    it is. Raises UsageError for no file, and where Python has another module of that name."""
+    """`FILE.py:name` as `package.module:name`, the folder searched last by Python;
+    anything else as it is. Raises UsageError for no file, and where Python has another
+    module of that name."""
     file, _, attribute = path.partition(":")
     if not file.endswith(".py"):
         return path
@@ -282,7 +331,11 @@ def importable(path: str) -> str:
         raise UsageError(f"{file}: no such file")
     folder, parts, first = source.parent, [source.stem], source
     while (folder / "__init__.py").exists():  # a module of a package
-        first, parts, folder = folder / "__init__.py", [folder.name, *parts], folder.parent
+        first, parts, folder = (
+            folder / "__init__.py",
+            [folder.name, *parts],
+            folder.parent,
+        )
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     spec = importlib.util.find_spec(parts[0])
@@ -293,25 +346,31 @@ def importable(path: str) -> str:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a kernel function of a case: its keyword-only parameters and their defaults.
-    Raises UsageError for one without a default, since what is not asked for must still be recorded,
-    and for one that can be given by position, which no request could ask for."""
+    """The options of a kernel function of a case: its keyword-only parameters and their
+    defaults. Raises UsageError for one without a default, since what is not asked for
+    must still be recorded, and for one that can be given by position, which no request
+    could ask for."""
     parameters = inspect.signature(function).parameters.values()
     by_position = [p.name for p in parameters if p.kind in POSITIONAL]
     if len(by_position) > 1:
-        what = f"the kernel {_identity(function)}: expected a function of a case, got one of "
+        what = (
+            f"the kernel {_identity(function)}: expected a function of a case, "
+            "got one of "
+        )
         raise UsageError(what + ", ".join(by_position), hint="write options behind a `*`")
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     for name, default in options.items():
         if default is inspect.Parameter.empty:
-            what = f"the kernel {_identity(function)} has no default for its option {name!r}"
+            what = (
+                f"the kernel {_identity(function)} has no default for its option {name!r}"
+            )
             raise UsageError(what, hint="give it one")
     return options
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
-    """A hash of the files that define the functions; of one in a notebook of its own source, of a
-    name where there is neither."""
+    """A hash of the files that define the functions; of one in a notebook of its own
+    source, of a name where there is neither."""
 
     def source(function: Callable[..., Any]) -> bytes:
         code = getattr(inspect.unwrap(function), "__code__", None)
@@ -322,7 +381,9 @@ def fingerprint(*functions: Callable[..., Any]) -> str:
             return inspect.getsource(function).encode()
         return _identity(function).encode()
 
-    return hashlib.sha256(b"".join(dict.fromkeys(map(source, functions)))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(dict.fromkeys(map(source, functions)))).hexdigest()[
+        :16
+    ]
 
 
 def summary_of(function: Callable[..., Any]) -> str:

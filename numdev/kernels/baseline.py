@@ -1,14 +1,16 @@
-"""Plain attention, as people write it in PyTorch: the baseline, and other ways that code rounds.
+"""Plain attention, as people write it in PyTorch: the baseline, and other ways that code
+rounds.
 
-The baseline rounds where the eager attention of model code does: the product QK^T is rounded,
-scaled and rounded again, the softmax runs in at least fp32, and P is rounded before it meets V. Its
-gradients are autograd's. It is the yardstick "what plain code costs", not the floor: production
-flash kernels on GPUs come closer.
+The baseline rounds where the eager attention of model code does: the product QK^T is
+rounded, scaled and rounded again, the softmax runs in at least fp32, and P is rounded
+before it meets V. Its gradients are autograd's. It is the yardstick "what plain code
+costs", not the floor: production flash kernels on GPUs come closer.
 
-WAYS are for `numdev.audit.explanations`: sound code that no recipe of `emulated` describes, since
-autograd comes back through every cast. P that is cast before it is normalised has a gradient that
-is rounded before it is, and a maximum that is not detached gets what rounding left of the sum of a
-row of dS. Sums are in fp32. Memory is O(q_len * kv_len). A row that sees no key is 0."""
+WAYS are for `numdev.audit.explanations`: sound code that no recipe of `emulated`
+describes, since autograd comes back through every cast. P that is cast before it is
+normalised has a gradient that is rounded before it is, and a maximum that is not detached
+gets what rounding left of the sum of a row of dS. Sums are in fp32. Memory is O(q_len *
+kv_len). A row that sees no key is 0."""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ from numdev.cases import AttentionCase, additive, empty_rows, explicit_mask, vis
 from numdev.kernels import Output, kernel
 
 
-@kernel("baseline", any_rows=True, claims=lambda case, output, system: {"preset": "eager"})
+@kernel(
+    "baseline", any_rows=True, claims=lambda case, output, system: {"preset": "eager"}
+)
 def baseline(case: AttentionCase) -> Output:
-    """Plain attention as eager model code does it, every product in the working format."""
+    """Plain attention as eager model code does it, every product in the working
+    format."""
     dtype = case.q.dtype
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     k, v = repeated(case)
@@ -39,22 +44,26 @@ def baseline(case: AttentionCase) -> Output:
     if shown is not None:
         S = S.masked_fill(~shown, -math.inf)
     S = _with_sinks(case, S)
-    P = torch.softmax(S, dim=-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    P = torch.softmax(S, dim=-1, dtype=torch.promote_types(dtype, torch.float32)).to(
+        dtype
+    )
     P = P[..., : case.kv_len]
     if shown is not None:
         P = P.masked_fill(~shown, 0.0)  # a row that sees no key is 0, not NaN
     return Output(out=torch.matmul(P, v))
 
 
-# --- other ways ----------------------------------------------------------------------------------
+# --- other ways -----------------------------------------------------------------------
 
 Way = Callable[[AttentionCase], Tensor]
 """The output [B, H, q_len, v_dim] in the case's dtype, connected to q, k and v."""
-HIDDEN = -1e30  # the score of a hidden key: exp of it is 0 beside any other, and no row is NaN
+# The score of a hidden key: exp of it is 0 beside any other, and no row is NaN
+HIDDEN = -1e30
 
 
 def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
-    """Plain attention; `wide` says which are in fp32: the product Q Kᵀ, the softmax, P V."""
+    """Plain attention; `wide` says which are in fp32: the product Q Kᵀ, the softmax, P
+    V."""
     dtype, (scores, softmax, product) = case.q.dtype, wide
     k, v = repeated(case)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
@@ -64,8 +73,9 @@ def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
 
 
 def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
-    """The online softmax, in tiles of keys (None: one): P cast for its product, O / l at the end.
-    `maximum`: whether it is detached, or differentiated as torch.amax or torch.max is."""
+    """The online softmax, in tiles of keys (None: one): P cast for its product, O / l at
+    the end. `maximum`: whether it is detached, or differentiated as torch.amax or
+    torch.max is."""
     k, v = repeated(case)
     S = _scores(case, case.q.float(), k.float())
     m = S.new_full((*S.shape[:3], 1), HIDDEN)
@@ -75,7 +85,9 @@ def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
         if maximum == "max":
             largest = part.max(dim=-1, keepdim=True).values
         else:
-            largest = (part if maximum == "amax" else part.detach()).amax(dim=-1, keepdim=True)
+            largest = (part if maximum == "amax" else part.detach()).amax(
+                dim=-1, keepdim=True
+            )
         m_old, m = m, torch.maximum(m, largest)
         a, P = (m_old - m).exp(), (part - m).exp()
         l = a * l + P.sum(dim=-1, keepdim=True)
@@ -94,7 +106,9 @@ def _with_sinks(case: AttentionCase, S: Tensor) -> Tensor:
 def repeated(case: AttentionCase) -> list[Tensor]:
     """k and v with as many heads as q."""
     group = case.group
-    return [x if group == 1 else x.repeat_interleave(group, dim=1) for x in (case.k, case.v)]
+    return [
+        x if group == 1 else x.repeat_interleave(group, dim=1) for x in (case.k, case.v)
+    ]
 
 
 def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
@@ -125,7 +139,10 @@ MAXIMUM = {
     "max": "the gradient of the first maximum included",
     "constant": "the maximum detached",
 }
-TILES: Mapping[int | None, str] = {None: "", **{n: f" in tiles of {n} keys" for n in (64, 128, 32)}}
+TILES: Mapping[int | None, str] = {
+    None: "",
+    **{n: f" in tiles of {n} keys" for n in (64, 128, 32)},
+}
 WAYS: Mapping[str, Way] = {
     f"as autograd rounds {words}": _of_seen_rows(way)
     for words, way in (

@@ -1,13 +1,13 @@
 """PyTorch's context parallelism as a kernel: one attention call over several GPUs.
 
-`torch.distributed.tensor.experimental.context_parallel` turns an SDPA call into ring attention over
-the ranks of a process group: a process for each, kept from call to call, which is handed the whole
-call. On a CPU PyTorch has no operator for that: tests call its ring themselves, over gloo. What it
-computes, and claims, is `sharded`.
+`torch.distributed.tensor.experimental.context_parallel` turns an SDPA call into ring
+attention over the ranks of a process group: a process for each, kept from call to call,
+which is handed the whole call. On a CPU PyTorch has no operator for that: tests call its
+ring themselves, over gloo. What it computes, and claims, is `sharded`.
 
-A rank that waits for another which is gone waits for ever: where one dies, raises or says nothing
-in time, all are ended, and that is one failed row. Names that begin with an underscore are
-PyTorch's, which has no others for these options."""
+A rank that waits for another which is gone waits for ever: where one dies, raises or says
+nothing in time, all are ended, and that is one failed row. Names that begin with an
+underscore are PyTorch's, which has no others for these options."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ VALUES: Mapping[str, Sequence[Any]] = {
 NAMES = ("out", "dq", "dk", "dv")
 SEQUENCE = 2  # the axis that is divided
 START_S = 180.0  # for ranks to import torch and to find each other
-LIMIT_S = 300.0  # for an answer; `--isolate` has a limit of its own, of which this knows nothing
+# For an answer; `--isolate` has a limit of its own, of which this knows nothing
+LIMIT_S = 300.0
 
 
 def _unsupported(case: AttentionCase) -> str | None:
@@ -77,7 +78,8 @@ def _computed(
     case: AttentionCase, options: Mapping[str, Any], upstream: Mapping[str, Tensor]
 ) -> Output:
     world, inner, device = options["world"], options["inner"], case.q.device.type
-    parts = 2 * world if case.is_causal else world  # causal calls are balanced, and no others
+    # Causal calls are balanced, and no others
+    parts = 2 * world if case.is_causal else world
     lacking = device == "cuda" and torch.cuda.device_count() < world
     odd = case.q_len % parts or case.kv_len % parts
     refuse(
@@ -102,14 +104,15 @@ def _computed(
         "order": "zigzag" if case.is_causal else "ring",
         "merge_format": "float32" if options["convert_to_f32"] else "promoted",
         "partial_format": "working",
-        "each": {"operator": task["operator"]},  # the one that PyTorch was left to choose from
+        # The one that PyTorch was left to choose from
+        "each": {"operator": task["operator"]},
     }
     ran = f"context parallelism: {described(did, task['operator'])}"
     whole = {name: x.to(case.q.device) for name, x in answer.items()}
     return Output(**whole, ran=ran, ran_backward=ran if upstream else None, did=did)
 
 
-# --- the ranks, from here ------------------------------------------------------------------------
+# --- the ranks, from here -------------------------------------------------------------
 
 
 class Ranks:
@@ -127,8 +130,8 @@ class Ranks:
         self.ask(None, START_S)
 
     def ask(self, task: Mapping[str, Any] | None, limit_s: float = LIMIT_S) -> Any:
-        """What rank 0 answers, to no task that all are there. Any exception ends them; raises
-        MeasurementError where one fails, dies, or it does not answer in time."""
+        """What rank 0 answers, to no task that all are there. Any exception ends them;
+        raises MeasurementError where one fails, dies, or it does not answer in time."""
         try:
             with contextlib.suppress(OSError):  # it is gone, and so it will be found
                 for pipe in self._pipes if task is not None else ():
@@ -137,13 +140,17 @@ class Ranks:
                 with contextlib.suppress(EOFError, OSError):
                     return pickle.loads(self._pipes[0].recv_bytes())
             self.ranks.join(1.0, grace_period=1.0)
-            raise MeasurementError(f"{self.world} ranks did not answer within {limit_s:g} s")
+            raise MeasurementError(
+                f"{self.world} ranks did not answer within {limit_s:g} s"
+            )
         except BaseException as error:
             self.close()
             if not isinstance(error, ProcessException):
                 raise
             why = str(error).strip().splitlines()[-1]
-            raise MeasurementError(f"rank {error.error_index} of {self.world}: {why}") from None
+            raise MeasurementError(
+                f"rank {error.error_index} of {self.world}: {why}"
+            ) from None
 
     def close(self) -> None:
         """End every rank and remove what they shared."""
@@ -159,21 +166,27 @@ class Ranks:
 together = functools.cache(Ranks)  # started when first asked for
 
 
-# --- one rank, in its own process ----------------------------------------------------------------
+# --- one rank, in its own process -----------------------------------------------------
 
 
-def rank(number: int, world: int, device: str, store: str, pipes: Sequence[Connection]) -> None:
+def rank(
+    number: int, world: int, device: str, store: str, pipes: Sequence[Connection]
+) -> None:
     """Answer the tasks read from a pipe until its other end is closed."""
-    Finalize(None, os._exit, (1,), exitpriority=0)  # groups are not taken apart: others may be gone
+    # Groups are not taken apart: others may be gone
+    Finalize(None, os._exit, (1,), exitpriority=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if device == "cuda":
         torch.cuda.set_device(number)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // world))
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=number,
-        world_size=world, timeout=timedelta(seconds=LIMIT_S),
-    )  # fmt: skip
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=number,
+        world_size=world,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
     mesh, answer = init_device_mesh(device, (world,)), dict[str, Any]()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
@@ -183,18 +196,23 @@ def rank(number: int, world: int, device: str, store: str, pipes: Sequence[Conne
 
 
 def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """The output, and the gradients where the task has an upstream one, all of them whole."""
+    """The output, and the gradients where the task has an upstream one, all of them
+    whole."""
     from torch.distributed.tensor.experimental import _attention as cp
 
     cp._cp_options.enable_load_balance = task["is_causal"]
     cp._cp_options.convert_to_f32 = task["convert_to_f32"]
     device = torch.device(mesh.device_type)  # on CUDA the current one: this rank's
-    tensors = [task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task]
+    tensors = [
+        task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task
+    ]
     axes = [SEQUENCE] * len(tensors)
     buffers: Any = {"buffers": tensors, "no_restore_buffers": set(tensors)}
     try:
         with cp.context_parallel(mesh, buffer_seq_dims=axes, **buffers):
-            parts = [x.detach().contiguous() for x in task["attend"](task, mesh, *tensors)]
+            parts = [
+                x.detach().contiguous() for x in task["attend"](task, mesh, *tensors)
+            ]
             whole = cp.context_parallel_unshard(mesh, parts, [SEQUENCE] * len(parts))
         # On the host, where a fault on the device comes out.
         return dict(zip(NAMES, (x.cpu() for x in whole), strict=False))
@@ -204,11 +222,17 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
         return {"refused": one_line(error)}
 
 
-def _dispatched(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
-    """This rank's part of an SDPA call that PyTorch turns into its ring, and of its gradients."""
+def _dispatched(
+    task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor
+) -> Sequence[Tensor]:
+    """This rank's part of an SDPA call that PyTorch turns into its ring, and of its
+    gradients."""
     q, k, v = (x.detach().requires_grad_(len(tensors) > 3) for x in tensors[:3])
     how: dict[str, Any] = {"is_causal": task["is_causal"], "scale": task["scale"]}
     how |= {"enable_gqa": True} if q.shape[1] > k.shape[1] else {}
     with forced(FUSED[task["operator"]]):
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
-        return [out, *(torch.autograd.grad(out, [q, k, v], tensors[3]) if tensors[3:] else ())]
+        return [
+            out,
+            *(torch.autograd.grad(out, [q, k, v], tensors[3]) if tensors[3:] else ()),
+        ]

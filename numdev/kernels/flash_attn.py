@@ -1,9 +1,10 @@
-"""FlashAttention 2, 3 and 4 as kernels: the packages' own calls, where they are installed.
+"""FlashAttention 2, 3 and 4 as kernels: the packages' own calls, where they are
+installed.
 
-The differences of their interfaces (Dao-AILab/flash-attention: `flash_attn_interface.py`, in the
-folder `hopper` for version 3, and `flash_attn/cute/interface.py`) are data (`Version`). Tensors are
-[batch, length, heads, head_dim]. All align causality and windows bottom-right: query i at key i +
-kv_len − q_len."""
+The differences of their interfaces (Dao-AILab/flash-attention: `flash_attn_interface.py`,
+in the folder `hopper` for version 3, and `flash_attn/cute/interface.py`) are data
+(`Version`). Tensors are [batch, length, heads, head_dim]. All align causality and windows
+bottom-right: query i at key i + kv_len − q_len."""
 
 from __future__ import annotations
 
@@ -50,13 +51,18 @@ class Version(NamedTuple):
             (case.format.name not in HALVES, "takes float16 and bfloat16"),
             (case.mask is not None, "takes no mask"),
             (d > MOST_HEAD_DIM, f"takes head dimensions up to {MOST_HEAD_DIM}"),
-            (elsewhere, f"aligns bottom-right, an offset of {own}, not {case.causal_offset}"),
+            (
+                elsewhere,
+                f"aligns bottom-right, an offset of {own}, not {case.causal_offset}",
+            ),
             (negative, "takes a side of a window below 0 for one without a limit"),
         )
         return reason and f"{package} {reason}"
 
     def attend(self, case: AttentionCase, **options: Any) -> Output:
-        left, right = (self.unlimited if x is None else x for x in case.window or (None, None))
+        left, right = (
+            self.unlimited if x is None else x for x in case.window or (None, None)
+        )
         if self.number == 4:
             options["learnable_sink"] = case.sinks
         options[self.with_lse] = True
@@ -68,32 +74,47 @@ class Version(NamedTuple):
             softcap=case.softcap or 0.0,
             **options,
         )
-        return Output(out=out.transpose(1, 2), lse=lse, ran=f"{self.module}.flash_attn_func")
+        return Output(
+            out=out.transpose(1, 2), lse=lse, ran=f"{self.module}.flash_attn_func"
+        )
 
     def claims(
         self, case: AttentionCase, output: Output, system: System
     ) -> Mapping[str, Any] | None:
-        """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum` in their
-        sources), in tiles that are not documented. With a soft cap no emulation stands for it: its
-        tanh is the GPU's approximate one, off by 2^-11, more than rounding P makes of such scores.
+        """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum`
+        in their sources), in tiles that are not documented. With a soft cap no emulation
+        stands for it: its tanh is the GPU's approximate one, off by 2^-11, more than
+        rounding P makes of such scores.
         """
         if case.softcap is not None:
             return None
         if self.number == 2:
             return flash_attention_2(case, system)
-        if self.number == 4 and (system.capability or (0,))[0] in (10, 11):  # as on Blackwell
+        # As on Blackwell
+        if self.number == 4 and (system.capability or (0,))[0] in (10, 11):
             return {"preset": "fa4"}
         return like_fa2(case, output, system)
 
 
 VERSIONS = (
     Version(2, "flash-attn", "flash_attn", (8, 0), "FlashAttention-2.", {}, multiple=1),
-    Version(3, "flash-attn-3", "flash_attn_interface", (9, 0), "FlashAttention-3, for Hopper."),
     Version(
-        4, "flash-attn-4", "flash_attn.cute", (9, 0), "FlashAttention-4, for Hopper and Blackwell.",
-        unlimited=None, with_lse="return_lse",
+        3,
+        "flash-attn-3",
+        "flash_attn_interface",
+        (9, 0),
+        ("FlashAttention-3, for Hopper."),
     ),
-)  # fmt: skip
+    Version(
+        4,
+        "flash-attn-4",
+        "flash_attn.cute",
+        (9, 0),
+        ("FlashAttention-4, for Hopper and Blackwell."),
+        unlimited=None,
+        with_lse="return_lse",
+    ),
+)
 for _version in VERSIONS:
     kernel(
         f"flash-attn-{_version.number}",

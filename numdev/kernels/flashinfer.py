@@ -1,10 +1,11 @@
 """FlashInfer's attention of a batch, as serving engines call it, where it is installed.
 
-The keys of a sequence lie behind one another (ragged) or in pages of a cache. The interface
-(flashinfer-ai/flashinfer: `flashinfer/prefill.py`): tensors are [tokens of all sequences, heads,
-head_dim]; a call is planned, which divides the keys among blocks, and then run; causality is
-aligned bottom-right; a mask is flattened, sequence behind sequence; the log-sum-exp is of base 2.
-Kernels are compiled with nvcc at their first use."""
+The keys of a sequence lie behind one another (ragged) or in pages of a cache. The
+interface (flashinfer-ai/flashinfer: `flashinfer/prefill.py`): tensors are [tokens of all
+sequences, heads, head_dim]; a call is planned, which divides the keys among blocks, and
+then run; causality is aligned bottom-right; a mask is flattened, sequence behind
+sequence; the log-sum-exp is of base 2. Kernels are compiled with nvcc at their first
+use."""
 
 from __future__ import annotations
 
@@ -28,16 +29,26 @@ MERGED = 1024  # features of V that are merged at once
 
 
 def _unsupported(case: AttentionCase) -> str | None:
-    own, mask, (left, right) = case.kv_len - case.q_len, case.mask, case.window or (None, None)
+    own, mask, (left, right) = (
+        case.kv_len - case.q_len,
+        case.mask,
+        case.window or (None, None),
+    )
     of_heads = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
     return why_not(
-        ((case.q.shape[-1], case.v.shape[-1]) not in HEAD_DIMS, f"takes head_dim {HEAD_DIMS}"),
+        (
+            (case.q.shape[-1], case.v.shape[-1]) not in HEAD_DIMS,
+            f"takes head_dim {HEAD_DIMS}",
+        ),
         (case.format.name not in HALVES, "takes float16 and bfloat16"),
         (case.sinks is not None, "has no attention sinks"),
         (mask is not None and mask.dtype != torch.bool, "takes masks of bool"),
         (of_heads, "takes one mask for all heads"),
         ((left or 0) < 0 or (right or 0) < 0, "takes no side of a window below 0"),
-        (right is not None and not case.is_causal, "takes the left side of a window alone"),
+        (
+            right is not None and not case.is_causal,
+            "takes the left side of a window alone",
+        ),
         (
             case.restricts_positions and case.causal_offset != own,
             f"aligns bottom-right, an offset of {own}",
@@ -46,10 +57,11 @@ def _unsupported(case: AttentionCase) -> str | None:
 
 
 def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
-    """FlashAttention-2's arithmetic. `fa2` sums l from the P that is multiplied, and keeps what a
-    split of the keys gives in the format of the output (`prefill.cuh`: `m16k16_rowsum`, `tmp_v`).
-    Nothing stands for the tanh of a soft cap, which is approximate, and for a merge of more parts
-    than one pass holds, which rounds again (`cascade.cuh`: `threadblock_sync_state`)."""
+    """FlashAttention-2's arithmetic. `fa2` sums l from the P that is multiplied, and
+    keeps what a split of the keys gives in the format of the output (`prefill.cuh`:
+    `m16k16_rowsum`, `tmp_v`). Nothing stands for the tanh of a soft cap, which is
+    approximate, and for a merge of more parts than one pass holds, which rounds again
+    (`cascade.cuh`: `threadblock_sync_state`)."""
     did = output.did or {}
     if case.softcap is not None or did.get("backend") not in ("fa2", "fa3"):
         return None
@@ -57,7 +69,12 @@ def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
         return None
     if did["backend"] == "fa3":
         return {"preset": "fa2"}
-    return {"preset": "fa2", "l_from": "rounded", "merge": "working", "splits": did["splits"]}
+    return {
+        "preset": "fa2",
+        "l_from": "rounded",
+        "merge": "working",
+        "splits": did["splits"],
+    }
 
 
 @kernel(
@@ -71,18 +88,24 @@ def flashinfer(
     case: AttentionCase, *, backend: str = "auto", page_size: int | None = None,
     fixed_split_size: int | None = None, disable_split_kv: bool = False,
 ) -> Output:  # fmt: skip
-    """FlashInfer's attention of a batch: keys ragged, or in pages of `page_size` tokens."""
+    """FlashInfer's attention of a batch: keys ragged, or in pages of `page_size`
+    tokens."""
     module: Any = importlib.import_module("flashinfer")
     (b, h, n, d), m, device = case.q.shape, case.kv_len, case.q.device
     refuse((backend == "fa3" and case.mask is not None, "its fa3 kernels take no mask"))
     left = (case.window or (None, None))[0]
     mask = None if case.mask is None else explicit_mask(case)
     how: dict[str, Any] = {
-        "head_dim_vo": case.v.shape[-1], "causal": case.is_causal, "sm_scale": case.scale,
-        "window_left": -1 if left is None else left, "logits_soft_cap": case.softcap or 0.0,
-        "q_data_type": case.q.dtype, "kv_data_type": case.k.dtype,
-        "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv,
-    }  # fmt: skip
+        "head_dim_vo": case.v.shape[-1],
+        "causal": case.is_causal,
+        "sm_scale": case.scale,
+        "window_left": -1 if left is None else left,
+        "logits_soft_cap": case.softcap or 0.0,
+        "q_data_type": case.q.dtype,
+        "kv_data_type": case.k.dtype,
+        "fixed_split_size": fixed_split_size,
+        "disable_split_kv": disable_split_kv,
+    }
     if mask is not None:  # which holds what positions hide
         shown = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)[:, 0].expand(b, n, m)
         how |= {"custom_mask": shown.flatten(), "causal": False, "window_left": -1}
@@ -90,15 +113,28 @@ def flashinfer(
     q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
     flat = q.flatten(0, 1).contiguous()
     if page_size is None:
-        wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), backend=backend)
+        wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(
+            _workspace(device), backend=backend
+        )
         wrapper.plan(sequences * n, sequences * m, h, case.kv_heads, d, **how)
         keys: Any = tuple(x.flatten(0, 1).contiguous() for x in (k, v))
     else:
         pages, last = -(-m // page_size), (m - 1) % page_size + 1
         lasts = torch.full((b,), last, dtype=torch.int32, device=device)
         places = torch.arange(b * pages, dtype=torch.int32, device=device)
-        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(_workspace(device), backend=backend)
-        of = (sequences * n, sequences * pages, places, lasts, h, case.kv_heads, d, page_size)
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(
+            _workspace(device), backend=backend
+        )
+        of = (
+            sequences * n,
+            sequences * pages,
+            places,
+            lasts,
+            h,
+            case.kv_heads,
+            d,
+            page_size,
+        )
         wrapper.plan(*of, **how)
         keys = (tuple(_paged(x, pages * page_size, page_size) for x in (k, v)),)
     out, lse = wrapper.run(flat, *keys, return_lse=True)
@@ -106,13 +142,16 @@ def flashinfer(
         out=out.unflatten(0, (b, n)).transpose(1, 2),
         lse=lse.unflatten(0, (b, n)).transpose(1, 2) * math.log(2),
         ran=f"flashinfer.{type(wrapper).__name__}",
-        did={"backend": getattr(wrapper, "_backend", backend), "splits": _splits(wrapper, case)},
+        did={
+            "backend": getattr(wrapper, "_backend", backend),
+            "splits": _splits(wrapper, case),
+        },
     )
 
 
 def _splits(wrapper: Any, case: AttentionCase) -> int:
-    """Into how many parts the keys were divided, by the plan of `fa2` (`PrefillPlanInfo` in
-    `scheduler.cuh`): blocks in all, over those of each part."""
+    """Into how many parts the keys were divided, by the plan of `fa2` (`PrefillPlanInfo`
+    in `scheduler.cuh`): blocks in all, over those of each part."""
     plan = list(getattr(wrapper, "_plan_info", None) or ())
     if getattr(wrapper, "_backend", None) != "fa2" or len(plan) < 4:
         return 1
@@ -122,7 +161,8 @@ def _splits(wrapper: Any, case: AttentionCase) -> int:
 
 
 def _paged(x: Tensor, length: int, size: int) -> Tensor:
-    """[batch, keys, heads, dim] as [pages, size, heads, dim], with 0 behind the last key."""
+    """[batch, keys, heads, dim] as [pages, size, heads, dim], with 0 behind the last
+    key."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))
     return padded.reshape(-1, size, *x.shape[2:])
 

@@ -1,13 +1,14 @@
 """PyTorch's FlexAttention as a kernel: compiled, as its users run it, or eager.
 
-Every shape is compiled for itself (seconds each), since a compiler that may generalise gives a case
-another kernel according to the cases before it.
+Every shape is compiled for itself (seconds each), since a compiler that may generalise
+gives a case another kernel according to the cases before it.
 
-On both devices the compiled kernel rounds as FlashAttention-2, but that a group's dK and dV are
-summed before they are cast; with PRESCALE_QK what is rounded first is Q times the scale and
-log2(e), for which no emulation stands. Blocks of 128 keys that the mask cuts come before those that
-it shows whole: the emulation's ascending order shows in the residual, not in the size of errors.
-Sources, of PyTorch 2.13: torch/_inductor/kernel/flex, torch/_inductor/template_heuristics and
+On both devices the compiled kernel rounds as FlashAttention-2, but that a group's dK and
+dV are summed before they are cast; with PRESCALE_QK what is rounded first is Q times the
+scale and log2(e), for which no emulation stands. Blocks of 128 keys that the mask cuts
+come before those that it shows whole: the emulation's ascending order shows in the
+residual, not in the size of errors. Sources, of PyTorch 2.13:
+torch/_inductor/kernel/flex, torch/_inductor/template_heuristics and
 torch/_inductor/codegen/cpp_flex_attention_template.py."""
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    create_block_mask,
+    flex_attention,
+)
 
 from numdev.cases import AttentionCase, key_limits
 from numdev.errors import MeasurementError, UsageError
@@ -32,8 +37,8 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "block_n": (None, 16, 32, 64, 128),
     "prescale_qk": (None, True, False),
 }
-"""The options, their defaults first. All but the first are PyTorch's `kernel_options` of the same
-names in capitals; None leaves PyTorch's own."""
+"""The options, their defaults first. All but the first are PyTorch's `kernel_options` of
+the same names in capitals; None leaves PyTorch's own."""
 SPARSE_BLOCK = 128  # the keys of a block mask's block
 SHORT = 128  # with fewer queries CUDA runs the kernel for decoding, which splits the keys
 DECODING_TILE = 64
@@ -47,7 +52,9 @@ TILES: Mapping[tuple[int, bool], Mapping[int, int]] = {
 }
 """Keys of a tile by head_dim, for (compute capability, 16-bit format); 64 for others."""
 LEAST_HEAD_DIM = 16  # of a matrix product in Triton
-NO_LIMITS: Any = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1_000_000)
+NO_LIMITS: Any = dict.fromkeys(
+    ("recompile_limit", "accumulated_recompile_limit"), 1_000_000
+)
 Modification = Callable[..., Tensor]
 
 
@@ -58,21 +65,36 @@ def _check(options: Mapping[str, Any]) -> None:
         raise UsageError(f"eager FlexAttention ignores {', '.join(asked)}")
 
 
-def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
+def _claims(
+    case: AttentionCase, output: Output, system: System
+) -> Mapping[str, Any] | None:
     """What the FlexAttention that ran computes like, in both passes."""
     did, d = output.did or {}, case.q.shape[-1]
-    if not did["compiled"]:  # scores in fp32 from widened inputs, P rounded for its product
-        return {"preset": "eager", **dict.fromkeys(("scores", "scaled", "softcap", "bias"), "wide")}
+    # Scores in fp32 from widened inputs, P rounded for its product
+    if not did["compiled"]:
+        return {
+            "preset": "eager",
+            **dict.fromkeys(("scores", "scaled", "softcap", "bias"), "wide"),
+        }
     if did["device"] != "cuda":  # without a block mask all keys are one tile
-        cut = case.restricts_positions or _four_axes(case.mask, bool_mask=True) is not None
+        cut = (
+            case.restricts_positions or _four_axes(case.mask, bool_mask=True) is not None
+        )
         return {"preset": "fa2", "block_kv": SPARSE_BLOCK if cut else case.kv_len}
     if did.get("PRESCALE_QK"):
         return None
     claim = like_fa2(case, output, system)
     if _decodes(case):
         parts = (system.processors or 1) // (case.q.shape[0] * case.kv_heads) * 2
-        return {**claim, "block_kv": did.get("BLOCK_N", DECODING_TILE), "splits": max(parts, 1)}
-    sixteen, major = case.q.dtype != torch.float32, min((system.capability or (0, 0))[0], 10)
+        return {
+            **claim,
+            "block_kv": did.get("BLOCK_N", DECODING_TILE),
+            "splits": max(parts, 1),
+        }
+    sixteen, major = (
+        case.q.dtype != torch.float32,
+        min((system.capability or (0, 0))[0], 10),
+    )
     tile = TILES.get((major, sixteen), {}).get(d, 64)
     if d > 256:
         tile = 32 if sixteen else 16
@@ -80,8 +102,9 @@ def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str,
 
 
 def _decodes(case: AttentionCase) -> bool:
-    """Whether the kernel for decoding runs: few queries, and a group that is a power of two. A mask
-    that differs by head must do so for every query head, and none may be grouped."""
+    """Whether the kernel for decoding runs: few queries, and a group that is a power of
+    two. A mask that differs by head must do so for every query head, and none may be
+    grouped."""
     mask = _four_axes(case.mask, bool_mask=True)
     by_head = mask is not None and mask.shape[1] > 1 and case.group > 1
     return case.q_len < SHORT and case.group & (case.group - 1) == 0 and not by_head
@@ -91,7 +114,9 @@ def _decodes(case: AttentionCase) -> bool:
     "flex",
     options={name: values[0] for name, values in VALUES.items()},
     values=VALUES,
-    supports=lambda case: why_not((case.sinks is not None, "FlexAttention has no attention sinks")),
+    supports=lambda case: why_not(
+        (case.sinks is not None, "FlexAttention has no attention sinks")
+    ),
     validate=_check,
     claims=_claims,
 )
@@ -100,18 +125,28 @@ def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
     asked = {name.upper(): x for name, x in options.items() if x is not None}
     device, on_cuda = case.q.device.type, case.q.is_cuda
     float64 = compiled and case.q.dtype == torch.float64
-    narrow = min(case.q.shape[-1], case.v.shape[-1]) < LEAST_HEAD_DIM and compiled and on_cuda
+    narrow = (
+        min(case.q.shape[-1], case.v.shape[-1]) < LEAST_HEAD_DIM and compiled and on_cuda
+    )
     refuse(
         (case.q.requires_grad and not on_cuda, "FlexAttention has no backward on a CPU"),
         (float64, "compiled FlexAttention takes float16, bfloat16 and float32"),
-        (narrow, f"compiled FlexAttention takes head dimensions from {LEAST_HEAD_DIM} on"),
-        (asked and not on_cuda, f"{', '.join(asked)}: options of FlexAttention's kernel for CUDA"),
+        (
+            narrow,
+            f"compiled FlexAttention takes head dimensions from {LEAST_HEAD_DIM} on",
+        ),
+        (
+            asked and not on_cuda,
+            f"{', '.join(asked)}: options of FlexAttention's kernel for CUDA",
+        ),
     )
     from torch._dynamo import config
 
     with config.patch(NO_LIMITS), warnings.catch_warnings():
         # Said once a process where it is eager, which `ran` says of every call.
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        warnings.filterwarnings(
+            "ignore", message="flex_attention called without torch.compile"
+        )
         out, lse, was_compiled = (_compiled() if compiled else _call)(
             *(case.q, case.k, case.v),
             with_lse=device == "cuda" or not compiled,  # the C++ kernel has none to give
@@ -122,15 +157,20 @@ def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
             kernel_options=asked or None,
         )
     if compiled and not was_compiled:
-        raise MeasurementError("flex_attention ran eagerly: is torch.compile switched off?")
+        raise MeasurementError(
+            "flex_attention ran eagerly: is torch.compile switched off?"
+        )
     how = f"compiled for {device}" if compiled else "eager"
     ran = ", ".join(["flex_attention", how, *(f"{n}={x}" for n, x in asked.items())])
     did = {"compiled": compiled, "device": device, **asked}
     return Output(out=out, lse=lse, ran=ran, did=did)
 
 
-def _call(*qkv: Tensor, with_lse: bool, **arguments: Any) -> tuple[Tensor, Tensor | None, bool]:
-    """Output, log-sum-exp, and whether this is compiled: a constant that the compiler sets."""
+def _call(
+    *qkv: Tensor, with_lse: bool, **arguments: Any
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Output, log-sum-exp, and whether this is compiled: a constant that the compiler
+    sets."""
     attend: Any = flex_attention
     here = torch.compiler.is_dynamo_compiling()
     if not with_lse:
@@ -160,7 +200,8 @@ def _score_mod(case: AttentionCase) -> Modification | None:
 
 
 def _block_mask(case: AttentionCase) -> Any:
-    """Which keys are seen, for as many batches and heads as a mask distinguishes; None: all."""
+    """Which keys are seen, for as many batches and heads as a mask distinguishes; None:
+    all."""
     mask, (low, high) = _four_axes(case.mask, bool_mask=True), key_limits(case)
     if mask is None and not case.restricts_positions:
         return None
@@ -179,7 +220,8 @@ def _block_mask(case: AttentionCase) -> Any:
 
 
 def _four_axes(mask: Tensor | None, *, bool_mask: bool) -> Tensor | None:
-    """A mask of this kind with all its axes, those of length 1 as they are; None for another."""
+    """A mask of this kind with all its axes, those of length 1 as they are; None for
+    another."""
     if mask is None or (mask.dtype == torch.bool) != bool_mask:
         return None
     return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))

@@ -1,7 +1,7 @@
 """The textbook's attention under torch.compile, in the spellings that public code has.
 
-The compiler recognises some of them and puts SDPA in their place, fuses others, and computes some
-as they are written: one function in other words can have other numbers."""
+The compiler recognises some of them and puts SDPA in their place, fuses others, and
+computes some as they are written: one function in other words can have other numbers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ def _matmul(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     return torch.matmul(torch.softmax(_masked(scores, mask), dim=-1), v)
 
 
-def _divided(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _divided(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """As in Vaswani et al. and nanoGPT: divided by sqrt(d)."""
     scores = (q @ k.transpose(-2, -1)) / (1.0 / scale)
     return torch.softmax(_masked(scores, mask), dim=-1) @ v
 
 
-def _scaled_q(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _scaled_q(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """As in BART and CLIP: q is multiplied first."""
     return torch.softmax(_masked((q * scale) @ k.transpose(-2, -1), mask), dim=-1) @ v
 
 
-def _float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _float32(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """As in Llama: the softmax in float32, then a cast."""
     scores = _masked(torch.matmul(q, k.transpose(2, 3)) * scale, mask)
     p = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
@@ -49,7 +55,9 @@ def _einsum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     return torch.einsum("bhij,bhjd->bhid", _masked(scores, mask).softmax(dim=-1), v)
 
 
-def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _by_hand(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """exp of what is below the maximum, divided by its sum at the end."""
     scores = _masked((q @ k.mT).float() * scale, mask)
     p = torch.exp(scores - scores.amax(dim=-1, keepdim=True))

@@ -1,4 +1,5 @@
-"""What a kernel returns, whether it is an output of its case, and autograd's gradients."""
+"""What a kernel returns, whether it is an output of its case, and autograd's
+gradients."""
 
 from __future__ import annotations
 
@@ -27,12 +28,15 @@ class Output:
 
     out: Tensor  # [batch, heads, q_len, v_dim]
     lse: Tensor | None = None
-    """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it offers it."""
+    """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it
+    offers it."""
     not_lse: str | None = None  # what came in the log-sum-exp's place, in words
     ran: str | None = None
-    """Evidence of what really ran, in words, for example the operator the dispatcher chose."""
+    """Evidence of what really ran, in words, for example the operator the dispatcher
+    chose."""
     did: Any = None  # the same as data, a mapping, for `Kernel.claims`
-    dq: Tensor | None = None  # from `Kernel.gradients`, as dk and dv: of the shape of q, k and v
+    # From `Kernel.gradients`, as dk and dv: of the shape of q, k and v
+    dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
     ran_backward: str | None = None  # as `ran`, of the backward pass
@@ -50,10 +54,11 @@ def refuse(*reasons: tuple[object, str]) -> None:
 
 
 def as_output(result: Any, case: AttentionCase) -> Output:
-    """What a kernel function returned, an Output, a tensor, or a tuple that begins with the output,
-    as an Output. A tuple's second element, if not None, is the log-sum-exp; attention weights
-    [batch, heads, q_len, kv_len] in its place are none, and `not_lse` says so.
-    Raises MeasurementError when that is no output of `case`, or its log-sum-exp is none."""
+    """What a kernel function returned, an Output, a tensor, or a tuple that begins with
+    the output, as an Output. A tuple's second element, if not None, is the log-sum-exp;
+    attention weights [batch, heads, q_len, kv_len] in its place are none, and `not_lse`
+    says so. Raises MeasurementError when that is no output of `case`, or its log-sum-exp
+    is none."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
         output = result
@@ -61,7 +66,10 @@ def as_output(result: Any, case: AttentionCase) -> Output:
         out, *others = result if isinstance(result, tuple) and result else (result,)
         second = others[0] if others else None
         if isinstance(second, Tensor) and tuple(second.shape) == (*rows, case.k.shape[2]):
-            words = f"attention weights {list(second.shape)}, expected the log-sum-exp {list(rows)}"
+            words = (
+                f"attention weights {list(second.shape)}, expected the "
+                f"log-sum-exp {list(rows)}"
+            )
             output = Output(out=out, not_lse=words)
         else:
             output = Output(out=out, lse=second)
@@ -85,13 +93,15 @@ def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> No
     else:
         return
     raise MeasurementError(
-        f"{what}: expected a floating-point tensor of shape {list(shape)} on {case.q.device}, "
+        f"{what}: expected a floating-point tensor of shape {list(shape)} on "
+        f"{case.q.device}, "
         f"got {problem}"
     )
 
 
 def upstream(case: AttentionCase) -> Tensor:
-    """The gradient of the output, [batch, heads, q_len, v_dim]. Raises UsageError without one."""
+    """The gradient of the output, [batch, heads, q_len, v_dim]. Raises UsageError without
+    one."""
     if case.grad_out is None:
         what = f"attention case {case.ref.case!r}: gradients need a grad_out, got none"
         raise UsageError(what, hint="use a random one, or take it from the model's loss")
@@ -110,9 +120,10 @@ def differentiate(
     *,
     during_backward: AbstractContextManager[Any] | None = None,
 ) -> Output:
-    """The function's output and its gradients; `during_backward` is entered for the backward pass.
-    dO is brought to the output's dtype. The gradient of an input the output does not depend on is
-    0. Raises Refused where autograd cannot follow the function, and whatever the function raises.
+    """The function's output and its gradients; `during_backward` is entered for the
+    backward pass. dO is brought to the output's dtype. The gradient of an input the
+    output does not depend on is 0. Raises Refused where autograd cannot follow the
+    function, and whatever the function raises.
     """
     q, k, v = leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     with torch.enable_grad():
@@ -124,6 +135,8 @@ def differentiate(
     with during_backward or contextlib.nullcontext(), warnings.catch_warnings():
         # On its own thread autograd is the first to need a CUDA context, and says so.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-        dq, dk, dv = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        dq, dk, dv = torch.autograd.grad(
+            loss, leaves, allow_unused=True, materialize_grads=True
+        )
     lse = None if done.lse is None else done.lse.detach()
     return dataclasses.replace(done, out=done.out.detach(), lse=lse, dq=dq, dk=dk, dv=dv)

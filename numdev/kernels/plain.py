@@ -1,9 +1,10 @@
 """A plain attention function as a kernel: `--kernel package.module:function`.
 
-What a function of q, k and v can do is read off its parameters' names: one that takes `is_causal`
-or `causal` supports causal attention, one that takes no mask is skipped for a case with a mask.
-Further parameters with a default are the kernel's options. Tensors are [batch, heads, length,
-head_dim]. It returns what `as_output` takes; its gradients are those autograd finds."""
+What a function of q, k and v can do is read off its parameters' names: one that takes
+`is_causal` or `causal` supports causal attention, one that takes no mask is skipped for a
+case with a mask. Further parameters with a default are the kernel's options. Tensors are
+[batch, heads, length, head_dim]. It returns what `as_output` takes; its gradients are
+those autograd finds."""
 
 from __future__ import annotations
 
@@ -39,16 +40,20 @@ NAMES = {
     "sinks": ("sinks", "s_aux", "learnable_sink"),
     "gqa": ("enable_gqa",),
 }
-OFF: Mapping[str, Any] = dict(mask=None, window=(-1, -1), softcap=0.0, sinks=None, gqa=False)
+OFF: Mapping[str, Any] = dict(
+    mask=None, window=(-1, -1), softcap=0.0, sinks=None, gqa=False
+)
 """How to say "none" for a parameter without a default, in flash-attention's words."""
 Roles = Mapping[str, str | None]
-"""What numdev calls an argument, to what the function calls it (None: it takes no such thing)."""
+"""What numdev calls an argument, to what the function calls it (None: it takes no such
+thing)."""
 
 
 def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     """`function(case, ...)` or `function(q, k, v, ...)` as a Kernel called `name`.
 
-    Raises UsageError where parameters cannot be read, or a required one is of unknown meaning."""
+    Raises UsageError where parameters cannot be read, or a required one is of unknown
+    meaning."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -60,11 +65,19 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     }  # fmt: skip
     if parameters and parameters[0].name == "case":
         return Kernel(function=function, options=options_of(function), **same)
-    rest = {p.name: p for p in parameters[3:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    roles = {role: next((n for n in names if n in rest), None) for role, names in NAMES.items()}
+    rest = {
+        p.name: p
+        for p in parameters[3:]
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    roles = {
+        role: next((n for n in names if n in rest), None) for role, names in NAMES.items()
+    }
     others = [p for p in rest.values() if p.name not in roles.values()]
     first, unknown = parameters[:3], [p.name for p in others if p.default is p.empty]
-    misplaced = [p.name for p in first if any(p.name in names for names in NAMES.values())]
+    misplaced = [
+        p.name for p in first if any(p.name in names for names in NAMES.values())
+    ]
     few = len(first) < 3 or any(p.kind not in POSITIONAL for p in first)
     wrong = why_not(
         (few, "q, k and v must be its first three arguments"),
@@ -74,7 +87,10 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     if wrong:
         what = f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}"
         known = "q, k, v and arguments with known names or defaults"
-        hint = f"a kernel is a function of {known}, or of a numdev AttentionCase named 'case'"
+        hint = (
+            f"a kernel is a function of {known}, or of a numdev AttentionCase "
+            "named 'case'"
+        )
         raise UsageError(what, hint=hint)
     required = {p.name for p in rest.values() if p.default is p.empty}
 
@@ -82,11 +98,16 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
         k, v = (case.k, case.v) if roles["gqa"] else repeated(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
-            # PyTorch's operator, for one, takes no mask beside is_causal: the mask then has both.
+            # PyTorch's operator, for one, takes no mask beside is_causal: the mask then
+            # has both.
             with contextlib.suppress(Exception):
-                return function(case.q, k, v, **_arguments(case, roles, required, True), **options)
+                return function(
+                    case.q, k, v, **_arguments(case, roles, required, True), **options
+                )
             by_name = False
-        return function(case.q, k, v, **_arguments(case, roles, required, by_name), **options)
+        return function(
+            case.q, k, v, **_arguments(case, roles, required, by_name), **options
+        )
 
     return Kernel(
         function=run,
@@ -101,7 +122,9 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
 def parameters(function: Callable[..., Any]) -> dict[str, str]:
     """What a plain function takes of NAMES, with its names for it."""
     own = inspect.signature(function).parameters
-    every = {role: next((n for n in names if n in own), None) for role, names in NAMES.items()}
+    every = {
+        role: next((n for n in names if n in own), None) for role, names in NAMES.items()
+    }
     return {role: name for role, name in every.items() if name}
 
 
@@ -116,7 +139,9 @@ def never_set(function: Callable[..., Any], cases: Collection[CaseRecord]) -> li
         "sinks": lambda c: c.sinks,
         "gqa": lambda c: c.kv_heads < c.heads,
     }
-    return [n for role, n in parameters(function).items() if not any(map(calls[role], cases))]
+    return [
+        n for role, n in parameters(function).items() if not any(map(calls[role], cases))
+    ]
 
 
 def _positions_by_name(case: AttentionCase, roles: Roles) -> bool:
@@ -142,7 +167,9 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
         # d ** -0.5 and 1 / sqrt(d) may differ in the last bit.
         "scale": not math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-15),
     }
-    if lacking := [role for role, needed in needs.items() if needed and roles[role] is None]:
+    if lacking := [
+        role for role, needed in needs.items() if needed and roles[role] is None
+    ]:
         names = " or ".join(NAMES[lacking[0]])
         words = ", ".join(lacking).replace("causal", "causal flag")
         return f"the function takes no {words}: no parameter is named {names}"
@@ -152,13 +179,19 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
 def _arguments(
     case: AttentionCase, roles: Roles, required: Collection[str], by_name: bool
 ) -> dict[str, Any]:
-    """The case's values under the function's names, causality and window `by_name` or in the mask.
-    What the case has no use for is left to the function's default, else OFF; causality is always
-    said: some are causal by default."""
-    values: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "sinks": case.sinks}
+    """The case's values under the function's names, causality and window `by_name` or in
+    the mask. What the case has no use for is left to the function's default, else OFF;
+    causality is always said: some are causal by default."""
+    values: dict[str, Any] = {
+        "scale": case.scale,
+        "softcap": case.softcap,
+        "sinks": case.sinks,
+    }
     values["causal"] = case.is_causal and by_name
     if by_name:
-        values["window"] = case.window and tuple(-1 if w is None else w for w in case.window)
+        values["window"] = case.window and tuple(
+            -1 if w is None else w for w in case.window
+        )
     mask = case.mask if by_name else explicit_mask(case)
     if mask is not None and mask.dtype == torch.bool and "bias" in (roles["mask"] or ""):
         zero = torch.zeros(mask.shape, dtype=case.q.dtype, device=mask.device)

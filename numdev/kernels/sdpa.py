@@ -1,8 +1,10 @@
-"""PyTorch's `scaled_dot_product_attention`, each backend forced alone, and its default choice.
+"""PyTorch's `scaled_dot_product_attention`, each backend forced alone, and its default
+choice.
 
-Which operator really ran, forward and backward, is observed in the dispatcher during the measured
-call itself, and a forced backend whose operator did not run is an error. What operators claim
-(tiles and orders are those of their sources) agrees with their errors element by element."""
+Which operator really ran, forward and backward, is observed in the dispatcher during the
+measured call itself, and a forced backend whose operator did not run is an error. What
+operators claim (tiles and orders are those of their sources) agrees with their errors
+element by element."""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ FUSED = {
 }
 """The operators of fused backends; when none of them runs, it was the math path."""
 OPERATORS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"sdpa-flash": "_scaled_dot_product_flash_attention_for_cpu", "sdpa-math": "math"},
+    "cpu": {
+        "sdpa-flash": "_scaled_dot_product_flash_attention_for_cpu",
+        "sdpa-math": "math",
+    },
     "cuda": {
         "sdpa-flash": "_scaled_dot_product_flash_attention",
         "sdpa-efficient": "_scaled_dot_product_efficient_attention",
@@ -43,13 +48,14 @@ OPERATORS: Mapping[str, Mapping[str, str]] = {
 """By device, the kernels here and the operator that each is."""
 REFUSALS = ("no available kernel", "no viable backend")
 FAST_EXP = {"AVX2": 8, "AVX512": 16}
-"""Instruction sets under which PyTorch's CPU kernel uses its fast exp, and how many keys it takes
-at once: those left over in a tile get the exact one."""
+"""Instruction sets under which PyTorch's CPU kernel uses its fast exp, and how many keys
+it takes at once: those left over in a tile get the exact one."""
 Claim = Mapping[str, Any]
 
 
 class OperatorLog(TorchDispatchMode):
-    """Records the operators below it, and keeps what a fused attention operator returned."""
+    """Records the operators below it, and keeps what a fused attention operator
+    returned."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,10 +64,13 @@ class OperatorLog(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing here is compiled, and skipping Dynamo imports it, three seconds of CPU."""
+        """False: nothing here is compiled, and skipping Dynamo imports it, three seconds
+        of CPU."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.ran.append(name)
@@ -76,7 +85,12 @@ class OperatorLog(TorchDispatchMode):
 
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
     """What an SDPA call is given as its mask, and as `is_causal`."""
-    by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
+    by_flag = (
+        case.is_causal
+        and case.mask is None
+        and not case.window
+        and not case.causal_offset
+    )
     return (None if by_flag else explicit_mask(case)), by_flag
 
 
@@ -93,7 +107,11 @@ def forced(backend: SDPBackend | None) -> Any:
 
 def _called(case: AttentionCase) -> Tensor:
     mask, by_flag = mask_arguments(case)
-    how: dict[str, Any] = {"is_causal": by_flag, "scale": case.scale, "enable_gqa": case.group > 1}
+    how: dict[str, Any] = {
+        "is_causal": by_flag,
+        "scale": case.scale,
+        "enable_gqa": case.group > 1,
+    }
     return torch.nn.functional.scaled_dot_product_attention(
         case.q, case.k, case.v, attn_mask=mask, **how
     )
@@ -101,16 +119,22 @@ def _called(case: AttentionCase) -> Tensor:
 
 def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     """One SDPA call on `backend` alone. Raises Refused."""
-    with warnings.catch_warnings(record=True) as said, forced(backend), OperatorLog() as log:
+    with (
+        warnings.catch_warnings(record=True) as said,
+        forced(backend),
+        OperatorLog() as log,
+    ):
         warnings.simplefilter("always")
         try:
             out = _called(case)
         except RuntimeError as error:
             if not any(words in str(error).lower() for words in REFUSALS):
                 raise
-            # PyTorch's own reasons, which it gives as warnings, without source locations and
-            # without the backends that are off only because another one is forced.
-            texts = [str(w.message).split(" (Triggered internally")[0].strip() for w in said]
+            # PyTorch's own reasons, which it gives as warnings, without source locations
+            # and without the backends that are off only because another one is forced.
+            texts = [
+                str(w.message).split(" (Triggered internally")[0].strip() for w in said
+            ]
             own = [t for t in texts if not t.endswith(("because:", "runtime disabled."))]
             none = "PyTorch refuses this case and gives no reason"
             raise Refused(" ".join(dict.fromkeys(own)) or none) from error
@@ -120,7 +144,8 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
         raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
     ran, returned = _named(ran), log.returned
     lse = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
-    if isinstance(lse, Tensor):  # cuDNN adds an axis, and efficient pads to a multiple of 32 rows
+    # cuDNN adds an axis, and efficient pads to a multiple of 32 rows
+    if isinstance(lse, Tensor):
         lse = (lse.squeeze(-1) if lse.ndim == 4 else lse)[..., : out.shape[2]]
     whole = isinstance(lse, Tensor) and lse.shape == out.shape[:3]
     return Output(out=out, lse=lse if whole else None, ran=ran, did={"operator": ran})
@@ -134,19 +159,22 @@ def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
     own = f"{forward}_backward" if forward in FUSED else "math"
     ran = log.first({f"{name}_backward" for name in FUSED})
     if backend is not None and ran != own:
-        raise MeasurementError(f"{forward} ran forward, and {ran} instead of {own} backward")
+        raise MeasurementError(
+            f"{forward} ran forward, and {ran} instead of {own} backward"
+        )
     return dataclasses.replace(done, ran_backward=_named(ran))
 
 
 def _named(operator: str) -> str:
-    """An operator as evidence: a flash operator with what was activated in its place, as in
-    `_scaled_dot_product_flash_attention (FA4)`. Nothing is claimed of how that rounds."""
+    """An operator as evidence: a flash operator with what was activated in its place, as
+    in `_scaled_dot_product_flash_attention (FA4)`. Nothing is claimed of how that
+    rounds."""
     active = current_flash_attention_impl()
     flash = FUSED.get(operator.removesuffix("_backward")) == SDPBackend.FLASH_ATTENTION
     return f"{operator} ({active})" if active and flash else operator
 
 
-# --- what the operators compute like -------------------------------------------------------------
+# --- what the operators compute like --------------------------------------------------
 
 
 def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
@@ -160,7 +188,8 @@ def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
         case "_scaled_dot_product_flash_attention":
             return flash_attention_2(case, system)
         case "_scaled_dot_product_efficient_attention":
-            # Backward keeps P in the working format for both products, and scales dS as cuDNN's.
+            # Backward keeps P in the working format for both products, and scales dS as
+            # cuDNN's.
             tile, late = 64 if case.v.shape[-1] <= 64 else 128, {"p_for_ds": "working"}
             return {"preset": "fa2", "block_kv": tile, "ds_scale": "before", **late}
         case "_scaled_dot_product_cudnn_attention":
@@ -169,9 +198,12 @@ def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
 
 
 def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
-    """Its backward adds every tile to the gradients in the working format, in the tiles of forward,
-    and goes on from one query head of a group to the next. There exp is the exact one."""
-    lanes = max((n for name, n in FAST_EXP.items() if name in system.cpu_capability), default=0)
+    """Its backward adds every tile to the gradients in the working format, in the tiles
+    of forward, and goes on from one query head of a group to the next. There exp is the
+    exact one."""
+    lanes = max(
+        (n for name, n in FAST_EXP.items() if name in system.cpu_capability), default=0
+    )
     return {
         "preset": "fa2",
         **dict.fromkeys(("dq", "dk", "dv"), "working"),
@@ -183,7 +215,8 @@ def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
 
 
 def flash_attention_2(case: AttentionCase, system: System) -> Claim:
-    """FlashAttention-2, the last tile first. Calls too small for the GPU divide their keys."""
+    """FlashAttention-2, the last tile first. Calls too small for the GPU divide their
+    keys."""
     d = case.q.shape[-1]
     wide = 256 if d <= 64 else 128 if d <= 128 else 64
     splits = _splits(case, wide, system.processors or 1)
@@ -192,10 +225,12 @@ def flash_attention_2(case: AttentionCase, system: System) -> Claim:
 
 
 def _splits(case: AttentionCase, tile: int, processors: int) -> int:
-    """FlashAttention-2's `num_splits_heuristic`: the fewest parts of the keys that use the GPU at
-    least 85 % as well as the best number, if whole heads in blocks of 64 rows leave 20 % idle."""
+    """FlashAttention-2's `num_splits_heuristic`: the fewest parts of the keys that use
+    the GPU at least 85 % as well as the best number, if whole heads in blocks of 64 rows
+    leave 20 % idle."""
     work = case.q.shape[0] * case.heads * -(-case.q_len // 64)
-    if case.q_len == 1 and case.window is None:  # the query heads of a group become its rows
+    # The query heads of a group become its rows
+    if case.q_len == 1 and case.window is None:
         work = case.q.shape[0] * case.kv_heads * -(-case.group // 64)
     slots, tiles = 2 * processors, -(-case.kv_len // tile)
     if work >= 0.8 * slots:
@@ -211,7 +246,7 @@ def _splits(case: AttentionCase, tile: int, processors: int) -> int:
     return next(parts for parts in candidates if used(parts) >= 0.85 * best)
 
 
-# --- the kernels ---------------------------------------------------------------------------------
+# --- the kernels ----------------------------------------------------------------------
 
 
 def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
@@ -224,7 +259,8 @@ def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
         return _gradients(case, backend)
 
     def trained(case: AttentionCase) -> Tensor:
-        with forced(backend):  # unwatched: whoever trains has seen with `attend` what runs
+        # Unwatched: whoever trains has seen with `attend` what runs
+        with forced(backend):
             return _called(case)
 
     attend.__doc__, attend.__qualname__ = summary, name

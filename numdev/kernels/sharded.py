@@ -1,28 +1,30 @@
-"""Attention divided over shards of the keys, as ring attention and flash-decoding divide it.
+"""Attention divided over shards of the keys, as ring attention and flash-decoding divide
+it.
 
-Each shard is computed by another kernel (`inner`), and the partial results (O, log-sum-exp) are
-merged, all in one process; the same over several GPUs is `numdev.kernels.context_parallel`.
+Each shard is computed by another kernel (`inner`), and the partial results (O,
+log-sum-exp) are merged, all in one process; the same over several GPUs is
+`numdev.kernels.context_parallel`.
 
-Merging. A part s of the keys gives O_s, the output of a softmax over its keys alone, and L_s, the
-log-sum-exp of their scores. Together they are the output over all keys:
+Merging. A part s of the keys gives O_s, the output of a softmax over its keys alone, and
+L_s, the log-sum-exp of their scores. Together they are the output over all keys:
 
     L = log sum_s exp(L_s),    O = sum_s exp(L_s - L) O_s.
 
-Flash-decoding merges all parts at once; ring attention (arXiv 2310.01889) merges each as it comes,
-by a formula of two states (in ring-flash-attention, and from there in PyTorch's context
-parallelism), with sigma the logistic function:
+Flash-decoding merges all parts at once; ring attention (arXiv 2310.01889) merges each as
+it comes, by a formula of two states (in ring-flash-attention, and from there in PyTorch's
+context parallelism), with sigma the logistic function:
 
     O <- O - sigma(L_s - L) (O - O_s),    L <- L - log sigma(L - L_s).
 
-A part that hides every key of a row has L_s = -inf, whatever its O_s, and adds nothing; a row
-without any key has O = 0 and L = -inf. NaN propagates.
+A part that hides every key of a row has L_s = -inf, whatever its O_s, and adds nothing; a
+row without any key has O = 0 and L = -inf. NaN propagates.
 
-Who meets which keys is the `order` (docs/kernels.md). A step that no query can see by position is
-left out.
+Who meets which keys is the `order` (docs/kernels.md). A step that no query can see by
+position is left out.
 
-Backward is ring attention's: from the merged O as it is returned, and the merged log-sum-exp, so
-with P = exp(S - L) and delta of the whole row, shards' gradients are added up, in the format of the
-merge."""
+Backward is ring attention's: from the merged O as it is returned, and the merged
+log-sum-exp, so with P = exp(S - L) and delta of the whole row, shards' gradients are
+added up, in the format of the merge."""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ State = tuple[Tensor, Tensor]  # O [B, H, rows, v_dim] and L [B, H, rows]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-# --- merging -------------------------------------------------------------------------------------
+# --- merging --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +73,21 @@ class Merge:
     """How partial results become one."""
 
     order: str
-    """`simultaneous`: all at once; `tree`: neighbours, then their results, and so on; any other:
-    one after the other, in the order in which they are given."""
+    """`simultaneous`: all at once; `tree`: neighbours, then their results, and so on; any
+    other: one after the other, in the order in which they are given."""
     format: str
-    """What a running result is stored in between two merges: a format, or `working`. A merge is
-    computed in fp32, in fp64 for `float64` and where the working format asks for it. `promoted`: as
-    torch promotes: the first difference O - O_s, in the working format, alone is rounded."""
+    """What a running result is stored in between two merges: a format, or `working`. A
+    merge is computed in fp32, in fp64 for `float64` and where the working format asks for
+    it. `promoted`: as torch promotes: the first difference O - O_s, in the working
+    format, alone is rounded."""
     working: Format
 
     @property
     def arithmetic(self) -> torch.dtype:
         """What merges are computed in."""
-        wide = self.format == "float64" or not format_of(torch.float32).contains(self.working)
+        wide = self.format == "float64" or not format_of(torch.float32).contains(
+            self.working
+        )
         return torch.float64 if wide else torch.float32
 
     @property
@@ -95,8 +100,8 @@ class Merge:
 
 
 def merged(parts: Sequence[State], how: Merge) -> State:
-    """The parts, of which there is one at least, as one: O in the arithmetic of `how` and L no
-    narrower. A single part is returned as it is, unrounded."""
+    """The parts, of which there is one at least, as one: O in the arithmetic of `how` and
+    L no narrower. A single part is returned as it is, unrounded."""
     keep = how.format == "promoted" and how.order != "simultaneous"
     states = []
     for O, L in parts:
@@ -134,18 +139,25 @@ def _pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
     return store(merged_O), torch.where(nothing, L, merged_L)
 
 
-# --- who meets which keys ------------------------------------------------------------------------
+# --- who meets which keys -------------------------------------------------------------
 
 
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
-    """The steps of a case, each one rank's, round by round. Refused if an order cannot have it."""
+    """The steps of a case, each one rank's, round by round. Refused if an order cannot
+    have it."""
     zigzag, ring = order == "zigzag", order in ("zigzag", "ring")
     if zigzag:
         plain = case.mask is None and case.window is None and case.causal_offset == 0
         fits = case.is_causal and plain and case.q_len == case.kv_len
         refuse(
-            (not fits, "zigzag balances plain causal calls, with as many queries as keys"),
-            (case.q_len % (2 * shards), f"length {case.q_len} is not a multiple of {2 * shards}"),
+            (
+                not fits,
+                "zigzag balances plain causal calls, with as many queries as keys",
+            ),
+            (
+                case.q_len % (2 * shards),
+                f"length {case.q_len} is not a multiple of {2 * shards}",
+            ),
         )
         at = chunks(case.q_len, 2 * shards)
         keys_of: list[Slices] = [(at[rank], at[-1 - rank]) for rank in range(shards)]
@@ -198,11 +210,13 @@ def taken(x: Tensor, ranges: Slices) -> Tensor:
 
 def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
     """What `taken` put together, apart again, along the third axis."""
-    parts: Sequence[Tensor] = x.split([places.stop - places.start for places in ranges], dim=2)
+    parts: Sequence[Tensor] = x.split(
+        [places.stop - places.start for places in ranges], dim=2
+    )
     return parts
 
 
-# --- the kernel ----------------------------------------------------------------------------------
+# --- the kernel -----------------------------------------------------------------------
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -211,14 +225,18 @@ def _check(options: Mapping[str, Any]) -> None:
         raise UsageError(what, hint="leave out partial_format, or take inner: emulated")
 
 
-def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
-    """What the merged shards compute like; None where no emulation does: a running result that is
-    stored in a narrow format between two merges, gradients that are added up in one, a rounded
-    difference (`promoted`), and the shards of `zigzag`, which are two chunks each.
+def claims(
+    case: AttentionCase, output: Output, system: System
+) -> Mapping[str, Any] | None:
+    """What the merged shards compute like; None where no emulation does: a running result
+    that is stored in a narrow format between two merges, gradients that are added up in
+    one, a rounded difference (`promoted`), and the shards of `zigzag`, which are two
+    chunks each.
 
-    A recipe has splits of the keys, merged in full precision: each split's O is rounded at `merge`
-    as it is handed over, its dQ at `dq_partial`; where queries are divided too (`q_splits`), each
-    part's dK and dV at `dk_partial` and `dv_partial`. Within a shard it is the inner's claim."""
+    A recipe has splits of the keys, merged in full precision: each split's O is rounded
+    at `merge` as it is handed over, its dQ at `dq_partial`; where queries are divided too
+    (`q_splits`), each part's dK and dV at `dk_partial` and `dv_partial`. Within a shard
+    it is the inner's claim."""
     did = output.did or {}
     if "shards" not in did:  # a single shard: the inner kernel itself
         return claim_of(did.get("operator", ""), case, system)
@@ -230,11 +248,14 @@ def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, 
         return None
     first = part(case, schedule(case, shards, order)[0])
     claim = dict(claim_of(did["each"].get("operator", ""), first, system))
-    # Splits that are the shards. Where a shard is no whole number of the inner kernel's tiles it is
-    # one tile: P is then rounded relative to another maximum, which its size hardly shows.
+    # Splits that are the shards. Where a shard is no whole number of the inner kernel's
+    # tiles it is one tile: P is then rounded relative to another maximum, which its size
+    # hardly shows.
     fields = {"block_kv": claim["block_kv"]} if "block_kv" in claim else {}
     width = chunks(case.kv_len, shards)[0].stop
-    _, tile = recipe(claim.get("preset", "fa2"), **fields).tile(case.q.shape[-1], case.kv_len)
+    _, tile = recipe(claim.get("preset", "fa2"), **fields).tile(
+        case.q.shape[-1], case.kv_len
+    )
     claim |= {"splits": shards, "block_kv": width if width % tile else tile}
     claim |= {"merge": partial, "dq_partial": partial}
     if order == "ring":
@@ -245,7 +266,8 @@ def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, 
 def described(did: Mapping[str, Any], each: str) -> str:
     """What ran in words; `each` is the operator of one shard."""
     return (
-        f"{did['shards']} shards, {did['order']}, merged in {did['merge_format']}, handed over in "
+        f"{did['shards']} shards, {did['order']}, merged in {did['merge_format']}, "
+        "handed over in "
         f"{did['partial_format']}, each by {each}"
     )
 
@@ -259,11 +281,14 @@ def described(did: Mapping[str, Any], each: str) -> str:
     backward=lambda case, **options: _computed(case, options, with_gradients=True),
 )
 def sharded(case: AttentionCase, **options: Any) -> Output:
-    """Attention over shards of the keys, merged as ring attention and flash-decoding merge."""
+    """Attention over shards of the keys, merged as ring attention and flash-decoding
+    merge."""
     return _computed(case, options, with_gradients=False)
 
 
-def _computed(case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool) -> Output:
+def _computed(
+    case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool
+) -> Output:
     inner, shards, order = options["inner"], options["shards"], options["order"]
     if shards == 1:
         return (find(inner).gradients if with_gradients else find(inner).attend)(case)
@@ -273,7 +298,9 @@ def _computed(case: AttentionCase, options: Mapping[str, Any], *, with_gradients
     steps = schedule(case, shards, order)
     (O, L), last = _forward(case, steps, how, inner, casts)
     did = {**{n: x for n, x in options.items() if n != "inner"}, "each": last.did or {}}
-    done = Output(out=_cast(O, case), lse=L, ran=described(did, last.ran or inner), did=did)
+    done = Output(
+        out=_cast(O, case), lse=L, ran=described(did, last.ran or inner), did=did
+    )
     if not with_gradients:
         return done
     dtype = how.arithmetic if how.between is None else dtype_of(how.between)
@@ -289,20 +316,28 @@ def _computed(case: AttentionCase, options: Mapping[str, Any], *, with_gradients
 
 
 def _forward(
-    case: AttentionCase, steps: Sequence[Step], how: Merge, inner: str, casts: Mapping[str, str]
+    case: AttentionCase,
+    steps: Sequence[Step],
+    how: Merge,
+    inner: str,
+    casts: Mapping[str, str],
 ) -> tuple[State, Output]:
-    """O and L of all rows in the arithmetic of the merge, and the inner kernel's last output."""
+    """O and L of all rows in the arithmetic of the merge, and the inner kernel's last
+    output."""
     last, states = Output(out=case.q), defaultdict(list)
     for rows, keys in steps:
         shard = part(case, (rows, keys))
         last = find(inner).attend(shard, **casts)
         if last.lse is None:
             raise MeasurementError(f"{inner} gave no log-sum-exp, which a merge needs")
-        empty = empty_rows(shard)  # PyTorch's CPU kernel has a log-sum-exp of 0 for such a row
+        # PyTorch's CPU kernel has a log-sum-exp of 0 for such a row
+        empty = empty_rows(shard)
         O_s = last.out.masked_fill(empty[..., None], 0.0)
         L_s = last.lse.masked_fill(empty, -math.inf)
         # Chunks of one rank are merged apart: one of them may meet fewer shards.
-        for at, O_at, L_at in zip(rows, divided(O_s, rows), divided(L_s, rows), strict=True):
+        for at, O_at, L_at in zip(
+            rows, divided(O_s, rows), divided(L_s, rows), strict=True
+        ):
             states[at.start, at.stop].append((O_at, L_at))
     shape = (*case.q.shape[:3], case.v.shape[-1])
     O = case.q.new_zeros(shape, dtype=how.arithmetic)
@@ -320,15 +355,16 @@ def _cast(x: Tensor, case: AttentionCase) -> Tensor:
     return (x if x.dtype == torch.float32 else round_to(x, case.format)).to(case.q.dtype)
 
 
-# --- the backward pass of one shard --------------------------------------------------------------
+# --- the backward pass of one shard ---------------------------------------------------
 
 
 def _backward(
     inner: str, case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]
 ) -> Gradients:
-    """dq, dk and dv that come through the keys of one shard, for O and L of all keys. PyTorch's
-    operators take O and L as arguments, the emulation in place of its own."""
-    # What has no key anywhere has scores of -inf: any finite L then gives P = 0, and not NaN.
+    """dq, dk and dv that come through the keys of one shard, for O and L of all keys.
+    PyTorch's operators take O and L as arguments, the emulation in place of its own."""
+    # What has no key anywhere has scores of -inf: any finite L then gives P = 0, and not
+    # NaN.
     L = L.masked_fill(torch.isneginf(L), 0.0)
     if inner == "emulated":
         r = emulation.rounder(case, recipe("fa2", sites=casts))
@@ -339,7 +375,9 @@ def _backward(
     tensors, L = (upstream(case), case.q, case.k, case.v), L.float()
     if inner == "sdpa-flash" and not on_cuda:
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=case.q.dtype).masked_fill_(~mask, -math.inf)
+            mask = torch.zeros_like(mask, dtype=case.q.dtype).masked_fill_(
+                ~mask, -math.inf
+            )
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors, O, L, 0.0, by_flag, attn_mask=mask, scale=case.scale
         )
@@ -351,9 +389,20 @@ def _backward(
         (mask is not None, "backward over shards takes no mask on CUDA"),
         (odd, "backward over shards takes head dimensions divisible by 8"),
     )
-    seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
+    # Of a dropout that is off
+    seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        *tensors, O, L.contiguous(), None, None, case.q_len, case.kv_len, 0.0, by_flag, seed,
-        seed[0], scale=case.scale,
-    )  # fmt: skip
+        *tensors,
+        O,
+        L.contiguous(),
+        None,
+        None,
+        case.q_len,
+        case.kv_len,
+        0.0,
+        by_flag,
+        seed,
+        seed[0],
+        scale=case.scale,
+    )
     return dq, dk, dv

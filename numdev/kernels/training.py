@@ -1,9 +1,9 @@
 """A kernel inside a network that learns: one operation of autograd's graph.
 
-Gradients come from the kernel's own training form (`Kernel.training`), through its function where
-autograd follows that, and else from its whole training step in backward, which computes forward
-twice. Autocast is off in here, in both passes: it would cast matrix products in a custom function's
-forward and not in its backward."""
+Gradients come from the kernel's own training form (`Kernel.training`), through its
+function where autograd follows that, and else from its whole training step in backward,
+which computes forward twice. Autocast is off in here, in both passes: it would cast
+matrix products in a custom function's forward and not in its backward."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ Options = Mapping[str, Any]
 
 
 def attended(
-    kernel: Kernel, case: AttentionCase, options: Options, generator: torch.Generator | None = None
+    kernel: Kernel,
+    case: AttentionCase,
+    options: Options,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The kernel's output for the case, [batch, heads, q_len, v_dim], connected to its q, k and v.
-    What it draws is from the generator, if there is one, in both passes.
+    """The kernel's output for the case, [batch, heads, q_len, v_dim], connected to its q,
+    k and v. What it draws is from the generator, if there is one, in both passes.
 
-    Raises Refused where the kernel declines the case, has no backward, or autograd cannot follow
-    it, MeasurementError where what it returned is no output of this case."""
+    Raises Refused where the kernel declines the case, has no backward, or autograd cannot
+    follow it, MeasurementError where what it returned is no output of this case."""
     kernel.accept(case)
     if kernel.backward is None:
         raise Refused("no backward pass")
@@ -53,10 +56,15 @@ def attended(
 
 
 def crossed(
-    kernel: Kernel, case: AttentionCase, options: Options, behind: Kernel, behind_options: Options
+    kernel: Kernel,
+    case: AttentionCase,
+    options: Options,
+    behind: Kernel,
+    behind_options: Options,
 ) -> Tensor:
-    """The output of one kernel with the gradients of another's whole training step, from an output
-    of its own. Raises Refused where either declines the case or has no backward."""
+    """The output of one kernel with the gradients of another's whole training step, from
+    an output of its own. Raises Refused where either declines the case or has no
+    backward."""
     behind.accept(case)
     if behind.backward is None:
         raise Refused(f"{behind.name} has no backward")
@@ -64,7 +72,9 @@ def crossed(
     def trained(case: AttentionCase, dO: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
         with torch.enable_grad():
-            out = attended(behind, dataclasses.replace(case, q=q, k=k, v=v), behind_options)
+            out = attended(
+                behind, dataclasses.replace(case, q=q, k=k, v=v), behind_options
+            )
         return torch.autograd.grad(out, (q, k, v), dO.to(out.dtype))
 
     return _applied(kernel, case, options, trained)
@@ -81,10 +91,13 @@ def _applied(
 
 
 class _Step(torch.autograd.Function):
-    """Forward runs one kernel; the gradients are what a function of case and dO returns."""
+    """Forward runs one kernel; the gradients are what a function of case and dO
+    returns."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: Any, run: Any, behind: Any) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: Any, run: Any, behind: Any
+    ) -> Any:
         ctx.save_for_backward(q, k, v)
         ctx.behind = behind
         ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
@@ -93,5 +106,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
         with torch.autocast(given[0].device.type, enabled=False):
-            gradients = zip(ctx.behind(ctx.case, given[0]), ctx.saved_tensors, strict=True)
+            gradients = zip(
+                ctx.behind(ctx.case, given[0]), ctx.saved_tensors, strict=True
+            )
             return *(gradient.to(x.dtype) for gradient, x in gradients), None, None, None

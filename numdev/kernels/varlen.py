@@ -1,8 +1,8 @@
 """PyTorch's own attention of packed sequences, `torch.nn.attention.varlen.varlen_attn`.
 
-The sequences of a batch are laid behind one another. A mask of keys that shows the first few of
-each sequence becomes their lengths, and the rest is not given to the operator at all. Causality is
-aligned bottom-right, as FlashAttention's, which it calls."""
+The sequences of a batch are laid behind one another. A mask of keys that shows the first
+few of each sequence becomes their lengths, and the rest is not given to the operator at
+all. Causality is aligned bottom-right, as FlashAttention's, which it calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _unsupported(case: AttentionCase) -> str | None:
     of_keys = mask is None or (len(shape) == 4 and shape[1:3] == (1, 1))
     return why_not(
         (importlib.util.find_spec(MODULE) is None, "this PyTorch has no varlen_attn"),
-        (case.softcap is not None or case.sinks is not None, "it has no soft cap and no sinks"),
+        (
+            case.softcap is not None or case.sinks is not None,
+            "it has no soft cap and no sinks",
+        ),
         (
             any(x.stride(-1) != 1 for x in (case.q, case.k, case.v)),
             "a last dimension with a stride",
@@ -36,7 +39,10 @@ def _unsupported(case: AttentionCase) -> str | None:
         (case.window is not None, "its windows differ between versions"),
         (not of_keys, "of masks it takes lengths alone: [batch, 1, 1, keys], bool"),
         (mask is not None and case.is_causal, "lengths would move its causal diagonal"),
-        (case.is_causal and case.causal_offset != own, f"aligns bottom-right, an offset of {own}"),
+        (
+            case.is_causal and case.causal_offset != own,
+            f"aligns bottom-right, an offset of {own}",
+        ),
     )
 
 
@@ -48,8 +54,8 @@ def _unsupported(case: AttentionCase) -> str | None:
 def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
     """PyTorch's attention of packed sequences.
 
-    `uncovered`: queries of sequences without keys lie behind all others and in no sequence, as
-    padding does; their gradient is 0 all the same."""
+    `uncovered`: queries of sequences without keys lie behind all others and in no
+    sequence, as padding does; their gradient is 0 all the same."""
     module: Any = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)
@@ -92,12 +98,15 @@ def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
 
 
 def _lengths(case: AttentionCase) -> Tensor:
-    """int64 [batch]: how many keys each sequence has. Refused for a mask that is no length."""
+    """int64 [batch]: how many keys each sequence has. Refused for a mask that is no
+    length."""
     full = torch.full((case.q.shape[0],), case.kv_len, device=case.q.device)
     if case.mask is None:
         return full
     shown = case.mask[:, 0, 0].expand(len(full), case.kv_len)
     lengths: Tensor = shown.sum(dim=1)
     first = torch.arange(case.kv_len, device=shown.device) < lengths[:, None]
-    refuse((not first.equal(shown), "its mask shows more than the first keys of a sequence"))
+    refuse(
+        (not first.equal(shown), "its mask shows more than the first keys of a sequence")
+    )
     return lengths

@@ -1,11 +1,13 @@
 """Bias: whether an output errs to one side, with an honest statistic.
 
-What is judged is the signed error relative to the floor's, in ulps at the term scale. The unit of
-observation is a sequence (a batch entry), since the rows of one sequence share their keys and
-values; rows that repeat an earlier sequence's are no observation. Within a head the family is: the
-plain mean, the mean along sign(r) (shrinkage), and the mean of every feature.
+What is judged is the signed error relative to the floor's, in ulps at the term scale. The
+unit of observation is a sequence (a batch entry), since the rows of one sequence share
+their keys and values; rows that repeat an earlier sequence's are no observation. Within a
+head the family is: the plain mean, the mean along sign(r) (shrinkage), and the mean of
+every feature.
 
-The sums come from `numdev.metrics.row_sums`; docs/derivations.md has how they were calibrated."""
+The sums come from `numdev.metrics.row_sums`; docs/derivations.md has how they were
+calibrated."""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, Any]]:
     """The bias of each head, arguments as in `row_sums.RowSums.signed`.
 
-    A sequence without a usable element says nothing and is no observation. `bias_p` is corrected
-    for the family (Bonferroni with weights, so that the 64 or 128 features do not drown the two
-    overall means: these get a quarter of the error rate each, the features share the other half).
-    The correction over heads is made where heads are seen together. Members of at least BIAS_ULP
-    are preferred, so that a tiny but certain bias does not hide a large one."""
+    A sequence without a usable element says nothing and is no observation. `bias_p` is
+    corrected for the family (Bonferroni with weights, so that the 64 or 128 features do
+    not drown the two overall means: these get a quarter of the error rate each, the
+    features share the other half). The correction over heads is made where heads are seen
+    together. Members of at least BIAS_ULP are preferred, so that a tiny but certain bias
+    does not hide a large one."""
     overall, whole = features.sum(axis=-1), counts.sum(axis=-1)
     sums = np.concatenate([np.stack([overall, along], axis=-1), features], axis=-1)
     sizes = np.concatenate([np.stack([whole, whole], axis=-1), counts], axis=-1)
@@ -55,12 +58,15 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
     ]
 
 
-def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list[dict[str, Any]]:
+def _judged(
+    means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
+) -> list[dict[str, Any]]:
     """The most certain bias of each head, among those that are worth it."""
     from scipy.special import stdtr
 
     features, degrees = mean.shape[-1] - 2, seen.sum(axis=0) - 1
-    # By how much each p is multiplied; the reciprocals sum to 1: the error rate of the family.
+    # By how much each p is multiplied; the reciprocals sum to 1: the error rate of the
+    # family.
     corrections = np.array([4.0, 4.0, *[2.0 * features] * features])
     t = mean / _standard_error(means, mean, counts, seen)
     p = np.where(degrees < 1, 1.0, 2 * stdtr(np.maximum(degrees, 1), -np.abs(t)))
@@ -79,13 +85,17 @@ def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list
     ]
 
 
-def _standard_error(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> Numbers:
+def _standard_error(
+    means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
+) -> Numbers:
     """Of the mean over sequences, from their spread; 1 where fewer than two were seen.
 
-    Outputs lie on a grid of about one ulp, so the mean of k elements moves in steps of 1/k ulp. A
-    spread below half a step is not measured but missed, and does not count as smaller: eight
-    sequences of one row that all round a feature up are no certainty."""
+    Outputs lie on a grid of about one ulp, so the mean of k elements moves in steps of
+    1/k ulp. A spread below half a step is not measured but missed, and does not count as
+    smaller: eight sequences of one row that all round a feature up are no certainty."""
     n = seen.sum(axis=0)
-    spread = np.sqrt(np.where(seen, (means - mean) ** 2, 0.0).sum(axis=0) / np.maximum(n - 1, 1))
+    spread = np.sqrt(
+        np.where(seen, (means - mean) ** 2, 0.0).sum(axis=0) / np.maximum(n - 1, 1)
+    )
     half_step = 0.5 * n / np.maximum(counts.sum(axis=0), 1)
     return np.where(n < 2, 1.0, np.maximum(spread, half_step) / np.sqrt(np.maximum(n, 1)))

@@ -1,13 +1,15 @@
 """Checksums of tensors, head by head: whether two reports hold the very same output.
 
-Of a head's n elements, in the order of their places, with bit patterns b_i (as signed integers),
+Of a head's n elements, in the order of their places, with bit patterns b_i (as signed
+integers),
 
     sum over i of (b_i + 1) w_i  mod 2^64,
 
-w_i being odd and a fixed scramble of i. Integers add up to the same sum in any order, so neither
-the device nor how it adds changes the result. One element that differs always changes it (w_i is
-odd); several do but for a chance of about 2^-64, elements that changed places among them. It is no
-cryptographic hash. Zeros of different sign differ, and NaN of different bits."""
+w_i being odd and a fixed scramble of i. Integers add up to the same sum in any order, so
+neither the device nor how it adds changes the result. One element that differs always
+changes it (w_i is odd); several do but for a chance of about 2^-64, elements that changed
+places among them. It is no cryptographic hash. Zeros of different sign differ, and NaN of
+different bits."""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ import torch
 from torch import Tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SMALL = 1 << 16  # elements of heads whose weights are kept for the next tensor of the same size
+# Elements of heads whose weights are kept for the next tensor of the same size
+SMALL = 1 << 16
 # 2^64 over the golden ratio, and a multiplier of SplitMix64, as signed numbers.
 _ODD = (-7046029254386353131, -4658895280553007687)
 
 
 def checksums(x: Tensor) -> list[str]:
-    """The checksum of every head of a tensor [B, H, rows, ...], as 16 hexadecimal digits."""
+    """The checksum of every head of a tensor [B, H, rows, ...], as 16 hexadecimal
+    digits."""
     heads = bits(x).transpose(0, 1).flatten(1)  # [H, elements]
     size = heads.shape[1]
     weights, total = (_weights if size <= SMALL else _weights.__wrapped__)(size, x.device)
@@ -43,7 +47,8 @@ def _weights(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same shape and bits: NaN equals NaN, 0 not -0."""
+    """Whether two tensors of one dtype have the same shape and bits: NaN equals NaN, 0
+    not -0."""
     return bits(x).equal(bits(y))
 
 

@@ -1,16 +1,18 @@
 """How far from the truth: the metrics, per head.
 
-`measure` compares one output with a `Yardstick`: the fp64 reference of the same rounded inputs,
-beside which stand the floor (the reference rounded once to the output's format), the baseline, and
-the reference of the unrounded inputs. It knows nothing of kernels and chooses nothing; what the
-numbers mean is set down in docs/method.md, and a verdict on them is the gate's business.
+`measure` compares one output with a `Yardstick`: the fp64 reference of the same rounded
+inputs, beside which stand the floor (the reference rounded once to the output's format),
+the baseline, and the reference of the unrounded inputs. It knows nothing of kernels and
+chooses nothing; what the numbers mean is set down in docs/method.md, and a verdict on
+them is the gate's business.
 
-Three rules hold for every metric. Fully masked rows are left out. An element that is not finite is
-counted (`nonfinite`), never averaged. A ratio whose denominator means nothing is None, with the
-reason in `nulls`.
+Three rules hold for every metric. Fully masked rows are left out. An element that is not
+finite is counted (`nonfinite`), never averaged. A ratio whose denominator means nothing
+is None, with the reason in `nulls`.
 
-Sums and maxima come from `row_sums`, for all heads at once. All else is computed on the host:
-means, root mean squares and ratios in `intervals.of_sums`, bias in `bias`, the rest here."""
+Sums and maxima come from `row_sums`, for all heads at once. All else is computed on the
+host: means, root mean squares and ratios in `intervals.of_sums`, bias in `bias`, the rest
+here."""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from numdev.metrics.yardstick import Yardstick
 Column = np.ndarray[Any, np.dtype[Any]]  # [H]: numbers or flags
 INTEGERS = ("elements", "empty_rows", "nonfinite")
 Metrics = dict[str, Any]
-"""Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
+"""Metric name to value for one head; the names are the fields of
+`report.DeviationRow`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,8 @@ class Deviation:
     along: Mapping[str, Column] = field(default_factory=dict)
     """Sums by bin of positions (`row_sums.ALONG`), [bins], where bins were given."""
     ratios: Tensor | None = None
-    """[B, H, rows]: beside what is predicted for the row; infinite where it is not finite."""
+    """[B, H, rows]: beside what is predicted for the row; infinite where it is not
+    finite."""
     compared: tuple[Tensor, Yardstick, Tensor | None] | None = None
     """The output, what it was held to and what was expected, where bins were given."""
 
@@ -59,14 +63,18 @@ def measure(
 ) -> Deviation:
     """All metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by head.
 
-    `expected` is the output of the emulation the kernel claims to be, on the same inputs; without
-    it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
-    position, of how many, or which strata; then `interval` holds the intervals of some metrics.
-    `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and 1."""
+    `expected` is the output of the emulation the kernel claims to be, on the same inputs;
+    without it there is no expected_ratio and no worst_row. `of`: where the rows are a
+    sample, in order of position, of how many, or which strata; then `interval` holds the
+    intervals of some metrics. `bins`: which row is in which bin of positions, fp64 [rows,
+    bins] of 0 and 1."""
     by_row = row_sums(output, yardstick, expected)
     totals = to_host(by_row, bins, of)
-    with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
-        columns = of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)
+    # A ratio that means nothing is told by what comes out
+    with np.errstate(all="ignore"):
+        columns = (
+            of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)
+        )
     heads = _per_head(columns)
     for head, own in zip(heads, bias(*totals.signed), strict=True):
         head.update(own)
@@ -86,7 +94,8 @@ def measure_plain(
 ) -> Deviation:
     """Distances alone, of what has no floor, as the log-sum-exp.
 
-    Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
+    Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in
+    `measure`.
     """
     totals = to_host(plain_sums(output, reference, empty), of=of)
     with np.errstate(all="ignore"):
@@ -95,7 +104,8 @@ def measure_plain(
 
 
 def _common(totals: Totals) -> dict[str, Column]:
-    """What every tensor has. Counts are of the rows that were drawn, as the floor's are."""
+    """What every tensor has. Counts are of the rows that were drawn, as the floor's
+    are."""
     sums, counts = totals.sums, totals.drawn or totals.sums
     return {
         "elements": counts["count"],
@@ -107,7 +117,8 @@ def _common(totals: Totals) -> dict[str, Column]:
 
 
 def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
-    """What needs the floor's format, the baseline, the precision deviation, or a prediction."""
+    """What needs the floor's format, the baseline, the precision deviation, or a
+    prediction."""
     sums, largest = totals.sums, totals.largest
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
@@ -123,7 +134,9 @@ def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
 
 def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
     """Columns [H] as one dict per head: counts as integers."""
-    lists = [(x.astype(np.int64) if n in INTEGERS else x).tolist() for n, x in columns.items()]
+    lists = [
+        (x.astype(np.int64) if n in INTEGERS else x).tolist() for n, x in columns.items()
+    ]
     return [dict(zip(columns, head, strict=True)) for head in zip(*lists, strict=True)]
 
 

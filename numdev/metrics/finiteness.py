@@ -1,10 +1,12 @@
-"""What is not finite: in a call's inputs, and in rows of an output that a sample leaves out.
+"""What is not finite: in a call's inputs, and in rows of an output that a sample leaves
+out.
 
-In the rows that are measured finiteness is held against the floor's, element by element. For all
-others this needs no reference as long as the inputs are finite: then the exact output is, being a
-mean of rows of V, and so is the log-sum-exp of a row that sees a key, and a gradient is never NaN.
-A gradient may overflow a narrow format rightly; where a bound on its size excludes that, an
-infinite element is wrong too, and elsewhere it stays open."""
+In the rows that are measured finiteness is held against the floor's, element by element.
+For all others this needs no reference as long as the inputs are finite: then the exact
+output is, being a mean of rows of V, and so is the log-sum-exp of a row that sees a key,
+and a gradient is never NaN. A gradient may overflow a narrow format rightly; where a
+bound on its size excludes that, an infinite element is wrong too, and elsewhere it stays
+open."""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ def elsewhere(
 ) -> list[Elsewhere]:
     """Of each head of a tensor `x` [B, H, rows, ...] of `case`, in all rows but `rows`.
 
-    `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv, `fmt` the
-    format of `x`. Left out are query rows that see no key."""
+    `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv,
+    `fmt` the format of `x`. Left out are query rows that see no key."""
     heads = x.shape[1]
     if not inputs_finite(case):
         return [Elsewhere(0, "the inputs are not finite")] * heads
@@ -49,9 +51,14 @@ def elsewhere(
         reach = _largest(case, tensor) >= fmt.largest
         open_ = bad & x.isinf() & reach[None, :, None, None]
     both = torch.stack([bad & ~open_, open_]).transpose(1, 2).flatten(2).sum(dim=2)
-    why = "elements are infinite in rows that are not measured, where the exact gradient may"
+    why = (
+        "elements are infinite in rows that are not measured, where the exact "
+        "gradient may"
+    )
     return [
-        Elsewhere(wrong, f"{doubtful} {why} overflow {fmt.name} too" if doubtful else None)
+        Elsewhere(
+            wrong, f"{doubtful} {why} overflow {fmt.name} too" if doubtful else None
+        )
         for wrong, doubtful in both.T.tolist()
     ]
 
@@ -62,8 +69,8 @@ def inputs_finite(case: AttentionCase) -> bool:
 
 
 def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
-    """By tensor of a call, how many of its elements are NaN or infinite; those without any are left
-    out. -inf in an additive mask hides, and does not count."""
+    """By tensor of a call, how many of its elements are NaN or infinite; those without
+    any are left out. -inf in an additive mask hides, and does not count."""
     if inputs_finite(case):
         return {}
     counts = {name: count_nonfinite(x) for name, x in _inputs(case).items()}
@@ -71,10 +78,13 @@ def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
 
 
 def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[str, int]:
-    """By format, how many finite elements of a call's inputs it cannot hold; formats that hold all
-    are left out. A mask does not overflow: it saturates (`AttentionCase.rounded_to`)."""
+    """By format, how many finite elements of a call's inputs it cannot hold; formats that
+    hold all are left out. A mask does not overflow: it saturates
+    (`AttentionCase.rounded_to`)."""
     narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
-    inputs = [x for name, x in _inputs(case).items() if name != "mask"] if narrower else []
+    inputs = (
+        [x for name, x in _inputs(case).items() if name != "mask"] if narrower else []
+    )
     counts: dict[str, int] = {}
     for x, largest in zip(inputs, _largest_magnitudes(inputs), strict=True):
         for fmt in narrower:
@@ -86,7 +96,8 @@ def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[s
 
 
 def _inputs(case: AttentionCase) -> dict[str, Tensor]:
-    """The floating-point inputs of a call by name, a mask with its lowest number for -inf."""
+    """The floating-point inputs of a call by name, a mask with its lowest number for
+    -inf."""
     named = {n: getattr(case, n) for n in ("q", "k", "v", "mask", "sinks", "grad_out")}
     inputs = {n: x for n, x in named.items() if x is not None and x.dtype != torch.bool}
     if (mask := inputs.get("mask")) is not None:
@@ -95,13 +106,14 @@ def _inputs(case: AttentionCase) -> dict[str, Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements of all these are, by one wait for the device: of a tensor with an
-    infinity or NaN the largest magnitude is one."""
+    """Whether all elements of all these are, by one wait for the device: of a tensor with
+    an infinity or NaN the largest magnitude is one."""
     return all(map(math.isfinite, _largest_magnitudes(tensors)))
 
 
 def nonfinite_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """How many elements of tensors are NaN or infinite, by name; those that have none left out."""
+    """How many elements of tensors are NaN or infinite, by name; those that have none
+    left out."""
     floating = ((name, x) for name, x in tensors if x.is_floating_point())
     counts = {name: count_nonfinite(x) for name, x in floating}
     return {name: count for name, count in counts.items() if count}
@@ -119,13 +131,14 @@ def _largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def _largest(case: AttentionCase, tensor: str) -> Tensor:
-    """[H]: a bound on a gradient's elements. |dP - delta| <= 2 |dO_i| max |V_j| row by row, and
-    a row of P sums to 1 at most (a soft cap's slope is at most 1)."""
+    """[H]: a bound on a gradient's elements. |dP - delta| <= 2 |dO_i| max |V_j| row by
+    row, and a row of P sums to 1 at most (a soft cap's slope is at most 1)."""
     assert case.grad_out is not None
     q, k, v, dO = (x.double() for x in (case.q, case.k, case.v, case.grad_out))
 
     def by_kv_head(x: Tensor) -> Tensor:
-        """[B, H, rows, features] summed over rows and the heads of a group, the largest: [H_kv]."""
+        """[B, H, rows, features] summed over rows and the heads of a group, the largest:
+        [H_kv]."""
         sums = x.sum(dim=2).reshape(len(x), case.kv_heads, case.group, -1).sum(dim=2)
         return sums.amax(dim=(0, 2))
 

@@ -1,21 +1,24 @@
-"""How well a sample of rows tells what all rows would: 95 % intervals of a head's metrics.
+"""How well a sample of rows tells what all rows would: 95 % intervals of a head's
+metrics.
 
-A metric that is a function of sums over rows (a root mean square, a ratio of two) is estimated by
-the same function of the sampled rows' sums. Its interval is a delete-a-group jackknife's (Kott,
-"The delete-a-group jackknife", J. Off. Stat. 17, 2001): the rows are dealt out to G = 16 groups in
-turn, so that each is spread over the positions as the sample is; the metric is computed G times
-without one of them; and with t_g its logarithm
+A metric that is a function of sums over rows (a root mean square, a ratio of two) is
+estimated by the same function of the sampled rows' sums. Its interval is a delete-a-group
+jackknife's (Kott, "The delete-a-group jackknife", J. Off. Stat. 17, 2001): the rows are
+dealt out to G = 16 groups in turn, so that each is spread over the positions as the
+sample is; the metric is computed G times without one of them; and with t_g its logarithm
 
-    variance = (1 - n / N) (G - 1) / G sum_g (t_g - mean t)^2,  interval = value exp(+- q sd),
+    variance = (1 - n / N) (G - 1) / G sum_g (t_g - mean t)^2
+    interval = value exp(+- q sd)
 
-q being the 97.5 % quantile of Student's t with G - 1 degrees of freedom, n of N rows sampled. On
-the logarithmic scale, since a ratio and its inverse then say the same and no interval holds a
-negative error. Rows that stood out are in each of the G sums, and N and n are of the others; they
-keep a few rows from ruling what is estimated. How often intervals hold: docs/derivations.md.
+q being the 97.5 % quantile of Student's t with G - 1 degrees of freedom, n of N rows
+sampled. On the logarithmic scale, since a ratio and its inverse then say the same and no
+interval holds a negative error. Rows that stood out are in each of the G sums, and N and
+n are of the others; they keep a few rows from ruling what is estimated. How often
+intervals hold: docs/derivations.md.
 
-`rel` gets none: under a causal mask the first rows, which see few keys, rule |r|. Nor does a
-maximum, which a sample bounds from below alone; nor what has fewer than two rows, or is 0 without
-one of the groups.
+`rel` gets none: under a causal mask the first rows, which see few keys, rule |r|. Nor
+does a maximum, which a sample bounds from below alone; nor what has fewer than two rows,
+or is 0 without one of the groups.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from numdev.metrics.statistics import CONFIDENCE
 Interval = tuple[float, float]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Sums = Mapping[str, Numbers]
-"""What a metric is made of, by name: sums over all rows [H], or over groups of them [H, groups]."""
+"""What a metric is made of, by name: sums over all rows [H], or over groups of them [H,
+groups]."""
 RMS = {
     "rms": ("square", "count"),
     "row_rel": ("relative", "counted"),
@@ -73,9 +77,9 @@ def of_sums(sums: Sums) -> dict[str, Numbers]:
 def intervals(
     groups: Sums, rows: int, of: int, certain: Numbers | None = None
 ) -> list[dict[str, Interval]]:
-    """For each head the intervals of the metrics that these sums give: of `rows` sampled rows in
-    order of position, dealt to groups [H, GROUPS], `of` so many; beside others that are all
-    measured and have the sums `certain` [sums, H]."""
+    """For each head the intervals of the metrics that these sums give: of `rows` sampled
+    rows in order of position, dealt to groups [H, GROUPS], `of` so many; beside others
+    that are all measured and have the sums `certain` [sums, H]."""
     from scipy.special import stdtrit
 
     heads, most = groups["count"].shape
@@ -83,8 +87,8 @@ def intervals(
         return [{} for _ in range(heads)]
     count = min(rows, most)  # groups that are not empty
     quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
-    # Over all groups, and without each over the others: not by subtraction, since where one row
-    # has all little is left.
+    # Over all groups, and without each over the others: not by subtraction, since where
+    # one row has all little is left.
     chosen = np.concatenate([np.ones((count, 1)), 1 - np.eye(count)], axis=1)
     parts = np.array([x[:, :count] for x in groups.values()])  # [sums, H, groups]
     with np.errstate(all="ignore"):  # a metric that means nothing has no interval
@@ -99,7 +103,9 @@ def intervals(
         variance = (1 - rows / of) * (count - 1) / count * squares.sum(axis=-1)
         width = np.exp(quantile * np.sqrt(variance))
         exact = value == 0  # no row errs at all: then none does without a group either
-        ends = np.stack([np.where(exact, value, x) for x in (value / width, value * width)])
+        ends = np.stack(
+            [np.where(exact, value, x) for x in (value / width, value * width)]
+        )
     return [
         {
             n: (low, high)

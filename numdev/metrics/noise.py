@@ -4,11 +4,12 @@ Of k runs x_1 ... x_k the noise of a head is
 
     sqrt( mean over pairs i < j and over elements of (x_i - x_j)^2 ),
 
-the distance between two runs, sqrt(2) times the standard deviation of one; a mean over pairs, it is
-free of the number of runs. It is exactly 0 when all runs agree bit for bit, and only then: pairs
-are compared for equality first. NaN equals NaN at the same place, and infinity itself; zeros of
-different sign are not told apart. Where only one of two runs is finite there is no distance: such
-elements are counted (`flickering`) and left out of the mean."""
+the distance between two runs, sqrt(2) times the standard deviation of one; a mean over
+pairs, it is free of the number of runs. It is exactly 0 when all runs agree bit for bit,
+and only then: pairs are compared for equality first. NaN equals NaN at the same place,
+and infinity itself; zeros of different sign are not told apart. Where only one of two
+runs is finite there is no distance: such elements are counted (`flickering`) and left out
+of the mean."""
 
 from __future__ import annotations
 
@@ -31,15 +32,17 @@ ELEMENTS = 1 << 24
 @dataclass(frozen=True, kw_only=True)
 class Noise:
     noise: float | None
-    """Root mean square difference of two runs; None where no element is finite in any two."""
-    flickering: int  # elements that are NaN or infinite in one run and not, or not so, in another
+    """Root mean square difference of two runs; None where no element is finite in any
+    two."""
+    # Elements that are NaN or infinite in one run and not, or not so, in another
+    flickering: int
 
 
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
     """The noise of each head of one tensor [B, H, rows, ...] over several runs.
 
-    Two are brought to fp64 at a time, some heads at a time. MeasurementError where runs differ in
-    shape or dtype."""
+    Two are brought to fp64 at a time, some heads at a time. MeasurementError where runs
+    differ in shape or dtype."""
     if len({(x.shape, x.dtype) for x in runs}) > 1:
         raise MeasurementError("runs on the same inputs differ in their shape or dtype")
     heads = runs[0].shape[1]

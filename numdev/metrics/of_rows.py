@@ -1,5 +1,5 @@
-"""The metrics of a report's row, by name: its fields, and what is derived from them. What sampled
-rows tell of each."""
+"""The metrics of a report's row, by name: its fields, and what is derived from them. What
+sampled rows tell of each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Value = float | str | None
 
 
 def lse_error(row: DeviationRow) -> float | None:
-    """rms over 1 + the root mean square of the exact log-sum-exp, which is rms / rel: relative
-    where it is large, absolute where it is near 0."""
+    """rms over 1 + the root mean square of the exact log-sum-exp, which is rms / rel:
+    relative where it is large, absolute where it is near 0."""
     if not row.rms:
         return row.rms
     return row.rms / (1 + (row.rms / row.rel if row.rel else 0.0))
@@ -23,18 +23,33 @@ DERIVED: dict[str, Callable[[DeviationRow], float | None]] = {
     "noise_ratio": noise_ratio,
     "lse_error": lse_error,
 }
-# Every metric is in one of the next four: what sampled rows tell of all of them. One that is in
-# none is not judged where rows are sampled.
+# Every metric is in one of the next four: what sampled rows tell of all of them. One that
+# is in none is not judged where rows are sampled.
 WHOLE = frozenset(
-    {"nonfinite", "empty_nonfinite", "empty_rows", "overflow", "noise"}  # counted in all rows
+    # Counted in all rows
+    {"nonfinite", "empty_nonfinite", "empty_rows", "overflow", "noise"}
     | {"elements", "sequences", "rows_measured", "suspects"}  # said of the sample itself
 )
 # Extreme values: over sampled rows they are lower bounds, and so never pass.
 MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
 # What sampled rows give an estimate of, to be judged by its interval.
 ESTIMATED = frozenset(
-    {"mean_abs", "rms", "rel", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"}
-    | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error", "noise_ratio"}
+    {
+        "mean_abs",
+        "rms",
+        "rel",
+        "row_rel",
+        "floor_ratio",
+        "baseline_ratio",
+        "expected_ratio",
+    }
+    | {
+        "precision_rms",
+        "from_baseline_rms",
+        "flash_vs_precision",
+        "lse_error",
+        "noise_ratio",
+    }
     | {"low_precision_rms", "flash_vs_low_precision", "rms_ratio", "rms_rows"}
 )
 # What has a test of its own, with its certainty beside it.
@@ -43,9 +58,13 @@ TESTED = frozenset(
     | {"suspicion", "suspicion_cut", "suspicion_share", "imprecision_share"}
 )
 # Multiples of an error, and so 0 where there is none, whatever the denominator.
-ERRORS = frozenset({"expected_ratio", "rms_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
+ERRORS = frozenset(
+    {"expected_ratio", "rms_ratio", "worst_row", "floor_ratio", "baseline_ratio"}
+)
 _NUMBERS = (float | None, int | None, Count | None, bool | None)
-FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
+FIELDS = frozenset(
+    n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS
+)
 METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}
 
 
@@ -60,8 +79,8 @@ def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
 
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
-    """The interval of a metric that is estimated from sampled rows, where it has one. As in
-    `value_of`, a multiple of an error is 0 where there is none."""
+    """The interval of a metric that is estimated from sampled rows, where it has one. As
+    in `value_of`, a multiple of an error is 0 where there is none."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")
     if metric not in DERIVED:
@@ -73,8 +92,13 @@ def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     if ends is None or value is None or not row.rms or not ends[0]:
         return ends
     low, high = (end / row.rms for end in ends)
-    # The log-sum-exp's error goes with the rms; noise is divided by one that is as uncertain.
-    return (value * low, value * high) if metric == "lse_error" else (value / high, value / low)
+    # The log-sum-exp's error goes with the rms; noise is divided by one that is as
+    # uncertain.
+    return (
+        (value * low, value * high)
+        if metric == "lse_error"
+        else (value / high, value / low)
+    )
 
 
 ULPS = (-5, 6)

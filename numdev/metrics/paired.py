@@ -1,10 +1,11 @@
 """How far two tensors of one shape are apart, element by element and as bags of values.
 
-W1 does not know which value stood where: it is zero under any permutation, and two seeds of some
-10^6 values look to it like one cast. So it never stands alone: whatever compares weights shows all.
+W1 does not know which value stood where: it is zero under any permutation, and two seeds
+of some 10^6 values look to it like one cast. So it never stands alone: whatever compares
+weights shows all.
 
-The elements are read in blocks, so that two tensors are compared in little more memory than W1
-takes."""
+The elements are read in blocks, so that two tensors are compared in little more memory
+than W1 takes."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ from numdev.metrics.wasserstein import blocks, total, w1
 class Paired:
     """Distances of a from b, in the units of their values.
 
-    Over the elements that are finite in both. A number is None where there is no such element,
-    where what it is relative to is zero, and where the squares it takes leave float64's range."""
+    Over the elements that are finite in both. A number is None where there is no such
+    element, where what it is relative to is zero, and where the squares it takes leave
+    float64's range."""
 
     elements: int
-    nonfinite: int  # NaN or infinite in a, in b or in both, alike or not: left out of what follows
+    # NaN or infinite in a, in b or in both, alike or not: left out of what follows
+    nonfinite: int
     max_abs: float | None = None
     mean_abs: float | None = None
     rel: float | None = None  # ||a - b|| / ||b||
@@ -35,8 +38,8 @@ class Paired:
 
 
 def paired(a: Tensor, b: Tensor) -> Paired:
-    """All distances, in fp64, of two tensors of one shape on one device, of any real floating-point
-    dtypes, also two. NaN and infinity are counted and left out."""
+    """All distances, in fp64, of two tensors of one shape on one device, of any real
+    floating-point dtypes, also two. NaN and infinity are counted and left out."""
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
     found, largest = [], []
     for x, y, kept in _blocks(a, b):
@@ -63,7 +66,8 @@ def paired(a: Tensor, b: Tensor) -> Paired:
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Both in float64, block by block, with 0 where either is not finite, and where both are."""
+    """Both in float64, block by block, with 0 where either is not finite, and where both
+    are."""
     for part in blocks(a.numel(), a.device):
         x, y = a[part].double(), b[part].double()
         kept = x.isfinite() & y.isfinite()

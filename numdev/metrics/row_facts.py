@@ -1,11 +1,14 @@
-"""What single rows of a call look like, recomputed in fp64: some rows of one head at once.
+"""What single rows of a call look like, recomputed in fp64: some rows of one head at
+once.
 
-Of a query's row: its scores, and what the literature makes responsible for errors of attention
-(ties of the maximum with V of one sign, arXiv 2510.04212; sinks). Of a key: what it receives from
-all queries that read it. Which rows are worth it is decided in `numdev.metrics.worst_rows`.
+Of a query's row: its scores, and what the literature makes responsible for errors of
+attention (ties of the maximum with V of one sign, arXiv 2510.04212; sinks). Of a key:
+what it receives from all queries that read it. Which rows are worth it is decided in
+`numdev.metrics.worst_rows`.
 
-Scores of n rows are computed against the keys of every batch entry, of which each row keeps its
-own: one matrix product. No more of a call is ever in fp64 than one kv head and these scores.
+Scores of n rows are computed against the keys of every batch entry, of which each row
+keeps its own: one matrix product. No more of a call is ever in fp64 than one kv head and
+these scores.
 
 Legend: S scores, P probabilities, m row maximum, L log-sum-exp."""
 
@@ -25,8 +28,9 @@ EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 
 
 
 def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
-    """The fields of `report.WorstRow` that follow from the scores of rows i [n] of batch entries
-    b [n] in a query head, fp64 [n] each. Most mean nothing of a row that sees no key."""
+    """The fields of `report.WorstRow` that follow from the scores of rows i [n] of batch
+    entries b [n] in a query head, fp64 [n] each. Most mean nothing of a row that sees no
+    key."""
     part = case.select_heads([head])
     own = (b, 0, torch.arange(len(b), device=b.device))
     S = _scores(part, i, slice(0, case.kv_len))[own]  # [n, kv_len]
@@ -37,7 +41,9 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     outcomes = (logits - L).exp()
     P = torch.where(shown, outcomes[:, : case.kv_len], 0.0)
     carriers, below = _carriers(P), m - S
-    earlier = torch.arange(case.kv_len, device=b.device) < (i + case.causal_offset)[:, None]
+    earlier = (
+        torch.arange(case.kv_len, device=b.device) < (i + case.causal_offset)[:, None]
+    )
     counts = {
         "sees": shown,
         "position": shown & earlier,
@@ -58,15 +64,20 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     return found if sinks is None else {**found, "sink": outcomes[:, -1]}
 
 
-def of_keys(case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor) -> dict[str, Tensor]:
-    """The fields of keys j [n] of batch entries b [n] in a kv head, over all queries that read it.
-    `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
+def of_keys(
+    case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
+    """The fields of keys j [n] of batch entries b [n] in a kv head, over all queries that
+    read it. `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
     S = _scores(case.select_groups([head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
     shown = S.ne(-math.inf)
     P = torch.where(shown, (S - lse[:, heads][b].double()).exp(), 0.0).flatten(1)
-    earlier = torch.arange(case.q_len, device=b.device) < (j - case.causal_offset)[:, None, None]
+    earlier = (
+        torch.arange(case.q_len, device=b.device)
+        < (j - case.causal_offset)[:, None, None]
+    )
     counts = {
         "sees": shown.flatten(1),
         "position": (shown & earlier).flatten(1),
@@ -82,8 +93,9 @@ def _scores(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
 
 
 def _carriers(P: Tensor) -> Tensor:
-    """bool [n, m]: the fewest probabilities that make up CARRIED of their row's sum, but for the
-    rounding of sums: of ten equal ones nine, in whatever order they are added up."""
+    """bool [n, m]: the fewest probabilities that make up CARRIED of their row's sum, but
+    for the rounding of sums: of ten equal ones nine, in whatever order they are added
+    up."""
     largest, order = P.sort(dim=-1, descending=True, stable=True)
     before = largest.cumsum(dim=-1) - largest
     carry = before < CARRIED * (1 - EQUAL) * P.sum(dim=-1, keepdim=True)

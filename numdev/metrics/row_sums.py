@@ -1,9 +1,11 @@
-"""An output beside a yardstick: sums and maxima over the elements of each row, on the device.
+"""An output beside a yardstick: sums and maxima over the elements of each row, on the
+device.
 
-`row_sums` is what every metric of an output is a function of; `to_host` deals rows to groups, which
-intervals of sampled rows need (`numdev.metrics.intervals`), and brings everything to the host in
-one transfer. Elements that are not usable are 0 in every error. On CUDA one Triton kernel with the
-same results takes the place of the steps of PyTorch (`numdev.metrics.row_sums_triton`)."""
+`row_sums` is what every metric of an output is a function of; `to_host` deals rows to
+groups, which intervals of sampled rows need (`numdev.metrics.intervals`), and brings
+everything to the host in one transfer. Elements that are not usable are 0 in every error.
+On CUDA one Triton kernel with the same results takes the place of the steps of PyTorch
+(`numdev.metrics.row_sums_triton`)."""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ from numdev.metrics import yardstick
 from numdev.metrics.sampling import Strata
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-SMALL = 1 << 24  # elements of an output up to which nothing is compiled: an estimate, not measured
+# Elements of an output up to which nothing is compiled: an estimate, not measured
+SMALL = 1 << 24
 GROUPS = 16  # row i is in group i mod GROUPS, so that each group is spread over positions
-ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")  # also summed by bin
+# Also summed by bin
+ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -33,8 +37,9 @@ class RowSums:
     sums: yardstick.Sums
     largest: dict[str, Tensor]  # [B, H, rows], of which the largest over rows counts
     signed: tuple[Tensor, ...] = ()
-    """Signed differences from the floor in ulps at the term scale, by sequence: sums over rows
-    [B, H, features]; along the reference's sign [B, H]; how many elements [B, H, features]."""
+    """Signed differences from the floor in ulps at the term scale, by sequence: sums over
+    rows [B, H, features]; along the reference's sign [B, H]; how many elements [B, H,
+    features]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,14 +47,18 @@ class Totals:
     """The same on the host."""
 
     rows: int  # in the groups
-    groups: dict[str, Numbers]  # [H, GROUPS], summed over the batch and the rows of a group
+    # [H, GROUPS], summed over the batch and the rows of a group
+    groups: dict[str, Numbers]
     largest: dict[str, Numbers]  # [H]
     signed: tuple[Numbers, ...]
     along: Mapping[str, Numbers] = field(default_factory=dict)
     """[bins]: sums over batch, heads and the rows of each bin; empty without bins."""
-    certain: Numbers | None = None  # [sums, H]: over rows that stood out, which are in no group
-    drawn: Mapping[str, Numbers] = field(default_factory=dict)  # [H]: over those drawn, beside them
-    left: int | None = None  # how many rows those in groups stand for, where they are a sample
+    # [sums, H]: over rows that stood out, which are in no group
+    certain: Numbers | None = None
+    # [H]: over those drawn, beside them
+    drawn: Mapping[str, Numbers] = field(default_factory=dict)
+    # How many rows those in groups stand for, where they are a sample
+    left: int | None = None
 
     @cached_property
     def sums(self) -> dict[str, Numbers]:
@@ -75,9 +84,15 @@ class ElementSums:
     from_floor: Tensor | None  # the largest |o - floor|
 
 
-def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = None) -> RowSums:
-    """An output [B, H, rows, features] beside a yardstick and, if any, the emulation `expected`."""
-    o, e = yardstick.widened(output), None if expected is None else yardstick.widened(expected)
+def row_sums(
+    output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = None
+) -> RowSums:
+    """An output [B, H, rows, features] beside a yardstick and, if any, the emulation
+    `expected`."""
+    o, e = (
+        yardstick.widened(output),
+        None if expected is None else yardstick.widened(expected),
+    )
     fine = yardstick.finite(o)
     whole = bool((fine | ~y.seen).all())
     rows = y.rows if whole else y.rows_where(y.usable & fine)
@@ -108,8 +123,15 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
         ),
     }
     largest = {"max_abs": elements.max_abs, "max_ulp": elements.max_ulp}
-    if beside is not None and elements.apart is not None and elements.from_floor is not None:
-        sums |= {"apart": elements.apart, "apart_count": beside.sum(dim=-1, dtype=torch.float64)}
+    if (
+        beside is not None
+        and elements.apart is not None
+        and elements.from_floor is not None
+    ):
+        sums |= {
+            "apart": elements.apart,
+            "apart_count": beside.sum(dim=-1, dtype=torch.float64),
+        }
         if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8 bits
             largest |= {"from_floor": elements.from_floor}
             largest |= y.allowance if every else y.fa_allowance(beside)
@@ -121,7 +143,9 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
                 yardstick.row_norm(yardstick.kept(o - y.reference, compared)),
             )
         predicted = same.predicted(elements.predicted)
-        against, square, least = same.relative(torch.stack([size, predicted, same.least])).square()
+        against, square, least = same.relative(
+            torch.stack([size, predicted, same.least])
+        ).square()
         sums |= {
             "against": against,
             "predicted": square,
@@ -130,13 +154,17 @@ def row_sums(output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = N
         } | _in_own_unit(size, predicted, same)
         largest["worst_row"] = _ratios(size, predicted, same)
     observed = y.observed if whole else y.observed_where(rows.usable)
-    return RowSums(sums=sums, largest=largest, signed=(elements.features, elements.along, observed))
+    return RowSums(
+        sums=sums, largest=largest, signed=(elements.features, elements.along, observed)
+    )
 
 
-def _in_own_unit(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> yardstick.Sums:
-    """Rows' squared errors, what is predicted of them, the least that may be, and the larger of the
-    two with its square, which tell how many rows there are in effect: in the unit of the tensor,
-    where rows of large errors count for more."""
+def _in_own_unit(
+    size: Tensor, predicted: Tensor, rows: yardstick.RowScales
+) -> yardstick.Sums:
+    """Rows' squared errors, what is predicted of them, the least that may be, and the
+    larger of the two with its square, which tell how many rows there are in effect: in
+    the unit of the tensor, where rows of large errors count for more."""
     squared, least = predicted.square(), rows.least.clamp_min(rows.least_allowed).square()
     weight = torch.maximum(squared, least)
     return {
@@ -156,8 +184,9 @@ def element_sums(
     beside: Tensor | None = None,
     compared: Tensor | None = None,
 ) -> ElementSums:
-    """By steps of PyTorch. `usable` elements count, `beside` those where the baseline does too, and
-    `compared` those where the expected output does; without them all count, in every respect."""
+    """By steps of PyTorch. `usable` elements count, `beside` those where the baseline
+    does too, and `compared` those where the expected output does; without them all count,
+    in every respect."""
     # In one layout, whatever the output's: the order of sums goes with the strides.
     error, off = (o - y.reference).contiguous(), (o - y.floor).contiguous()
     ulps = off / y.spacing
@@ -187,11 +216,16 @@ def element_sums(
 
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
-    """Distances alone, of what has no floor: [B, H, rows(, features)]; `empty` [B, H, rows]."""
+    """Distances alone, of what has no floor: [B, H, rows(, features)]; `empty` [B, H,
+    rows]."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = yardstick.widened(output)
-    here, there, seen = yardstick.finite(o), yardstick.finite(reference), ~empty[..., None]
+    here, there, seen = (
+        yardstick.finite(o),
+        yardstick.finite(reference),
+        ~empty[..., None],
+    )
     usable = seen & here & there
     a, b = yardstick.kept(o, usable), yardstick.kept(reference, usable)
     error = a - b
@@ -206,7 +240,9 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     return RowSums(sums=sums, largest={"max_abs": yardstick.row_max(error)})
 
 
-def to_host(x: RowSums, bins: Tensor | None = None, of: int | Strata | None = None) -> Totals:
+def to_host(
+    x: RowSums, bins: Tensor | None = None, of: int | Strata | None = None
+) -> Totals:
     """All of it in one transfer, arguments as of `deviation.measure`."""
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     sums = torch.stack(list(x.sums.values()))
@@ -233,18 +269,22 @@ def to_host(x: RowSums, bins: Tensor | None = None, of: int | Strata | None = No
     )
 
 
-def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick) -> Tensor:
-    """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an error.
-    `error` and `predicted` [B, H, rows, features] are 0 where they are not usable."""
+def row_ratios(
+    error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick
+) -> Tensor:
+    """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an
+    error. `error` and `predicted` [B, H, rows, features] are 0 where they are not
+    usable."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
     return _ratios(yardstick.row_norm(error), sizes, rows)
 
 
 def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tensor:
-    """What is predicted for a row is at least typical of the head (the rms over rows of what is
-    predicted relative to |term scale_i|): that one row's roundings happen to cancel is no
-    prediction. It is also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE."""
+    """What is predicted for a row is at least typical of the head (the rms over rows of
+    what is predicted relative to |term scale_i|): that one row's roundings happen to
+    cancel is no prediction. It is also at least u |r_i| / sqrt(12), and u
+    SMALLEST_SCALE."""
     squares = rows.relative(torch.stack([predicted, rows.least])).square()
     typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged.sum(dim=(0, 2))).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
@@ -253,7 +293,8 @@ def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tenso
 
 
 def _dealt(rows: Tensor) -> Tensor:
-    """[names, B, H, rows], summed over the batch and by group of rows: [names, H, GROUPS]."""
+    """[names, B, H, rows], summed over the batch and by group of rows: [names, H,
+    GROUPS]."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % GROUPS))
     grouped: Tensor = padded.unflatten(-1, (-1, GROUPS)).sum(dim=(-4, -2))
     return grouped

@@ -1,7 +1,8 @@
-"""`numdev.metrics.row_sums.element_sums` by one Triton kernel, which reads each tensor once.
+"""`numdev.metrics.row_sums.element_sums` by one Triton kernel, which reads each tensor
+once.
 
-PyTorch takes some thirty passes over tensors in fp64 for the same sums. Results are the same but
-for the order of sums, and the same from run to run. Needs Triton."""
+PyTorch takes some thirty passes over tensors in fp64 for the same sums. Results are the
+same but for the order of sums, and the same from run to run. Needs Triton."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
     given = (o, y.reference, y.floor, y.spacing, o if e is None else e)
     tensors = [x.contiguous() for x in (*given, o if y.baseline is None else y.baseline)]
     shape: dict[str, Any] = {"CHUNK": BLOCKS * block, "BLOCK": block, "BLOCK_D": block_d}
-    shape |= {"PREDICTED": e is not None, "BESIDE": y.baseline is not None, "num_warps": 4}
+    shape |= {
+        "PREDICTED": e is not None,
+        "BESIDE": y.baseline is not None,
+        "num_warps": 4,
+    }
     with torch.cuda.device_of(o):
         compare_rows[grid](*tensors, table, features, rows, width, **shape)
     absolute, square, max_abs, max_ulp, along, predicted, apart, from_floor = table
@@ -53,12 +58,12 @@ def compare_rows(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     PREDICTED: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """An output's sums for each row, and for each feature, summed over the rows of a chunk, into
-    FEATURES [heads, chunks, width].
+    """An output's sums for each row, and for each feature, summed over the rows of a
+    chunk, into FEATURES [heads, chunks, width].
 
-    Tensors are [heads, rows, width], contiguous, heads being batch entries times heads and the
-    grid's first axis. A program takes CHUNK rows of a head, the grid's second axis, BLOCK of them
-    at a time. TABLE is [columns, heads, rows]."""
+    Tensors are [heads, rows, width], contiguous, heads being batch entries times heads
+    and the grid's first axis. A program takes CHUNK rows of a head, the grid's second
+    axis, BLOCK of them at a time. TABLE is [columns, heads, rows]."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, features = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float64)
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
@@ -91,4 +96,6 @@ def compare_rows(
 
 @triton.jit
 def put(TABLE, column, row, here, rows, values):
-    tl.store(TABLE + column * tl.num_programs(0).to(tl.int64) * rows + row, values, mask=here)
+    tl.store(
+        TABLE + column * tl.num_programs(0).to(tl.int64) * rows + row, values, mask=here
+    )

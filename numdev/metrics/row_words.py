@@ -1,8 +1,8 @@
 """What sets a row that errs apart from the usual rows of its head, in words.
 
-A property stands out when it lies from the median of the usual rows by at least three standard
-deviations, taken from the median absolute deviation (1.4826 MAD), and by at least a step worth
-mentioning. Of a normal property some 0.3 % of rows do by chance."""
+A property stands out when it lies from the median of the usual rows by at least three
+standard deviations, taken from the median absolute deviation (1.4826 MAD), and by at
+least a step worth mentioning. Of a normal property some 0.3 % of rows do by chance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 from numdev.report import WorstRow
 from numdev.report.numbers import power
 
-LEAST = 8  # usual rows it takes to say what is unusual; a tie is one beside any number of them
+# Usual rows it takes to say what is unusual; a tie is one beside any number of them
+LEAST = 8
 DEVIATIONS = 3 * 1.4826
 NOTHING = "nothing stands out"
 
@@ -25,7 +26,8 @@ class Property:
     """When a property of a row stands out, and what is then said of it."""
 
     step: float  # nats for lse and entropy; a factor of two where `logarithmic`
-    query: str = ""  # template of the row's fields and `usual`, their median; empty: not said
+    # Template of the row's fields and `usual`, their median; empty: not said
+    query: str = ""
     key: str = ""
     logarithmic: bool = False
     side: int = 0  # 1: only above what is usual, -1: only below
@@ -36,25 +38,55 @@ SHARP = ("max_probability", "entropy")
 CANCELS = "its terms cancel to {cancellation:.2g} of their size (median {usual:.3g})"
 LARGEST = "its largest P is {max_probability:.2g} (median {usual:.3g})"
 PROPERTIES = {
-    "tied": Property(1.0, "{tied} keys share its maximum, P = {max_probability:.2g} each",
-                     side=1, hides=("nearly_tied", *SHARP)),
-    "nearly_tied": Property(1.0, "{nearly_tied} keys are within 0.001 of its maximum", side=1),
+    "tied": Property(
+        1.0,
+        "{tied} keys share its maximum, P = {max_probability:.2g} each",
+        side=1,
+        hides=("nearly_tied", *SHARP),
+    ),
+    "nearly_tied": Property(
+        1.0, ("{nearly_tied} keys are within 0.001 of its maximum"), side=1
+    ),
     # Together with a tie this makes rounding errors of P one-sided (arXiv 2510.04212).
-    "one_sign": Property(0.2, "V keeps one sign ({one_sign:.2f}; median {usual:.2f}) at the "
-                         "{carriers} keys that carry 90 % of it", side=1),
-    "first_key": Property(0.1, "key 0 has P = {first_key:.2g} (median {usual:.3g})", hides=SHARP),
-    "sink": Property(0.1, "the sink has P = {sink:.2g} (median {usual:.3g})", hides=SHARP),
-    "mass": Property(1.0, "", "it receives P = {mass:.3g} in all (median {usual:.3g}), 90 % of it "
-                     "from {carriers} of the queries", logarithmic=True, hides=("carriers",)),
-    "carriers": Property(1.0, "", "queries that give 90 % of its probability: {carriers} (median "
-                         "{usual:.3g})", logarithmic=True),
+    "one_sign": Property(
+        0.2,
+        "V keeps one sign ({one_sign:.2f}; median "
+        "{usual:.2f}) at the "
+        "{carriers} keys that carry 90 % of it",
+        side=1,
+    ),
+    "first_key": Property(
+        0.1, ("key 0 has P = {first_key:.2g} (median {usual:.3g})"), hides=SHARP
+    ),
+    "sink": Property(
+        0.1, "the sink has P = {sink:.2g} (median {usual:.3g})", hides=SHARP
+    ),
+    "mass": Property(
+        1.0,
+        "",
+        "it receives P = {mass:.3g} in all (median "
+        "{usual:.3g}), 90 % of it "
+        "from {carriers} of the queries",
+        logarithmic=True,
+        hides=("carriers",),
+    ),
+    "carriers": Property(
+        1.0,
+        "",
+        "queries that give 90 % of its probability: {carriers} (median {usual:.3g})",
+        logarithmic=True,
+    ),
     "max_probability": Property(0.1, LARGEST, LARGEST, hides=("entropy",)),
     "entropy": Property(0.5, "its entropy is {entropy:.3g} nats (median {usual:.3g})"),
     "lse": Property(1.0, "its log-sum-exp is {lse:.4g} (median {usual:.3g})"),
     "cancellation": Property(1.0, CANCELS, CANCELS, logarithmic=True, side=-1),
-    "sees": Property(1.0, "keys that it sees: {sees} (median {usual:.3g})",
-                     "queries that see it: {sees} (median {usual:.3g})", logarithmic=True),
-}  # fmt: skip
+    "sees": Property(
+        1.0,
+        "keys that it sees: {sees} (median {usual:.3g})",
+        "queries that see it: {sees} (median {usual:.3g})",
+        logarithmic=True,
+    ),
+}
 
 
 def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
@@ -72,7 +104,9 @@ def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
             if templates[name] and name not in hidden
         ]
     few = f" (with {len(usual)} rows to compare it with)" if len(usual) < LEAST else ""
-    name = f"{'key' if is_key else 'row'} {row.row} (of {row.rows}; batch entry {row.batch})"
+    name = (
+        f"{'key' if is_key else 'row'} {row.row} (of {row.rows}; batch entry {row.batch})"
+    )
     return power(f"{name} {_error(row)}: {'; '.join(said) or NOTHING + few}.")
 
 
@@ -89,7 +123,8 @@ def outstanding(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> dict[str, 
         if value is None:
             continue
         own, *rest = (
-            math.log2(max(x, 2.0**-60)) if rule.logarithmic else x for x in (value, *others)
+            math.log2(max(x, 2.0**-60)) if rule.logarithmic else x
+            for x in (value, *others)
         )
         middle = median(rest)
         spread = median(abs(x - middle) for x in rest)

@@ -1,13 +1,16 @@
-"""Which rows of a call are measured, where not all are; and in which bin of positions each stands.
+"""Which rows of a call are measured, where not all are; and in which bin of positions
+each stands.
 
-A sample is drawn with a seed and spread over positions: 0 to length - 1 are cut into as many strata
-of equal length as rows are wanted (their lengths differ by one at most), and one position is drawn
-uniformly in each. Every query head and batch entry of a call gets the same ones, so that heads can
-be compared. What is estimated, and how well: `numdev.metrics.intervals`.
+A sample is drawn with a seed and spread over positions: 0 to length - 1 are cut into as
+many strata of equal length as rows are wanted (their lengths differ by one at most), and
+one position is drawn uniformly in each. Every query head and batch entry of a call gets
+the same ones, so that heads can be compared. What is estimated, and how well:
+`numdev.metrics.intervals`.
 
-A bin is as wide as all that comes before it, until bins of one width reach the end: 0, 1, 2-3, 4-7,
-8-15 and so on, then equal ones. Under a causal mask row i averages i + 1 keys, so that among the
-first rows every doubling changes what is computed, and later a position hardly does."""
+A bin is as wide as all that comes before it, until bins of one width reach the end: 0, 1,
+2-3, 4-7, 8-15 and so on, then equal ones. Under a causal mask row i averages i + 1 keys,
+so that among the first rows every doubling changes what is computed, and later a position
+hardly does."""
 
 from __future__ import annotations
 
@@ -32,29 +35,34 @@ class Sample:
     def draw(self, length: int, label: str) -> Tensor | None:
         """`count` of the positions 0 to length - 1, ascending, int64 [count] on the CPU.
 
-        Depends on nothing but the arguments; other labels get other positions. None where `count`
-        reaches the length: then all are measured."""
+        Depends on nothing but the arguments; other labels get other positions. None where
+        `count` reaches the length: then all are measured."""
         if self.count >= length:
             return None
         text = f"{self.seed} {label} {length} {self.count}".encode()
         number = int.from_bytes(hashlib.sha256(text).digest()[:7])
         generator = torch.Generator().manual_seed(number)
         ends = torch.arange(self.count + 1) * length // self.count
-        offsets = torch.rand(self.count, generator=generator, dtype=torch.float64) * ends.diff()
+        offsets = (
+            torch.rand(self.count, generator=generator, dtype=torch.float64) * ends.diff()
+        )
         return ends[:-1] + offsets.long()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Strata:
-    """Why rows of a call are measured, bool [rows] each: some were drawn, some stood out among all
-    (`numdev.audit.screening`). These stand for themselves, and the others for all that is left."""
+    """Why rows of a call are measured, bool [rows] each: some were drawn, some stood out
+    among all (`numdev.audit.screening`). These stand for themselves, and the others for
+    all that is left."""
 
     of: int  # rows of the call
     drawn: Tensor
     suspects: Tensor
 
     @classmethod
-    def joined(cls, drawn: Tensor, suspects: Tensor, length: int) -> tuple[Tensor, Strata]:
+    def joined(
+        cls, drawn: Tensor, suspects: Tensor, length: int
+    ) -> tuple[Tensor, Strata]:
         """Rows of a call in order, each once, and why each."""
         rows = torch.cat([drawn, suspects]).unique()
         was_drawn, stands_out = (torch.isin(rows, some) for some in (drawn, suspects))
@@ -63,7 +71,8 @@ class Strata:
 
 @functools.lru_cache(maxsize=256)
 def starts(length: int) -> tuple[int, ...]:
-    """The first row of every bin of so many rows, ascending from 0, at most BINS; or of none."""
+    """The first row of every bin of so many rows, ascending from 0, at most BINS; or of
+    none."""
     found: list[int] = []
     at = 0 if length >= FEWEST else length
     while at < length:
@@ -75,8 +84,9 @@ def starts(length: int) -> tuple[int, ...]:
 
 
 def membership(length: int, positions: Tensor) -> Tensor | None:
-    """Which of these rows are in which bin: 1.0 or 0.0, fp64 [rows, bins], on their device; None
-    where there are no bins. A product with it gives sums over rows by bin, in the same order."""
+    """Which of these rows are in which bin: 1.0 or 0.0, fp64 [rows, bins], on their
+    device; None where there are no bins. A product with it gives sums over rows by bin,
+    in the same order."""
     first = starts(length)
     if not first:
         return None

@@ -1,4 +1,5 @@
-"""Statistics of rows: means over seeds, Holm's procedure, noise over the floor, what a bias is."""
+"""Statistics of rows: means over seeds, Holm's procedure, noise over the floor, what a
+bias is."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ if TYPE_CHECKING:
     from numdev.report.records.rows import DeviationRow
 
 BIAS_ALPHA = 0.01
-"""Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
+"""Family-wise error rate, over the heads of one kernel in one format, of calling any
+biased."""
 BIAS_SEQUENCES = 8  # fewer independent ones say nothing about a kernel in general
 BIAS_ULP = 0.05  # at the term scale; a smaller bias is not worth an accusation
 BIAS_FORMATS = ("bfloat16", "float16")
-"""Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
-division err by as much as the last rounding, often to one side, in sound kernels too: 0.05 ulp of
-fp32 is 3e-9 of the value, and no accusation."""
+"""Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums
+and division err by as much as the last rounding, often to one side, in sound kernels too:
+0.05 ulp of fp32 is 3e-9 of the value, and no accusation."""
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 CONFIDENCE = 0.95
 
@@ -27,19 +29,23 @@ Mean = tuple[float, float | None, float | None]
 
 def interval(values: Sequence[float]) -> Mean:
     """The mean of at least one value, and its 95 % interval."""
-    import numpy as np  # with scipy a third of a second that `numdev gate` need not wait for
+    # With scipy a third of a second that `numdev gate` need not wait for
+    import numpy as np
     from scipy.special import stdtrit
 
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
         return mean, None, None
-    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(n))
+    half = float(
+        stdtrit(n - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(n)
+    )
     return mean, mean - half, mean + half
 
 
 def factor(ratios: Sequence[float]) -> Mean:
-    """The geometric mean of ratios and its 95 % interval, from logarithms: a ratio and its inverse
-    say the same. The ordinary mean where a ratio is zero; no interval beyond float64."""
+    """The geometric mean of ratios and its 95 % interval, from logarithms: a ratio and
+    its inverse say the same. The ordinary mean where a ratio is zero; no interval beyond
+    float64."""
     if min(ratios) <= 0:
         return interval(ratios)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])
@@ -49,8 +55,9 @@ def factor(ratios: Sequence[float]) -> Mean:
 
 
 def noise_ratio(row: DeviationRow) -> float | None:
-    """rms between repeated runs over what rounding the result once changes: the rms of the floor
-    (rms / floor_ratio), or u / sqrt(12) of the terms (about rms / row_rel) where these cancel."""
+    """rms between repeated runs over what rounding the result once changes: the rms of
+    the floor (rms / floor_ratio), or u / sqrt(12) of the terms (about rms / row_rel)
+    where these cancel."""
     if row.noise is None or row.noise == 0:
         return row.noise
     if not row.rms or not row.floor_ratio:
@@ -61,7 +68,8 @@ def noise_ratio(row: DeviationRow) -> float | None:
 
 
 def holm(p: Sequence[float], alpha: float) -> list[bool]:
-    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate `alpha`.
+    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate
+    `alpha`.
 
     S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
     order = sorted(range(len(p)), key=p.__getitem__)

@@ -1,15 +1,17 @@
 """The 1-Wasserstein distance between two samples of numbers, exactly.
 
-W1 is the least total distance the values of one sample must travel to become the other, and equals
-the integral of |F - G|, the difference of their distribution functions (Vallender 1974). In one
-dimension the best plan keeps the order: for two equally long samples W1 is mean |sort(a) - sort(b)|
-(Peyre and Cuturi, "Computational Optimal Transport", remark 2.28). Sorting, counts and each
-difference are exact or correctly rounded, and sums are taken in float64 over positive terms, so the
-answer is good to about 1e-15.
+W1 is the least total distance the values of one sample must travel to become the other,
+and equals the integral of |F - G|, the difference of their distribution functions
+(Vallender 1974). In one dimension the best plan keeps the order: for two equally long
+samples W1 is mean |sort(a) - sort(b)| (Peyre and Cuturi, "Computational Optimal
+Transport", remark 2.28). Sorting, counts and each difference are exact or correctly
+rounded, and sums are taken in float64 over positive terms, so the answer is good to about
+1e-15.
 
-A 16-bit or 8-bit sample has at most 65,536 different values, however long it is: these are counted.
-Other samples are sorted, by numpy on a CPU, where it is faster than torch. bfloat16, which numpy
-does not know, and 8-bit values are widened to float32 first, which changes no value."""
+A 16-bit or 8-bit sample has at most 65,536 different values, however long it is: these
+are counted. Other samples are sorted, by numpy on a CPU, where it is faster than torch.
+bfloat16, which numpy does not know, and 8-bit values are widened to float32 first, which
+changes no value."""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ from torch import Tensor
 
 Values = np.ndarray[Any, np.dtype[Any]]
 
-# A block of a long sum. On a CPU, in float64, 256 KB: it stays in the cache, and torch starts no
-# threads for it. On an accelerator 32 MB, so that starting a kernel costs little beside running it.
+# A block of a long sum. On a CPU, in float64, 256 KB: it stays in the cache, and torch
+# starts no threads for it. On an accelerator 32 MB, so that starting a kernel costs
+# little beside running it.
 _CPU_BLOCK, _DEVICE_BLOCK = 2**15, 2**22
 _COUNTED_AT_ONCE = 2**20  # bincount makes an int64 copy of what it counts
 
@@ -33,10 +36,11 @@ _COUNTED_AT_ONCE = 2**20  # bincount makes an int64 copy of what it counts
 def w1(a: Tensor, b: Tensor) -> float:
     """W1 between the values of two tensors of one length [n], on one device.
 
-    In the units of the values; any real floating-point dtypes, also two different ones. NaN
-    anywhere gives NaN, it is never dropped. An infinity gives infinity, or NaN where both samples
-    have one of the same sign (how far apart they are is not defined). Both zeros are the same
-    value. Where the sum of their distances leaves float64's range it is infinite."""
+    In the units of the values; any real floating-point dtypes, also two different ones.
+    NaN anywhere gives NaN, it is never dropped. An infinity gives infinity, or NaN where
+    both samples have one of the same sign (how far apart they are is not defined). Both
+    zeros are the same value. Where the sum of their distances leaves float64's range it
+    is infinite."""
     a, b = a.detach(), b.detach()
     if max(a.dtype.itemsize, b.dtype.itemsize) <= 2:
         return _of_counts(*_counts(a), *_counts(b))
@@ -58,8 +62,8 @@ def _ordered(x: Tensor) -> Tensor:
 
 
 def _counts(x: Tensor) -> tuple[Values, Values]:
-    """The values of [n] of an 8- or 16-bit dtype in ascending order, NaN last, and how often each
-    occurs. Two patterns may have one value (both zeros, all NaN)."""
+    """The values of [n] of an 8- or 16-bit dtype in ascending order, NaN last, and how
+    often each occurs. Two patterns may have one value (both zeros, all NaN)."""
     size = 256**x.dtype.itemsize
     bits = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
     counts = torch.zeros(size, dtype=torch.int64, device=x.device)
@@ -73,7 +77,8 @@ def _counts(x: Tensor) -> tuple[Values, Values]:
 
 @functools.cache
 def _patterns(dtype: torch.dtype) -> tuple[Values, Values]:
-    """The values of all bit patterns of a format in ascending order, NaN last, and the patterns."""
+    """The values of all bit patterns of a format in ascending order, NaN last, and the
+    patterns."""
     patterns = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}")
     values = torch.from_numpy(patterns).view(dtype).double().numpy()
     order = np.argsort(values, kind="stable")
@@ -81,8 +86,8 @@ def _patterns(dtype: torch.dtype) -> tuple[Values, Values]:
 
 
 def _of_counts(a: Values, of_a: Values, b: Values, of_b: Values) -> float:
-    """W1 between two samples of one length, as values in order and how often each occurs: between
-    two neighbouring values F - G is constant, and an integer over n."""
+    """W1 between two samples of one length, as values in order and how often each occurs:
+    between two neighbouring values F - G is constant, and an integer over n."""
     ends = (float(a[0]), float(a[-1]), float(b[0]), float(b[-1]))
     if any(map(math.isnan, ends)):  # a high end of NaN is NaN anywhere
         return math.nan
@@ -91,8 +96,10 @@ def _of_counts(a: Values, of_a: Values, b: Values, of_b: Values) -> float:
     if any(map(math.isinf, ends)):
         return math.inf
     values = np.concatenate([a, b])
-    order = np.argsort(values, kind="stable")  # two ordered runs, which a merge sort joins
-    ahead = np.cumsum(np.concatenate([of_a, -of_b])[order])[:-1]  # n (F - G) above each value
+    # Two ordered runs, which a merge sort joins
+    order = np.argsort(values, kind="stable")
+    # N (F - G) above each value
+    ahead = np.cumsum(np.concatenate([of_a, -of_b])[order])[:-1]
     with np.errstate(over="ignore"):
         return float(np.sum(np.abs(ahead) * np.diff(values[order]))) / int(of_a.sum())
 
@@ -105,8 +112,9 @@ def blocks(length: int, device: torch.device) -> Iterator[slice]:
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum of a float64 tensor, as a tensor without dimensions, on its device. NaN and infinity
-    propagate, a sum beyond float64's range is infinite, and that of nothing 0."""
+    """The sum of a float64 tensor, as a tensor without dimensions, on its device. NaN and
+    infinity propagate, a sum beyond float64's range is infinite, and that of nothing
+    0."""
     if x.device.type != "cpu":
         return x.sum()
     # numpy's sum, unlike torch's, adds in the same order however many threads there are.

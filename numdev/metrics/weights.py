@@ -14,8 +14,9 @@ WEIGHTS_AT_ONCE = 1 << 24
 def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
     """What casting a stored tensor to a format costs.
 
-    Elements the format cannot hold, or that were not finite to begin with, are counted and left out
-    of the averages. Sums are fp64; WEIGHTS_AT_ONCE elements at a time bound memory."""
+    Elements the format cannot hold, or that were not finite to begin with, are counted
+    and left out of the averages. Sums are fp64; WEIGHTS_AT_ONCE elements at a time bound
+    memory."""
     lossless = fmt.contains(format_of(tensor.dtype))
     parts = tensor.detach().reshape(-1).split(WEIGHTS_AT_ONCE) if tensor.numel() else ()
     sums = [_cast_sums(part, None if lossless else fmt) for part in parts]
@@ -39,8 +40,8 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
 
 
 def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
-    """How many elements survive the cast (None: to a format that holds them all), the largest
-    error, and the sums of |error|, error^2 and x^2 over them."""
+    """How many elements survive the cast (None: to a format that holds them all), the
+    largest error, and the sums of |error|, error^2 and x^2 over them."""
     wide = part.double()
     # What float32 holds is rounded there, in a third of the time and to the same values.
     small = fmt and part.dtype != torch.float64 and FORMATS["float32"].contains(fmt)
@@ -48,5 +49,11 @@ def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
     usable = error.isfinite()
     error, x = (torch.where(usable, y, 0.0) for y in (error.abs_(), wide))
     return torch.stack(
-        [usable.sum().double(), error.max(), error.sum(), error.square().sum(), x.square().sum()]
+        [
+            usable.sum().double(),
+            error.max(),
+            error.sum(),
+            error.square().sum(),
+            x.square().sum(),
+        ]
     )

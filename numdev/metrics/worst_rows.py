@@ -1,9 +1,10 @@
 """The rows that err most: which they are, and what is reported of them.
 
-A kernel's error in a head is often the error of a few rows. `worst_rows` finds the head of a call
-in which a row's error is largest beside what is predicted for it, takes that head's worst rows, and
-has these recomputed in fp64 (`numdev.metrics.row_facts`). A few rows evenly spread over the head
-are recomputed too, as what is usual there (`numdev.metrics.row_words` says what stands out)."""
+A kernel's error in a head is often the error of a few rows. `worst_rows` finds the head
+of a call in which a row's error is largest beside what is predicted for it, takes that
+head's worst rows, and has these recomputed in fp64 (`numdev.metrics.row_facts`). A few
+rows evenly spread over the head are recomputed too, as what is usual there
+(`numdev.metrics.row_words` says what stands out)."""
 
 from __future__ import annotations
 
@@ -24,8 +25,26 @@ from numdev.report import WorstRow
 MOST = 0.5  # of a head's rows: of more it is not said which
 TYPICAL = 32  # rows of the head that stand for what is usual there
 OF_KEYS = ("dk", "dv")
-OF_SCORES = ("lse", "tied", "nearly_tied", "first_key", "sink", "entropy", "carriers", "one_sign")
-COUNTS = ("row", "batch", "nonfinite", "sees", "position", "tied", "nearly_tied", "carriers")
+OF_SCORES = (
+    "lse",
+    "tied",
+    "nearly_tied",
+    "first_key",
+    "sink",
+    "entropy",
+    "carriers",
+    "one_sign",
+)
+COUNTS = (
+    "row",
+    "batch",
+    "nonfinite",
+    "sees",
+    "position",
+    "tied",
+    "nearly_tied",
+    "carriers",
+)
 
 
 def worst_rows(
@@ -41,25 +60,30 @@ def worst_rows(
     count: int = 3,
     identity: Mapping[str, Any] | None = None,
 ) -> list[WorstRow]:
-    """The `count` worst rows of the head of `output` where a row errs most, the worst first.
+    """The `count` worst rows of the head of `output` where a row errs most, the worst
+    first.
 
-    `case` is whole; `output`, its yardstick `y` and `predicted` [B, len(heads), rows, features] are
-    of its query heads `heads` for out and dq, of kv heads for dk and dv, whose rows are keys. `lse`
-    [B, H, q_len] is the reference's log-sum-exp of all query heads, which dk and dv need: a key's
-    probabilities are not to be had from its own scores. `rows`: where in the call the rows of
-    `output` stand, if these are a sample; rows are named by that.
+    `case` is whole; `output`, its yardstick `y` and `predicted` [B, len(heads), rows,
+    features] are of its query heads `heads` for out and dq, of kv heads for dk and dv,
+    whose rows are keys. `lse` [B, H, q_len] is the reference's log-sum-exp of all query
+    heads, which dk and dv need: a key's probabilities are not to be had from its own
+    scores. `rows`: where in the call the rows of `output` stand, if these are a sample;
+    rows are named by that.
 
-    Rows are ordered by `row_sums.row_ratios` if there is a prediction, else by |o_i - r_i| over
-    |term scale_i|; before all others come those with an element that is not finite where the exact
-    one, rounded once, is. Left out are empty rows, rows without an error, and rows that repeat a
-    worse one at the same place of another sequence. `identity`: more fields of a report's row."""
+    Rows are ordered by `row_sums.row_ratios` if there is a prediction, else by |o_i -
+    r_i| over |term scale_i|; before all others come those with an element that is not
+    finite where the exact one, rounded once, is. Left out are empty rows, rows without an
+    error, and rows that repeat a worse one at the same place of another sequence.
+    `identity`: more fields of a report's row."""
     o = output.detach().double()
     bad = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)
     if predicted is not None:
         expected = predicted.double() - y.reference
         usable = usable & finite(expected)
-        ratio = row_ratios(kept(o - y.reference, usable), kept(expected, usable), usable, y)
+        ratio = row_ratios(
+            kept(o - y.reference, usable), kept(expected, usable), usable, y
+        )
     size = kept(o - y.reference, usable).norm(dim=-1)
     if predicted is None:
         ratio = torch.where(size > 0, size / kept(y.term_scale, usable).norm(dim=-1), 0.0)
@@ -79,7 +103,8 @@ def worst_rows(
     place = i if rows is None else rows[i]
     without = ~usable[b, i].any(dim=-1)
     r, terms = (
-        kept(x[:, at][b, i], usable[b, i]).norm(dim=-1) for x in (y.reference, y.term_scale)
+        kept(x[:, at][b, i], usable[b, i]).norm(dim=-1)
+        for x in (y.reference, y.term_scale)
     )
     columns = {
         "batch": b,
@@ -117,12 +142,15 @@ def worst_rows(
         "sentence": "",
     }
     found = [WorstRow(**fields, **row) for row in table[: len(worst)]]
-    return [w.model_copy(update={"sentence": sentence(w, table[len(worst) :])}) for w in found]
+    return [
+        w.model_copy(update={"sentence": sentence(w, table[len(worst) :])}) for w in found
+    ]
 
 
 def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
-    """Of a head's bad rows, bool [B, rows], which they are, if one, in a row or evenly spread, or
-    which batch entry alone has them. `rows`: where these stand in the call, if not all are here."""
+    """Of a head's bad rows, bool [B, rows], which they are, if one, in a row or evenly
+    spread, or which batch entry alone has them. `rows`: where these stand in the call, if
+    not all are here."""
     entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
     alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
     at = of.nonzero().flatten() if rows is None else rows[of]
@@ -135,8 +163,9 @@ STRIDES = (128, 64, 32, 16)  # of rows: tiles
 
 
 def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str, ...]:
-    """What a head's bad rows, bool [B, rows], are in words that hold in calls of other lengths too:
-    one row of every tile, all from some row on; nothing where only some rows are here."""
+    """What a head's bad rows, bool [B, rows], are in words that hold in calls of other
+    lengths too: one row of every tile, all from some row on; nothing where only some rows
+    are here."""
     of = bad.any(dim=0)
     at = of.nonzero().flatten()
     if rows is not None or not len(at):
@@ -153,7 +182,9 @@ def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str,
 
 
 def _every(stride: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(stride % 10 * (stride % 100 not in (11, 12, 13)))
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(
+        stride % 10 * (stride % 100 not in (11, 12, 13))
+    )
     return f"every {stride}{ending or 'th'}"
 
 
@@ -168,8 +199,8 @@ def in_words(at: Tensor, noun: str = "row") -> str:
 
 
 def _worst(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:
-    """The places in [B, rows], flattened, of the `count` worst rows of a head, or of all that err,
-    the worst first. `order` [B, rows]: the larger the worse."""
+    """The places in [B, rows], flattened, of the `count` worst rows of a head, or of all
+    that err, the worst first. `order` [B, rows]: the larger the worse."""
     ranked = order.flatten().argsort(descending=True, stable=True)[: count * len(order)]
     ranked = ranked[order.flatten()[ranked] > 0]
     # A repeat has the exact result of a worse row, at the same place of another sequence.

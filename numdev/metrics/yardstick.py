@@ -1,8 +1,9 @@
 """What outputs are measured against: the fp64 reference and what stands beside it.
 
-A `Yardstick` holds the reference of a case in one format, its term scale, the baseline, and the
-reference of the unrounded inputs. Many outputs are held to one yardstick, so what depends on no
-output is computed here and cached. `numdev.metrics.row_sums` sums over rows."""
+A `Yardstick` holds the reference of a case in one format, its term scale, the baseline,
+and the reference of the unrounded inputs. Many outputs are held to one yardstick, so what
+depends on no output is computed here and cached. `numdev.metrics.row_sums` sums over
+rows."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from numdev.formats import Format, dtype_of, round_to, ulp
 
-# A row whose terms are smaller has no relative error: its products are subnormals of fp32, which
-# hardware keeps or flushes to zero, and a key that hardly anybody sees would be 100 % wrong. Its
-# errors are still held to rounding something of this size: a number where none belongs is seen.
+# A row whose terms are smaller has no relative error: its products are subnormals of
+# fp32, which hardware keeps or flushes to zero, and a key that hardly anybody sees would
+# be 100 % wrong. Its errors are still held to rounding something of this size: a number
+# where none belongs is seen.
 SMALLEST_SCALE = 2.0**-100
 
 Sums = dict[str, Tensor]  # sums over the elements of rows by name, fp64 [B, H, rows]
@@ -26,7 +28,8 @@ Sums = dict[str, Tensor]  # sums over the elements of rows by name, fp64 [B, H, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowScales:
-    """What the errors of rows are held to, over the elements that count. fp64 [B, H, rows]."""
+    """What the errors of rows are held to, over the elements that count. fp64 [B, H,
+    rows]."""
 
     usable: Tensor  # bool [B, H, rows, features]: the elements that count
     count: Tensor  # how many
@@ -38,7 +41,8 @@ class RowScales:
     least_allowed: float  # what any row may err: u SMALLEST_SCALE
 
     def relative(self, sizes: Tensor) -> Tensor:
-        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows not judged."""
+        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows not
+        judged."""
         return sizes / torch.where(self.judged, self.scale, math.inf)
 
     def predicted(self, sizes: Tensor) -> Tensor:
@@ -58,23 +62,30 @@ class RowScales:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Yardstick:
-    """What outputs of one case in one format are measured against. Shapes [B, H, q_len, v_dim]."""
+    """What outputs of one case in one format are measured against. Shapes [B, H, q_len,
+    v_dim]."""
 
-    reference: Tensor  # fp64, from the same rounded inputs the kernel sees; never rounded back
-    term_scale: Tensor  # fp64, sum_j P_ij |V_jd|: what is added up before anything cancels
+    # fp64, from the same rounded inputs the kernel sees; never rounded back
+    reference: Tensor
+    # fp64, sum_j P_ij |V_jd|: what is added up before anything cancels
+    term_scale: Tensor
     empty: Tensor  # bool [B, H, q_len]: fully masked rows
     format: Format  # the output's format
     lse: Tensor | None = None
     """fp64 [B, H, q_len], the reference's log-sum-exp: tells which rows repeat others."""
-    drawn: Tensor | None = None  # bool [rows]: which alone tell of a bias, where not all do
+    # Bool [rows]: which alone tell of a bias, where not all do
+    drawn: Tensor | None = None
     baseline: Tensor | None = None
     arithmetic: Tensor | None = None
-    """fp64 [B, H, rows]: what fp32 arithmetic may err, relative to a row's term scale. Beside what
-    an emulation predicts, which leaves it out or makes it in another order."""
+    """fp64 [B, H, rows]: what fp32 arithmetic may err, relative to a row's term scale.
+    Beside what an emulation predicts, which leaves it out or makes it in another
+    order."""
     unrounded: Tensor | None = None
-    """fp64, the reference of the inputs before they were rounded to the audited format."""
+    """fp64, the reference of the inputs before they were rounded to the audited
+    format."""
     baseline_fp32: Tensor | None = None
-    """The baseline in float32, of the unrounded inputs; None where that is no wider format."""
+    """The baseline in float32, of the unrounded inputs; None where that is no wider
+    format."""
 
     def for_format(self, fmt: Format) -> Yardstick:
         """The same yardstick for an output in another format: its own floor."""
@@ -110,15 +121,18 @@ class Yardstick:
 
     @cached_property
     def repeated(self) -> Tensor:
-        """bool [B, H, q_len]: rows whose exact result an earlier sequence has at the same place.
+        """bool [B, H, q_len]: rows whose exact result an earlier sequence has at the same
+        place.
 
-        Sequences with a common beginning, or the same text twice, are no independent observations,
-        nor are rows not drawn. Results alone can agree by chance (V = 1); log-sum-exps do not."""
+        Sequences with a common beginning, or the same text twice, are no independent
+        observations, nor are rows not drawn. Results alone can agree by chance (V = 1);
+        log-sum-exps do not."""
         r, repeated = self.reference, torch.zeros_like(self.empty)
         if self.drawn is not None:
             repeated |= ~self.drawn
         for shift in range(1, r.shape[0]):
-            same = r[shift:, ..., 0] == r[:-shift, ..., 0]  # rarely true: spares most comparisons
+            # Rarely true: spares most comparisons
+            same = r[shift:, ..., 0] == r[:-shift, ..., 0]
             if self.lse is not None:
                 same &= self.lse[shift:] == self.lse[:-shift]
             if bool(same.any()):
@@ -127,7 +141,8 @@ class Yardstick:
 
     @cached_property
     def regular(self) -> bool:
-        """Whether all elements of the reference, floor and baseline count, in every respect."""
+        """Whether all elements of the reference, floor and baseline count, in every
+        respect."""
         every = [self.usable, self.floor_finite, finite(self.spacing), ~self.repeated]
         every += [] if self.baseline_finite is None else [self.baseline_finite]
         return bool(torch.stack([x.all() for x in every]).all())
@@ -147,7 +162,8 @@ class Yardstick:
             scale = row_norm(kept(terms, finite(terms)))
         arithmetic = None
         if self.arithmetic is not None:
-            # Inputs that are not finite make it NaN in rows of which no element is usable.
+            # Inputs that are not finite make it NaN in rows of which no element is
+            # usable.
             arithmetic = (scale * self.arithmetic).nan_to_num_()
         return RowScales(
             usable=usable,
@@ -162,16 +178,20 @@ class Yardstick:
 
     @cached_property
     def sums(self) -> Sums:
-        """Of the floor, the baseline and the precision deviation, each over what is finite of it.
+        """Of the floor, the baseline and the precision deviation, each over what is
+        finite of it.
 
-        u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor of values
-        that fill their binades, and stands in where all are exact (V = 1) and the floor is 0."""
+        u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor
+        of values that fill their binades, and stands in where all are exact (V = 1) and
+        the floor is 0."""
         fine = None if self.regular else self.usable & self.floor_finite
         size = self.rows.size if fine is None else row_norm(kept(self.reference, fine))
         sums = dict.fromkeys(("empty_rows", "floor"), self.empty.double())
         sums["least"] = (size * rounding(self.format)).square()
 
-        def apart(name: str, count: str, a: Tensor, b: Tensor | None, both: Tensor | None) -> None:
+        def apart(
+            name: str, count: str, a: Tensor, b: Tensor | None, both: Tensor | None
+        ) -> None:
             if b is not None:
                 distance = a.double() - b  # in fp64: a and b may be of one narrow dtype
                 if both is None:
@@ -184,7 +204,13 @@ class Yardstick:
             return None if x is None else self.usable & finite(x)
 
         apart("floor", "floor_count", self.reference, self.floor, fine)
-        apart("moved", "moved_count", self.reference, self.unrounded, where_finite(self.unrounded))
+        apart(
+            "moved",
+            "moved_count",
+            self.reference,
+            self.unrounded,
+            where_finite(self.unrounded),
+        )
         plain = None
         if self.baseline_finite is not None and not self.regular:
             plain = self.usable & self.baseline_finite
@@ -197,24 +223,26 @@ class Yardstick:
 
     @cached_property
     def observed(self) -> Tensor:
-        """fp64 [B, H, features]: in how many rows an element may tell of a bias, of those in which
-        the output is finite too."""
+        """fp64 [B, H, features]: in how many rows an element may tell of a bias, of those
+        in which the output is finite too."""
         return self.observed_where(self.rows.usable)
 
     def observed_where(self, usable: Tensor) -> Tensor:
-        """The same over some elements. Rows that repeat others are no observation of a bias."""
+        """The same over some elements. Rows that repeat others are no observation of a
+        bias."""
         distinct = usable & self.floor_finite & ~self.repeated[..., None]
         return distinct.sum(dim=2, dtype=torch.float64)
 
     @cached_property
     def allowance(self) -> Sums:
-        """`fa_allowance` over all elements that are usable, where the baseline is finite in all."""
+        """`fa_allowance` over all elements that are usable, where the baseline is finite
+        in all."""
         return self.fa_allowance(self.rows.usable)
 
     def fa_allowance(self, usable: Tensor) -> Sums:
-        """The largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each row, of which
-        flash-attention's own test allows twice; ref is the exact answer cast to the format, and
-        the shifts are computed in it. [B, H, rows], over some elements."""
+        """The largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each row, of
+        which flash-attention's own test allows twice; ref is the exact answer cast to the
+        format, and the shifts are computed in it. [B, H, rows], over some elements."""
         assert self.baseline is not None
         judged = usable & self.floor_finite
         # exact: the floor is representable
@@ -226,7 +254,8 @@ class Yardstick:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Where x is neither NaN nor infinite (several times faster than isfinite on a CPU)."""
+    """Where x is neither NaN nor infinite (several times faster than isfinite on a
+    CPU)."""
     return x.abs() < math.inf
 
 
@@ -236,7 +265,8 @@ def kept(x: Tensor, usable: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """A tensor one can compute with, of the same values: PyTorch has no arithmetic in 8 bits."""
+    """A tensor one can compute with, of the same values: PyTorch has no arithmetic in 8
+    bits."""
     return x.detach() if x.element_size() > 1 else x.detach().float()
 
 
@@ -247,12 +277,14 @@ def rounding(fmt: Format) -> float:
 
 def row_norm(x: Tensor) -> Tensor:
     """[B, H, rows, features] to the rows' Euclidean norms [B, H, rows]."""
-    # Contiguous, since the order of a sum, and with it the last bit, goes with the strides.
+    # Contiguous, since the order of a sum, and with it the last bit, goes with the
+    # strides.
     norm: Tensor = torch.linalg.vector_norm(x.contiguous(), dim=-1)
     return norm
 
 
 def row_max(x: Tensor) -> Tensor:
     """[B, H, rows, features] to the rows' largest magnitudes."""
-    largest: Tensor = x.abs().amax(dim=-1)  # an infinity norm takes eight times as long on a CPU
+    # An infinity norm takes eight times as long on a CPU
+    largest: Tensor = x.abs().amax(dim=-1)
     return largest

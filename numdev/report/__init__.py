@@ -1,7 +1,7 @@
 """Reports: their records, how they are read and written, what is shown of them.
 
-A report is plain data with a schema version. It needs neither torch nor a GPU to be read. All that
-other packages need of `records` and `io` is exported here."""
+A report is plain data with a schema version. It needs neither torch nor a GPU to be read.
+All that other packages need of `records` and `io` is exported here."""
 
 from numdev.report.io import read, replacing, write, write_csv
 from numdev.report.records.outcomes import *  # noqa: F403

@@ -1,10 +1,11 @@
 """From the rows of a sweep to its cells, curves and sentences.
 
-In each cell, for one kernel in one format, heads are pooled within a seed (METRICS says how), and
-then the seeds give a mean and its 95 % interval from Student's t-distribution: heads of one seed
-are no further observations. A ratio to the baseline is taken seed by seed, on the same inputs, and
-the ratios' geometric mean is shown. Curves run along one axis; other axes make figures of their
-own, kernels with their options are the lines within one."""
+In each cell, for one kernel in one format, heads are pooled within a seed (METRICS says
+how), and then the seeds give a mean and its 95 % interval from Student's t-distribution:
+heads of one seed are no further observations. A ratio to the baseline is taken seed by
+seed, on the same inputs, and the ratios' geometric mean is shown. Curves run along one
+axis; other axes make figures of their own, kernels with their options are the lines
+within one."""
 
 from __future__ import annotations
 
@@ -38,19 +39,24 @@ METRICS = {
     "floor_ratio": ("median", "rms error over the floor's"),
     "baseline_ratio": ("median", "rms error over the baseline's"),
     "expected_ratio": ("median", "error over the expected"),
-    **{name: ("median", name) for name in ("flash_vs_precision", "flash_vs_low_precision")},
+    **{
+        name: ("median", name)
+        for name in ("flash_vs_precision", "flash_vs_low_precision")
+    },
     **{name: ("median", name) for name in ("bias", "bias_sign", "noise")},
     "nonfinite": ("sum", "elements not finite"),
 }
-"""What can be drawn, how it is pooled over heads (a mean and an rms over elements), in words."""
+"""What can be drawn, how it is pooled over heads (a mean and an rms over elements), in
+words."""
 IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "floor_ratio", "nonfinite")
 """Metrics every report of a sweep gives for each cell, whatever is drawn."""
 SENTENCES = 12  # more are not read; the other curves are in the figures
 CELL = ["case", "role", "kernel", "chosen", "format"]
-Place = tuple[tuple[str, str], ...]  # where a figure stands on the axes that no curve runs along
+# Where a figure stands on the axes that no curve runs along
+Place = tuple[tuple[str, str], ...]
 Lines = dict[tuple[str, Place, str], dict[str | None, CellRow]]
-"""Metric, place and label of every curve; its cells by their value on the axis, in order. None is
-the value of a cell that the axis does not move."""
+"""Metric, place and label of every curve; its cells by their value on the axis, in order.
+None is the value of a cell that the axis does not move."""
 
 
 def cells(
@@ -59,7 +65,8 @@ def cells(
     baseline: tuple[str, Mapping[str, Any]],
     axes: Mapping[str, Mapping[str, Any]],
 ) -> tuple[CellRow, ...]:
-    """Metrics of kernels by cell and format, in the rows' order. `axes`: places of cases."""
+    """Metrics of kernels by cell and format, in the rows' order. `axes`: places of
+    cases."""
     pooled = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
     keys = ["case", "format", "seed"]
     of = (pooled["kernel"] == baseline[0]) & (pooled["chosen"] == _chosen(baseline[1]))
@@ -84,7 +91,9 @@ def cells(
     return tuple(made)
 
 
-def _interval(how: Callable[[Sequence[float]], Mean], values: pd.Series, *names: str) -> Any:
+def _interval(
+    how: Callable[[Sequence[float]], Mean], values: pd.Series, *names: str
+) -> Any:
     finite = values[np.isfinite(values)].tolist()
     return dict(zip(names, how(finite) if finite else (None,) * 3, strict=True))
 
@@ -117,7 +126,8 @@ def _chosen(options: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """A sweep's axes: which there are, which one curves run along, and where a cell stands."""
+    """A sweep's axes: which there are, which one curves run along, and where a cell
+    stands."""
 
     request: SweepRequest
     kernels: Sequence[tuple[str, Mapping[str, Any]]]
@@ -136,7 +146,8 @@ class Grid:
         return {name: list(own) for name, own in values.items() if len(own) > 1}
 
     def _named(self, kernel: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that somebody gave this kernel a value for: what its label must say."""
+        """The options that somebody gave this kernel a value for: what its label must
+        say."""
         choices = (*self.request.kernels, self.request.baseline)
         named = [name for c in choices if c.name == kernel for name in c.options]
         return {n: options[n] for n in named if options.get(n) is not None}
@@ -145,28 +156,41 @@ class Grid:
     def x(self) -> str:
         """The axis of the curves: as asked, else the one with most values.
 
-        Raises UsageError for a grid without such an axis, and for a metric that cannot be drawn."""
+        Raises UsageError for a grid without such an axis, and for a metric that cannot be
+        drawn."""
         asked, target = self.request.x, self.request.target
         for name in self.request.y:
             if name not in METRICS:
-                raise UsageError(f"{target}: y is {name!r}, no metric", hint=closest(name, METRICS))
+                raise UsageError(
+                    f"{target}: y is {name!r}, no metric", hint=closest(name, METRICS)
+                )
         if not self.axes:
             what = f"{target}: the grid has a single cell"
-            raise UsageError(what, hint="give some key a list of values, or use `numdev audit`")
+            raise UsageError(
+                what, hint="give some key a list of values, or use `numdev audit`"
+            )
         if asked is not None and asked not in self.axes:
             what = f"{target}: x is {asked!r}, which is not an axis of this grid"
             raise UsageError(what, hint=closest(asked, self.axes))
-        numeric = [n for n, values in self.axes.items() if n == "format" or _numbers(values)]
+        numeric = [
+            n for n, values in self.axes.items() if n == "format" or _numbers(values)
+        ]
         return asked or max(numeric or self.axes, key=lambda name: len(self.axes[name]))
 
     @cached_property
     def axis(self) -> Axis:
-        """Ticks ascend: formats by significant bits, equally apart. No numbers as given."""
+        """Ticks ascend: formats by significant bits, equally apart. No numbers as
+        given."""
         values, numbers = self.axes[self.x], _numbers(self.axes[self.x])
         scale: Literal["linear", "log", "category"] = "linear" if numbers else "category"
         if self.x == "format":
-            values, scale = sorted(values, key=lambda n: format_named(n).precision), "linear"
-        places = sorted(zip(numbers or map(float, range(len(values))), values, strict=True))
+            values, scale = (
+                sorted(values, key=lambda n: format_named(n).precision),
+                "linear",
+            )
+        places = sorted(
+            zip(numbers or map(float, range(len(values))), values, strict=True)
+        )
         if numbers and places[0][0] > 0 and places[-1][0] / places[0][0] >= 8:
             scale = "log"
         ticks = tuple(Tick(x=x, label=value) for x, value in places)
@@ -188,7 +212,11 @@ class Grid:
             own = {**case.axes, "case": case.entry, "format": cell.format}
             place = tuple((n, str(own[n])) for n in self.axes if n != self.x and n in own)
             label = self.label(cell.kernel, cell.options)
-            key = (cell.metric, place, "input rounding" if cell.role == "precision" else label)
+            key = (
+                cell.metric,
+                place,
+                "input rounding" if cell.role == "precision" else label,
+            )
             value = str({**vars(case), **options, **own}.get(self.x))
             lines.setdefault(key, {})[value if value in values else None] = cell
         for key, at in lines.items():
@@ -207,7 +235,7 @@ def _numbers(values: Iterable[str]) -> list[float] | None:
     return numbers if all(map(math.isfinite, numbers)) else None
 
 
-# --- figures and sentences -----------------------------------------------------------------------
+# --- figures and sentences ------------------------------------------------------------
 
 
 def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
@@ -242,28 +270,38 @@ def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
 
 def _words_of(place: Place) -> str:
     plain = ("format", "inputs", "case")
-    parts = ", ".join(value if name in plain else f"{name} {value}" for name, value in place)
+    parts = ", ".join(
+        value if name in plain else f"{name} {value}" for name, value in place
+    )
     return f" ({parts})" if parts else ""
 
 
 def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
-    """`LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31× [0.30 to 0.32]`
-    for each curve of the first metric, the baseline last. The ratio is of the last point; where the
-    axis has no order, the ends are the least and the largest mean. A peak twice as high as both
-    ends stands between them."""
+    """`LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31× [0.30 to
+    0.32]` for each curve of the first metric, the baseline last. The ratio is of the last
+    point; where the axis has no order, the ends are the least and the largest mean. A
+    peak twice as high as both ends stands between them."""
     text = []
-    for (metric, place, label), cells in sorted(lines.items(), key=lambda x: x[0][2] == baseline):
+    for (metric, place, label), cells in sorted(
+        lines.items(), key=lambda x: x[0][2] == baseline
+    ):
         role = next(iter(cells.values())).role
         if metric != grid.request.y[0] or (role != "kernel" and label != baseline):
             continue
-        ends = [(cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None]
+        ends = [
+            (cell.mean, value, cell)
+            for value, cell in cells.items()
+            if cell.mean is not None
+        ]
         if grid.axis.scale == "category":
             ends.sort(key=lambda end: end[0])
         most = max(ends, key=lambda end: end[0], default=None)
         ends = [*ends[:1], *ends[1:][-1:]]
         if most and most[0] > 2 * max(end[0] for end in ends):
             ends.insert(1, most)
-        said = " to ".join(si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends)
+        said = " to ".join(
+            si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends
+        )
         said = f"{label}{_words_of(place)}: {METRICS[metric][1]} {said or 'not measured'}"
         for _, _, cell in ends[-1:] if label != baseline else ():
             if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:
@@ -273,16 +311,21 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
                 said += f" [{times(cell.ratio_low)} to {times(cell.ratio_high)}]"
         text.append(f"{said}.")
     more = len(text) - SENTENCES
-    return (*text[:SENTENCES], *([f"and {more} curves more: see the figures."] if more > 0 else ()))
+    return (
+        *text[:SENTENCES],
+        *([f"and {more} curves more: see the figures."] if more > 0 else ()),
+    )
 
 
 def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """What a sample of rows means for the numbers; which kernels could not be measured, in which
-    formats and why, each reason once."""
+    """What a sample of rows means for the numbers; which kernels could not be measured,
+    in which formats and why, each reason once."""
     if sampled := max((row.rows_measured or 0 for row in rows if row.sampled), default=0):
         yield (
-            f"At most {sampled} random query rows of each head for each seed, and a kernel's most "
-            "suspicious: maxima are lower bounds, and intervals over seeds include this scatter."
+            f"At most {sampled} random query rows of each head for each seed, and a "
+            "kernel's most "
+            "suspicious: maxima are lower bounds, and intervals over seeds include "
+            "this scatter."
         )
     formats: dict[str, dict[str, None]] = {}
     for row in rows:

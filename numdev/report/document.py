@@ -1,7 +1,8 @@
-"""A document: what a view makes of a report, and what the terminal, HTML and Markdown print.
+"""A document: what a view makes of a report, and what the terminal, HTML and Markdown
+print.
 
-Nodes are data. All text in them may be foreign (names of kernels, layers, files): renderers make it
-harmless. A node that only some media show says so in `only`."""
+Nodes are data. All text in them may be foreign (names of kernels, layers, files):
+renderers make it harmless. A node that only some media show says so in `only`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ TERMINAL: tuple[Medium, ...] = ("terminal",)
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a table. `shade` 0 to 4 is its darkness on a heat map, `title` a tooltip."""
+    """What stands in a table. `shade` 0 to 4 is its darkness on a heat map, `title` a
+    tooltip."""
 
     text: str
     shade: int | None = None
@@ -39,8 +41,8 @@ class Cell:
 
 
 class _Titled:
-    """What has a title. It is shown before all else and often laid out in lines, so that foreign
-    text in it is made harmless here, and not by each renderer."""
+    """What has a title. It is shown before all else and often laid out in lines, so that
+    foreign text in it is made harmless here, and not by each renderer."""
 
     def __post_init__(self) -> None:
         for name in ("title", "text"):
@@ -58,7 +60,8 @@ class Column(_Titled):
 @dataclass(frozen=True)
 class Row:
     cells: tuple[Cell, ...]
-    standard: bool = False  # only there for comparison (the floor, the baseline), and shown softly
+    # Only there for comparison (the floor, the baseline), and shown softly
+    standard: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table(_Titled):
-    """The first cell of a row is its header. A `map` is a heat map in short numbers; of a `series`
-    a terminal shows as many columns as fit, evenly, of the others all."""
+    """The first cell of a row is its header. A `map` is a heat map in short numbers; of a
+    `series` a terminal shows as many columns as fit, evenly, of the others all."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
@@ -106,8 +109,8 @@ class Table(_Titled):
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures along one axis, beside each other; a table each where nothing can be drawn. Those of
-    one metric share their range, and a kernel looks the same in all."""
+    """Figures along one axis, beside each other; a table each where nothing can be drawn.
+    Those of one metric share their range, and a kernel looks the same in all."""
 
     figures: tuple[Figure, ...]
     axis: Axis
@@ -117,7 +120,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class Choice:
-    """Tables of which a page shows the one that is chosen, by its title; other media the first."""
+    """Tables of which a page shows the one that is chosen, by its title; other media the
+    first."""
 
     tables: tuple[Table, ...]
     only: tuple[Medium, ...] = MEDIA
@@ -132,24 +136,29 @@ class Document(_Titled):
     blocks: tuple[Node, ...] = ()
 
     def shown_in(self, medium: Medium) -> Iterator[Node]:
-        """The nodes of a medium, on a page alone with figures and a choice; tables without a row
-        and lists without an item are none."""
+        """The nodes of a medium, on a page alone with figures and a choice; tables
+        without a row and lists without an item are none."""
         parts = {Table: "rows", Bullets: "items", Figures: "figures", Choice: "tables"}
         for node in self.blocks:
             if medium in node.only and getattr(node, parts.get(type(node), "only")):
                 if medium != "html" and isinstance(node, Figures | Choice):
-                    yield from tables_of(node) if isinstance(node, Figures) else node.tables[:1]
+                    yield from (
+                        tables_of(node) if isinstance(node, Figures) else node.tables[:1]
+                    )
                 else:
                     yield node
 
 
 def headed(sentence: str) -> Item:
-    """A sentence whose lead is what stands before the first `: `; all of it where there is none."""
+    """A sentence whose lead is what stands before the first `: `; all of it where there
+    is none."""
     lead, colon, text = sentence.partition(": ")
     return Item(text, lead=lead + colon.strip())
 
 
-def notes(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> tuple[Paragraph, ...]:
+def notes(
+    sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA
+) -> tuple[Paragraph, ...]:
     return tuple(Paragraph(sentence, "soft", only) for sentence in sentences if sentence)
 
 
@@ -159,8 +168,8 @@ def table(
     standard: Sequence[bool] = (),
     **more: Any,
 ) -> Table:
-    """A table of text and cells; the first of columns that are only named stands on the left.
-    `standard` says of each row whether it is only there for comparison."""
+    """A table of text and cells; the first of columns that are only named stands on the
+    left. `standard` says of each row whether it is only there for comparison."""
     heads = tuple(
         Column(c, align="right" if i else "left") if isinstance(c, str) else c
         for i, c in enumerate(columns)
@@ -169,9 +178,13 @@ def table(
     return Table(heads, tuple(map(Row, cells, standard or [False] * len(cells))), **more)
 
 
-def words(columns: Sequence[str], rows: Iterable[Iterable[str | Cell]], **more: Any) -> Table:
+def words(
+    columns: Sequence[str], rows: Iterable[Iterable[str | Cell]], **more: Any
+) -> Table:
     """A table whose columns are words, and stand on the left."""
-    return table([Column(name, align="left") for name in columns], rows, kind="words", **more)
+    return table(
+        [Column(name, align="left") for name in columns], rows, kind="words", **more
+    )
 
 
 def heat_map(
@@ -192,9 +205,11 @@ def floors(value: float | None, title: str = "") -> Cell:
     return Cell(ratio(value), shade=shade(value), title=title)
 
 
-def curve(label: str, role: Role, numbers: Mapping[Any, Sequence[float]]) -> Iterator[Curve]:
-    """The medians at each place (its x, and what it is called); nothing where all of them are 0,
-    which a logarithmic axis does not have."""
+def curve(
+    label: str, role: Role, numbers: Mapping[Any, Sequence[float]]
+) -> Iterator[Curve]:
+    """The medians at each place (its x, and what it is called); nothing where all of them
+    are 0, which a logarithmic axis does not have."""
     points = tuple(
         Point(x=x, label=name, mean=median(own), low=None, high=None)
         for (x, name), own in numbers.items()
@@ -205,8 +220,8 @@ def curve(label: str, role: Role, numbers: Mapping[Any, Sequence[float]]) -> Ite
 
 
 def tables_of(of: Figures) -> Iterator[Table]:
-    """Figures as numbers, those of one metric in one table: a row for each curve, a column for each
-    tick of the axis."""
+    """Figures as numbers, those of one metric in one table: a row for each curve, a
+    column for each tick of the axis."""
 
     def cell(figure: Figure, curve: Curve, x: float) -> str:
         point = next((p for p in curve.points if p.x in (None, x)), None)
@@ -217,10 +232,14 @@ def tables_of(of: Figures) -> Iterator[Table]:
         return (ratio(value) if figure.relative else si(value)) + note
 
     columns = [of.axis.title, *(tick.label for tick in of.axis.ticks)]
-    for (_, what), figures in grouped(of.figures, attrgetter("metric", "y_title")).items():
+    for (_, what), figures in grouped(
+        of.figures, attrgetter("metric", "y_title")
+    ).items():
         rows, standard, several = [], [], len(figures) > 1
         for figure in figures:
-            where = f"{', '.join(figure.place.values()) or figure.title}: " if several else ""
+            where = (
+                f"{', '.join(figure.place.values()) or figure.title}: " if several else ""
+            )
             for curve in figure.curves:
                 values = (cell(figure, curve, tick.x) for tick in of.axis.ticks)
                 rows.append([where + curve.label, *values])

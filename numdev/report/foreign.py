@@ -1,7 +1,9 @@
-"""Foreign text, such as the names of layers and kernels, made harmless for where it is shown.
+"""Foreign text, such as the names of layers and kernels, made harmless for where it is
+shown.
 
-Whoever writes a checkpoint or a report chooses these names. In a terminal they could be escape
-sequences, in a spreadsheet formulas. HTML is escaped by its template, Markdown by its renderer."""
+Whoever writes a checkpoint or a report chooses these names. In a terminal they could be
+escape sequences, in a spreadsheet formulas. HTML is escaped by its template, Markdown by
+its renderer."""
 
 from __future__ import annotations
 
@@ -13,17 +15,20 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def plain(text: str, keep: str = "") -> str:
-    """With control characters (ANSI escapes, marks of direction) but for `keep` spelled out."""
+    """With control characters (ANSI escapes, marks of direction) but for `keep` spelled
+    out."""
     if text.isprintable():
         return text
     return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
+        for c in text
     )
 
 
 def cell(value: Any) -> Any:
-    """As a cell of a CSV file: mappings as JSON, and text that a spreadsheet would compute with an
-    apostrophe before it; control characters but tabs and line ends spelled out. Numbers stay."""
+    """As a cell of a CSV file: mappings as JSON, and text that a spreadsheet would
+    compute with an apostrophe before it; control characters but tabs and line ends
+    spelled out. Numbers stay."""
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, str):
@@ -33,7 +38,10 @@ def cell(value: Any) -> Any:
 
 
 def json_text(text: str) -> str:
-    """JSON for a terminal: what is not printable as JSON's escapes for it. The same data."""
+    """JSON for a terminal: what is not printable as JSON's escapes for it. The same
+    data."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in " \t\r\n" else json.dumps(c)[1:-1] for c in text)
+    return "".join(
+        c if c.isprintable() or c in " \t\r\n" else json.dumps(c)[1:-1] for c in text
+    )

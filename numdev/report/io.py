@@ -1,4 +1,5 @@
-"""Reports on disk: read right or not at all, written atomically, tables as CSV beside them."""
+"""Reports on disk: read right or not at all, written atomically, tables as CSV beside
+them."""
 
 from __future__ import annotations
 
@@ -32,21 +33,29 @@ class _Head(BaseModel):
 
 
 def read(path: Path) -> Report:
-    """Read `report.json`, or a directory that holds one. Raises UsageError where there is none, and
-    MeasurementError for one that is not understood (another schema version), or was cut off, edited
-    or merged by hand, as its digest tells: a report is read right, or not at all."""
+    """Read `report.json`, or a directory that holds one. Raises UsageError where there is
+    none, and MeasurementError for one that is not understood (another schema version), or
+    was cut off, edited or merged by hand, as its digest tells: a report is read right, or
+    not at all."""
     try:
         path = path / "report.json" if path.is_dir() else path
         text = bytearray(path.read_bytes())
     except OSError as error:
         what = f"{path}: cannot read a report there ({error.strerror})"
-        raise UsageError(what, hint="give a report.json, or a directory an audit wrote") from error
+        raise UsageError(
+            what, hint="give a report.json, or a directory an audit wrote"
+        ) from error
     head = _Head()
     try:
         head = _Head.model_validate(from_json(bytes(text[:HEAD]), allow_partial=True))
-        for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(REGISTERED))):
+        for name, known in (
+            ("schema_version", [SCHEMA_VERSION]),
+            ("kind", list(REGISTERED)),
+        ):
             if (got := getattr(head, name)) not in known or isinstance(got, float):
-                raise ValueError(f"{name}: expected {', '.join(map(str, known))}, got {got!r}")
+                raise ValueError(
+                    f"{name}: expected {', '.join(map(str, known))}, got {got!r}"
+                )
         end = text.rfind(b',"digest":')
         said, text[end:] = text[end:], b""
         if said.rstrip() != f',"digest":"{hashlib.sha256(text).hexdigest()}"}}'.encode():
@@ -69,7 +78,8 @@ def read(path: Path) -> Report:
 
 
 def text_of(report: Report) -> str:
-    """A report as JSON, for a file as for a terminal; its last key is the SHA-256 of all before."""
+    """A report as JSON, for a file as for a terminal; its last key is the SHA-256 of all
+    before."""
     return sealed(json_text(report.model_dump_json()).encode()).decode()
 
 
@@ -90,9 +100,11 @@ def write(report: Report, directory: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """A text file that takes its name only when it is complete. A device, a pipe, or the system's
-    name for an open file (`/dev/stdout`) is written to, and stays what it is."""
-    if path.parts[:2] in (("/", "dev"), ("/", "proc")) or (path.exists() and not path.is_file()):
+    """A text file that takes its name only when it is complete. A device, a pipe, or the
+    system's name for an open file (`/dev/stdout`) is written to, and stays what it is."""
+    if path.parts[:2] in (("/", "dev"), ("/", "proc")) or (
+        path.exists() and not path.is_file()
+    ):
         with path.open("w", newline="", encoding="utf-8") as file:
             yield file
         return
@@ -114,8 +126,8 @@ def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
 
 
 def refuse_other_kind(directory: Path, kind: str) -> None:
-    """Raises UsageError where a directory holds the report of another command, which no option
-    replaces. One that does not say what it is, is no report."""
+    """Raises UsageError where a directory holds the report of another command, which no
+    option replaces. One that does not say what it is, is no report."""
     try:
         with (directory / "report.json").open("rb") as file:
             text = file.read(HEAD)
@@ -127,9 +139,11 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
         raise UsageError(what, hint="give another --output")
 
 
-def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make the directory of the results. Raises UsageError where it holds another report: one of
-    another command always, of another request unless `overwrite`."""
+def claim(
+    directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: bool
+) -> None:
+    """Make the directory of the results. Raises UsageError where it holds another report:
+    one of another command always, of another request unless `overwrite`."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_stale(directory)
     refuse_other_kind(directory, kind)

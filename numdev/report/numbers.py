@@ -8,14 +8,19 @@ from typing import Any
 
 NONE = "–"
 MOST = 1e9  # a larger multiple is of a rounding error of the fp64 reference, and not said
-SHADES = (1.25, 2.0, 4.0, 16.0)  # multiples of the floor above which a cell is one step darker
+# Multiples of the floor above which a cell is one step darker
+SHADES = (1.25, 2.0, 4.0, 16.0)
 
 
 def si(value: float | None) -> str:
     """An error in two digits: 0.012, 3.4, 1.2e-5."""
     if value is None:
         return NONE
-    return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 99.5 else power(f"{value:.1e}")
+    return (
+        f"{value:.2g}"
+        if value == 0 or 0.01 <= abs(value) < 99.5
+        else power(f"{value:.1e}")
+    )
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
@@ -32,8 +37,8 @@ def power(number: str) -> str:
 
 
 def three(value: float | None, beside: float | None = None) -> str:
-    """Three digits, or more where they would be those of a limit `beside`; 9570 and not 9.57e3.
-    What was rounded shows its zeros: 1.00, where 1 is exactly 1."""
+    """Three digits, or more where they would be those of a limit `beside`; 9570 and not
+    9.57e3. What was rounded shows its zeros: 1.00, where 1 is exactly 1."""
     if value is None:
         return NONE
     digits = 3
@@ -75,5 +80,6 @@ def short(value: float | None) -> str:
 
 
 def shade(value: float | None, limits: Sequence[float] = SHADES) -> int | None:
-    """How dark a number is shown, 0 to 4: a multiple of the floor, where no limits are given."""
+    """How dark a number is shown, 0 to 4: a multiple of the floor, where no limits are
+    given."""
     return None if value is None else sum(value >= limit for limit in limits)

@@ -1,7 +1,7 @@
 """From rows to what a reader wants first: the kernels ranked and in words.
 
-Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
-one head with large values would rule a pooled one."""
+Pure functions of report rows. Medians and worst heads are shown rather than pooled
+errors, because one head with large values would rule a pooled one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from numdev.report.numbers import MOST, ratio
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Of which a summary has the median over heads, the largest, or where that is."""
-# A kernel that is none of these was asked for by name, and is spoken of before the first of them.
+# A kernel that is none of these was asked for by name, and is spoken of before the first
+# of them.
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
 
 
@@ -46,7 +47,8 @@ def summarise(
     explanations: Sequence[Explanation] = (),
     worst: Sequence[WorstRow] = (),
 ) -> AuditSummary:
-    """The summary of an audit's rows, all of them skipped or not; planted faults are left out."""
+    """The summary of an audit's rows, all of them skipped or not; planted faults are left
+    out."""
     groups: dict[Any, list[DeviationRow]] = {}
     for row in rows:
         if row.role != "control":
@@ -73,11 +75,16 @@ def summarise(
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
-    """The floor first, then by distance from the truth over the baseline's (which is the same for
-    kernels that return another format than the others); what is not finite last."""
+    """The floor first, then by distance from the truth over the baseline's (which is the
+    same for kernels that return another format than the others); what is not finite
+    last."""
     order = 0 if kernel.role == "floor" else 2 if kernel.role == "precision" else 1
     ratios = (kernel.baseline_ratio, kernel.floor_ratio)
-    return (order, kernel.nonfinite > 0, next((r for r in ratios if r is not None), math.inf))
+    return (
+        order,
+        kernel.nonfinite > 0,
+        next((r for r in ratios if r is not None), math.inf),
+    )
 
 
 def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
@@ -92,11 +99,15 @@ def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
         **_over_heads(ok, KernelSummary, places),
         skipped=sum(row.status == "skipped" for row in rows),
         failed=sum(row.status == "failed" for row in rows),
-        reasons=_distinct(row.reason for row in rows if row.reason != "reference-limited"),
+        reasons=_distinct(
+            row.reason for row in rows if row.reason != "reference-limited"
+        ),
         ran=_distinct(row.ran for row in rows),
         mean_abs=_mean(ok),
         max_abs=max((row.max_abs for row in ok if row.max_abs is not None), default=None),
-        rows_measured=max((row.rows_measured or 0 for row in ok if row.sampled), default=None),
+        rows_measured=max(
+            (row.rows_measured or 0 for row in ok if row.sampled), default=None
+        ),
         suspects=max((row.suspects or 0 for row in ok), default=0) or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
         # 0 where all runs gave the same bits
@@ -133,12 +144,19 @@ def _mean(ok: Sequence[DeviationRow]) -> float | None:
         return _or_none((values * weight).sum() / weight.sum())
 
 
-def _over_heads(ok: Sequence[DeviationRow], record: type[Record], places: Places) -> dict[str, Any]:
-    """Of each metric what the record has of it over heads: the median, the largest, where that is.
-    Nothing where no head has a number."""
-    fields: dict[str, Any] = {"ok": len(ok), "nonfinite": sum(row.nonfinite or 0 for row in ok)}
+def _over_heads(
+    ok: Sequence[DeviationRow], record: type[Record], places: Places
+) -> dict[str, Any]:
+    """Of each metric what the record has of it over heads: the median, the largest, where
+    that is. Nothing where no head has a number."""
+    fields: dict[str, Any] = {
+        "ok": len(ok),
+        "nonfinite": sum(row.nonfinite or 0 for row in ok),
+    }
     for metric in METRICS:
-        values = {i: x for i, row in enumerate(ok) if (x := getattr(row, metric)) is not None}
+        values = {
+            i: x for i, row in enumerate(ok) if (x := getattr(row, metric)) is not None
+        }
         if values:
             worst = max(values, key=values.__getitem__)
             fields[metric] = _or_none(statistics.median(values.values()))
@@ -148,7 +166,8 @@ def _over_heads(ok: Sequence[DeviationRow], record: type[Record], places: Places
 
 
 def _biased(ok: Sequence[DeviationRow]) -> int | None:
-    """How many heads of a kernel in a format are biased, Holm-corrected; None if none is judged."""
+    """How many heads of a kernel in a format are biased, Holm-corrected; None if none is
+    judged."""
     tested = [
         (row.bias_p, abs(row.bias_size or 0.0))
         for row in ok
@@ -159,7 +178,9 @@ def _biased(ok: Sequence[DeviationRow]) -> int | None:
     if not tested:
         return None
     certain = holm([p for p, _ in tested], BIAS_ALPHA)
-    return sum(sure and size >= BIAS_ULP for sure, (_, size) in zip(certain, tested, strict=True))
+    return sum(
+        sure and size >= BIAS_ULP for sure, (_, size) in zip(certain, tested, strict=True)
+    )
 
 
 def _or_none(value: float) -> float | None:
@@ -167,37 +188,59 @@ def _or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _answer(kernels: Sequence[KernelSummary], findings: Sequence[Finding]) -> Iterator[str]:
-    """One format in sentences: what overflows, and flash deviation beside what the format costs. Of
-    a kernel with a finding nothing is said: its verdict says it."""
+def _answer(
+    kernels: Sequence[KernelSummary], findings: Sequence[Finding]
+) -> Iterator[str]:
+    """One format in sentences: what overflows, and flash deviation beside what the format
+    costs. Of a kernel with a finding nothing is said: its verdict says it."""
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
     usual = {name: place for place, name in enumerate(HEADLINE)}
     accused = {(f.kernel, str(f.options), name) for f in findings for name in f.formats}
     kernel = min(
-        (k for k in kernels if k.role == "kernel" and k.max_abs is not None and not k.nonfinite
-         and (k.kernel, str(k.options), k.format) not in accused),
+        (
+            k
+            for k in kernels
+            if k.role == "kernel"
+            and k.max_abs is not None
+            and not k.nonfinite
+            and (k.kernel, str(k.options), k.format) not in accused
+        ),
         key=lambda k: usual.get(k.kernel, -1),
         default=None,
-    )  # fmt: skip
+    )
     if precision is not None and precision.nonfinite:
         yield (
-            f"Rounding q, k, v to {precision.format} overflows: {precision.nonfinite} elements of "
+            f"Rounding q, k, v to {precision.format} overflows: "
+            f"{precision.nonfinite} elements of "
             "the exact result are no longer finite."
         )
     if plain is not None and plain.nonfinite:
-        yield f"Eager attention returns {plain.nonfinite} elements that are NaN or infinite."
+        yield (
+            f"Eager attention returns {plain.nonfinite} elements that are NaN or "
+            "infinite."
+        )
     if kernel is None:
         return
     multiple = kernel.flash_vs_precision
     if multiple is not None and multiple <= MOST:
         share = kernel.baseline_ratio
-        whose = ", mostly eager attention's own error" if share is not None and share < 0.5 else ""
+        whose = (
+            ", mostly eager attention's own error"
+            if share is not None and share < 0.5
+            else ""
+        )
         yield (
             f"{kernel.kernel} and eager attention differ by {ratio(multiple)}× "
             f"the error that rounding q, k, v to {kernel.format} alone causes{whose}."
         )
     elif plain is None or plain.max_abs is None:
-        yield "Eager attention did not run: no difference to compare with the cost of the format."
+        yield (
+            "Eager attention did not run: no difference to compare with the cost "
+            "of the format."
+        )
     else:
-        yield f"Rounding q, k, v to {kernel.format} changes nothing: the format costs nothing here."
+        yield (
+            f"Rounding q, k, v to {kernel.format} changes nothing: the format "
+            "costs nothing here."
+        )

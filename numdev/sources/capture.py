@@ -1,10 +1,11 @@
 """Run a model and hand over every attention call it makes, while it makes it.
 
-Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it is met by
-a `TorchFunctionMode`, as it came. transformers models are led there by a function of numdev's in
-its attention interface: SDPA has no word for a soft cap, sinks and a window, so that function takes
-these out of what the model passes, and they join the case. Nothing is kept but for gradients of the
-model's own loss (`loss`); attention that went elsewhere is found out by `Watch`."""
+Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it
+is met by a `TorchFunctionMode`, as it came. transformers models are led there by a
+function of numdev's in its attention interface: SDPA has no word for a soft cap, sinks
+and a window, so that function takes these out of what the model passes, and they join the
+case. Nothing is kept but for gradients of the model's own loss (`loss`); attention that
+went elsewhere is found out by `Watch`."""
 
 from __future__ import annotations
 
@@ -29,11 +30,19 @@ from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
 from numdev.sources.files import naming, quiet, some
-from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
+from numdev.sources.loss import (
+    TrainingStep,
+    Upstream,
+    at_home,
+    loss_of,
+    tracing,
+    with_drawn,
+)
 from numdev.sources.mixers import is_mixer, mixers
 
 T = TypeVar("T")
-OnCall = Callable[[AttentionCase], Tensor | None]  # what it returns, if anything, is the answer
+# What it returns, if anything, is the answer
+OnCall = Callable[[AttentionCase], Tensor | None]
 NAME = "numdev"  # Under which numdev's function is registered with transformers
 HINT = "does it take as many tokens as --length, and these --inputs?"
 
@@ -57,13 +66,15 @@ class _Abandoned(BaseException):
 
 
 def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
-    """What `run(hand_over)` hands over, one by one. A model has to be run for its calls to be met,
-    so `run` works in a thread, with the CUDA device, grad mode and context variables of this one;
-    exactly one side runs at any time. What it raises comes out here; left early, it ends at its
-    next item."""
-    arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # or how the run ended
+    """What `run(hand_over)` hands over, one by one. A model has to be run for its calls
+    to be met, so `run` works in a thread, with the CUDA device, grad mode and context
+    variables of this one; exactly one side runs at any time. What it raises comes out
+    here; left early, it ends at its next item."""
+    # Or how the run ended
+    arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: as it is
+    # -1: as it is
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     gradients = torch.is_grad_enabled()
 
     def hand_over(item: T) -> None:
@@ -100,7 +111,8 @@ class Captured:
     ref: CaseRef
     load: Callable[[], AttentionCase]
     axes: dict[str, Any] = field(default_factory=dict)
-    projection: Callable[[], Any] | None = None  # the linear layer of its queries, or raises
+    # The linear layer of its queries, or raises
+    projection: Callable[[], Any] | None = None
 
 
 def capture(
@@ -113,22 +125,29 @@ def capture(
     upstream: Upstream | None = None,
     on_met: OnMet | None = None,
 ) -> tuple[int, tuple[str, ...]]:
-    """Run `model(**inputs)` once, calling `on_call` at every attention call, whose case shares its
-    tensors with the model. With `generate` the model writes that many tokens after the first. With
-    `upstream` cases have grad_out: where it is that of the model's loss, `on_call` runs after the
-    backward pass, in the same order. Returns the number of calls, and the cases whose gradient is
-    drawn since the model's loss has no usable one. Raises MeasurementError for a call that is no
-    function of its inputs (dropout) or has an argument numdev does not know, for inputs the model
-    fails on, and for attention that was not seen."""
+    """Run `model(**inputs)` once, calling `on_call` at every attention call, whose case
+    shares its tensors with the model. With `generate` the model writes that many tokens
+    after the first. With `upstream` cases have grad_out: where it is that of the model's
+    loss, `on_call` runs after the backward pass, in the same order. Returns the number of
+    calls, and the cases whose gradient is drawn since the model's loss has no usable one.
+    Raises MeasurementError for a call that is no function of its inputs (dropout) or has
+    an argument numdev does not know, for inputs the model fails on, and for attention
+    that was not seen."""
     step = TrainingStep(upstream) if upstream and upstream.loss else None
     watch = Watch(model, source=source, generates=generate is not None, on_met=on_met)
 
     def run() -> Any:
         if generate is not None:
             return decode(model, at_home(model, inputs), generate)
-        return model(**at_home(model, {**inputs, **(upstream.arguments if upstream else {})}))
+        return model(
+            **at_home(model, {**inputs, **(upstream.arguments if upstream else {})})
+        )
 
-    handed = on_call if upstream is None else lambda case: on_call(with_drawn(case, upstream.seed))
+    handed = (
+        on_call
+        if upstream is None
+        else lambda case: on_call(with_drawn(case, upstream.seed))
+    )
     with tracing(model, step), led(model):
         answer = capture_run(run, watch, handed, step)
     if step is None:
@@ -143,11 +162,16 @@ def capture(
 def capture_run(
     run: Callable[[], T], watch: Watch, on_call: OnCall, step: TrainingStep | None = None
 ) -> T | None:
-    """What `run` returns; `on_call` is called at every attention call that the watched model makes
-    in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
-    way. None where it was ended early."""
+    """What `run` returns; `on_call` is called at every attention call that the watched
+    model makes in it, or with `step` these are held. Those of other models (text
+    encoders, a VAE) go their own way. None where it was ended early."""
     named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
-    with named, watch.watching(), suppress(Enough), _Interceptor(on_call, watch, step).meeting():
+    with (
+        named,
+        watch.watching(),
+        suppress(Enough),
+        _Interceptor(on_call, watch, step).meeting(),
+    ):
         return run()
     return None
 
@@ -155,16 +179,17 @@ def capture_run(
 def answered(
     model: nn.Module, run: Callable[[], T], answer: Callable[[AttentionCase], Tensor]
 ) -> T:
-    """What `run` returns when every attention call that the model makes in it is answered by
-    `answer`, [batch, heads, q_len, v_dim]. Raises as `capture` does."""
+    """What `run` returns when every attention call that the model makes in it is answered
+    by `answer`, [batch, heads, q_len, v_dim]. Raises as `capture` does."""
     watch = Watch(model, source="")
     with led(model), watch.watching(), _Interceptor(answer, watch).meeting():
         return run()
 
 
 def first_call(run: Callable[[], Any]) -> AttentionCase | None:
-    """The first attention call that `run` makes, hanging in whatever graph made its tensors; `run`
-    gets no further. None where it makes none; what it raises before comes out unchanged."""
+    """The first attention call that `run` makes, hanging in whatever graph made its
+    tensors; `run` gets no further. None where it makes none; what it raises before comes
+    out unchanged."""
     calls: list[AttentionCase] = []
 
     def end(case: AttentionCase) -> None:
@@ -176,13 +201,14 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
     return calls[0] if calls else None
 
 
-# --- who calls ----------------------------------------------------------------------------------
+# --- who calls ------------------------------------------------------------------------
 #
-# Modules that own query, key and value projections and ran must have made a call, and so must those
-# that look like a mixer without a softmax and compute one. A module without such projections that
-# attends by hand beside others that do not is not noticed.
+# Modules that own query, key and value projections and ran must have made a call, and so
+# must those that look like a mixer without a softmax and compute one. A module without
+# such projections that attends by hand beside others that do not is not noticed.
 
-# The projections by their names, whole words between underscores: q_proj, to_k, linear_v, c_attn.
+# The projections by their names, whole words between underscores: q_proj, to_k, linear_v,
+# c_attn.
 _FUSED = "qkv|wqkv|query_key_value|c_attn|att_proj"
 QKV = tuple(
     re.compile(rf"(?:^|_)(?:{words}|{_FUSED})(?:_|$)")
@@ -191,7 +217,8 @@ QKV = tuple(
 
 
 def attention_modules(model: nn.Module) -> list[str]:
-    """The names of the modules that own query, key and value projections, in the model's order."""
+    """The names of the modules that own query, key and value projections, in the model's
+    order."""
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
@@ -200,18 +227,22 @@ def _owns_projections(module: nn.Module) -> bool:
         return True
     if is_mixer(module):
         return False
-    names = [name.lower() for name, _ in module.named_children() if "norm" not in name.lower()]
+    names = [
+        name.lower() for name, _ in module.named_children() if "norm" not in name.lower()
+    ]
     return all(any(role.search(name) for name in names) for role in QKV)
 
 
 def unaudited(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
-    """The modules of a model that mix tokens without a softmax, each with its layer and name."""
+    """The modules of a model that mix tokens without a softmax, each with its layer and
+    name."""
     for name, module in mixers(model, _owns_projections):
         yield layer_of(module, name), name, module
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
-    """transformers' number of a module, else the one number in its name; None without one."""
+    """transformers' number of a module, else the one number in its name; None without
+    one."""
     own = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return own if isinstance(own, int) else numbers[0] if len(numbers) == 1 else None
@@ -219,11 +250,13 @@ def layer_of(module: nn.Module, name: str) -> int | None:
 
 @contextmanager
 def followed(modules: Iterable[nn.Module], enter: Any, leave: Any) -> Iterator[None]:
-    """In here `enter` is told of each module that begins, with its arguments and keywords, and
-    `leave` of each that ends, also by raising."""
+    """In here `enter` is told of each module that begins, with its arguments and
+    keywords, and `leave` of each that ends, also by raising."""
     with ExitStack() as stack:
         for module in modules:
-            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(
+                module.register_forward_pre_hook(enter, with_kwargs=True).remove
+            )
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
@@ -242,7 +275,8 @@ OnMet = Callable[[CaseRef, Sequence[Frame]], None]
 
 
 class Watch:
-    """Follows which modules run, names the calls they make, and notices attention without one."""
+    """Follows which modules run, names the calls they make, and notices attention without
+    one."""
 
     def __init__(
         self,
@@ -253,8 +287,9 @@ class Watch:
         step: Callable[[], int | None] = lambda: None,
         on_met: OnMet | None = None,
     ) -> None:
-        """`step`: asked at every call for the denoising step it belongs to, where there are any.
-        `on_met`: told of every call as it is made, and of the modules that run."""
+        """`step`: asked at every call for the denoising step it belongs to, where there
+        are any. `on_met`: told of every call as it is made, and of the modules that
+        run."""
         self.model, self.source, self.generates = model, source, generates
         self.step, self.on_met = step, on_met
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
@@ -267,16 +302,19 @@ class Watch:
 
     @contextmanager
     def watching(self, *, begun: bool = False) -> Iterator[None]:
-        """Run the model in here. Raises Unseen at the end unless every run of every owner of
-        projections made a call. `begun`: the model runs already, in this thread: its own hooks
-        are left alone, for PyTorch iterates over them, and what other threads run is no part."""
+        """Run the model in here. Raises Unseen at the end unless every run of every owner
+        of projections made a call. `begun`: the model runs already, in this thread: its
+        own hooks are left alone, for PyTorch iterates over them, and what other threads
+        run is no part."""
         thread = threading.get_ident()
         modules = [m for m in self.modules if not (begun and m is self.model)]
         if begun:
             self.running.append(Frame(module=self.model, arguments=(), named={}))
             self.ran[self.model] += 1
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             if not begun or threading.get_ident() == thread:
                 self.running.append(Frame(module=module, arguments=args, named=kwargs))
                 self.ran[module] += 1
@@ -284,7 +322,8 @@ class Watch:
         def leave(module: nn.Module, *_: Any) -> None:
             if begun and threading.get_ident() != thread:
                 return
-            if self.running and self.running[-1].module is module:  # not where a hook raised before
+            # Not where a hook raised before
+            if self.running and self.running[-1].module is module:
                 self.running.pop()
 
         with followed(modules, enter, leave):
@@ -294,18 +333,26 @@ class Watch:
         if missed or not self.calls:
             what = f"attention ran but was not seen in {some(missed)}"
             what = what if missed else "the model made no attention call"
-            hint = "numdev sees calls of scaled_dot_product_attention and transformers' interface"
-            raise Unseen(what, hint=f"{hint}; `numdev effects` checks such a model as a whole")
+            hint = (
+                "numdev sees calls of scaled_dot_product_attention and "
+                "transformers' interface"
+            )
+            raise Unseen(
+                what, hint=f"{hint}; `numdev effects` checks such a model as a whole"
+            )
 
     def note_softmax(self) -> None:
         """A softmax is computed: by which of the running mixers, if by one."""
         attending = self.owners | self.mixers
-        innermost = next((f.module for f in reversed(self.running) if f.module in attending), None)
+        innermost = next(
+            (f.module for f in reversed(self.running) if f.module in attending), None
+        )
         if innermost in self.mixers:
             self.softmaxes.add(innermost)
 
     def next_call(self) -> CaseRef:
-        """The name of the call being made, of the innermost running module with projections."""
+        """The name of the call being made, of the innermost running module with
+        projections."""
         inside_out = [frame.module for frame in reversed(self.running)]
         module, name = inside_out[0], self.modules[inside_out[0]]
         owner = next((m for m in inside_out if m in self.owners | self.softmaxes), module)
@@ -336,7 +383,8 @@ class Watch:
 
 
 class Layers:
-    """Chooses calls by their layer, and remembers whose were met. None: all are chosen."""
+    """Chooses calls by their layer, and remembers whose were met. None: all are
+    chosen."""
 
     def __init__(self, asked: Sequence[int] | None) -> None:
         self.asked, self.met = asked, set[int | None]()
@@ -346,8 +394,8 @@ class Layers:
         return self.asked is None or layer in self.asked
 
     def notes(self, target: str | None) -> tuple[str, ...]:
-        """What to say when all calls were met: layers that were asked for, and have none. Raises
-        UsageError where no call is in any of them."""
+        """What to say when all calls were met: layers that were asked for, and have none.
+        Raises UsageError where no call is in any of them."""
         lacking = sorted(set(self.asked or ()) - self.met)
         if not lacking:
             return ()
@@ -360,19 +408,25 @@ class Layers:
 
 
 class _Interceptor(TorchFunctionMode):
-    """Meets every SDPA call. The mode is off inside its own handler, so nothing is met twice."""
+    """Meets every SDPA call. The mode is off inside its own handler, so nothing is met
+    twice."""
 
     def __init__(
-        self, on_call: OnCall, watch: Watch | None = None, step: TrainingStep | None = None
+        self,
+        on_call: OnCall,
+        watch: Watch | None = None,
+        step: TrainingStep | None = None,
     ) -> None:
         super().__init__()
         self.on_call, self.watch, self.step = on_call, watch, step
-        self.passed: Mapping[str, Any] = {}  # by the model, and SDPA has no argument for it
+        # By the model, and SDPA has no argument for it
+        self.passed: Mapping[str, Any] = {}
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Calls made in here are met. Off is the inference fast path of `nn.MultiheadAttention` and
-        `nn.TransformerEncoderLayer`, one operator with no call inside to be met."""
+        """Calls made in here are met. Off is the inference fast path of
+        `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, one operator with no
+        call inside to be met."""
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -391,7 +445,9 @@ class _Interceptor(TorchFunctionMode):
             return self._multi_head(args, kwargs)
         if self.watch and getattr(func, "__name__", "") == "softmax":
             self.watch.note_softmax()
-        return (self._meet if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
+        return (self._meet if func is F.scaled_dot_product_attention else func)(
+            *args, **kwargs
+        )
 
     def _meet(
         self,
@@ -403,15 +459,16 @@ class _Interceptor(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Hand an SDPA call over as a case, which what the model passed beside it joins, or hold it
-        for its gradient; the right answer to it."""
+        """Hand an SDPA call over as a case, which what the model passed beside it joins,
+        or hold it for its gradient; the right answer to it."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
             what = f"{ref.module}: attention with dropout {dropout_p} is random"
             raise MeasurementError(what, hint="put the model in eval mode")
         q, mask, scale = query, attn_mask, options.get("scale")
         if q.shape != self.passed.get("query", q).shape:
-            # For a single query transformers lays the heads of a group out as rows of one head.
+            # For a single query transformers lays the heads of a group out as rows of one
+            # head.
             q = self.passed["query"]
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
                 mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
@@ -432,7 +489,9 @@ class _Interceptor(TorchFunctionMode):
                 sinks=self.passed.get("s_aux"),
             )
         except UsageError as error:
-            raise MeasurementError(error.message, hint="numdev cannot audit this call") from error
+            raise MeasurementError(
+                error.message, hint="numdev cannot audit this call"
+            ) from error
         answer = self.on_call(case) if self.step is None else None
         if answer is not None:
             return answer.reshape(*query.shape[:-1], answer.shape[-1])
@@ -445,15 +504,17 @@ class _Interceptor(TorchFunctionMode):
         return out if self.step is None else self.step.hold(case, out)
 
     def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `multi_head_attention_forward` returns, its SDPA call met. It calls SDPA by the name
-        in its own module, where this mode sees nothing, so it is run from a copy in which that name
-        is ours. Where weights are asked for (the default) it multiplies by hand: then the call is
-        met in a run without, which computes the same function, and the model gets the answer of its
-        own run (with gradients the met call's, for gradients must pass through it)."""
+        """What `multi_head_attention_forward` returns, its SDPA call met. It calls SDPA
+        by the name in its own module, where this mode sees nothing, so it is run from a
+        copy in which that name is ours. Where weights are asked for (the default) it
+        multiplies by hand: then the call is met in a run without, which computes the same
+        function, and the model gets the answer of its own run (with gradients the met
+        call's, for gradients must pass through it)."""
         original, met = F.multi_head_attention_forward, multi_head_with(self._meet)
         if not kwargs.get("need_weights", True):
             return met(*args, **kwargs)
-        # Without weights `is_causal` would stand for the mask; with them the mask is applied.
+        # Without weights `is_causal` would stand for the mask; with them the mask is
+        # applied.
         out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
         own, weights = original(*args, **kwargs)
         return (own if self.step is None else out), weights
@@ -463,21 +524,25 @@ def multi_head_with(sdpa: Callable[..., Tensor]) -> Callable[..., Any]:
     """`multi_head_attention_forward` with another function in SDPA's place."""
     original = cast(FunctionType, F.multi_head_attention_forward)
     namespace = {**original.__globals__, "scaled_dot_product_attention": sdpa}
-    return FunctionType(original.__code__, namespace, original.__name__, original.__defaults__)
+    return FunctionType(
+        original.__code__, namespace, original.__name__, original.__defaults__
+    )
 
 
 def _window(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
-    """The window of `size` keys, the query's own included; None without effect. SDPA takes a window
-    by its mask alone, so what the window hides, the mask must hide too. The right side is 0 where
-    the mask hides all later keys, else as wide as the left."""
+    """The window of `size` keys, the query's own included; None without effect. SDPA
+    takes a window by its mask alone, so what the window hides, the mask must hide too.
+    The right side is 0 where the mask hides all later keys, else as wide as the left."""
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None
     beyond, right = " but no mask", 0
     if mask is not None:
-        open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        open_ = (
+            mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        )
         i = torch.arange(q_len, device=mask.device)[:, None] + offset
         back = i - torch.arange(q_len + offset, device=mask.device)
         right = size - 1 if bool((open_ & (back < 0)).any()) else 0
@@ -489,9 +554,9 @@ def _window(
 
 
 def attention_implementation(model_class: Any) -> str:
-    """The `attn_implementation` under which this transformers class can be captured: numdev's
-    function and SDPA's mask function (without one no mask would be passed) under a new name, else
-    what makes the class call SDPA, if it can."""
+    """The `attn_implementation` under which this transformers class can be captured:
+    numdev's function and SDPA's mask function (without one no mask would be passed) under
+    a new name, else what makes the class call SDPA, if it can."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
@@ -504,8 +569,9 @@ def attention_implementation(model_class: Any) -> str:
 
 @contextmanager
 def led(model: nn.Module, way: str = NAME) -> Iterator[None]:
-    """A model of transformers calls numdev's attention function in here (or that of another name),
-    if it can, whatever it was loaded with; afterwards what it called before."""
+    """A model of transformers calls numdev's attention function in here (or that of
+    another name), if it can, whatever it was loaded with; afterwards what it called
+    before."""
     whole: Any = next(
         (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")), None
     )
@@ -513,7 +579,10 @@ def led(model: nn.Module, way: str = NAME) -> Iterator[None]:
         yield
         return
     configs = {name: getattr(whole.config, name) for name in whole.config.sub_configs}
-    configs = {"": whole.config, **{name: x for name, x in configs.items() if x is not None}}
+    configs = {
+        "": whole.config,
+        **{name: x for name, x in configs.items() if x is not None},
+    }
     before = {name: config._attn_implementation for name, config in configs.items()}
     try:
         whole.set_attn_implementation(way)
@@ -532,8 +601,8 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What numdev registers with transformers: its own SDPA function, whose call is met with what
-    the model passed beside it. Outside a capture it answers all the same."""
+    """What numdev registers with transformers: its own SDPA function, whose call is met
+    with what the model passed beside it. Outside a capture it answers all the same."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -541,19 +610,30 @@ def _attention(
     beside = given.keys() & {"softcap", "s_aux", "sliding_window"}
     chosen = given.keys() & {"indices", "block_indices"}
     # What transformers' SDPA function acts on.
-    itself = given.keys() & {"is_causal", "position_bias"} & signature(sdpa).parameters.keys()
+    itself = (
+        given.keys() & {"is_causal", "position_bias"} & signature(sdpa).parameters.keys()
+    )
     if unknown := some(sorted(given.keys() - beside - chosen - itself - WITHOUT_EFFECT)):
         what = f"passes its attention an argument numdev does not know: {unknown}"
-        raise MeasurementError(f"{type(module).__name__} {what}", hint="please report the model")
-    # Within its own handler the mode is off: a model that `on_call` runs is not the one met.
+        raise MeasurementError(
+            f"{type(module).__name__} {what}", hint="please report the model"
+        )
+    # Within its own handler the mode is off: a model that `on_call` runs is not the one
+    # met.
     modes = _get_current_function_mode_stack()
-    active = next((mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None)
+    active = next(
+        (mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None
+    )
     interceptor = active or _Interceptor(lambda case: None)
     interceptor.passed = {"query": query, **{name: given[name] for name in beside}}
     on = {name: given[name] for name in itself}
     for name in chosen:
-        shown = chosen_keys(module, query, key, given[name], blocks=name == "block_indices")
-        if attention_mask is None and on.get("is_causal", getattr(module, "is_causal", True)):
+        shown = chosen_keys(
+            module, query, key, given[name], blocks=name == "block_indices"
+        )
+        if attention_mask is None and on.get(
+            "is_causal", getattr(module, "is_causal", True)
+        ):
             shown = shown & _not_later(query, key)
         attention_mask = _shown_alone(attention_mask, shown)
     call = (module, query, key, value, attention_mask)
@@ -564,22 +644,24 @@ def _attention(
         interceptor.passed = {}
 
 
-# --- sparse attention: keys that the model chooses, by their numbers -----------------------------
+# --- sparse attention: keys that the model chooses, by their numbers ------------------
 
 
 def chosen_keys(
     module: nn.Module, query: Tensor, key: Tensor, indices: Tensor, *, blocks: bool
 ) -> Tensor:
-    """Which keys the model chose, bool [batch, 1 or heads, q_len, kv_len]. `indices`: for each
-    query the numbers of keys [batch, q_len, chosen], or of `blocks` of keys for each group of heads
-    [batch, groups, q_len, chosen]; what is below 0 is none."""
+    """Which keys the model chose, bool [batch, 1 or heads, q_len, kv_len]. `indices`: for
+    each query the numbers of keys [batch, q_len, chosen], or of `blocks` of keys for each
+    group of heads [batch, groups, q_len, chosen]; what is below 0 is none."""
     size = 1
     if blocks:
         size = cast(Any, module).indexer.block_size
     numbers = indices if indices.ndim == 4 else indices.unsqueeze(1)
     count = -(-key.shape[2] // size)
     numbers = torch.where(numbers < 0, count, numbers).long()  # none: behind the last one
-    shown = torch.zeros(*numbers.shape[:3], count + 1, dtype=torch.bool, device=key.device)
+    shown = torch.zeros(
+        *numbers.shape[:3], count + 1, dtype=torch.bool, device=key.device
+    )
     shown = shown.scatter(-1, numbers, True)[..., :count]
     shown = shown.repeat_interleave(size, dim=-1)[..., : key.shape[2]]
     return shown if shown.shape[1] == 1 else shown.repeat_interleave(
@@ -601,23 +683,28 @@ def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
     return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
 
 
-def in_parts(model: nn.Module, inputs: Mapping[str, Any], ends: Iterable[int]) -> Iterator[Any]:
-    """What a model returns for its `input_ids` read in parts, up to each of `ends`, with a cache.
-    An `attention_mask` is given to each part up to its end."""
+def in_parts(
+    model: nn.Module, inputs: Mapping[str, Any], ends: Iterable[int]
+) -> Iterator[Any]:
+    """What a model returns for its `input_ids` read in parts, up to each of `ends`, with
+    a cache. An `attention_mask` is given to each part up to its end."""
     ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0
     takes = signature(model.forward).parameters
     # The states of a model without attention are no keys and values.
     cache = "cache_params" if "cache_params" in takes else "past_key_values"
     for end in ends:
         part = {"input_ids": ids[:, start:end], cache: past, "use_cache": True}
-        answer = model(**part, **({} if mask is None else {"attention_mask": mask[:, :end]}))
+        answer = model(
+            **part, **({} if mask is None else {"attention_mask": mask[:, :end]})
+        )
         past, start = getattr(answer, cache), end
         yield answer
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
-    """The prefill and `steps` decode passes, with a cache: greedy and without the end token, so
-    that inputs determine the calls; by transformers' common `generate` (Whisper's splits audio)."""
+    """The prefill and `steps` decode passes, with a cache: greedy and without the end
+    token, so that inputs determine the calls; by transformers' common `generate`
+    (Whisper's splits audio)."""
     import transformers
 
     text = cast(Any, model).config.get_text_config(decoder=True)
@@ -636,4 +723,6 @@ def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
     if "input_ids" in inputs and "attention_mask" in signature(model.forward).parameters:
         whole.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     with quiet():  # no advice on settings that are chosen here
-        cast(Any, transformers).GenerationMixin.generate(model, **whole, generation_config=config)
+        cast(Any, transformers).GenerationMixin.generate(
+            model, **whole, generation_config=config
+        )

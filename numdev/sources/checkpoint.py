@@ -1,9 +1,10 @@
 """Weights on disk, opened lazily and safely, and their model.
 
-A Hugging Face checkpoint is `config.json` beside weight files: transformers builds the model of the
-tensors read here, so neither its search for files nor the network is in play. The model of a state
-dict (files, or a `torch.distributed.checkpoint` directory) is the user's own
-`package.module:factory`, handed the stored configuration if it takes one. Loading is strict."""
+A Hugging Face checkpoint is `config.json` beside weight files: transformers builds the
+model of the tensors read here, so neither its search for files nor the network is in
+play. The model of a state dict (files, or a `torch.distributed.checkpoint` directory) is
+the user's own `package.module:factory`, handed the stored configuration if it takes one.
+Loading is strict."""
 
 from __future__ import annotations
 
@@ -29,17 +30,36 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation, followed
-from numdev.sources.files import SplitTensor, blaming, is_distributed, name_of, quiet, read_json
-from numdev.sources.foreign import file_format, refuse_config, refuse_directory, refuse_pointer
+from numdev.sources.files import (
+    SplitTensor,
+    blaming,
+    is_distributed,
+    name_of,
+    quiet,
+    read_json,
+)
+from numdev.sources.foreign import (
+    file_format,
+    refuse_config,
+    refuse_directory,
+    refuse_pointer,
+)
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size"),
-    *("seq_length", "max_seq_length", "max_sequence_length", "sequence_length", "seq_len"),
+    *(
+        "seq_length",
+        "max_seq_length",
+        "max_sequence_length",
+        "sequence_length",
+        "seq_len",
+    ),
     *("context_length", "context_size", "n_context", "ctx_len", "max_context_length"),
 )
 META = torch.device("meta")
-MANY = re.compile(r'"\w*(?:layers?|depths?|experts|blocks)": \[?\d{5,}')  # no model has so many
+# No model has so many
+MANY = re.compile(r'"\w*(?:layers?|depths?|experts|blocks)": \[?\d{5,}')
 LABELS = re.compile(r'"num_labels": (\d+)')
 FEW_LABELS = 1 << 16  # take megabytes, whatever is stored: a model may lack its head
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -48,9 +68,11 @@ INDEX = ".index.json"
 # Where training scripts put the model's configuration: nanoGPT, Lightning, and others.
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
-# Numbers that JSON has no word for: transformers stores one as an object with this key alone.
+# Numbers that JSON has no word for: transformers stores one as an object with this key
+# alone.
 SPECIAL, NUMBERS = "__float__", ("Infinity", "-Infinity", "NaN")
-# Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
+# Models that number positions from pad_token_id + 1, so that they read fewer than their
+# table has.
 POSITIONS_AFTER_PADDING = re.compile(
     "roberta|camembert|longformer|mpnet|xmod|luke|data2vec-text|layoutlmv3|lilt"
 )
@@ -58,7 +80,8 @@ POSITIONS_AFTER_PADDING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The stored weights of a model: its files, or the tensors of a distributed checkpoint."""
+    """The stored weights of a model: its files, or the tensors of a distributed
+    checkpoint."""
 
     path: Path
     name: str
@@ -73,7 +96,11 @@ class Weights:
         """The weights at a path: in its files, or a distributed checkpoint."""
         if is_distributed(path):
             nesting, split, own["files"] = storage.open_distributed(path)
-            own |= {"split": split, "nesting": nesting, "prefix": storage.common_prefix([*split])}
+            own |= {
+                "split": split,
+                "nesting": nesting,
+                "prefix": storage.common_prefix([*split]),
+            }
         return cls(path=path, name=name_of(path), **own)
 
     @property
@@ -83,15 +110,16 @@ class Weights:
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence the model has positions for; None where the config sets none."""
+        """The longest sequence the model has positions for; None where the config sets
+        none."""
         limit = size(self.config, *LENGTHS)
         if limit and POSITIONS_AFTER_PADDING.search(str(self.config.get("model_type"))):
             return limit - int(self.config.get("pad_token_id") or 0) - 1
         return limit
 
     def identifying(self) -> Callable[[], str]:
-        """What tells this checkpoint from others, by the names and contents of its files: begun,
-        and given when it is asked for (`numdev.sources.files.identifying`)."""
+        """What tells this checkpoint from others, by the names and contents of its files:
+        begun, and given when it is asked for (`numdev.sources.files.identifying`)."""
         return storage.identifying(self.files)
 
     def identity(self) -> str:
@@ -104,37 +132,51 @@ class Weights:
         return {name: text for name, text in said.items() if text}
 
     def fitted(self, model: nn.Module) -> Self:
-        """The same under this model's names: with the prefix where its own names have it."""
-        if self.prefix and all(name.startswith(self.prefix) for name in model.state_dict()):
+        """The same under this model's names: with the prefix where its own names have
+        it."""
+        if self.prefix and all(
+            name.startswith(self.prefix) for name in model.state_dict()
+        ):
             return replace(self, prefix="")
         return self
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Every stored tensor with its name, one at a time in file order, in its stored format;
-        `tied` ones, which share storage as only a pickle can hold them, once or by each name.
-        Raises MeasurementError for one that is no array, and for weights that are no reals."""
+        """Every stored tensor with its name, one at a time in file order, in its stored
+        format; `tied` ones, which share storage as only a pickle can hold them, once or
+        by each name. Raises MeasurementError for one that is no array, and for weights
+        that are no reals."""
         for name, split in self.split.items():
-            yield name.removeprefix(self.prefix), storage.plain(self.path, name, split.read())
+            yield (
+                name.removeprefix(self.prefix),
+                storage.plain(self.path, name, split.read()),
+            )
         for path in () if self.split else self.files:
             seen = set()
             for name, tensor in storage.read(path):
-                place = storage.held_at(tensor) if path.suffix in storage.PICKLES else None
+                place = (
+                    storage.held_at(tensor) if path.suffix in storage.PICKLES else None
+                )
                 if tied or place is None or place not in seen:
                     seen.add(place)
-                    yield name.removeprefix(self.prefix), storage.plain(path, name, tensor)
+                    yield (
+                        name.removeprefix(self.prefix),
+                        storage.plain(path, name, tensor),
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Weights):
-    """An opened checkpoint: its config is read, its weight files are found and can be opened."""
+    """An opened checkpoint: its config is read, its weight files are found and can be
+    opened."""
 
     def identifying(self) -> Callable[[], str]:
         """The same with config.json."""
         return storage.identifying((self.path / "config.json", *self.files))
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
-        """The model in eval mode, its weights cast to `dtype`, its attention open to capture.
-        Raises MeasurementError for an unknown architecture, and for weights that do not fit it."""
+        """The model in eval mode, its weights cast to `dtype`, its attention open to
+        capture. Raises MeasurementError for an unknown architecture, and for weights that
+        do not fit it."""
         return self._built(dict(self.tensors(tied=True)), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
@@ -144,18 +186,22 @@ class Checkpoint(Weights):
             what = f"{self.path}: --stream: expected safetensors files"
             raise UsageError(what, hint="save_pretrained writes them")
         if find_spec("accelerate") is None:
-            raise UsageError("--stream needs accelerate", hint="pip install 'numdev[large]'")
+            raise UsageError(
+                "--stream needs accelerate", hint="pip install 'numdev[large]'"
+            )
         empty, deferred = {}, {}
         for file in self.files:
             for name, x in storage.read(file):
                 empty[name] = torch.empty_like(storage.plain(file, name, x), device=META)
                 deferred[name] = Deferred.of(empty[name], partial(read_on, file, name))
-        # Once all on the meta device, to find out what is missing: values are drawn for that, in
-        # the memory of a model that has none.
+        # Once all on the meta device, to find out what is missing: values are drawn for
+        # that, in the memory of a model that has none.
         self._built(empty, dtype, device_map={"": META})
         return self._built(deferred, dtype).eval()
 
-    def _built(self, state: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> nn.Module:
+    def _built(
+        self, state: dict[str, Tensor], dtype: torch.dtype, **options: Any
+    ) -> nn.Module:
         """transformers' model of these weights, checked."""
         if many := MANY.search(json.dumps(dict(self.config))):
             what = f"config.json: asks for {many[0]}, more than numdev builds"
@@ -164,24 +210,35 @@ class Checkpoint(Weights):
         largest = max((n for x in state.values() for n in x.shape), default=0)
         for labels in map(int, LABELS.findall(json.dumps(dict(self.config)))):
             if labels > max(largest, FEW_LABELS):
-                what = f"num_labels: expected at most {largest:,}, the longest side of a tensor"
+                what = (
+                    f"num_labels: expected at most {largest:,}, the longest side "
+                    "of a tensor"
+                )
                 what = f"config.json: {what} that is stored, got {labels:,}"
                 raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
         cls, config = self._class_and_config()
-        # What is far larger than all that is stored would fill the memory before it does not fit.
+        # What is far larger than all that is stored would fill the memory before it does
+        # not fit.
         stored, needs = sum(x.numel() for x in state.values()), 0
         with quiet(), suppress(Exception), META:
             needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
         if needs > 2 * stored + (1 << 20):  # each tied weight is stored once
-            what = f"config.json asks for {needs:,} parameters, but {stored:,} values are stored"
+            what = (
+                f"config.json asks for {needs:,} parameters, but {stored:,} "
+                "values are stored"
+            )
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
         with quiet(), blaming(self.path, "build the model with transformers"):
-            block: Any = (self.config.get("quantization_config") or {}).get("weight_block_size")
+            block: Any = (self.config.get("quantization_config") or {}).get(
+                "weight_block_size"
+            )
             for name in [n for n in state if block and n.endswith("_scale_inv")]:
                 sizes = state[name.removesuffix("_scale_inv")].shape[-2:]
                 for axis, n, b in zip((-2, -1), sizes, block, strict=True):
                     if n % b:  # transformers would divide the weight into equal blocks
-                        state[name] = state[name].repeat_interleave(b, axis).narrow(axis, 0, n)
+                        state[name] = (
+                            state[name].repeat_interleave(b, axis).narrow(axis, 0, n)
+                        )
             model, loaded = cls.from_pretrained(
                 None,
                 config=config,
@@ -198,8 +255,11 @@ class Checkpoint(Weights):
             )
         unused = [k for k in loaded["unexpected_keys"] if not _may_be_left_over(k, model)]
         missing, misshapen = loaded["missing_keys"], loaded["mismatched_keys"]
-        storage.refuse_misfits(self.path, type(model).__name__, missing, unused, misshapen)
-        # A cache would keep every layer's keys and values, and a capture needs memory for one.
+        storage.refuse_misfits(
+            self.path, type(model).__name__, missing, unused, misshapen
+        )
+        # A cache would keep every layer's keys and values, and a capture needs memory for
+        # one.
         model.config.get_text_config().use_cache = False
         return cast(nn.Module, model)
 
@@ -208,29 +268,48 @@ class Checkpoint(Weights):
         with quiet():
             import transformers
 
-            kind, names = str(self.config.get("model_type")), self.config.get("architectures")
+            kind, names = (
+                str(self.config.get("model_type")),
+                self.config.get("architectures"),
+            )
             name = str(names[0]) if isinstance(names, list) and names else "none"
             cls = getattr(transformers, name, None)
-            model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+            model = isinstance(cls, type) and issubclass(
+                cls, transformers.PreTrainedModel
+            )
             if not model or kind not in transformers.CONFIG_MAPPING:
-                what = f"transformers {transformers.__version__} has no model {name} of type {kind}"
+                what = (
+                    f"transformers {transformers.__version__} has no model "
+                    f"{name} of type {kind}"
+                )
                 if name == "none":
-                    what = f'{self.path / "config.json"}: names no model in "architectures"'
+                    what = (
+                        f'{self.path / "config.json"}: names no model in "architectures"'
+                    )
                     raise MeasurementError(what, hint="name the class that it is for")
                 if self.config.get("auto_map"):
                     what += ", and numdev does not run code shipped with it (auto_map)"
-                hint = 'try a newer transformers, or correct "architectures" in config.json'
+                hint = (
+                    'try a newer transformers, or correct "architectures" in config.json'
+                )
                 raise MeasurementError(f"{self.path / 'config.json'}: {what}", hint=hint)
             with blaming(self.path, "read config.json with transformers"):
                 stored = copy.deepcopy(dict(self.config))
                 if how := stored.get("quantization_config"):
                     if how["quant_method"] != "fp8":
-                        what = f"{self.path}: is quantised by {how['quant_method']}, expected fp8"
-                        raise MeasurementError(what, hint="audit the checkpoint it was made from")
+                        what = (
+                            f"{self.path}: is quantised by "
+                            f"{how['quant_method']}, expected fp8"
+                        )
+                        raise MeasurementError(
+                            what, hint="audit the checkpoint it was made from"
+                        )
                     if not how.get("weight_block_size"):
                         what = f"{self.path}: is fp8 with one scale a tensor or channel"
                         what += ", expected scales of blocks (weight_block_size)"
-                        raise MeasurementError(what, hint="audit the checkpoint it was made from")
+                        raise MeasurementError(
+                            what, hint="audit the checkpoint it was made from"
+                        )
                     how["dequantize"] = True  # each weight times its scale, on any device
                 return cls, transformers.CONFIG_MAPPING[kind].from_dict(stored)
 
@@ -251,12 +330,14 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path` without loading its weights. Raises UsageError where there is
-    none, MeasurementError where it is damaged."""
+    """Open the checkpoint at `path` without loading its weights. Raises UsageError where
+    there is none, MeasurementError where it is damaged."""
     stored = path / "config.json"
     if not stored.is_file():
         refuse_directory(path)
-        raise UsageError(f"{path}: has no config.json", hint="give a Hugging Face directory")
+        raise UsageError(
+            f"{path}: has no config.json", hint="give a Hugging Face directory"
+        )
     config = read_config(stored)
     refuse_config(stored, config)
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
@@ -269,8 +350,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A stored configuration as transformers reads it: `{"__float__": "Infinity"}` is infinity, and
-    likewise -infinity and NaN. Raises MeasurementError where the file is no JSON object."""
+    """A stored configuration as transformers reads it: `{"__float__": "Infinity"}` is
+    infinity, and likewise -infinity and NaN. Raises MeasurementError where the file is no
+    JSON object."""
 
     def number(stored: dict[str, Any]) -> Any:
         word = stored.get(SPECIAL)
@@ -280,9 +362,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
-    """Whether a stored tensor without a place in the model changes nothing: the model computes it
-    (causal masks), or was built without its part (a pooler). Inside a numbered layer it means a
-    missing layer, or a part of the attention that would silently not be applied."""
+    """Whether a stored tensor without a place in the model changes nothing: the model
+    computes it (causal masks), or was built without its part (a pooler). Inside a
+    numbered layer it means a missing layer, or a part of the attention that would
+    silently not be applied."""
     if key.endswith(".masked_bias") or key in dict(model.named_buffers()):
         return True
     parts = key.split(".")[:-1]
@@ -291,11 +374,14 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
 
 
 def size(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these keys that holds a number above 0, here or in the text model's config."""
+    """The first of these keys that holds a number above 0, here or in the text model's
+    config."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
     held = (place.get(name) for place in places for name in names)
-    return next((int(number) for number in held if isinstance(number, int) and number > 0), None)
+    return next(
+        (int(number) for number in held if isinstance(number, int) and number > 0), None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,21 +393,24 @@ class StateDict(Weights):
 
     def describe(self) -> dict[str, Any]:
         build = self.build
-        made_from = vars(build).get("__init__", build) if isinstance(build, type) else build
+        made_from = (
+            vars(build).get("__init__", build) if isinstance(build, type) else build
+        )
         described = {"model": self.factory, "model_made_from": fingerprint(made_from)}
         return {**described, **super().describe()}
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
-        """The factory's model with the stored weights, cast to `dtype`, in eval mode. Raises
-        UsageError for a factory that gives no module, MeasurementError for one that raises, and for
-        weights that are not the model's."""
+        """The factory's model with the stored weights, cast to `dtype`, in eval mode.
+        Raises UsageError for a factory that gives no module, MeasurementError for one
+        that raises, and for weights that are not the model's."""
         model = self._built()
         # Where transformers is loaded, its models may be inside.
         transformers: Any = sys.modules.get("transformers")
         for module in () if transformers is None else model.modules():
             if isinstance(module, transformers.PreTrainedModel):
                 module.config.get_text_config().use_cache = False
-        model = model.to(dtype)  # before loading, which would round to the factory's own format
+        # Before loading, which would round to the factory's own format
+        model = model.to(dtype)
         state = dict(self.fitted(model).tensors(tied=True))
         self._check(model, state)
         model.load_state_dict(state, strict=False)
@@ -331,37 +420,49 @@ class StateDict(Weights):
         """The factory's model, of no argument or the stored configuration."""
         try:
             parameters = inspect.signature(self.build).parameters.values()
-            takes = any(p.default is p.empty and p.kind not in VARIADIC for p in parameters)
+            takes = any(
+                p.default is p.empty and p.kind not in VARIADIC for p in parameters
+            )
             model = self.build(*((dict(self.config),) if takes and self.config else ()))
         except (Exception, SystemExit) as error:
             what = f"the factory {self.factory} raised {one_line(error)}"
-            raise MeasurementError(what, hint="its argument is the stored config") from error
+            raise MeasurementError(
+                what, hint="its argument is the stored config"
+            ) from error
         if not isinstance(model, nn.Module):
             got = f"expected a torch.nn.Module, got {type(model).__name__}"
-            raise UsageError(f"the factory {self.factory}: {got}", hint="let it return the model")
+            raise UsageError(
+                f"the factory {self.factory}: {got}", hint="let it return the model"
+            )
         return model
 
     def _check(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Raises MeasurementError unless the stored weights are the model's own, name by name. A
-        tied weight may have one of its names, and a buffer that is computed be left over."""
+        """Raises MeasurementError unless the stored weights are the model's own, name by
+        name. A tied weight may have one of its names, and a buffer that is computed be
+        left over."""
         own = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         named |= dict(model.named_buffers(remove_duplicate=False))
         stored = {id(x) for name, x in named.items() if name in state}
         tied = {name for name, x in named.items() if id(x) in stored}
-        both = [(name, state[name].shape, x.shape) for name, x in own.items() if name in state]
+        both = [
+            (name, state[name].shape, x.shape) for name, x in own.items() if name in state
+        ]
         storage.refuse_misfits(
             self.path,
             f"{type(model).__name__} of {self.factory}",
             missing=own.keys() - state.keys() - tied,
-            unused=state.keys() - model.state_dict().keys() - dict(model.named_buffers()).keys(),
+            unused=state.keys()
+            - model.state_dict().keys()
+            - dict(model.named_buffers()).keys(),
             misshapen=[(name, old, new) for name, old, new in both if old != new],
         )
 
 
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
-    """Open the weights at `path`, and import the factory of their model. Raises UsageError where
-    there are none or no factory, MeasurementError for a file that is damaged or holds none."""
+    """Open the weights at `path`, and import the factory of their model. Raises
+    UsageError where there are none or no factory, MeasurementError for a file that is
+    damaged or holds none."""
     if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         got = file_format(path)
@@ -376,7 +477,9 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     beside = (path if path.is_dir() else path.parent) / "config.json"
     if path.suffix in storage.PICKLES:
         content = storage.read_pickle(path)
-        config = next((c for key in CONFIGS if isinstance(c := content.get(key), dict)), {})
+        config = next(
+            (c for key in CONFIGS if isinstance(c := content.get(key), dict)), {}
+        )
     elif beside.is_file():
         config = read_config(beside)
     own: dict[str, Any] = {"factory": factory, "build": build, "config": config}
@@ -389,13 +492,14 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     return StateDict.opened(path, files=files, prefix=storage.common_prefix(names), **own)
 
 
-# --- a model whose weights stay on disk: a layer's are read when it runs, and let go after it ----
+# --- a model whose weights stay on disk: a layer's are read when it runs, and let go af
 #
-# A `Deferred` stands for a stored tensor while transformers puts a model together, and records what
-# is done to it (casting, stacking experts). Units are the members of an outermost `ModuleList`
-# (layers) and the modules that hold no such list; hooks fill in one's weights before it runs and
-# take them out after. Values are made as the whole model's are and lie in memory as these do, so
-# kernels that care about alignment give the same bits.
+# A `Deferred` stands for a stored tensor while transformers puts a model together, and
+# records what is done to it (casting, stacking experts). Units are the members of an
+# outermost `ModuleList` (layers) and the modules that hold no such list; hooks fill in
+# one's weights before it runs and take them out after. Values are made as the whole
+# model's are and lie in memory as these do, so kernels that care about alignment give the
+# same bits.
 
 CANNOT = "this model cannot be streamed; load it whole, without --stream"
 
@@ -408,8 +512,8 @@ def read_on(file: Path, name: str, device: torch.device | str = "cpu") -> Tensor
 
 
 class Deferred(Tensor):
-    """A tensor without values; `made` makes them. `sealed` names whose place it holds free: no
-    operation may use such a one. Only out-of-place operations are recorded."""
+    """A tensor without values; `made` makes them. `sealed` names whose place it holds
+    free: no operation may use such a one. Only out-of-place operations are recorded."""
 
     made: Callable[[torch.device], Tensor]  # the tensor itself, on a device
     sealed: str
@@ -419,7 +523,11 @@ class Deferred(Tensor):
     def of(empty: Tensor, made: Any, *, device: Any = "cpu", sealed: str = "") -> Any:
         """One like `empty` (on the meta device) that says it is on `device`."""
         x: Any = Tensor._make_wrapper_subclass(
-            Deferred, empty.shape, strides=empty.stride(), dtype=empty.dtype, device=device
+            Deferred,
+            empty.shape,
+            strides=empty.stride(),
+            dtype=empty.dtype,
+            device=device,
         )
         x._empty, x.made, x.sealed = empty, made, sealed
         return x
@@ -441,7 +549,9 @@ class Deferred(Tensor):
             raise MeasurementError(what, hint=CANNOT)
 
         def output(i: int, device: torch.device) -> Any:
-            values, named = tree_map_only(Deferred, lambda x: x.made(device), (args, kwargs))
+            values, named = tree_map_only(
+                Deferred, lambda x: x.made(device), (args, kwargs)
+            )
             return tree_flatten(func(*values, **named))[0][i]
 
         empties, named = tree_map_only(Deferred, lambda x: x._empty, (args, kwargs))
@@ -452,7 +562,8 @@ class Deferred(Tensor):
         )
 
 
-# A weight's `_parameters` or `_buffers`, its name there, itself, and what stands in its place.
+# A weight's `_parameters` or `_buffers`, its name there, itself, and what stands in its
+# place.
 Slot = tuple[dict[str, Any], str, Deferred, Any]
 
 
@@ -462,8 +573,10 @@ class Streamed:
     def __init__(self, model: nn.Module, *, device: str) -> None:
         self.model, self.device = model, torch.empty(0, device=device).device
         names = {module: name for name, module in model.named_modules()}
-        empties: dict[int, Any] = {}  # a tied weight stays one, if only by what holds its places
-        # The slots that are filled and emptied as one, by their module, in the model's order.
+        # A tied weight stays one, if only by what holds its places
+        empties: dict[int, Any] = {}
+        # The slots that are filled and emptied as one, by their module, in the model's
+        # order.
         self.units: dict[nn.Module, list[Slot]] = {}
 
         def slots(module: nn.Module) -> Iterator[Slot]:
@@ -473,7 +586,10 @@ class Streamed:
                     if isinstance(x, Deferred) and not x.sealed:
                         path = f"{names[module]}.{name}".lstrip(".")
                         empty = empties.setdefault(
-                            id(x), Deferred.of(x._empty, x.made, device=self.device, sealed=path)
+                            id(x),
+                            Deferred.of(
+                                x._empty, x.made, device=self.device, sealed=path
+                            ),
                         )
                         empty._is_param = kind == "_parameters"
                         places[name] = empty
@@ -484,7 +600,8 @@ class Streamed:
         for unit in dict.fromkeys(_divided(model)):
             self.units[unit] = [slot for part in unit.modules() for slot in slots(part)]
         inside = {part for unit in self.units for part in unit.modules()}
-        for module in names.keys() - inside:  # what a module that holds lists has itself is small
+        # What a module that holds lists has itself is small
+        for module in names.keys() - inside:
             self._fill(list(slots(module)))
 
     def running(self) -> AbstractContextManager[None]:
@@ -501,7 +618,9 @@ class Streamed:
     def _fill(self, slots: Sequence[Slot]) -> None:
         for places, name, weight, empty in slots:
             value = weight.made(self.device)
-            places[name] = nn.Parameter(value, requires_grad=False) if empty._is_param else value
+            places[name] = (
+                nn.Parameter(value, requires_grad=False) if empty._is_param else value
+            )
 
 
 def _divided(module: nn.Module) -> Iterator[nn.Module]:
@@ -517,7 +636,8 @@ def _divided(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class InMemory:
-    """A model that somebody has in memory, in place of opened weights, and what it is to read."""
+    """A model that somebody has in memory, in place of opened weights, and what it is to
+    read."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
@@ -530,7 +650,9 @@ class InMemory:
     @property
     def reads(self) -> str:
         named = self.inputs.items()
-        return ", ".join(f"{n} {list(x.shape) if isinstance(x, Tensor) else x}" for n, x in named)
+        return ", ".join(
+            f"{n} {list(x.shape) if isinstance(x, Tensor) else x}" for n, x in named
+        )
 
     def describe(self) -> dict[str, Any]:
         code = dict.fromkeys(type(module).forward for module in self.model.modules())
@@ -561,7 +683,9 @@ def digest_of(tensors: Mapping[str, Any]) -> str:
     for name, x in sorted(tensors.items()):
         if isinstance(x, Tensor):
             whole.update(f"{name} {x.dtype} {list(x.shape)}\n".encode())
-            whole.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            whole.update(
+                x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
         else:
             whole.update(f"{name} {x!r}\n".encode())
     return whole.hexdigest()

@@ -1,8 +1,9 @@
-"""Files that hold tensors, read lazily and safely: safetensors, what torch.save writes, and
-`torch.distributed.checkpoint` directories.
+"""Files that hold tensors, read lazily and safely: safetensors, what torch.save writes,
+and `torch.distributed.checkpoint` directories.
 
-Such a file is foreign data: pickles are read with `weights_only=True` alone, safetensors checks a
-header against its file's length, and a shard must lie beside the index that names it."""
+Such a file is foreign data: pickles are read with `weights_only=True` alone, safetensors
+checks a header against its file's length, and a shard must lie beside the index that
+names it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ CHUNK = 1 << 20  # bytes of them that are read at once
 FETCH = "download or resave it"
 DISTRUST = "do not use this checkpoint unless you know why"
 PICKLES = (".bin", ".pt", ".pth")
-NESTED = ("model", "state_dict", "model_state_dict", "module")  # where scripts put a state dict
+# Where scripts put a state dict
+NESTED = ("model", "state_dict", "model_state_dict", "module")
 PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 
 
@@ -57,7 +59,8 @@ def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path
 
 
 def shards(index: Path, *, lack: bool = False) -> tuple[Path, ...]:
-    """The files an index names, all in its own directory, and present unless they may `lack`."""
+    """The files an index names, all in its own directory, and present unless they may
+    `lack`."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)
@@ -68,11 +71,15 @@ def shards(index: Path, *, lack: bool = False) -> tuple[Path, ...]:
     files = tuple(sorted({index.parent / name for name in named.values()}))
     missing = [file.name for file in files if not lack and not file.is_file()]
     if missing:
-        raise MeasurementError(f"{index}: the shard {some(missing)} is missing", hint=FETCH)
+        raise MeasurementError(
+            f"{index}: the shard {some(missing)} is missing", hint=FETCH
+        )
     return files
 
 
-def read_json(path: Path, made_of: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+def read_json(
+    path: Path, made_of: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
     """A file that holds one JSON object; `made_of`: what stands for each object in it."""
     refuse_pointer(path)
     with naming(path, "is not valid JSON"):
@@ -83,8 +90,9 @@ def read_json(path: Path, made_of: Callable[[dict[str, Any]], Any] | None = None
 
 
 def read(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file and their names, in the file's order. Those of safetensors are mapped
-    one by one: what was read through a map counts as the process's memory until it is gone."""
+    """The tensors of a file and their names, in the file's order. Those of safetensors
+    are mapped one by one: what was read through a map counts as the process's memory
+    until it is gone."""
     if path.suffix in PICKLES:
         content = read_pickle(path)
         for state in (*(content.get(key) for key in NESTED), content):
@@ -92,7 +100,10 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
             if tensors := [(str(name), x) for name, x in named if isinstance(x, Tensor)]:
                 yield from tensors
                 return
-        what = f"{path}: holds no state dict (but {some(list(map(repr, content))) or 'nothing'})"
+        what = (
+            f"{path}: holds no state dict (but "
+            f"{some(list(map(repr, content))) or 'nothing'})"
+        )
         hint = f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}"
         raise MeasurementError(what, hint=hint)
     with open_safetensors(path) as file:
@@ -103,26 +114,32 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_safetensors(path: Path) -> Any:
-    """The opened file; opening checks its header, and the header against the file's length."""
+    """The opened file; opening checks its header, and the header against the file's
+    length."""
     refuse_pointer(path)
     with naming(path, "is not a whole safetensors file"):
         return safe_open(path, framework="pt")
 
 
 def read_pickle(path: Path) -> dict[Any, Any]:
-    """The dict that torch.save wrote; tensors and plain values, no other object is ever built."""
+    """The dict that torch.save wrote; tensors and plain values, no other object is ever
+    built."""
     refuse_pointer(path)
     try:  # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
         if mapped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
-            # torch compresses nothing: what is larger than its file could fill the memory.
+            # torch compresses nothing: what is larger than its file could fill the
+            # memory.
             larger = sum(m.file_size for m in members) > path.stat().st_size
             if larger or any(m.compress_type for m in members):
                 raise ValueError("compressed")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # its message would advise to run the code of the file
-        what = "is damaged or holds Python objects other than tensors: numdev does not unpickle it"
+        what = (
+            "is damaged or holds Python objects other than tensors: numdev does "
+            "not unpickle it"
+        )
         hint = "convert it to safetensors with a tool you trust"
         raise MeasurementError(f"{path}: {what}", hint=hint) from error
     return state if isinstance(state, dict) else {}
@@ -130,14 +147,21 @@ def read_pickle(path: Path) -> dict[Any, Any]:
 
 def is_plain(x: Tensor) -> bool:
     """Whether a tensor is an array of its values."""
-    return not (x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta)
+    return not (
+        x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta
+    )
 
 
 def plain(path: Path, name: str, x: Tensor) -> Tensor:
-    """A stored tensor. Raises MeasurementError where it is no array, or a weight of no reals."""
-    real = ("bias", "weight") if x.is_complex() else "weight"  # old files' masks are called bias
+    """A stored tensor. Raises MeasurementError where it is no array, or a weight of no
+    reals."""
+    # Old files' masks are called bias
+    real = ("bias", "weight") if x.is_complex() else "weight"
     if not is_plain(x) or (not x.is_floating_point() and name.endswith(real)):
-        what = f"{path}: {name}: expected real numbers, got {x.dtype}, {x.layout}, {x.device}"
+        what = (
+            f"{path}: {name}: expected real numbers, got {x.dtype}, {x.layout}, "
+            f"{x.device}"
+        )
         raise MeasurementError(what, hint="convert it, or use the file it was made from")
     return x
 
@@ -145,13 +169,16 @@ def plain(path: Path, name: str, x: Tensor) -> Tensor:
 def common_prefix(names: Sequence[str]) -> str:
     """The known prefixes that all names have, in whichever order they stand."""
     taken = ""
-    while found := next((p for p in PREFIXES if all(n.startswith(taken + p) for n in names)), None):
+    while found := next(
+        (p for p in PREFIXES if all(n.startswith(taken + p) for n in names)), None
+    ):
         taken += found
     return taken
 
 
 def held_at(x: Tensor) -> tuple[Any, ...] | None:
-    """What views of the same values have in common; None without elements or a plain array."""
+    """What views of the same values have in common; None without elements or a plain
+    array."""
     if not is_plain(x) or x.numel() == 0:
         return None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -164,11 +191,13 @@ def identity(files: Iterable[Path]) -> str:
 
 
 def identifying(files: Iterable[Path]) -> Callable[[], str]:
-    """`identity`, begun: pieces are hashed in threads, beside whatever is done until it is asked
-    for. What cannot be read raises then."""
+    """`identity`, begun: pieces are hashed in threads, beside whatever is done until it
+    is asked for. What cannot be read raises then."""
     sizes = {path: path.stat().st_size if path.exists() else 0 for path in files}
     pieces = [
-        (path, start) for path, size in sizes.items() for start in range(0, max(size, 1), PIECE)
+        (path, start)
+        for path, size in sizes.items()
+        for start in range(0, max(size, 1), PIECE)
     ]
     # Its threads end with the program, should nobody ask any more.
     pool = ThreadPool(min(len(pieces), os.cpu_count() or 1) or 1)
@@ -204,8 +233,8 @@ def refuse_misfits(
     unused: Collection[str],
     misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
-    """Raises MeasurementError, which names them, where weights at `path` do not fit their model.
-    `misshapen` has a weight's name, its stored shape and the model's."""
+    """Raises MeasurementError, which names them, where weights at `path` do not fit their
+    model. `misshapen` has a weight's name, its stored shape and the model's."""
     problems = {
         "lacks weights": missing,
         "does not use": unused,
@@ -213,18 +242,26 @@ def refuse_misfits(
             f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen
         ],
     }
-    said = ", and ".join(f"{what} {some(sorted(of))}" for what, of in problems.items() if of)
+    said = ", and ".join(
+        f"{what} {some(sorted(of))}" for what, of in problems.items() if of
+    )
     if said:
-        raise MeasurementError(f"{path}: {model} {said}", hint="is it the model of these weights?")
+        raise MeasurementError(
+            f"{path}: {model} {said}", hint="is it the model of these weights?"
+        )
 
 
 @contextmanager
 def naming(
-    of: object, what: str, hint: str | None = FETCH, *, passing: type[Exception] = NumdevError
+    of: object,
+    what: str,
+    hint: str | None = FETCH,
+    *,
+    passing: type[Exception] = NumdevError,
 ) -> Iterator[None]:
-    """Whatever is raised on foreign data or by foreign code as one line that begins with its file
-    or name, be it no `Exception`; numdev's own errors, those of `passing` and interrupts as they
-    are."""
+    """Whatever is raised on foreign data or by foreign code as one line that begins with
+    its file or name, be it no `Exception`; numdev's own errors, those of `passing` and
+    interrupts as they are."""
     try:
         yield
     except (NumdevError, passing, KeyboardInterrupt, GeneratorExit):
@@ -241,14 +278,19 @@ def blaming(path: Path, what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet(*others: Any) -> Iterator[None]:
-    """Without log lines, warnings and progress bars of transformers and `others`, for a while."""
+    """Without log lines, warnings and progress bars of transformers and `others`, for a
+    while."""
     import transformers.utils.logging
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+    )
 
     with ExitStack() as stack, warnings.catch_warnings():
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        if are_progress_bars_disabled():  # enabling transformers' switches the hub's on as well
+        # Enabling transformers' switches the hub's on as well
+        if are_progress_bars_disabled():
             stack.callback(disable_progress_bars)
         for chatter in (transformers.utils.logging, *others):
             if chatter.is_progress_bar_enabled():
@@ -264,18 +306,24 @@ def some(names: Sequence[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + more
 
 
-# --- distributed checkpoints --------------------------------------------------------------------
+# --- distributed checkpoints ----------------------------------------------------------
 #
-# A tensor is stored in pieces, each a byte range of a `__RANK_N.distcp` file that torch.save wrote,
-# and the pickle `.metadata` says where. It is read by an unpickler that refuses every name such
-# metadata is not made of, and builds empty records in place of torch's classes.
+# A tensor is stored in pieces, each a byte range of a `__RANK_N.distcp` file that
+# torch.save wrote, and the pickle `.metadata` says where. It is read by an unpickler that
+# refuses every name such metadata is not made of, and builds empty records in place of
+# torch's classes.
 
 METADATA = ".metadata"
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
-        *("TensorProperties", "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *(
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        ),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
@@ -287,7 +335,8 @@ _VALUES = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A block of a tensor: where it begins, its shape, and the bytes of a file that hold it."""
+    """A block of a tensor: where it begins, its shape, and the bytes of a file that hold
+    it."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -302,14 +351,16 @@ class SplitTensor:
 
     directory: Path
     name: str
-    path: tuple[str, ...]  # the keys that lead to it in the saved dict, else the name alone
+    # The keys that lead to it in the saved dict, else the name alone
+    path: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     def read(self) -> Tensor:
-        """The whole tensor, in its stored format. Raises MeasurementError, naming the file, where a
-        piece is missing or damaged, and where the pieces do not make up the tensor."""
+        """The whole tensor, in its stored format. Raises MeasurementError, naming the
+        file, where a piece is missing or damaged, and where the pieces do not make up the
+        tensor."""
         if not _fills(self.shape, self.pieces):
             what = f"{self.directory}: {self.name}: its pieces do not make up the tensor"
             raise MeasurementError(what, hint=FETCH)
@@ -332,7 +383,9 @@ class SplitTensor:
                 raise ValueError("cut short, or compressed")
             tensor = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
             if (tuple(tensor.shape), tensor.dtype) != (piece.shape, self.dtype):
-                raise ValueError(f"expected {list(piece.shape)}, got {list(tensor.shape)}")
+                raise ValueError(
+                    f"expected {list(piece.shape)}, got {list(tensor.shape)}"
+                )
             return torch.as_tensor(tensor)
 
 
@@ -340,13 +393,17 @@ def is_distributed(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def open_distributed(directory: Path) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
-    """The tensors of a distributed checkpoint by name: those under the first key of NESTED that
-    holds any, named as they are in it, after what stood before their names; else all. And its
-    files, the metadata first."""
+def open_distributed(
+    directory: Path,
+) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
+    """The tensors of a distributed checkpoint by name: those under the first key of
+    NESTED that holds any, named as they are in it, after what stood before their names;
+    else all. And its files, the metadata first."""
     stored = read_metadata(directory)
     keys = (*NESTED, "app")
-    heads = (x.path[: x.path.index(k) + 1] for k in keys for x in stored if k in x.path[:-1])
+    heads = (
+        x.path[: x.path.index(k) + 1] for k in keys for x in stored if k in x.path[:-1]
+    )
     head = next(heads, ())
     inside = [x for x in stored if x.path[: len(head)] == head]
     names = {".".join(x.path[len(head) :]) if head else x.name: x for x in inside}
@@ -364,17 +421,23 @@ def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         any(a + n <= b or b + m <= a for (a, n), (b, m) in zip(p, q, strict=True))
         for p, q in itertools.combinations(blocks, 2)
     )
-    return within and apart and sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
+    return (
+        within and apart and sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
+    )
 
 
 def read_metadata(directory: Path) -> list[SplitTensor]:
-    """The tensors of a distributed checkpoint, in its order. Raises MeasurementError for a file
-    that asks for anything but metadata (nothing is run), is damaged, or names one elsewhere."""
+    """The tensors of a distributed checkpoint, in its order. Raises MeasurementError for
+    a file that asks for anything but metadata (nothing is run), is damaged, or names one
+    elsewhere."""
     path = directory / METADATA
     places: dict[Any, dict[str, Any]] = {}
     tensors = []
     refuse_pointer(path)
-    with naming(path, "is not the metadata of a distributed checkpoint"), path.open("rb") as file:
+    with (
+        naming(path, "is not the metadata of a distributed checkpoint"),
+        path.open("rb") as file,
+    ):
         metadata = _Unpickler(path, file).load()
         for index, info in metadata.storage_data.items():
             name = str(info.relative_path)
@@ -397,10 +460,14 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
                 pieces.append(Piece(start=start, shape=shape, **place))
             way = tuple(map(str, keys.get(name) or (name,)))
             own: Any = {"path": way, "dtype": dtype, "shape": _sizes(stored.size)}
-            tensor = SplitTensor(directory=directory, name=str(name), pieces=tuple(pieces), **own)
+            tensor = SplitTensor(
+                directory=directory, name=str(name), pieces=tuple(pieces), **own
+            )
             tensors.append(tensor)
     if not tensors:
-        raise MeasurementError(f"{directory}: holds no tensor", hint="save model.state_dict()")
+        raise MeasurementError(
+            f"{directory}: holds no tensor", hint="save model.state_dict()"
+        )
     return tensors
 
 
@@ -422,14 +489,19 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name that metadata may use; raises for every other."""
         if name in _RECORDS.get(module, ()):
-            # Made for this file alone: an instruction that writes into a class spoils no other.
+            # Made for this file alone: an instruction that writes into a class spoils no
+            # other.
             return self._records.setdefault(name, type(name, (_Record,), {}))
         if (module, name) in _VALUES:
             return _VALUES[module, name]
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        if module == "torch" and isinstance(
+            dtype := getattr(torch, name, None), torch.dtype
+        ):
             return dtype
         what = f"asks for {module}.{name}, which is not part of a checkpoint's metadata"
-        raise MeasurementError(f"{self._path}: {what}: it is not unpickled", hint=DISTRUST)
+        raise MeasurementError(
+            f"{self._path}: {what}: it is not unpickled", hint=DISTRUST
+        )
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

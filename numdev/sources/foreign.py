@@ -1,5 +1,5 @@
-"""Files that numdev does not read, told by name: whoever has one learns what it is, and what to
-give in its place."""
+"""Files that numdev does not read, told by name: whoever has one learns what it is, and
+what to give in its place."""
 
 from __future__ import annotations
 
@@ -18,30 +18,46 @@ DIRECTORIES: Mapping[str, tuple[str, str]] = {
         "a LoRA adapter (PEFT), which is no model by itself",
         "merge it into its base model (merge_and_unload) and save that",
     ),
-    "open_clip_config.json": ("an open_clip model", "convert it to transformers' CLIPModel"),
+    "open_clip_config.json": (
+        "an open_clip model",
+        ("convert it to transformers' CLIPModel"),
+    ),
     "params.json": ("a model in Meta's own format", "convert it to transformers' format"),
-    "consolidated*.pth": ("a model in Meta's own format", "convert it to transformers' format"),
+    "consolidated*.pth": (
+        "a model in Meta's own format",
+        ("convert it to transformers' format"),
+    ),
     "consolidated*.safetensors": (
-        "a model in Mistral's own format", "convert it to transformers' format"
+        "a model in Mistral's own format",
+        "convert it to transformers' format",
     ),
     "*.gguf": ("a GGUF model", "audit the checkpoint it was made from"),
     "*.onnx": ("an ONNX model", "audit the checkpoint it was made from"),
     "saved_model.pb": ("a TensorFlow model", RESAVE),
     "tf_model.h5": ("a TensorFlow model", RESAVE),
     "flax_model.msgpack": ("a Flax model", RESAVE),
-}  # fmt: skip
+}
 FILES: Mapping[str, str] = {
-    ".gguf": "a GGUF file", ".onnx": "an ONNX model", ".h5": "a TensorFlow or Keras file",
-    ".msgpack": "a Flax file", ".npz": "a NumPy archive", ".ckpt": "a Lightning or TensorFlow file",
-    ".pkl": "a Python pickle", ".tar": "an archive", ".zip": "an archive", ".gz": "an archive",
-}  # fmt: skip
+    ".gguf": "a GGUF file",
+    ".onnx": "an ONNX model",
+    ".h5": "a TensorFlow or Keras file",
+    ".msgpack": "a Flax file",
+    ".npz": "a NumPy archive",
+    ".ckpt": ("a Lightning or TensorFlow file"),
+    ".pkl": "a Python pickle",
+    ".tar": "an archive",
+    ".zip": "an archive",
+    ".gz": "an archive",
+}
 
 
 def refuse_directory(path: Path) -> None:
     """Raises UsageError for a directory of a format that has a name and is not read."""
     for pattern, (what, hint) in DIRECTORIES.items():
         if any(path.glob(pattern)):
-            raise UsageError(f"{path}: expected a Hugging Face model, got {what}", hint=hint)
+            raise UsageError(
+                f"{path}: expected a Hugging Face model, got {what}", hint=hint
+            )
 
 
 def refuse_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -49,16 +65,25 @@ def refuse_config(path: Path, config: Mapping[str, Any]) -> None:
     if config.get("model_type"):
         return
     if "pretrained_cfg" in config or "num_features" in config:
-        what, hint = "a timm model's", "audit it as a state dict: --model package.module:factory"
+        what, hint = (
+            "a timm model's",
+            "audit it as a state dict: --model package.module:factory",
+        )
     elif "model_cfg" in config:
-        what, hint = DIRECTORIES["open_clip_config.json"][0] + "'s", "convert it to CLIPModel"
+        what, hint = (
+            DIRECTORIES["open_clip_config.json"][0] + "'s",
+            "convert it to CLIPModel",
+        )
     else:
         what, hint = "one without model_type", 'name the model\'s type in "model_type"'
-    raise MeasurementError(f"{path}: expected a config of transformers, got {what}", hint=hint)
+    raise MeasurementError(
+        f"{path}: expected a config of transformers, got {what}", hint=hint
+    )
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises MeasurementError for what git-lfs leaves where the file itself was not fetched."""
+    """Raises MeasurementError for what git-lfs leaves where the file itself was not
+    fetched."""
     if not path.is_file() or path.stat().st_size > LONGEST_POINTER:
         return
     with path.open("rb") as file:

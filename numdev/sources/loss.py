@@ -1,9 +1,10 @@
 """Where upstream gradients (dO) come from: the model's own loss, or a seed.
 
-A language model of transformers is asked to predict what it reads, a model with two towers for its
-contrastive loss, any other is run as it is. Calls are held during the forward pass and their
-gradients asked of autograd in one go, at the edges of the graph where the outputs were made: right
-also where the model overwrites an output, and no graph is held while calls are measured."""
+A language model of transformers is asked to predict what it reads, a model with two
+towers for its contrastive loss, any other is run as it is. Calls are held during the
+forward pass and their gradients asked of autograd in one go, at the edges of the graph
+where the outputs were made: right also where the model overwrites an output, and no graph
+is held while calls are measured."""
 
 from __future__ import annotations
 
@@ -33,31 +34,40 @@ class Upstream:
     """Where the upstream gradients of one run come from."""
 
     seed: int
-    loss: str | None = None  # which loss of the model's, in words; None: gradients are drawn
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # the model takes to return the loss
+    # Which loss of the model's, in words; None: gradients are drawn
+    loss: str | None = None
+    # The model takes to return the loss
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     why_not: str = ""  # Why the model's loss is not used, where it has one
 
     def describe(self) -> str:
-        return self.loss or drawn_from(self.seed) + (f" ({self.why_not})" if self.why_not else "")
+        return self.loss or drawn_from(self.seed) + (
+            f" ({self.why_not})" if self.why_not else ""
+        )
 
 
 def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> Upstream:
-    """Where this model's upstream gradients on these inputs come from; runs it once to see. A loss
-    that raises, or is not finite, is none; `why_not` says so."""
+    """Where this model's upstream gradients on these inputs come from; runs it once to
+    see. A loss that raises, or is not finite, is none; `why_not` says so."""
     words, arguments = OWN, dict[str, Any]()
     if hasattr(model, "get_output_embeddings"):  # a model of transformers
         asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
         encodes = cast(Any, model).config.is_encoder_decoder
         decoder = "decoder_" if encodes else ""
-        labels, mask = inputs.get(f"{decoder}input_ids"), inputs.get(f"{decoder}attention_mask")
+        labels, mask = (
+            inputs.get(f"{decoder}input_ids"),
+            inputs.get(f"{decoder}attention_mask"),
+        )
         embeddings: Any = model.get_output_embeddings
         if labels is not None and "labels" in asks and embeddings() is not None:
             if mask is not None and mask.shape == labels.shape:
                 labels = labels.masked_fill(mask == 0, IGNORED)
-            # A causal model shifts labels itself; what a decoder reads beside an encoder is shifted
-            # already, so its labels are what follows.
+            # A causal model shifts labels itself; what a decoder reads beside an encoder
+            # is shifted already, so its labels are what follows.
             if encodes:
-                labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+                labels = torch.cat(
+                    [labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1
+                )
             words, arguments = LANGUAGE, {"labels": labels}
         elif "return_loss" in asks:
             arguments = {"return_loss": True}
@@ -65,7 +75,9 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
         with torch.no_grad():
             loss = loss_of(model(**at_home(model, {**inputs, **arguments})))
         why_not = "" if loss is None or loss.isfinite() else f"{words} is {loss.item()}"
-    except Exception as error:  # on the inputs alone it may yet run; if not, the capture says so
+    except (
+        Exception
+    ) as error:  # on the inputs alone it may yet run; if not, the capture says so
         loss, why_not = None, f"{words} raised {type(error).__name__}"
     if loss is None or why_not:
         return Upstream(seed=seed, why_not=why_not)
@@ -73,10 +85,15 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 
 
 def loss_of(answer: Any) -> Tensor | None:
-    """The loss a model returned: its `loss`, itself a number, or the one number of a tuple."""
+    """The loss a model returned: its `loss`, itself a number, or the one number of a
+    tuple."""
     loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
     parts = loss if isinstance(loss, tuple | list) else [loss]
-    numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 0]
+    numbers = [
+        x
+        for x in parts
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 0
+    ]
     return numbers[0] if len(numbers) == 1 else None
 
 
@@ -86,8 +103,9 @@ def drawn_from(seed: int) -> str:
 
 
 def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
-    """The case with dO; where it has none of N(0, 1) in its own format, drawn from `seed` and its
-    name, a view of [batch, length, heads, dim] where q is one. As it is where there is no seed."""
+    """The case with dO; where it has none of N(0, 1) in its own format, drawn from `seed`
+    and its name, a view of [batch, length, heads, dim] where q is one. As it is where
+    there is no seed."""
     if seed is None or case.grad_out is not None:
         return case
     shape = (*case.q.shape[:3], case.v.shape[3])
@@ -100,10 +118,14 @@ def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
 def at_home(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs where the model is, floating-point tensors as it computes."""
     home = dict(inputs)
-    if (weight := next((p for p in model.parameters() if p.is_floating_point()), None)) is not None:
+    if (
+        weight := next((p for p in model.parameters() if p.is_floating_point()), None)
+    ) is not None:
         for name, x in inputs.items():
             if isinstance(x, Tensor):
-                home[name] = x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
+                home[name] = x.to(
+                    weight.device, weight.dtype if x.is_floating_point() else x.dtype
+                )
     return home
 
 
@@ -112,11 +134,13 @@ class TrainingStep:
 
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
-        # With the edge of the graph at its output or None, later the gradient there; and versions.
+        # With the edge of the graph at its output or None, later the gradient there; and
+        # versions.
         self.held: deque[tuple[AttentionCase, Any, tuple[int, ...]]] = deque()
 
     def hold(self, case: AttentionCase, out: Tensor) -> Tensor:
-        """Keep the call; the same output for the model to go on with, which has a gradient."""
+        """Keep the call; the same output for the model to go on with, which has a
+        gradient."""
         edge = None
         if torch.is_grad_enabled():
             if not out.requires_grad:  # cloned, for a leaf must not be overwritten
@@ -138,11 +162,14 @@ class TrainingStep:
         if loss is not None and loss.requires_grad and edges:
             wanted = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
             grads = dict(zip(edges, wanted, strict=True))
-        self.held = deque((case, grads.get(i), ()) for i, (case, _, _) in enumerate(self.held))
+        self.held = deque(
+            (case, grads.get(i), ()) for i, (case, _, _) in enumerate(self.held)
+        )
 
     def hand_over(self, on_call: Callable[[AttentionCase], object]) -> tuple[str, ...]:
-        """Every call with its gradient, in the order they were made; none is kept. Where the loss
-        has none for a call, only zeros, or one not finite, it is drawn; returns their names."""
+        """Every call with its gradient, in the order they were made; none is kept. Where
+        the loss has none for a call, only zeros, or one not finite, it is drawn; returns
+        their names."""
         drawn = []
         while self.held:
             case, grad, _ = self.held.popleft()
@@ -174,6 +201,7 @@ def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
 
 
 def _versions(case: AttentionCase) -> tuple[int, ...]:
-    """How often each tensor was written to. PyTorch counts over all views of one memory."""
+    """How often each tensor was written to. PyTorch counts over all views of one
+    memory."""
     tensors = (case.q, case.k, case.v, case.mask, case.sinks)
     return tuple(x._version for x in tensors if x is not None and not x.is_inference())

@@ -1,6 +1,6 @@
-"""Modules that let tokens act on each other without a softmax: state spaces, short convolutions,
-linear and recurrent attention. No kernel of softmax attention stands in for them, so an audit
-leaves them out, and says so."""
+"""Modules that let tokens act on each other without a softmax: state spaces, short
+convolutions, linear and recurrent attention. No kernel of softmax attention stands in for
+them, so an audit leaves them out, and says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import nn
 
 from numdev.grouping import grouped
 
-# Parts of their classes' names, after that of the family (KimiLinearAttention is no linear one).
+# Parts of their classes' names, after that of the family (KimiLinearAttention is no
+# linear one).
 KINDS = re.compile(
     "Mamba|SSM|Delta|KDA|Kda|Lightning|LinearAtt|Recurrent|RGLRU|Rglru|Retention|RWKV|Rwkv|ShortConv"
     "|Hyena|LSTM"
@@ -21,8 +22,9 @@ PROJECTIONS = (nn.Linear, nn.Conv1d)
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module mixes tokens without a softmax: by the name of its class, or since it holds
-    a convolution along the sequence or the decay of a state. What holds layers is none."""
+    """Whether a module mixes tokens without a softmax: by the name of its class, or since
+    it holds a convolution along the sequence or the decay of a state. What holds layers
+    is none."""
     if isinstance(module, nn.RNNBase):
         return True
     children = dict(module.named_children())
@@ -30,9 +32,13 @@ def is_mixer(module: nn.Module) -> bool:
         return False
     if any(isinstance(part, nn.ModuleList) for part in module.modules()):
         return False
-    convolves = any("conv1d" in name.lower() or _is_depthwise(m) for name, m in children.items())
+    convolves = any(
+        "conv1d" in name.lower() or _is_depthwise(m) for name, m in children.items()
+    )
     names = {*children, *dict(module.named_parameters(recurse=False))}
-    return convolves or not names.isdisjoint(STATES) or bool(KINDS.search(_own_name(module)))
+    return (
+        convolves or not names.isdisjoint(STATES) or bool(KINDS.search(_own_name(module)))
+    )
 
 
 def _is_depthwise(module: nn.Module) -> bool:
@@ -40,9 +46,12 @@ def _is_depthwise(module: nn.Module) -> bool:
 
 
 def _own_name(module: nn.Module) -> str:
-    """The name of its class without that of a family of transformers, which its file is named
-    after."""
-    name, family = type(module).__name__, type(module).__module__.rpartition(".modeling_")[2]
+    """The name of its class without that of a family of transformers, which its file is
+    named after."""
+    name, family = (
+        type(module).__name__,
+        type(module).__module__.rpartition(".modeling_")[2],
+    )
     family = family.replace("_", "")
     return name[len(family) :] if name.lower().startswith(family) else name
 
@@ -50,8 +59,8 @@ def _own_name(module: nn.Module) -> str:
 def mixers(
     model: nn.Module, attends: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost of them, with their names, in the model's order; what is part of a module that
-    `attends` is its own affair."""
+    """The outermost of them, with their names, in the model's order; what is part of a
+    module that `attends` is its own affair."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(f"{other}.") for other in outer if other):
@@ -63,7 +72,8 @@ def mixers(
 
 
 def in_words(mixers: Iterator[tuple[int | None, str, nn.Module]]) -> str:
-    """`layers 0, 1, 2 (MambaMixer)`: the layers of mixers, each with its name, by their kinds."""
+    """`layers 0, 1, 2 (MambaMixer)`: the layers of mixers, each with its name, by their
+    kinds."""
     parts = []
     for kind, own in grouped(mixers, lambda of: type(of[2]).__name__).items():
         numbers = [layer for layer, _, _ in own]

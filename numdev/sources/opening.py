@@ -1,4 +1,5 @@
-"""Sources hand cases over one at a time and keep none: shapes, a model's run, tensors on disk."""
+"""Sources hand cases over one at a time and keep none: shapes, a model's run, tensors on
+disk."""
 
 from __future__ import annotations
 
@@ -29,9 +30,16 @@ from numdev.sources.regimes import Draws, Shapes, check, draw, draw_mask
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 
-# Options that say what a model is and reads, and mean nothing where there is none of that kind.
+# Options that say what a model is and reads, and mean nothing where there is none of that
+# kind.
 FOR_PIPELINES: tuple[str, ...] = ("denoise", "steps")
-NOT_FOR_PIPELINES: tuple[str, ...] = ("model", "tokenizer", "inputs", "generate", "stream")
+NOT_FOR_PIPELINES: tuple[str, ...] = (
+    "model",
+    "tokenizer",
+    "inputs",
+    "generate",
+    "stream",
+)
 FOR_MODELS: tuple[str, ...] = ("text", *NOT_FOR_PIPELINES, *FOR_PIPELINES)
 FOR_CHECKPOINTS = {*FOR_MODELS, "model_dtype", "length", "sequences"} - {"generate"}
 
@@ -49,7 +57,8 @@ class Located(Protocol):
 class Source(Protocol):
     """An iterable of cases, which gives one at a time and keeps none."""
 
-    notes: tuple[str, ...] = ()  # for the user; some are known only when all cases were met
+    # For the user; some are known only when all cases were met
+    notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()  # what a report says of the inputs
     cases: Sequence[Located] = ()  # those that are known before a model runs
 
@@ -65,10 +74,13 @@ class Source(Protocol):
         return iter(())
 
 
-def open_source(request: AuditRequest, system: System, *, projections: bool = False) -> Source:
-    """The request's source, opened and checked, with nothing measured. Its cases carry grad_out
-    where the request is for gradients; with `projections`, those of a running model know the layer
-    that made their queries. Raises UsageError for an option without meaning for this source."""
+def open_source(
+    request: AuditRequest, system: System, *, projections: bool = False
+) -> Source:
+    """The request's source, opened and checked, with nothing measured. Its cases carry
+    grad_out where the request is for gradients; with `projections`, those of a running
+    model know the layer that made their queries. Raises UsageError for an option without
+    meaning for this source."""
     path = _path(request)
     if request.cases:
         refuse_options(request, "a configuration", ("layers", *FOR_MODELS))
@@ -85,7 +97,8 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
 
 
 def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> None:
-    """Raises UsageError for an option that was set and means nothing for a target of this kind."""
+    """Raises UsageError for an option that was set and means nothing for a target of this
+    kind."""
     for name in meaningless:
         if getattr(request, name) != type(request).model_fields[name].default:
             what = f"{name!r} does not apply: {request.target} is {kind}"
@@ -93,12 +106,17 @@ def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> Non
 
 
 def _path(request: AuditRequest) -> Path:
-    return demo_checkpoint() if request.checkpoint == "demo" else Path(request.checkpoint or "")
+    return (
+        demo_checkpoint()
+        if request.checkpoint == "demo"
+        else Path(request.checkpoint or "")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A case a configuration describes. Plain data until it is loaded, so any worker can."""
+    """A case a configuration describes. Plain data until it is loaded, so any worker
+    can."""
 
     config: CaseConfig
     seed: int
@@ -116,8 +134,8 @@ class Drawn:
         return dict(self.config.axes)
 
     def load(self) -> AttentionCase:
-        """Draw it, in fp32, from the seed and the name of the grid's entry: cells that differ only
-        in how attention is computed share their inputs."""
+        """Draw it, in fp32, from the seed and the name of the grid's entry: cells that
+        differ only in how attention is computed share their inputs."""
         config, inputs = self.config, self.config.inputs
         shapes = Shapes(
             batch=config.batch,
@@ -129,12 +147,19 @@ class Drawn:
             v_dim=config.v_dim or config.head_dim,
         )
         how: dict[str, Any] = {"seed": self.seed, "label": config.entry}
-        drawn = draw(inputs.name, shapes, options=inputs.options, gradients=self.gradients, **how)
+        drawn = draw(
+            inputs.name, shapes, options=inputs.options, gradients=self.gradients, **how
+        )
         mask = None if config.mask is None else draw_mask(config.mask, shapes, **how)
-        sinks = Draws(self.seed, config.entry).normal("sinks", (1, config.heads))[0].to(self.device)
+        sinks = (
+            Draws(self.seed, config.entry)
+            .normal("sinks", (1, config.heads))[0]
+            .to(self.device)
+        )
         device, grad_out = self.device, drawn.grad_out
         if grad_out is not None and config.layout != "contiguous":
-            grad_out = transposed(grad_out)  # the gradient of [batch, length, heads * dim]
+            # The gradient of [batch, length, heads * dim]
+            grad_out = transposed(grad_out)
         q, k, v = laid_out(config.layout, *(x.to(device) for x in drawn))
         side = None if config.window is None else config.window - 1
         return AttentionCase(
@@ -154,7 +179,8 @@ class Drawn:
 
 
 class ConfigSource(Source):
-    """Cases drawn from a configuration's shapes, each with every seed; with grad_out if wanted."""
+    """Cases drawn from a configuration's shapes, each with every seed; with grad_out if
+    wanted."""
 
     def __init__(
         self,
@@ -166,17 +192,24 @@ class ConfigSource(Source):
         gradients: bool = False,
     ) -> None:
         self.target = target
-        how: dict[str, Any] = {"source": target, "device": system.device, "gradients": gradients}
+        how: dict[str, Any] = {
+            "source": target,
+            "device": system.device,
+            "gradients": gradients,
+        }
         for config in configs:
             check(config.inputs.name, config.inputs.options)
-        self.cases = [Drawn(config=config, seed=s, **how) for config in configs for s in seeds]
+        self.cases = [
+            Drawn(config=config, seed=s, **how) for config in configs for s in seeds
+        ]
 
     def describe(self) -> dict[str, Any]:
         return {"config": self.target, "cases": len(self.cases)}
 
 
 class TensorFileSource(Source):
-    """Cases on disk, with a drawn grad_out where gradients are asked for and none is stored."""
+    """Cases on disk, with a drawn grad_out where gradients are asked for and none is
+    stored."""
 
     def __init__(self, request: AuditRequest, system: System) -> None:
         seed = request.seed if request.backward else None
@@ -186,7 +219,9 @@ class TensorFileSource(Source):
         self.cases = chosen = [c for c in self.stored.cases if layers.choose(c.ref.layer)]
         self.origin = ""
         if many := sum(case.many_heads for case in chosen):
-            what = f"In {many} of {len(chosen)} calls the heads exceed the length in number"
+            what = (
+                f"In {many} of {len(chosen)} calls the heads exceed the length in number"
+            )
             self.doubts = (f"{what}: is `layout` right?",)
         if seed is not None:
             self.origin = "; ".join(dict.fromkeys(case.upstream_from for case in chosen))
@@ -206,7 +241,8 @@ class TensorFileSource(Source):
 
 
 class GivenSource(Source):
-    """Calls in memory; with a drawn grad_out where gradients are asked for and a call has none."""
+    """Calls in memory; with a drawn grad_out where gradients are asked for and a call has
+    none."""
 
     def __init__(
         self, request: AuditRequest, system: System, *, given: Sequence[AttentionCase]
@@ -239,13 +275,16 @@ class GivenSource(Source):
             "tensors": "calls in memory",
             "sha256": stored.digest_of(parts),
             "cases": len(self.given),
-            "captured_from": ", ".join(dict.fromkeys(case.ref.source for case in self.given)),
+            "captured_from": ", ".join(
+                dict.fromkeys(case.ref.source for case in self.given)
+            ),
         }
 
 
 class CheckpointSource(Source):
-    """The attention calls of a model: of one forward pass, a generation, or with gradients of one
-    training step. Once iterated, `notes` says which calls the loss does not reach."""
+    """The attention calls of a model: of one forward pass, a generation, or with
+    gradients of one training step. Once iterated, `notes` says which calls the loss does
+    not reach."""
 
     def __init__(
         self,
@@ -258,9 +297,14 @@ class CheckpointSource(Source):
         if given is not None:
             refuse_options(request, "a model in memory", FOR_CHECKPOINTS)
         if request.backward and request.generate:
-            raise UsageError(f"--generate {request.generate}: a generation has no backward pass")
+            raise UsageError(
+                f"--generate {request.generate}: a generation has no backward pass"
+            )
         self.request, self.projections, self.device = request, projections, system.device
-        opened, dtype = given or self._opened(), dtype_of(format_named(request.model_dtype))
+        opened, dtype = (
+            given or self._opened(),
+            dtype_of(format_named(request.model_dtype)),
+        )
         self.identified = opened.identifying()  # while the weights are loaded
         self.streamed: stored.Streamed | None = None
         self.model: nn.Module
@@ -274,28 +318,51 @@ class CheckpointSource(Source):
             self.model = opened.load_model(dtype=dtype, device=system.device)
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
-            raise UsageError(f"--generate: {type(self.model).__name__} does not generate text")
+            raise UsageError(
+                f"--generate: {type(self.model).__name__} does not generate text"
+            )
         if isinstance(self.checkpoint, stored.InMemory):
-            self.prompt = Prompt(inputs=self.checkpoint.inputs, description=self.checkpoint.reads)
+            self.prompt = Prompt(
+                inputs=self.checkpoint.inputs, description=self.checkpoint.reads
+            )
         else:
             self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = capturing.attention_modules(self.model)
-        layers = [capturing.layer_of(self.model.get_submodule(name), name) for name in self.modules]
+        layers = [
+            capturing.layer_of(self.model.get_submodule(name), name)
+            for name in self.modules
+        ]
         self.numbers = [] if None in layers else layers
         self.others = in_words(capturing.unaudited(self.model))
         described = self.checkpoint.describe()
         if "auto_map" in described:
-            which = f"{type(self.model).__name__} of {type(self.model).__module__.split('.')[0]}"
-            self.notes += (f"The checkpoint's own code (auto_map) is not run: it is {which}.",)
+            which = (
+                f"{type(self.model).__name__} of "
+                f"{type(self.model).__module__.split('.')[0]}"
+            )
+            self.notes += (
+                f"The checkpoint's own code (auto_map) is not run: it is {which}.",
+            )
         if prefix := described.get("prefix_removed"):
-            whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
-            self.notes += (f"{whose} under names that begin with {prefix!r}; it was taken off.",)
+            whose = (
+                "The model's weights are stored"
+                if self.checkpoint.split
+                else "All weights are"
+            )
+            self.notes += (
+                f"{whose} under names that begin with {prefix!r}; it was taken off.",
+            )
         self.upstream = None
         if request.backward:
-            why_not = "the model's own loss needs the graph of the whole model, which was streamed"
+            why_not = (
+                "the model's own loss needs the graph of the whole model, "
+                "which was streamed"
+            )
             self.upstream = Upstream(seed=request.seed, why_not=why_not)
             if not self.streamed:
-                self.upstream = find_upstream(self.model, self.prompt.inputs, request.seed)
+                self.upstream = find_upstream(
+                    self.model, self.prompt.inputs, request.seed
+                )
             evaluates = self.upstream.loss and not self.model.training
             mode = ", in eval mode (no dropout)" if evaluates else ""
             self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
@@ -306,7 +373,11 @@ class CheckpointSource(Source):
             **({"streamed": "layer by layer"} if self.streamed else {}),
             "sha256": self.identified(),
             **self.checkpoint.describe(),
-            **({"not_audited": f"{self.others}: no softmax attention"} if self.others else {}),
+            **(
+                {"not_audited": f"{self.others}: no softmax attention"}
+                if self.others
+                else {}
+            ),
             "architecture": type(self.model).__name__,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "prompt": self.prompt.description,
@@ -316,14 +387,17 @@ class CheckpointSource(Source):
         }
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """The model once more, in another format; with deferred weights where it is streamed."""
+        """The model once more, in another format; with deferred weights where it is
+        streamed."""
         if self.streamed and isinstance(self.checkpoint, stored.Checkpoint):
             return self.checkpoint.deferred_model(dtype=dtype)
         return self.checkpoint.load_model(dtype=dtype, device=self.device)
 
     def count(self) -> int:
         chosen = self.request.layers
-        calls = len(self.modules) if chosen is None else min(len(chosen), len(self.modules))
+        calls = (
+            len(self.modules) if chosen is None else min(len(chosen), len(self.modules))
+        )
         return calls * (1 + (self.request.generate or 0))
 
     def __iter__(self) -> Iterator[Located]:
@@ -332,8 +406,8 @@ class CheckpointSource(Source):
     def _run(self, handle: Callable[[Located], None]) -> None:
         made, layers = Projections(), capturing.Layers(self.request.layers)
         numbers, ends = set(self.numbers), False
-        # A streamed run ends with its last call, so that no later weight is read: unless a layer
-        # may run twice, or the model writes, which takes its head.
+        # A streamed run ends with its last call, so that no later weight is read: unless
+        # a layer may run twice, or the model writes, which takes its head.
         if self.streamed and not self.request.generate:
             config: Any = self.model.config
             depth = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -365,7 +439,8 @@ class CheckpointSource(Source):
             self.notes += (f"{missed} ({some(drawn)}); theirs is {origin}.",)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the layers asked for, where these are numbered in names, and what is in none."""
+        """Those of the layers asked for, where these are numbered in names, and what is
+        in none."""
         asked = self.request.layers if self.numbers else None
         for name, tensor in self.checkpoint.tensors():
             layer = re.search(r"(?:^|\.)(\d+)\.", name)
@@ -373,20 +448,31 @@ class CheckpointSource(Source):
                 yield name, tensor
 
     def _opened(self) -> stored.Checkpoint | stored.StateDict:
-        """The request's weights, not loaded. A directory says itself which model it is; a file or a
-        bare distributed checkpoint needs a factory."""
+        """The request's weights, not loaded. A directory says itself which model it is; a
+        file or a bare distributed checkpoint needs a factory."""
         path, request = _path(self.request), self.request
         distributed = is_distributed(path)
         if path.is_dir() and not distributed and any(path.glob("*.distcp")):
-            what = f"{path}: .metadata is missing, the last file of a distributed checkpoint"
-            raise MeasurementError(what, hint=f"{FETCH}, or take one whose save has ended")
+            what = (
+                f"{path}: .metadata is missing, the last file of a distributed checkpoint"
+            )
+            raise MeasurementError(
+                what, hint=f"{FETCH}, or take one whose save has ended"
+            )
         bare = distributed and not (path / "config.json").is_file()
         if path.is_file() or bare or (request.model and distributed):
             opened = stored.open_state_dict(path, request.model)
             if request.stream:
-                raise UsageError("--stream excludes --model: a factory builds the whole model")
+                raise UsageError(
+                    "--stream excludes --model: a factory builds the whole model"
+                )
             return opened
         if request.model:
-            what = f"{request.checkpoint}: says itself which model it is, so --model has no place"
-            raise UsageError(what, hint="or give the weight file instead of the directory")
+            what = (
+                f"{request.checkpoint}: says itself which model it is, so "
+                "--model has no place"
+            )
+            raise UsageError(
+                what, hint="or give the weight file instead of the directory"
+            )
         return stored.open_checkpoint(path)

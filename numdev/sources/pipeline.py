@@ -1,10 +1,11 @@
-"""A diffusers pipeline: opened safely, run for some steps, its denoiser's attention handed over.
+"""A diffusers pipeline: opened safely, run for some steps, its denoiser's attention
+handed over.
 
-Its parts are classes of diffusers and transformers that `model_index.json` names, and nothing else;
-weights are safetensors files alone, and nothing is fetched. A step ends where the scheduler is
-asked for the next latents: guidance run apart belongs to the same step, and Heun's two evaluations
-make two. The run ends with the last step that is wanted, so no picture is decoded: that takes a
-`Painter`, the pipeline as one model."""
+Its parts are classes of diffusers and transformers that `model_index.json` names, and
+nothing else; weights are safetensors files alone, and nothing is fetched. A step ends
+where the scheduler is asked for the next latents: guidance run apart belongs to the same
+step, and Heun's two evaluations make two. The run ends with the last step that is wanted,
+so no picture is decoded: that takes a `Painter`, the pipeline as one model."""
 
 from __future__ import annotations
 
@@ -64,10 +65,10 @@ def is_pipeline(path: Path) -> bool:
 
 
 class PipelineSource:
-    """The attention calls of a diffusion pipeline's denoiser, at every denoising step or chosen
-    ones; gradients are drawn, for a pipeline has no loss. Raises UsageError without diffusers, for
-    code of its own and for a request that has no meaning for it; MeasurementError for a damaged
-    index, unknown classes, and weights that do not fit."""
+    """The attention calls of a diffusion pipeline's denoiser, at every denoising step or
+    chosen ones; gradients are drawn, for a pipeline has no loss. Raises UsageError
+    without diffusers, for code of its own and for a request that has no meaning for it;
+    MeasurementError for a damaged index, unknown classes, and weights that do not fit."""
 
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
@@ -81,13 +82,21 @@ class PipelineSource:
         self.kind, self.parts, settings = _read_index(self.path / INDEX)
         self.part = next((name for name in DENOISERS if name in self.parts), "")
         if not self.part:
-            raise UsageError(f"{self.path / INDEX}: names no part {' or '.join(DENOISERS)}")
+            raise UsageError(
+                f"{self.path / INDEX}: names no part {' or '.join(DENOISERS)}"
+            )
         self.chatter = importlib.import_module("diffusers.utils.logging")
         with quiet(self.chatter):
-            cls = _class(self.path / INDEX, "diffusers", self.kind, ("DiffusionPipeline",))
+            cls = _class(
+                self.path / INDEX, "diffusers", self.kind, ("DiffusionPipeline",)
+            )
             takes = inspect.signature(cls.__init__).parameters
             dtype = dtype_of(format_named(request.model_dtype))
-            given = {**dict.fromkeys(NOT_NEEDED), **settings, "requires_safety_checker": False}
+            given = {
+                **dict.fromkeys(NOT_NEEDED),
+                **settings,
+                "requires_safety_checker": False,
+            }
             given |= {name: self._part(name, dtype) for name in self.parts}
             with blaming(self.path / INDEX, f"build {self.kind}"):
                 pipeline = cls(**{name: x for name, x in given.items() if name in takes})
@@ -96,19 +105,27 @@ class PipelineSource:
         self.denoiser: nn.Module = getattr(self.pipeline, self.part)
         self.modules = capturing.attention_modules(self.denoiser)
         self.arguments, self.prompt = self._read()
-        parts = {n: x for n, x in self.pipeline.components.items() if isinstance(x, nn.Module)}
+        parts = {
+            n: x for n, x in self.pipeline.components.items() if isinstance(x, nn.Module)
+        }
         attending = sorted(n for n, x in parts.items() if capturing.attention_modules(x))
         self.others = ", ".join(name for name in attending if name != self.part)
         if self.others:
-            what = f"Audited: the {self.part}. Not audited: the attention of {self.others}."
+            what = (
+                f"Audited: the {self.part}. Not audited: the attention of {self.others}."
+            )
             self.notes = (what,)
         if request.backward:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
     def describe(self) -> dict[str, Any]:
         kinds = (".json", ".safetensors", ".txt", ".model")
-        stored = [file for part in sorted(self.parts) for file in (self.path / part).iterdir()]
-        stored = [file for file in sorted(stored) if file.is_file() and file.suffix in kinds]
+        stored = [
+            file for part in sorted(self.parts) for file in (self.path / part).iterdir()
+        ]
+        stored = [
+            file for file in sorted(stored) if file.is_file() and file.suffix in kinds
+        ]
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
         return {
             "checkpoint": name_of(self.path),
@@ -123,7 +140,11 @@ class PipelineSource:
             "sequences_asked": self.request.sequences,
             "sequences_read": len(next(iter(self.arguments.values()))),
             "prompt_sha256": hashlib.sha256(arguments).hexdigest(),
-            **({"grad_out": drawn_from(self.request.seed)} if self.request.backward else {}),
+            **(
+                {"grad_out": drawn_from(self.request.seed)}
+                if self.request.backward
+                else {}
+            ),
         }
 
     def count(self) -> int:
@@ -147,51 +168,78 @@ class PipelineSource:
             options["trust_remote_code"] = False
         if model := issubclass(cls, nn.Module):
             storage.weight_files(directory, WEIGHTS, WRITTEN_BY)
-            options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+            options |= {
+                "dtype": dtype,
+                "use_safetensors": True,
+                "output_loading_info": True,
+            }
         with blaming(directory, f"load {kind}"):
             part = cls.from_pretrained(directory, **options)
         if not model:
             return part
         model, info = part
-        # What other parts have left over (older files' position ids) changes nothing here.
+        # What other parts have left over (older files' position ids) changes nothing
+        # here.
         unused = info["unexpected_keys"] if name == self.part else ()
         missing, misshapen = info.get("missing_keys", ()), info.get("mismatched_keys", ())
         storage.refuse_misfits(directory, kind, missing, unused, misshapen)
         return model.eval()
 
     def _read(self) -> tuple[dict[str, Any], str]:
-        """What images are made of, as arguments of the pipeline's call and in words: the lines of
-        text files, in turn; else drawn words of its tokenizer, or drawn classes."""
+        """What images are made of, as arguments of the pipeline's call and in words: the
+        lines of text files, in turn; else drawn words of its tokenizer, or drawn
+        classes."""
         takes = inspect.signature(type(self.pipeline).__call__).parameters
         count, seed = self.request.sequences, self.request.seed
-        needed = [n for n, p in takes.items() if p.default is p.empty and p.kind not in VARIADIC]
+        needed = [
+            n for n, p in takes.items() if p.default is p.empty and p.kind not in VARIADIC
+        ]
         unknown = [n for n in needed if n not in ("self", "prompt", "class_labels")]
         if unknown or not takes.keys() & {"prompt", "class_labels"}:
-            what = f"{self.kind} needs {', '.join(unknown) or 'noise'}, which numdev cannot make"
-            raise UsageError(what, hint="audit tensors captured from it: docs/inputs.md says how")
+            what = (
+                f"{self.kind} needs {', '.join(unknown) or 'noise'}, which "
+                "numdev cannot make"
+            )
+            raise UsageError(
+                what, hint="audit tensors captured from it: docs/inputs.md says how"
+            )
         generator = torch.Generator().manual_seed(seed)
         if self.request.text:
             files = [Path(text) for text in self.request.text]
-            lines = [line.strip() for file in files for line in read_text(file).splitlines()]
+            lines = [
+                line.strip() for file in files for line in read_text(file).splitlines()
+            ]
             prompts = list(islice(cycle(filter(None, lines)), count))
             if not prompts or "prompt" not in takes:
-                what = f"{self.kind} reads no text" if prompts else f"{files[0]}: holds no prompt"
+                what = (
+                    f"{self.kind} reads no text"
+                    if prompts
+                    else f"{files[0]}: holds no prompt"
+                )
                 raise UsageError(what, hint="leave --text out")
             names = ", ".join(file.name for file in files)
-            return {"prompt": prompts}, f"{count} images, prompts: {len(set(prompts))} of {names}"
+            return {
+                "prompt": prompts
+            }, f"{count} images, prompts: {len(set(prompts))} of {names}"
         if "prompt" in takes:
             if (tokenizer := getattr(self.pipeline, "tokenizer", None)) is None:
                 raise UsageError(f"{self.kind} has no tokenizer", hint="give --text")
             length = min(PROMPT_TOKENS, max(1, tokenizer.model_max_length - 2))
-            ids = torch.randint(len(tokenizer), (count, length), generator=generator).tolist()
-            drawn = [tokenizer.decode(row, skip_special_tokens=True).strip() or "a" for row in ids]
+            ids = torch.randint(
+                len(tokenizer), (count, length), generator=generator
+            ).tolist()
+            drawn = [
+                tokenizer.decode(row, skip_special_tokens=True).strip() or "a"
+                for row in ids
+            ]
             return {"prompt": drawn}, f"{count} images, random prompts, seed {seed}"
         classes = getattr(self.denoiser.config, "num_embeds_ada_norm", None) or 1000
         labels = torch.randint(classes, (count,), generator=generator).tolist()
         return {"class_labels": labels}, f"{count} images of random classes, seed {seed}"
 
     def _run(self, handle: Callable[[capturing.Captured], None]) -> None:
-        """Hand over the calls of chosen steps; latents are drawn on the CPU for every device."""
+        """Hand over the calls of chosen steps; latents are drawn on the CPU for every
+        device."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
         layers, seed = capturing.Layers(self.request.layers), self.request.seed
@@ -206,7 +254,9 @@ class PipelineSource:
 
         def on_call(case: AttentionCase) -> None:
             if (wanted is None or now in wanted) and layers.choose(case.ref.layer):
-                ref = dataclasses.replace(case.ref, attends=_attends(case, watch.running[-1]))
+                ref = dataclasses.replace(
+                    case.ref, attends=_attends(case, watch.running[-1])
+                )
                 case = dataclasses.replace(case, ref=ref)
                 case = with_drawn(case, seed) if self.request.backward else case
                 handle(capturing.Captured(ref=ref, load=case.detached))
@@ -214,27 +264,33 @@ class PipelineSource:
         def run() -> None:
             scheduler.step = step
             generator = torch.Generator().manual_seed(seed)
-            given = {"num_inference_steps": self.steps, "generator": generator, **self.arguments}
+            given = {
+                "num_inference_steps": self.steps,
+                "generator": generator,
+                **self.arguments,
+            }
             try:
                 with quiet(self.chatter), torch.no_grad():
                     self.pipeline(**given)
             finally:
                 del scheduler.step  # that of the class comes forth again
 
-        watch = capturing.Watch(self.denoiser, source=name_of(self.path), step=lambda: now)
+        watch = capturing.Watch(
+            self.denoiser, source=name_of(self.path), step=lambda: now
+        )
         capturing.capture_run(run, watch, on_call)
         self.notes += layers.notes(self.request.target)
 
 
-# --- a pipeline as one model: from prompts to denoised latents and the decoded image -------------
+# --- a pipeline as one model: from prompts to denoised latents and the decoded image --
 #
 # Its noise is drawn once, in fp64, and cast: runs in all formats start alike.
 
 
 @dataclass
 class Picture:
-    """What it returns, [images, 1, numbers]: an image is one position, for the relative error of a
-    single value near 0 says nothing."""
+    """What it returns, [images, 1, numbers]: an image is one position, for the relative
+    error of a single value near 0 says nothing."""
 
     last_hidden_state: Tensor  # the denoised latents
     image: Tensor  # as the VAE decodes it, before it is clamped to what can be shown
@@ -251,14 +307,23 @@ class Painter(nn.Module):
                 self.add_module(name, part)
 
     def forward(self, number: Tensor) -> Picture:
-        scheduler, vae, chosen = self.pipeline.scheduler, self.pipeline.vae, number.tolist()
+        scheduler, vae, chosen = (
+            self.pipeline.scheduler,
+            self.pipeline.vae,
+            number.tolist(),
+        )
         arguments = {n: [x[i] for i in chosen] for n, x in self.source.arguments.items()}
-        own_step, own_decode, own_table = scheduler.step, vae.decode, scheduler.set_timesteps
+        own_step, own_decode, own_table = (
+            scheduler.step,
+            vae.decode,
+            scheduler.set_timesteps,
+        )
         outs: dict[str, Tensor] = {}
 
         @functools.wraps(own_table)  # pipelines look at what it takes
         def table(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():  # it makes arrays of NumPy, as it does in every run
+            # It makes arrays of NumPy, as it does in every run
+            with _disable_current_modes():
                 return own_table(*args, **kwargs)
 
         @functools.wraps(own_step)
@@ -284,7 +349,9 @@ class Painter(nn.Module):
                 if vae.dtype != dtype:  # some decode float16 in float32
                     vae.to(dtype)
         # Guidance may leave a second half behind, which the pipeline does not decode.
-        latents, image = (outs[n][: len(chosen)].flatten(1)[:, None] for n in ("latents", "image"))
+        latents, image = (
+            outs[n][: len(chosen)].flatten(1)[:, None] for n in ("latents", "image")
+        )
         return Picture(latents, image)
 
 
@@ -301,7 +368,9 @@ class _Noise(TorchFunctionMode):
         if func is not torch.randn:
             return func(*args, **(kwargs or {}))
         asked = dict(kwargs or {})
-        device, dtype, _ = (asked.pop(name, None) for name in ("device", "dtype", "generator"))
+        device, dtype, _ = (
+            asked.pop(name, None) for name in ("device", "dtype", "generator")
+        )
         noise = func(*args, **asked, dtype=torch.float64, generator=self.generator)
         return noise.to(device, dtype or torch.get_default_dtype())
 
@@ -315,7 +384,9 @@ class PictureSource:
     def __init__(self, opened: PipelineSource, system: System) -> None:
         self.opened, self.system = opened, system
         if not hasattr(getattr(opened.pipeline, "vae", None), "decode"):
-            raise UsageError(f"{opened.path}: expected a pipeline with a VAE, got {opened.kind}")
+            raise UsageError(
+                f"{opened.path}: expected a pipeline with a VAE, got {opened.kind}"
+            )
         inputs = {"number": torch.arange(opened.request.sequences)}
         self.model = Painter(opened)
         self.prompt = Prompt(inputs=inputs, description=opened.prompt)
@@ -328,14 +399,19 @@ class PictureSource:
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """The pipeline once more, its models in another format."""
-        named = self.opened.request.model_copy(update={"model_dtype": format_of(dtype).name})
+        named = self.opened.request.model_copy(
+            update={"model_dtype": format_of(dtype).name}
+        )
         return Painter(PipelineSource(named, self.system))
 
 
 def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, Any]]:
-    """A pipeline's class; library and class of its parts that are needed; its plain settings."""
+    """A pipeline's class; library and class of its parts that are needed; its plain
+    settings."""
     if find_spec("diffusers") is None:
-        raise UsageError("a pipeline needs diffusers", hint="pip install 'numdev[diffusers]'")
+        raise UsageError(
+            "a pipeline needs diffusers", hint="pip install 'numdev[diffusers]'"
+        )
 
     refused = "and numdev takes classes of diffusers and transformers alone"
     index = storage.read_json(path)
@@ -359,24 +435,36 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
 
 
 def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
-    """By what the module was given: nothing beside the image, or something, which joins it as keys,
-    or stands in its place. Both are [batch, positions, channels], or pictures."""
-    given = inspect.signature(frame.module.forward).bind(*frame.arguments, **frame.named).arguments
+    """By what the module was given: nothing beside the image, or something, which joins
+    it as keys, or stands in its place. Both are [batch, positions, channels], or
+    pictures."""
+    given = (
+        inspect.signature(frame.module.forward)
+        .bind(*frame.arguments, **frame.named)
+        .arguments
+    )
     first, told = given.get("hidden_states"), given.get("encoder_hidden_states")
     if told is None or told is first:
         return "self" if case.q_len == case.kv_len else "cross"
     if first is None:
         return "cross"
-    positions = (x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3] for x in (first, told))
+    positions = (
+        x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3] for x in (first, told)
+    )
     return "joint" if case.kv_len == sum(positions) else "cross"
 
 
 def _class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any:
-    """The class of that library, if it is of one of these kinds, and no other thing it has."""
+    """The class of that library, if it is of one of these kinds, and no other thing it
+    has."""
     module: Any = importlib.import_module(library)
     with blaming(path, f"find {kind}"):
         cls = getattr(module, kind, None)
-    if isinstance(cls, type) and issubclass(cls, tuple(getattr(module, a) for a in allowed)):
+    if isinstance(cls, type) and issubclass(
+        cls, tuple(getattr(module, a) for a in allowed)
+    ):
         return cls
-    what = f"{path}: {library} {module.__version__} has no {kind} that a pipeline is made of"
+    what = (
+        f"{path}: {library} {module.__version__} has no {kind} that a pipeline is made of"
+    )
     raise MeasurementError(what, hint=f"a newer {library} may")

@@ -1,10 +1,12 @@
-"""The linear layer that makes a call's queries, W_Q: what it reads, and the way back to it.
+"""The linear layer that makes a call's queries, W_Q: what it reads, and the way back to
+it.
 
-An error of the gradient at q is one of dW_Q only after it has gone back through what stands
-between: rotary embeddings, a norm of the heads. The module that made the call is run again in fp64,
-up to the call, the outputs of its linear layers cut off from what made them: the one that q depends
-on is W_Q (of GPT-2's `c_attn` a part), and the graph between the two is the way back. Where the
-queries are not those of the call, or no or several layers make them, there is no projection."""
+An error of the gradient at q is one of dW_Q only after it has gone back through what
+stands between: rotary embeddings, a norm of the heads. The module that made the call is
+run again in fp64, up to the call, the outputs of its linear layers cut off from what made
+them: the one that q depends on is W_Q (of GPT-2's `c_attn` a part), and the graph between
+the two is the way back. Where the queries are not those of the call, or no or several
+layers make them, there is no projection."""
 
 from __future__ import annotations
 
@@ -25,24 +27,27 @@ from numdev.sources.capture import Frame, first_call
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Projection:
-    """The linear layer that makes a call's queries, in fp64. dW_Q of head h is the sum over batch
-    and tokens of pull(dQ)[b, t, h] outer x[b, t]."""
+    """The linear layer that makes a call's queries, in fp64. dW_Q of head h is the sum
+    over batch and tokens of pull(dQ)[b, t, h] outer x[b, t]."""
 
     x: Tensor  # What the layer reads: [batch, q_len, width]
-    weight: Tensor  # W_Q as `nn.Linear` stores it, head by head: [heads * head_dim, width]
+    # W_Q as `nn.Linear` stores it, head by head: [heads * head_dim, width]
+    weight: Tensor
     pull: Callable[[Tensor], Tensor]
-    """From a gradient at q, [batch, heads, q_len, head_dim], to the gradient at the layer's output,
-    [batch, q_len, heads, head_dim]."""
+    """From a gradient at q, [batch, heads, q_len, head_dim], to the gradient at the
+    layer's output, [batch, q_len, heads, head_dim]."""
 
 
 class Projections:
-    """What modules of a running model were called with, until a call's projection is asked for."""
+    """What modules of a running model were called with, until a call's projection is
+    asked for."""
 
     def __init__(self) -> None:
         self.frames: dict[str, list[Frame]] = {}
 
     def met(self, ref: CaseRef, running: Sequence[Frame]) -> None:
-        """A call is made while these modules run: by the innermost, for which it is the first."""
+        """A call is made while these modules run: by the innermost, for which it is the
+        first."""
         new = [frame for frame in reversed(running) if not frame.calls]
         changed = [Frame(module=f.module, **_changed(Tensor.detach, f)) for f in new]
         self.frames[ref.case] = changed
@@ -50,15 +55,20 @@ class Projections:
             frame.calls += 1
 
     def of(self, case: AttentionCase) -> Projection:
-        """The projection of a call that was met. Raises MeasurementError where there is none."""
+        """The projection of a call that was met. Raises MeasurementError where there is
+        none."""
         for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_is_linear, frame.module.modules())):
                 return _replayed(frame, case)
-        raise _none(case, "no module with a linear layer makes this call, or it makes several")
+        raise _none(
+            case, "no module with a linear layer makes this call, or it makes several"
+        )
 
 
 def _none(case: AttentionCase, why: str) -> MeasurementError:
-    return MeasurementError(f"{case.ref.case}: {why}", hint="dW_Q is not measured for this call")
+    return MeasurementError(
+        f"{case.ref.case}: {why}", hint="dW_Q is not measured for this call"
+    )
 
 
 def _replayed(frame: Frame, case: AttentionCase) -> Projection:
@@ -71,7 +81,8 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
         """Note a linear layer's run; the module goes on with its output alone."""
         leaf = out.detach().requires_grad_()
         ran.append((name, layer, args[0].detach(), leaf))
-        return leaf.view_as(leaf)  # a leaf that requires gradients must not be overwritten
+        # A leaf that requires gradients must not be overwritten
+        return leaf.view_as(leaf)
 
     try:
         twin = copy.deepcopy(frame.module).double().requires_grad_(False)
@@ -83,19 +94,27 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
         with torch.enable_grad():
             again = first_call(lambda: twin(*given["arguments"], **given["named"]))
     except Exception as error:  # a module's own code: whatever it raises is a reason
-        raise _none(case, f"{kind} does not run again in fp64: {one_line(error)}") from error
+        raise _none(
+            case, f"{kind} does not run again in fp64: {one_line(error)}"
+        ) from error
     if again is None:
         raise _none(case, f"{kind} makes no call when it is run again")
     q = again.q
-    # The same but for a hundred roundings of the largest, in the format the model runs in.
+    # The same but for a hundred roundings of the largest, in the format the model runs
+    # in.
     allowed = 100 * torch.finfo(case.q.dtype).eps * case.q.abs().max().double()
-    if q.shape != case.q.shape or bool((q.detach() - case.q.double()).abs().max() > allowed):
+    if q.shape != case.q.shape or bool(
+        (q.detach() - case.q.double()).abs().max() > allowed
+    ):
         raise _none(case, f"{kind} makes other queries when it is run again")
-    # The gradient that shows on which q depends has no pattern, so that no sum of it is zero.
+    # The gradient that shows on which q depends has no pattern, so that no sum of it is
+    # zero.
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(q.shape, generator=generator, dtype=q.dtype).to(q.device) + 0.5
     grads = _vjp(q, [out for *_, out in ran], spread)
-    made = [(*layer, grad) for layer, grad in zip(ran, grads, strict=True) if grad is not None]
+    made = [
+        (*layer, grad) for layer, grad in zip(ran, grads, strict=True) if grad is not None
+    ]
     if len(made) != 1:
         names = ", ".join(name for name, *_ in made) or "none"
         raise _none(case, f"q is made by {len(made)} linear layers ({names}), not by one")
@@ -115,8 +134,8 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
 
 
 def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor | None:
-    """The features of the layer's output that make q, head by head; None where they are not
-    `head_dim` for each. Where each depends on all (a norm over them), in order."""
+    """The features of the layer's output that make q, head by head; None where they are
+    not `head_dim` for each. Where each depends on all (a norm over them), in order."""
     if touched.numel() != q.shape[1] * q.shape[3]:
         return None
     each = []
@@ -151,7 +170,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _changed(change: Callable[[Tensor], Tensor], frame: Frame) -> dict[str, Any]:
-    """What the module was called with, tensors changed; caches, changed since, left out."""
+    """What the module was called with, tensors changed; caches, changed since, left
+    out."""
 
     def is_cache(x: Any) -> bool:
         return hasattr(x, "get_seq_length")

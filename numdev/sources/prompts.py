@@ -1,8 +1,10 @@
-"""What one run of a model reads: text files, token ids drawn with a seed, tensors out of a file.
+"""What one run of a model reads: text files, token ids drawn with a seed, tensors out of
+a file.
 
-A prompt is a batch of independent sequences: chunks of text do not overlap and each carries the
-tokenizer's special tokens, as statistics over sequences (`bias_p`) need. Which arguments a run
-needs follows from the model. Images and spectrograms are N(0, 1), as processors normalise them."""
+A prompt is a batch of independent sequences: chunks of text do not overlap and each
+carries the tokenizer's special tokens, as statistics over sequences (`bias_p`) need.
+Which arguments a run needs follows from the model. Images and spectrograms are N(0, 1),
+as processors normalise them."""
 
 from __future__ import annotations
 
@@ -33,17 +35,20 @@ PROMPT = "prompt.txt"  # what the demo reads, beside its weights
 class Prompt:
     """One batch of inputs for one run of a model."""
 
-    # By the names of the model's arguments. Of a text: input_ids [sequences, length], int64; and
-    # attention_mask alike (1: a token, 0: padding) where sequences differ in length.
+    # By the names of the model's arguments. Of a text: input_ids [sequences, length],
+    # int64; and attention_mask alike (1: a token, 0: padding) where sequences differ in
+    # length.
     inputs: Mapping[str, Tensor]
     description: str  # In words, for example `8 x 256 tokens of prompt.txt`
-    # What was asked for, where that may be more than a text has; of tokens, those of a sequence.
+    # What was asked for, where that may be more than a text has; of tokens, those of a
+    # sequence.
     sequences_asked: int | None = None
     tokens_asked: int | None = None
 
     def counts(self) -> dict[str, int]:
-        """How many sequences were asked for and are read, and how many tokens a sequence: of those
-        read, the shortest one's, without padding. What does not apply is left out."""
+        """How many sequences were asked for and are read, and how many tokens a sequence:
+        of those read, the shortest one's, without padding. What does not apply is left
+        out."""
         tensors = [x for x in self.inputs.values() if isinstance(x, Tensor) and x.ndim]
         tokens = [x for x in tensors if x.dtype == torch.int64 and x.ndim == 2]
         shown = self.inputs.get("attention_mask")
@@ -63,21 +68,27 @@ class Prompt:
 def model_inputs(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
-    """Everything one run of the model needs: what the request gives, and the rest drawn. Raises
-    UsageError for text where it would not be read, and for an input that must be given."""
+    """Everything one run of the model needs: what the request gives, and the rest drawn.
+    Raises UsageError for text where it would not be read, and for an input that must be
+    given."""
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read(Path(request.inputs), model)] if request.inputs else []
     takes, takes_all = arguments(model.forward)
     if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
         if parts and request.text:
-            raise UsageError("--inputs and --text both say what the model reads", hint="give one")
+            raise UsageError(
+                "--inputs and --text both say what the model reads", hint="give one"
+            )
         if parts:
             return parts[0]
         text = _text(request, checkpoint, model)
-        # Token ids go under the name that it gives its first argument (`idx`, `tokens`, `x`).
+        # Token ids go under the name that it gives its first argument (`idx`, `tokens`,
+        # `x`).
         first = "input_ids" if "input_ids" in takes or not takes else takes[0]
-        inputs = {first if name == "input_ids" else name: x for name, x in text.inputs.items()}
+        inputs = {
+            first if name == "input_ids" else name: x for name, x in text.inputs.items()
+        }
         if "attention_mask" in inputs.keys() - takes and not takes_all:
             what = "the sequences differ in length and the model takes no attention_mask"
             raise UsageError(what, hint="give a smaller --length")
@@ -91,14 +102,18 @@ def model_inputs(
     for name in needs:
         if name == "input_ids":
             drawing = request.model_copy(update={"sequences": count})
-            read_by_encoder = _text(request if request.text else drawing, checkpoint, model)
+            read_by_encoder = _text(
+                request if request.text else drawing, checkpoint, model
+            )
             parts.append(read_by_encoder)
         elif name == "decoder_input_ids" and read_by_encoder:
             same = {f"decoder_{n}": x for n, x in read_by_encoder.inputs.items()}
             same = {n: x for n, x in same.items() if n in takes}
             parts.append(Prompt(inputs=same, description="the same for the decoder"))
         else:
-            parts.append(draw(name, model, count=count, length=request.length, seed=request.seed))
+            parts.append(
+                draw(name, model, count=count, length=request.length, seed=request.seed)
+            )
     return Prompt(
         inputs={name: x for part in parts for name, x in part.inputs.items()},
         description=", ".join(part.description for part in parts),
@@ -107,17 +122,24 @@ def model_inputs(
     )
 
 
-def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module) -> Prompt:
-    """What a text model reads: the request's text files (the demo's own), else drawn ids."""
+def _text(
+    request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
+) -> Prompt:
+    """What a text model reads: the request's text files (the demo's own), else drawn
+    ids."""
     texts = [Path(t) for t in request.text]
     if not texts and request.checkpoint == "demo":
         texts = [demo_checkpoint() / PROMPT]
     vocab_size, room = checkpoint.vocab_size, checkpoint.max_length
     if isinstance(checkpoint, StateDict):  # the model says what is not stored
-        tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+        tables = (
+            m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)
+        )
         places = ("config", "args", "params", "cfg", "hparams")
         holders = (model, *(getattr(model, name, None) for name in places))
-        fields = (x if isinstance(x, Mapping) else getattr(x, "__dict__", {}) for x in holders)
+        fields = (
+            x if isinstance(x, Mapping) else getattr(x, "__dict__", {}) for x in holders
+        )
         own = (limit for x in fields if (limit := size(x, *LENGTHS)))
         vocab_size, room = vocab_size or next(tables, None), room or next(own, None)
     writes_on = request.generate and not checkpoint.config.get("is_encoder_decoder")
@@ -133,32 +155,48 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
         tokenizer = load_tokenizer(place)
         if tokenizer is None:
             hint = "give --tokenizer DIR, or leave --text out for random token ids"
-            raise UsageError(f"{place}: has no tokenizer, so --text cannot be read", hint=hint)
+            raise UsageError(
+                f"{place}: has no tokenizer, so --text cannot be read", hint=hint
+            )
         if writes_on:
             tokenizer.padding_side = "left"  # what is written must follow the text itself
         prompt = from_text(texts, tokenizer, length=length, sequences=request.sequences)
         if vocab_size and (most := int(prompt.inputs["input_ids"].max())) >= vocab_size:
-            what = f"{place}: token id {most} is outside the model's vocabulary of {vocab_size}"
+            what = (
+                f"{place}: token id {most} is outside the model's vocabulary of "
+                f"{vocab_size}"
+            )
             raise UsageError(what, hint="give the model's own --tokenizer")
         return prompt
     if vocab_size is None:
-        raise UsageError(f"{checkpoint.path}: its vocabulary's size is unknown", hint="give --text")
-    return drawn(vocab_size, length=length, sequences=request.sequences, seed=request.seed)
+        raise UsageError(
+            f"{checkpoint.path}: its vocabulary's size is unknown", hint="give --text"
+        )
+    return drawn(
+        vocab_size, length=length, sequences=request.sequences, seed=request.seed
+    )
 
 
-def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int) -> Prompt:
-    """Up to `sequences` chunks of `length` tokens, special ones included, taken in turn from the
-    beginnings of UTF-8 files; every file gives at least one. A file shorter than `length` gives one
-    shorter chunk, and the batch is padded on the tokenizer's side. Raises UsageError for a file
-    that cannot be read or holds no token, and where `length` leaves no room."""
+def from_text(
+    files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int
+) -> Prompt:
+    """Up to `sequences` chunks of `length` tokens, special ones included, taken in turn
+    from the beginnings of UTF-8 files; every file gives at least one. A file shorter than
+    `length` gives one shorter chunk, and the batch is padded on the tokenizer's side.
+    Raises UsageError for a file that cannot be read or holds no token, and where `length`
+    leaves no room."""
     special = len(tokenizer("")["input_ids"])
     if length <= special:
-        raise UsageError(f"--length: expected more than {special} (special tokens), got {length}")
+        raise UsageError(
+            f"--length: expected more than {special} (special tokens), got {length}"
+        )
     by_file = []
     for file in files:
         chunks = list(_chunks(read_text(file), tokenizer, length))
         if not chunks:
-            raise UsageError(f"{file}: holds no token", hint="give a file with text in it")
+            raise UsageError(
+                f"{file}: holds no token", hint="give a file with text in it"
+            )
         by_file.append([chunk for chunk in chunks if len(chunk) == length] or chunks)
     in_turn = [chunk for chunk in chain(*zip_longest(*by_file)) if chunk is not None]
     rows = [torch.tensor(chunk) for chunk in in_turn[: max(sequences, len(files))]]
@@ -167,7 +205,10 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     inputs = {"input_ids": padded(rows, padding_value=tokenizer.pad_token_id or 0)}
     most, up_to = inputs["input_ids"].shape[1], ""
     if any(len(row) < most for row in rows):
-        inputs["attention_mask"], up_to = padded([torch.ones_like(row) for row in rows]), "up to "
+        inputs["attention_mask"], up_to = (
+            padded([torch.ones_like(row) for row in rows]),
+            "up to ",
+        )
     names = some([file.name for file in files])
     if tokenizer.init_kwargs.get("auto_map"):
         names += " (the tokenizer's own code is not run)"
@@ -180,9 +221,11 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
 
 
 def _chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """The token ids of a text, tokenised once and cut: each chunk has up to `length` tokens, among
-    them the special ones that the tokenizer puts before and after a text. None without a token."""
-    # transformers' own cutting (return_overflowing_tokens) gives a single chunk in some versions.
+    """The token ids of a text, tokenised once and cut: each chunk has up to `length`
+    tokens, among them the special ones that the tokenizer puts before and after a text.
+    None without a token."""
+    # transformers' own cutting (return_overflowing_tokens) gives a single chunk in some
+    # versions.
     encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
     ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
     if 0 not in added:
@@ -194,7 +237,8 @@ def _chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
 
 
 def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
-    """Token ids drawn uniformly from [0, vocab_size), without padding or special tokens."""
+    """Token ids drawn uniformly from [0, vocab_size), without padding or special
+    tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
     words = f"{sequences} x {length} random token ids, seed {seed}"
@@ -208,14 +252,19 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: expected text in UTF-8, got {one_line(error)}") from error
+        raise UsageError(
+            f"{file}: expected text in UTF-8, got {one_line(error)}"
+        ) from error
 
 
-def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
+def wanted(
+    model: nn.Module, *, given: Collection[str] = (), generates: bool = False
+) -> list[str]:
     """The arguments that a transformers model needs beside the `given` ones."""
     takes, _ = arguments(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
-    # In a model of text and vision without two towers side by side, images replace tokens.
+    # In a model of text and vision without two towers side by side, images replace
+    # tokens.
     towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
     replaced = any(hasattr(config, n) for n in ("image_token_id", "image_token_index"))
     if "pixel_values" in takes and towers and not replaced:
@@ -226,40 +275,54 @@ def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = F
 
 
 def read(path: Path, model: nn.Module) -> Prompt:
-    """The tensors of a safetensors file, named after arguments of the model's forward. Raises
-    UsageError where there is no such file, no tensor, or no such argument."""
+    """The tensors of a safetensors file, named after arguments of the model's forward.
+    Raises UsageError where there is no such file, no tensor, or no such argument."""
     if not path.is_file():
-        raise UsageError(f"{path}: no such file", hint="--inputs takes a safetensors file")
+        raise UsageError(
+            f"{path}: no such file", hint="--inputs takes a safetensors file"
+        )
     inputs = {name: plain(path, name, x) for name, x in sorted(read_tensors(path))}
     if not inputs:
-        raise UsageError(f"{path}: holds no tensor", hint="name tensors after the model's inputs")
+        raise UsageError(
+            f"{path}: holds no tensor", hint="name tensors after the model's inputs"
+        )
     takes, _ = arguments(model.forward)
     for name, tensor in inputs.items():
         if name not in takes:
             what = f"{path}: {type(model).__name__} takes no input {name!r}"
             raise UsageError(what, hint=closest(name, takes))
         if not tensor.ndim or not tensor.numel():
-            raise UsageError(f"{path}: {name}: expected [batch, ...], got {list(tensor.shape)}")
+            raise UsageError(
+                f"{path}: {name}: expected [batch, ...], got {list(tensor.shape)}"
+            )
     return Prompt(inputs=inputs, description=f"{' and '.join(inputs)} of {path.name}")
 
 
 def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> Prompt:
-    """The argument `name` of the model, for `count` sequences; `length` is the most a decoder
-    reads. Raises UsageError for one that cannot be drawn."""
+    """The argument `name` of the model, for `count` sequences; `length` is the most a
+    decoder reads. Raises UsageError for one that cannot be drawn."""
     config: Any = getattr(model, "config", None)
     if name == "decoder_input_ids":
         text = config.get_text_config(decoder=True)
         limits = ("max_target_positions", "max_position_embeddings")
-        length = min(length, next((n for x in limits if (n := getattr(text, x, 0))), length))
+        length = min(
+            length, next((n for x in limits if (n := getattr(text, x, 0))), length)
+        )
         ids = drawn(text.vocab_size, length=length, sequences=count, seed=seed)
         words = f"{ids.description} for the decoder"
         return Prompt(inputs={name: ids.inputs["input_ids"]}, description=words)
     what, shape = "images", [0]
-    if name == "input_features":  # [mel bins, frames], two frames to a position of the encoder
-        bins, positions = (getattr(config, n, 0) for n in ("num_mel_bins", "max_source_positions"))
+    # [mel bins, frames], two frames to a position of the encoder
+    if name == "input_features":
+        bins, positions = (
+            getattr(config, n, 0) for n in ("num_mel_bins", "max_source_positions")
+        )
         what, shape = "spectrograms", [bins, 2 * positions]
     elif name == "pixel_values":  # [channels, height, width]
-        places = (config, *(getattr(config, n, None) for n in ("vision_config", "encoder")))
+        places = (
+            config,
+            *(getattr(config, n, None) for n in ("vision_config", "encoder")),
+        )
         place = next((x for x in places if getattr(x, "image_size", None)), None)
         size = getattr(place, "image_size", 0)
         sides = size if isinstance(size, list | tuple) else (size, size)
@@ -275,5 +338,7 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
 def arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
     """The names of a function's arguments, and whether it takes any other by name."""
     parameters = inspect.signature(forward).parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)

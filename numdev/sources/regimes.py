@@ -1,9 +1,10 @@
 """Synthetic inputs: q, k, v (and dO) of a named regime, and masks as models make them.
 
-A regime is a function of shapes, draws, and parameters that a configuration may set; each in full:
-docs/hazards.md. Each head of each named tensor has a stream of its own, from seed, label, name and
-head alone: a tensor keeps its numbers whatever else is drawn, to the same bits on every machine.
-All is drawn in fp32, and rounded to the audited format afterwards."""
+A regime is a function of shapes, draws, and parameters that a configuration may set; each
+in full: docs/hazards.md. Each head of each named tensor has a stream of its own, from
+seed, label, name and head alone: a tensor keeps its numbers whatever else is drawn, to
+the same bits on every machine. All is drawn in fp32, and rounded to the audited format
+afterwards."""
 
 from __future__ import annotations
 
@@ -22,21 +23,26 @@ from torch import Tensor
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named, round_to
 
-SMALLEST = 2.0**-16  # What is smaller becomes 0: else a number of 8 bits is none of float16
+# What is smaller becomes 0: else a number of 8 bits is none of float16
+SMALLEST = 2.0**-16
 UNSEEN = -1024.0  # A score so far below the maximum that exp of it is 0 in fp64
-NOISE = 0.5  # Standard deviation of the features of q and of the other keys that decide no level
+# Standard deviation of the features of q and of the other keys that decide no level
+NOISE = 0.5
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The numbers of one case. A shape is [batch, heads, ...]; one name always gives one draw."""
+    """The numbers of one case. A shape is [batch, heads, ...]; one name always gives one
+    draw."""
 
     seed: int
-    label: str = ""  # Cases of one audit have different labels, and with them different numbers
+    # Cases of one audit have different labels, and with them different numbers
+    label: str = ""
 
     def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """N(0, 1) in fp32, drawn in fp64 and rounded: the last bits of the tails' logarithms differ
-        between processors, which in fp64 reaches the result once in some 10^8 of them."""
+        """N(0, 1) in fp32, drawn in fp64 and rounded: the last bits of the tails'
+        logarithms differ between processors, which in fp64 reaches the result once in
+        some 10^8 of them."""
         return self._by_head("standard_normal", name, shape, np.float32)
 
     def uniform(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -51,26 +57,34 @@ class Draws:
         """0, ..., count - 1 in random order, int64 [count]; the same for all heads."""
         return torch.from_numpy(self._stream(name, 0).permutation(count))
 
-    def _by_head(self, law: str, name: str, shape: tuple[int, ...], dtype: Any, *of: int) -> Tensor:
+    def _by_head(
+        self, law: str, name: str, shape: tuple[int, ...], dtype: Any, *of: int
+    ) -> Tensor:
         batch, heads, *rest = shape
         numbers = np.empty(shape, dtype=dtype)
 
         def fill(head: int) -> None:
-            numbers[:, head] = getattr(self._stream(name, head), law)(*of, size=(batch, *rest))
+            numbers[:, head] = getattr(self._stream(name, head), law)(
+                *of, size=(batch, *rest)
+            )
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(fill, range(heads)))  # numpy draws without holding the interpreter
+            # Numpy draws without holding the interpreter
+            list(pool.map(fill, range(heads)))
         return torch.from_numpy(numbers)
 
     def _stream(self, name: str, head: int) -> np.random.Generator:
         digest = hashlib.sha256(f"{self.label}/{self.seed}/{name}".encode()).digest()
-        sequence = np.random.SeedSequence(int.from_bytes(digest[:16], "big"), spawn_key=(head,))
+        sequence = np.random.SeedSequence(
+            int.from_bytes(digest[:16], "big"), spawn_key=(head,)
+        )
         return np.random.Generator(np.random.PCG64(sequence))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The sizes of one attention call, and the shapes of its tensors; `out` is grad_out's too."""
+    """The sizes of one attention call, and the shapes of its tensors; `out` is grad_out's
+    too."""
 
     batch: int
     heads: int
@@ -88,12 +102,14 @@ class Shapes:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What is drawn for one attention call: `q, k, v = inputs` are those of its forward pass."""
+    """What is drawn for one attention call: `q, k, v = inputs` are those of its forward
+    pass."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    grad_out: Tensor | None = None  # dO, [batch, heads, q_len, v_dim]; None where any will do
+    # dO, [batch, heads, q_len, v_dim]; None where any will do
+    grad_out: Tensor | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.q, self.k, self.v))
@@ -108,8 +124,11 @@ def plain(shapes: Shapes, draws: Draws) -> Inputs:
     return of_each(shapes, draws.normal)  # N(0, 1)
 
 
-def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0, values: float = 1.0) -> Inputs:
-    """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores; `values`, v."""
+def normal(
+    shapes: Shapes, draws: Draws, *, logits: float = 1.0, values: float = 1.0
+) -> Inputs:
+    """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores;
+    `values`, v."""
     q, k, v = plain(shapes, draws)
     return Inputs(q * logits, k, v * values)
 
@@ -117,17 +136,22 @@ def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0, values: float =
 def outliers(
     shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0
 ) -> Inputs:
-    """N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as activations have."""
+    """N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as activations
+    have."""
     deviation = math.sqrt(variance)
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         rare = draws.uniform(f"{name} rare", shape) < rate
-        return draws.normal(name, shape) + rare * (draws.normal(f"{name} extra", shape) * deviation)
+        return draws.normal(name, shape) + rare * (
+            draws.normal(f"{name} extra", shape) * deviation
+        )
 
     return of_each(shapes, one)
 
 
-def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1) -> Inputs:
+def sink(
+    shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1
+) -> Inputs:
     """Key 0 scores higher by about `strength`, and its V is `value` times N(0, 1)."""
     q, k, v = plain(shapes, draws)
     dim = shapes.head_dim
@@ -140,8 +164,11 @@ def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 
     return Inputs(q + direction * strength, k, v)
 
 
-def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0) -> Inputs:
-    """The first `count` keys are one, above others by about `strength`; V has one sign there."""
+def ties(
+    shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
+) -> Inputs:
+    """The first `count` keys are one, above others by about `strength`; V has one sign
+    there."""
     if count < 1:
         raise ValueError("count must be at least 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
@@ -150,8 +177,11 @@ def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0)
     return Inputs(q, k, v)
 
 
-def border_ties(shapes: Shapes, draws: Draws, *, every: int = 64, strength: float = 8.0) -> Inputs:
-    """The keys on either side of every border of `every` keys are one, with the largest score."""
+def border_ties(
+    shapes: Shapes, draws: Draws, *, every: int = 64, strength: float = 8.0
+) -> Inputs:
+    """The keys on either side of every border of `every` keys are one, with the largest
+    score."""
     if every < 1:
         raise ValueError("every must be at least 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
@@ -164,8 +194,13 @@ def border_ties(shapes: Shapes, draws: Draws, *, every: int = 64, strength: floa
 def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
-    """As `ties` (`count` 0: nothing ties), with all of V and of dO negative, -1 - |N(0, 1)|."""
-    inputs = ties(shapes, draws, count=count, strength=strength) if count else plain(shapes, draws)
+    """As `ties` (`count` 0: nothing ties), with all of V and of dO negative, -1 - |N(0,
+    1)|."""
+    inputs = (
+        ties(shapes, draws, count=count, strength=strength)
+        if count
+        else plain(shapes, draws)
+    )
     v = draws.normal("v", shapes.v)
     grad_out = draws.normal("grad_out", shapes.out)
     return Inputs(inputs.q, inputs.k, -(v.abs() + 1.0), -(grad_out.abs() + 1.0))
@@ -177,8 +212,11 @@ def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
     return Inputs(q, k, v.abs() + least)
 
 
-def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0) -> Inputs:
-    """The log-sum-exp of every row is about `lse`: feature 0 of q is `q`, that of k the rest."""
+def far_below(
+    shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0
+) -> Inputs:
+    """The log-sum-exp of every row is about `lse`: feature 0 of q is `q`, that of k the
+    rest."""
     queries, keys, values = plain(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
@@ -187,8 +225,11 @@ def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1
     return Inputs(queries, keys, values)
 
 
-def massive_channel(shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float = 1880.0) -> Inputs:
-    """One feature is the constant `q` in every query and `k` in every key; the rest is N(0, 1)."""
+def massive_channel(
+    shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float = 1880.0
+) -> Inputs:
+    """One feature is the constant `q` in every query and `k` in every key; the rest is
+    N(0, 1)."""
     queries, keys, values = plain(shapes, draws)
     channel = shapes.head_dim // 2
     queries[..., channel], keys[..., channel] = q, k
@@ -196,14 +237,16 @@ def massive_channel(shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float 
 
 
 def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) -> Inputs:
-    """All keys of a head are one N(0, 1) vector plus `spread` times N(0, 1) of their own."""
+    """All keys of a head are one N(0, 1) vector plus `spread` times N(0, 1) of their
+    own."""
     q, k, v = plain(shapes, draws)
     common = draws.normal("k common", (*shapes.k[:2], 1, shapes.head_dim))
     return Inputs(q, common + spread * k, v)
 
 
 def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
-    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1."""
+    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance
+    1."""
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         if name == "q":
@@ -229,17 +272,19 @@ def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
 
 
 def near_overflow(shapes: Shapes, draws: Draws, *, peak: float = 6e4) -> Inputs:
-    """N(0, 1) but for V, which is N(0, 1) cut off at 3 and scaled so that 3 becomes `peak`."""
+    """N(0, 1) but for V, which is N(0, 1) cut off at 3 and scaled so that 3 becomes
+    `peak`."""
     q, k, v = plain(shapes, draws)
     return Inputs(q, k, v.clamp(-3.0, 3.0) * (peak / 3.0))
 
 
-# --- every link of the biased-rounding chain by hand (Qiu & Yao, arXiv 2510.04212) ----------------
+# --- every link of the biased-rounding chain by hand (Qiu & Yao, arXiv 2510.04212) ----
 #
-# Every number is exact in bfloat16 and in float16, and sums of two such values in float16 too
-# (`v_bits` 11 gives it values that fill it, which bfloat16 rounds). Feature 0 of q is about
-# sqrt(head_dim), that of a key its score, so levels and the tail's mass hold at the default scale;
-# exactly where sqrt(head_dim) and the level have 8 bits, as with head_dim 64.
+# Every number is exact in bfloat16 and in float16, and sums of two such values in float16
+# too (`v_bits` 11 gives it values that fill it, which bfloat16 rounds). Feature 0 of q is
+# about sqrt(head_dim), that of a key its score, so levels and the tail's mass hold at the
+# default scale; exactly where sqrt(head_dim) and the level have 8 bits, as with head_dim
+# 64.
 
 
 def biased_rounding(
@@ -258,7 +303,9 @@ def biased_rounding(
 ) -> Inputs:
     """Each link as its parameter says: docs/hazards.md#biased_rounding."""
     if count < 1 or tail < 0 or value <= 0 or not 0 <= share <= 1:
-        raise ValueError("expected count >= 1, tail >= 0, value > 0 and share within [0, 1]")
+        raise ValueError(
+            "expected count >= 1, tail >= 0, value > 0 and share within [0, 1]"
+        )
     tied = min(count, shapes.kv_len)
     others = shapes.kv_len - tied
     q = draws.normal("q", shapes.q) * NOISE
@@ -267,7 +314,10 @@ def biased_rounding(
     q[..., 0] = torch.where(chance < share, math.sqrt(shapes.head_dim), 0.0).float()
     apart = UNSEEN
     if tail and others:  # noise in the scores raises the mean of their exp
-        apart = math.log(tail / others) - NOISE**4 * (shapes.head_dim - 1) / shapes.head_dim / 2
+        apart = (
+            math.log(tail / others)
+            - NOISE**4 * (shapes.head_dim - 1) / shapes.head_dim / 2
+        )
     k[..., 0] = level + apart
     k[:, :, :tied] = 0.0
     k[:, :, :tied, 0] = level
@@ -320,20 +370,23 @@ def uniform(shapes: Shapes, draws: Draws) -> Inputs:
 
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """Of every query one key, drawn among those before it, scores highest by `margin` or more."""
+    """Of every query one key, drawn among those before it, scores highest by `margin` or
+    more."""
     return _coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """As `one_hot`, with every key there twice, half the length apart: out is a mean of two."""
+    """As `one_hot`, with every key there twice, half the length apart: out is a mean of
+    two."""
     return _coded(shapes, draws, 2, margin)
 
 
 def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
-    """Keys are sign patterns of their own, and a query is the pattern of its key: its number in
-    binary, each bit repeated in as many features as there are, so that two keys' scores differ by a
-    multiple of 2 * repeats * (size of the entries) / sqrt(d). The entries are powers of two: exact
-    in every format. Where head_dim has too few features, the keys that get no pattern are 0."""
+    """Keys are sign patterns of their own, and a query is the pattern of its key: its
+    number in binary, each bit repeated in as many features as there are, so that two
+    keys' scores differ by a multiple of 2 * repeats * (size of the entries) / sqrt(d).
+    The entries are powers of two: exact in every format. Where head_dim has too few
+    features, the keys that get no pattern are 0."""
     distinct = -(-shapes.kv_len // copies)
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
     repeats = shapes.head_dim // bits
@@ -360,15 +413,32 @@ def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
 
 
 _ALL: tuple[Callable[..., Inputs], ...] = (
-    normal, outliers, sink, ties, one_signed_gradient, one_sign, far_below, massive_channel,
-    border_ties, near_constant_keys, low_rank, correlated, near_overflow, biased_rounding,
-    ones, one_key, uniform, one_hot, two_hot,
-)  # fmt: skip
+    normal,
+    outliers,
+    sink,
+    ties,
+    one_signed_gradient,
+    one_sign,
+    far_below,
+    massive_channel,
+    border_ties,
+    near_constant_keys,
+    low_rank,
+    correlated,
+    near_overflow,
+    biased_rounding,
+    ones,
+    one_key,
+    uniform,
+    one_hot,
+    two_hot,
+)
 REGIMES = {regime.__name__: regime for regime in _ALL}
 
 
 def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:
-    """The regime `name`, when it takes these options; UsageError, naming the closest, when not."""
+    """The regime `name`, when it takes these options; UsageError, naming the closest,
+    when not."""
     regime = REGIMES.get(name)
     if regime is None:
         raise UsageError(f"unknown input regime {name!r}", hint=closest(name, REGIMES))
@@ -376,7 +446,9 @@ def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:
     for option in options:
         if option not in parameters:
             hint = closest(option, parameters)
-            raise UsageError(f"input regime {name} has no parameter {option!r}", hint=hint)
+            raise UsageError(
+                f"input regime {name} has no parameter {option!r}", hint=hint
+            )
     return regime
 
 
@@ -389,9 +461,10 @@ def draw(
     label: str = "",
     gradients: bool = False,
 ) -> Inputs:
-    """The inputs of the regime `name`, on the CPU; `label` gives cases of one audit different
-    draws. With `gradients` also grad_out, which changes no q, k or v: the regime's own, else N(0,
-    1). Raises UsageError for an unknown regime or parameter, and values it cannot draw with."""
+    """The inputs of the regime `name`, on the CPU; `label` gives cases of one audit
+    different draws. With `gradients` also grad_out, which changes no q, k or v: the
+    regime's own, else N(0, 1). Raises UsageError for an unknown regime or parameter, and
+    values it cannot draw with."""
     regime, draws = check(name, options), Draws(seed, label)
     try:
         inputs = regime(shapes, draws, **options)
@@ -406,15 +479,21 @@ def draw(
 
 
 def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
-    """The mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to [batch, heads, q_len,
-    kv_len]; bool (True: seen), or additive in fp32."""
-    draws, rows, keys = Draws(seed, label), torch.arange(shapes.q_len), torch.arange(shapes.kv_len)
+    """The mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to [batch,
+    heads, q_len, kv_len]; bool (True: seen), or additive in fp32."""
+    draws, rows, keys = (
+        Draws(seed, label),
+        torch.arange(shapes.q_len),
+        torch.arange(shapes.kv_len),
+    )
     if kind == "padding":  # entry b of B sees the first (b + 1) / (B + 1) of the keys
         entry = torch.arange(shapes.batch)[:, None, None, None]
         lengths = (shapes.kv_len * (entry + 1) + shapes.batch) // (shapes.batch + 1)
         return torch.arange(shapes.kv_len) < lengths
     if kind == "one_empty":
-        return (torch.arange(shapes.batch) > 0)[:, None, None, None].expand(-1, 1, 1, len(keys))
+        return (torch.arange(shapes.batch) > 0)[:, None, None, None].expand(
+            -1, 1, 1, len(keys)
+        )
     if kind in ("all_true", "causal"):
         whole = torch.ones((1, 1, len(rows), len(keys)), dtype=torch.bool, device="cpu")
         return whole if kind == "all_true" else whole.tril()
@@ -430,11 +509,16 @@ def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tenso
         if kind == "random":
             return seen
         lowest = torch.finfo(torch.float32).min  # as transformers writes it
-        return torch.zeros(seen.shape, dtype=torch.float32, device="cpu").masked_fill(~seen, lowest)
+        return torch.zeros(seen.shape, dtype=torch.float32, device="cpu").masked_fill(
+            ~seen, lowest
+        )
     # One key in each row is seen, which a causal mask leaves too.
     choice = draws.uniform("mask key", (shapes.batch, 1, len(rows)))
     key = (choice * (rows.clamp_max(len(keys) - 1) + 1)).long()
-    seen = (chance < (0.02 if kind == "mostly_masked" else 0.6)) | (key[..., None] == keys)
+    seen = (chance < (0.02 if kind == "mostly_masked" else 0.6)) | (
+        key[..., None] == keys
+    )
     if kind == "mostly_masked":
         return seen
-    return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)  # bias_inf
+    # bias_inf
+    return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)

@@ -1,8 +1,10 @@
-"""Captured-tensor files (docs/inputs.md): attention calls on disk, by numdev or by anybody else.
+"""Captured-tensor files (docs/inputs.md): attention calls on disk, by numdev or by
+anybody else.
 
 What is not known in a header is an error: a misspelt soft cap would be another function.
-safetensors stores contiguous tensors alone, while kernels choose by strides: so the header names
-the order of each tensor's stored axes (`layout`), and reading gives back a view."""
+safetensors stores contiguous tensors alone, while kernels choose by strides: so the
+header names the order of each tensor's stored axes (`layout`), and reading gives back a
+view."""
 
 from __future__ import annotations
 
@@ -37,19 +39,27 @@ from numdev.yamlfile import Strict, validated
 
 KEY, VERSION = "numdev", 1
 INDEX = "cases.json"  # In a directory of files: which ones belong to it
-AXES, MASK_AXES = "bhsd", "bhqk"  # How a case has its axes; a layout is another order of these
+# How a case has its axes; a layout is another order of these
+AXES, MASK_AXES = "bhsd", "bhqk"
 REQUIRED, OPTIONAL = ("q", "k", "v"), ("mask", "sinks", "grad_out")
 NUMBERED = re.compile(rf"(\d{{1,9}})\.({'|'.join((*REQUIRED, *OPTIONAL))})", re.ASCII)
 OF_CASE = ("scale", "is_causal", "causal_offset", "window", "softcap")
 DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
+    **{
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+    },
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
     **{"BOOL": torch.bool, "U8": torch.uint8},
 }
 
 
 def _checked(layouts: Any) -> Any:
-    for name, layout in layouts.items() if isinstance(layouts, dict) else [("q", layouts)]:
+    for name, layout in (
+        layouts.items() if isinstance(layouts, dict) else [("q", layouts)]
+    ):
         axes = _axes(name, len(layout))
         if name not in (*REQUIRED, "mask", "grad_out") or sorted(layout) != sorted(axes):
             raise ValueError(f"{layout!r} is not an order of the axes {axes!r} of {name}")
@@ -76,7 +86,8 @@ class Call(Strict):
     phase: Literal["prefill", "decode"] | None = None
     step: Count | None = None
     attends: Literal["self", "cross", "joint"] | None = None
-    mask: Literal["none", "bool", "additive"] | None = None  # a mask of bytes is bool if it says so
+    # A mask of bytes is bool if it says so
+    mask: Literal["none", "bool", "additive"] | None = None
     scale: float | None = None  # 1 / sqrt(head_dim)
     is_causal: Annotated[bool, Field(strict=True)] = False
     causal_offset: Annotated[int, Field(strict=True)] | None = None
@@ -84,7 +95,8 @@ class Call(Strict):
     softcap: Annotated[float, Field(gt=0)] | None = None
     grad_out: str | None = None  # where the tensor grad_out comes from, in words
     layout: Layouts | None = None  # the header's; for all but the mask, or by tensor
-    axes: dict[str, bool | int | float | str | None] = Field(default_factory=dict)  # of a grid
+    # Of a grid
+    axes: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
 
 
 class Header(Strict):
@@ -92,9 +104,11 @@ class Header(Strict):
 
     version: Literal[1]
     source: str | None = None  # the file's name
-    versions: dict[str, str] = Field(default_factory=dict)  # of the programs that made the calls
+    # Of the programs that made the calls
+    versions: dict[str, str] = Field(default_factory=dict)
     layout: Layouts = AXES
-    calls: tuple[Call, ...] | None = None  # of tensors `i.*`; without it all have the defaults
+    # Of tensors `i.*`; without it all have the defaults
+    calls: tuple[Call, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +121,20 @@ class StoredCase:
     tensors: tuple[str, ...]
     many_heads: bool = False  # more than keys
     device: str = "cpu"
-    upstream: int | None = None  # the seed of a grad_out where none is stored; None: not wanted
+    # The seed of a grad_out where none is stored; None: not wanted
+    upstream: int | None = None
 
     @property
     def ref(self) -> CaseRef:
-        call, fields = self.call, {f.name: getattr(self.call, f.name) for f in fields_of(CaseRef)}
-        named = f"{call.module}#{call.call}" if call.module else f"{self.path.stem}#{self.index}"
+        call, fields = (
+            self.call,
+            {f.name: getattr(self.call, f.name) for f in fields_of(CaseRef)},
+        )
+        named = (
+            f"{call.module}#{call.call}"
+            if call.module
+            else f"{self.path.stem}#{self.index}"
+        )
         fields["case"] = call.case or named
         fields["module"] = call.module or fields["case"]
         fields["source"] = call.source or self.path.name
@@ -129,14 +151,20 @@ class StoredCase:
         return "" if self.upstream is None else drawn_from(self.upstream)
 
     def load(self) -> AttentionCase:
-        """Read the tensors. Raises MeasurementError where the file has changed since, UsageError,
-        naming file and call, where they do not fit together or the header."""
-        changed = storage.naming(self.path, "cannot be read", "was it changed during the audit?")
+        """Read the tensors. Raises MeasurementError where the file has changed since,
+        UsageError, naming file and call, where they do not fit together or the header."""
+        changed = storage.naming(
+            self.path, "cannot be read", "was it changed during the audit?"
+        )
         with changed, storage.open_safetensors(self.path) as file:
             stored = {n: file.get_tensor(f"{self.index}.{n}") for n in self.tensors}
         if missing := [f"{self.index}.{name}" for name in REQUIRED if name not in stored]:
-            raise self._problem(f"has no tensor {', '.join(missing)}", "q, k and v are needed")
-        x: dict[str, Any] = {n: self._arranged(n, t.to(self.device)) for n, t in stored.items()}
+            raise self._problem(
+                f"has no tensor {', '.join(missing)}", "q, k and v are needed"
+            )
+        x: dict[str, Any] = {
+            n: self._arranged(n, t.to(self.device)) for n, t in stored.items()
+        }
         call, mask = self.call, x.pop("mask", None)
         if mask is not None and mask.dtype == torch.uint8 and call.mask == "bool":
             mask = mask != 0
@@ -145,7 +173,9 @@ class StoredCase:
                 ref=self.ref,
                 **x,
                 mask=mask,
-                scale=max((1, *x["q"].shape[-1:])) ** -0.5 if call.scale is None else call.scale,
+                scale=max((1, *x["q"].shape[-1:])) ** -0.5
+                if call.scale is None
+                else call.scale,
                 is_causal=call.is_causal,
                 causal_offset=call.causal_offset or 0,
                 window=call.window,
@@ -153,23 +183,40 @@ class StoredCase:
                 grad_out_from=call.grad_out,
             )
         except UsageError as error:
-            raise self._problem(error.message, "check the tensors, and `layout`") from error
+            raise self._problem(
+                error.message, "check the tensors, and `layout`"
+            ) from error
         if call.mask not in (None, kind_of(mask)):
             what = f"mask: expected {call.mask} by its header, got {kind_of(mask)}"
             raise self._problem(what, "make them agree")
-        if case.restricts_positions and case.q_len != case.kv_len and call.causal_offset is None:
-            what = f"{case.q_len} queries, {case.kv_len} keys, a causal mask or window, and no"
+        if (
+            case.restricts_positions
+            and case.q_len != case.kv_len
+            and call.causal_offset is None
+        ):
+            what = (
+                f"{case.q_len} queries, {case.kv_len} keys, a causal mask or "
+                "window, and no"
+            )
             hint = f"{case.kv_len - case.q_len} (bottom-right, as flash-attention does)"
             hint = f"give 0 (top-left, as PyTorch aligns) or {hint}"
             raise self._problem(f"has {what} causal_offset", hint)
         return with_drawn(case, self.upstream)
 
     def _arranged(self, name: str, tensor: Tensor) -> Tensor:
-        """A view with a case's axes of a tensor whose axes are in the order of its layout."""
+        """A view with a case's axes of a tensor whose axes are in the order of its
+        layout."""
         layout, all_but = self.call.layout, ("mask", "sinks")
-        by_name = layout if isinstance(layout, dict) else {} if name in all_but else {name: layout}
+        by_name = (
+            layout
+            if isinstance(layout, dict)
+            else {}
+            if name in all_but
+            else {name: layout}
+        )
         order = by_name.get(name)
-        if not order or tensor.ndim != len(order):  # of a wrong number of axes the case says so
+        # Of a wrong number of axes the case says so
+        if not order or tensor.ndim != len(order):
             return tensor
         return tensor.permute([order.index(axis) for axis in _axes(name, len(order))])
 
@@ -179,7 +226,8 @@ class StoredCase:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFile:
-    """An opened file, or directory of files, of captured tensors; all its headers are read."""
+    """An opened file, or directory of files, of captured tensors; all its headers are
+    read."""
 
     path: Path
     files: tuple[Path, ...]
@@ -187,41 +235,57 @@ class CaseFile:
     versions: Mapping[str, str]  # as the first file has them
 
     def identity(self) -> str:
-        """SHA-256 of the file; of a directory, over the names and contents of its files."""
-        return storage.sha256(self.path) if self.path.is_file() else storage.identity(self.files)
+        """SHA-256 of the file; of a directory, over the names and contents of its
+        files."""
+        return (
+            storage.sha256(self.path)
+            if self.path.is_file()
+            else storage.identity(self.files)
+        )
 
 
 def holds_cases(path: Path) -> bool:
-    """Whether this is a captured-tensor file (by its header), or a directory of such files."""
+    """Whether this is a captured-tensor file (by its header), or a directory of such
+    files."""
     if path.is_dir():
         if (path / "config.json").exists():
             return False
-        return (path / INDEX).is_file() or any(map(holds_cases, path.glob("*.safetensors")))
+        return (path / INDEX).is_file() or any(
+            map(holds_cases, path.glob("*.safetensors"))
+        )
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     with storage.open_safetensors(path) as file:
         return KEY in (file.metadata() or {})
 
 
-def open_cases(path: Path, *, device: str = "cpu", upstream: int | None = None) -> CaseFile:
-    """Open a captured-tensor file or a directory of them, and check every call; loads no tensor.
-    With the seed `upstream` a call without grad_out is loaded with a drawn one.
+def open_cases(
+    path: Path, *, device: str = "cpu", upstream: int | None = None
+) -> CaseFile:
+    """Open a captured-tensor file or a directory of them, and check every call; loads no
+    tensor. With the seed `upstream` a call without grad_out is loaded with a drawn one.
     Raises UsageError, naming file and call, for what is not as docs/inputs.md has it, and
     MeasurementError for a damaged file."""
     files: tuple[Path, ...] = (path,)
     if path.is_dir() and not (path / INDEX).is_file():
         files = tuple(sorted(path.glob("*.safetensors")))
     elif path.is_dir():
-        names = [str(name) for name in storage.read_json(path / INDEX).get("files") or [""]]
+        names = [
+            str(name) for name in storage.read_json(path / INDEX).get("files") or [""]
+        ]
         for name in names:
             if Path(name).name != name or not (path / name).is_file():
-                raise MeasurementError(f"{path}: its file {name!r} is missing", hint=FETCH)
+                raise MeasurementError(
+                    f"{path}: its file {name!r} is missing", hint=FETCH
+                )
         files = tuple(path / name for name in names)
     opened = [_open_file(file, device=device, upstream=upstream) for file in files]
     cases = tuple(case for _, stored in opened for case in stored)
     name, count = Counter(case.ref.case for case in cases).most_common(1)[0]
     if count > 1:
-        raise UsageError(f"{path}: {count} calls are named {name!r}", hint="name each differently")
+        raise UsageError(
+            f"{path}: {count} calls are named {name!r}", hint="name each differently"
+        )
     return CaseFile(path=path, files=files, cases=cases, versions=opened[0][0].versions)
 
 
@@ -231,36 +295,53 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
         with contextlib.suppress(ValueError, RecursionError):
             raw = json.loads((file.metadata() or {}).get(KEY, ""))
         if not isinstance(raw, dict):
-            hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
+            hint = (
+                f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
+            )
             raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
         header = validated(raw, Header, f"{path}: header")
         by_call: dict[int, list[str]] = {}
         for name in file.keys():  # noqa: SIM118  # no mapping
             if not (numbered := NUMBERED.fullmatch(name)):
                 known = ", ".join(REQUIRED + OPTIONAL)
-                what = f"{path}: expected tensors INDEX.NAME, NAME of {known}, got {name!r}"
+                what = (
+                    f"{path}: expected tensors INDEX.NAME, NAME of {known}, got {name!r}"
+                )
                 raise UsageError(what, hint="see docs/inputs.md")
             by_call.setdefault(int(numbered[1]), []).append(numbered[2])
     calls = (Call(),) * len(by_call) if header.calls is None else header.calls
     if not calls or max(by_call, default=0) >= len(calls):
-        what = f"{path}: holds tensors of call {max(by_call, default=0)}, got {len(calls)} calls"
-        raise UsageError(what, hint="number the calls from 0, each with an entry in `calls`")
+        what = (
+            f"{path}: holds tensors of call {max(by_call, default=0)}, got "
+            f"{len(calls)} calls"
+        )
+        raise UsageError(
+            what, hint="number the calls from 0, each with an entry in `calls`"
+        )
     cases = []
     for index, call in enumerate(calls):
         layout = header.layout if call.layout is None else call.layout
-        call = call.model_copy(update={"source": call.source or header.source, "layout": layout})
-        case = StoredCase(path=path, index=index, call=call, tensors=tuple(by_call.get(index, ())))
-        loaded = case.load()  # mapped and not read, it is built, which finds what does not fit
+        call = call.model_copy(
+            update={"source": call.source or header.source, "layout": layout}
+        )
+        case = StoredCase(
+            path=path, index=index, call=call, tensors=tuple(by_call.get(index, ()))
+        )
+        # Mapped and not read, it is built, which finds what does not fit
+        loaded = case.load()
         case = replace(case, many_heads=loaded.kv_heads > loaded.kv_len, **how)
         cases.append(case)
     return header, cases
 
 
 def write(
-    path: Path, cases: Sequence[AttentionCase], axes: Sequence[Mapping[str, Any]] | None = None
+    path: Path,
+    cases: Sequence[AttentionCase],
+    axes: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write cases to one captured-tensor file, whole or not at all: unrounded, each tensor with its
-    axes in the order they have in memory. `axes`: every case's place on a grid."""
+    """Write cases to one captured-tensor file, whole or not at all: unrounded, each
+    tensor with its axes in the order they have in memory. `axes`: every case's place on a
+    grid."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
         layout: dict[str, str] = {}
@@ -268,16 +349,26 @@ def write(
             if (tensor := getattr(case, name)) is not None:
                 order = storage_order(tensor)
                 if name != "sinks":
-                    layout[name] = "".join(_axes(name, tensor.ndim)[axis] for axis in order)
+                    layout[name] = "".join(
+                        _axes(name, tensor.ndim)[axis] for axis in order
+                    )
                 x = tensor.detach().permute(order).cpu()
-                tensors[f"{index}.{name}"] = x.clone(memory_format=torch.contiguous_format)
+                tensors[f"{index}.{name}"] = x.clone(
+                    memory_format=torch.contiguous_format
+                )
         call = {**vars(case.ref), **{name: getattr(case, name) for name in OF_CASE}}
-        call |= {"mask": kind_of(case.mask), "grad_out": case.grad_out_from, "layout": layout}
+        call |= {
+            "mask": kind_of(case.mask),
+            "grad_out": case.grad_out_from,
+            "layout": layout,
+        }
         calls.append({**call, "axes": dict(axes[index]) if axes else {}})
     versions = {"numdev": numdev.__version__, "torch": torch.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["transformers"] = importlib.metadata.version("transformers")
-    header = Header.model_validate({"version": VERSION, "versions": versions, "calls": calls})
+    header = Header.model_validate(
+        {"version": VERSION, "versions": versions, "calls": calls}
+    )
     with (
         storage.naming(path, "cannot be written", "is there room?", passing=OSError),
         temporary.becoming(path) as partial,
@@ -287,9 +378,9 @@ def write(
 
 @checked
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
-    """Write cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded, whole or not
-    at all. Raises UsageError for a name that does not end in `.safetensors`, for no case, and for
-    two of one name; MeasurementError where it cannot be written."""
+    """Write cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded,
+    whole or not at all. Raises UsageError for a name that does not end in `.safetensors`,
+    for no case, and for two of one name; MeasurementError where it cannot be written."""
     path, names = Path(path), {case.ref.case for case in cases}
     if path.suffix != ".safetensors":
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
@@ -303,9 +394,10 @@ Add = Callable[[AttentionCase, Mapping[str, Any]], None]
 
 @contextlib.contextmanager
 def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
-    """Gives what writes one more case, and its place on a grid, into a directory, which appears,
-    whole, when all are written; left by an exception, or without a case, it leaves nothing. Raises
-    UsageError where the directory exists; with `overwrite` only if it holds no saved cases."""
+    """Gives what writes one more case, and its place on a grid, into a directory, which
+    appears, whole, when all are written; left by an exception, or without a case, it
+    leaves nothing. Raises UsageError where the directory exists; with `overwrite` only if
+    it holds no saved cases."""
     if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
         raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
     names = list[str]()
@@ -320,7 +412,9 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
             beside = temporary.folder(directory.parent, f".{directory.name}.")
             partial = stack.enter_context(beside)
         except OSError as error:
-            raise UsageError(f"{directory}: cannot write there ({error.strerror})") from error
+            raise UsageError(
+                f"{directory}: cannot write there ({error.strerror})"
+            ) from error
         yield add
         if names:
             index = json.dumps({"version": VERSION, "files": names}, indent=1)
@@ -336,12 +430,13 @@ def kind_of(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
 
 
 def storage_order(tensor: Tensor) -> list[int]:
-    """The axes from slowest to fastest, as a dense copy has them: by PyTorch's own rule."""
+    """The axes from slowest to fastest, as a dense copy has them: by PyTorch's own
+    rule."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))
 
 
-# --- a serving engine's call: packed queries, packed or paged keys and values -------------------
+# --- a serving engine's call: packed queries, packed or paged keys and values ---------
 #
 # The arguments are those of flash-attention's `flash_attn_varlen_func` and
 # `flash_attn_with_kvcache`, which vLLM and SGLang call (docs/inputs.md).
@@ -369,15 +464,25 @@ def varlen_cases(
 ) -> list[AttentionCase]:
     """One case for each sequence of a packed call that has rows, in copies on the CPU.
 
-    q is [tokens, heads, head_dim], packed by `cu_seqlens_q`; k and v likewise by `cu_seqlens_k`, or
-    paged ([pages, page_size, kv_heads, dim]): then `block_table` [sequences, pages] names the pages
-    of each and `seqused_k` [sequences] how many keys count. Causality and `window_size` (left,
-    right; -1 is no limit) align at the last key; `softcap` 0 is none. Cases are `MODULE#CALL/seqI`,
-    their phase decode for one query before more than one key, else prefill. Raises UsageError for
-    what does not fit together."""
+    q is [tokens, heads, head_dim], packed by `cu_seqlens_q`; k and v likewise by
+    `cu_seqlens_k`, or paged ([pages, page_size, kv_heads, dim]): then `block_table`
+    [sequences, pages] names the pages of each and `seqused_k` [sequences] how many keys
+    count. Causality and `window_size` (left, right; -1 is no limit) align at the last
+    key; `softcap` 0 is none. Cases are `MODULE#CALL/seqI`, their phase decode for one
+    query before more than one key, else prefill. Raises UsageError for what does not fit
+    together."""
     paged = block_table is not None
-    for name, x, axes in (("q", q, 3), ("k", k, 4 if paged else 3), ("v", v, 4 if paged else 3)):
-        if x.ndim != axes or x.layout is not torch.strided or x.is_meta or 0 in x.shape[1:]:
+    for name, x, axes in (
+        ("q", q, 3),
+        ("k", k, 4 if paged else 3),
+        ("v", v, 4 if paged else 3),
+    ):
+        if (
+            x.ndim != axes
+            or x.layout is not torch.strided
+            or x.is_meta
+            or 0 in x.shape[1:]
+        ):
             what = f"{name}: expected a dense tensor of {axes} axes, got {list(x.shape)}"
             raise UsageError(what, hint="docs/inputs.md has their shapes")
     for name, places, axes in (
@@ -391,20 +496,31 @@ def varlen_cases(
     rows, packed = _begins(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
     if cu_seqlens_k is not None:
         packed = _begins(cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k))
-    used = [b - a for a, b in itertools.pairwise(packed)] if seqused_k is None else seqused_k
+    used = (
+        [b - a for a, b in itertools.pairwise(packed)] if seqused_k is None else seqused_k
+    )
     counts, n = [int(count) for count in used], len(rows) - 1
     lists = len(packed) == n + 1
     if block_table is not None:
         lists = block_table.ndim == 2 and len(block_table) >= n
-    if q.ndim != 3 or not k.ndim == v.ndim == (4 if paged else 3) or not lists or len(counts) < n:
+    if (
+        q.ndim != 3
+        or not k.ndim == v.ndim == (4 if paged else 3)
+        or not lists
+        or len(counts) < n
+    ):
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
         shapes = ", ".join("none" if x is None else str(list(x.shape)) for x in given)
-        what = f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}"
+        what = (
+            f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}"
+        )
         raise UsageError(what, hint="docs/inputs.md has their shapes")
     window: Window | None = None
     if window_size is not None and any(side >= 0 for side in window_size):
         if len(window_size) != 2:
-            raise UsageError(f"window_size: expected (left, right), got {list(window_size)}")
+            raise UsageError(
+                f"window_size: expected (left, right), got {list(window_size)}"
+            )
         left, right = (None if side < 0 else int(side) for side in window_size)
         window = (left, 0 if causal else right)
     cases = []
@@ -443,10 +559,13 @@ def varlen_cases(
 
 
 def _refuse_no_integers(name: str, x: Tensor, axes: int) -> None:
-    """Raises UsageError for a tensor that holds no integers, or in another number of axes."""
+    """Raises UsageError for a tensor that holds no integers, or in another number of
+    axes."""
     integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     if not integers or x.ndim != axes or x.layout is not torch.strided or x.is_meta:
-        expected = f"a dense tensor of integers with {axes} {'axes' if axes > 1 else 'axis'}"
+        expected = (
+            f"a dense tensor of integers with {axes} {'axes' if axes > 1 else 'axis'}"
+        )
         raise UsageError(f"{name}: expected {expected}, got {x.dtype} {list(x.shape)}")
 
 
@@ -455,16 +574,21 @@ def _begins(places: Tensor, name: str, tokens: float) -> list[int]:
     numbers = [int(x) for x in places]
     ascends = numbers == sorted(numbers) and numbers[:1] == [0] and numbers[-1] <= tokens
     if not ascends:
-        raise UsageError(f"{name}: expected 0 and on up to {tokens} at most, got {numbers[:6]}")
+        raise UsageError(
+            f"{name}: expected 0 and on up to {tokens} at most, got {numbers[:6]}"
+        )
     return numbers
 
 
 def _gathered(cache: Tensor, pages: Tensor, count: int) -> Tensor:
-    """The first `count` keys of the pages, [count, kv_heads, dim]; fewer where pages lack."""
+    """The first `count` keys of the pages, [count, kv_heads, dim]; fewer where pages
+    lack."""
     size = cache.shape[1]
     needed = pages[: -(-count // size)].long().to(cache.device)
     if bool(((needed < 0) | (needed >= len(cache))).any()):
-        raise UsageError(f"block_table: expected pages below {len(cache)}, got {needed.tolist()}")
+        raise UsageError(
+            f"block_table: expected pages below {len(cache)}, got {needed.tolist()}"
+        )
     return cache[needed].flatten(0, 1)[:count]
 
 

@@ -1,1 +1,2 @@
-"""Small networks, trained side by side: models, data, variants, and the loop that steps them."""
+"""Small networks, trained side by side: models, data, variants, and the loop that steps
+them."""

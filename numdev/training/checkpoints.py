@@ -1,7 +1,7 @@
 """Writing a network as a Hugging Face directory.
 
-It is written as LlamaForCausalLM or GPT2LMHeadModel have it, in float32; GPT-2's biases are
-zero."""
+It is written as LlamaForCausalLM or GPT2LMHeadModel have it, in float32; GPT-2's biases
+are zero."""
 
 from __future__ import annotations
 
@@ -22,17 +22,34 @@ from numdev.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Netwo
 FOLDER = "checkpoints"
 NAMES = {
     "llama": {
-        "tokens": "model.embed_tokens", "blocks": "model.layers", "final": "model.norm",
-        "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-        "attention": "self_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj",
-        "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
+        "tokens": "model.embed_tokens",
+        "blocks": "model.layers",
+        "final": "model.norm",
+        "norm_1": "input_layernorm",
+        "norm_2": "post_attention_layernorm",
+        "attention": "self_attn",
+        "q": "q_proj",
+        "k": "k_proj",
+        "v": "v_proj",
+        "out": "o_proj",
+        "gate": "gate_proj",
+        "up": "up_proj",
+        "down": "down_proj",
     },
     "gpt2": {
-        "tokens": "transformer.wte", "positions": "transformer.wpe", "blocks": "transformer.h",
-        "final": "transformer.ln_f", "norm_1": "ln_1", "norm_2": "ln_2",
-        "attention": "attn", "qkv": "c_attn", "out": "c_proj", "up": "c_fc", "down": "c_proj",
+        "tokens": "transformer.wte",
+        "positions": "transformer.wpe",
+        "blocks": "transformer.h",
+        "final": "transformer.ln_f",
+        "norm_1": "ln_1",
+        "norm_2": "ln_2",
+        "attention": "attn",
+        "qkv": "c_attn",
+        "out": "c_proj",
+        "up": "c_fc",
+        "down": "c_proj",
     },
-}  # fmt: skip
+}
 """transformers' names of our parts."""
 
 
@@ -41,17 +58,24 @@ def place(directory: Path, variant: str, seed: int, step: int) -> Path:
 
 
 def write(
-    network: Network, model: ModelConfig, data: Tokens, path: Path, about: Mapping[str, Any]
+    network: Network,
+    model: ModelConfig,
+    data: Tokens,
+    path: Path,
+    about: Mapping[str, Any],
 ) -> None:
-    """Write the network into the directory `path`, with its tokenizer if it has one of its own and
-    how it was trained (`training.json`). Raises MeasurementError where there is no room."""
+    """Write the network into the directory `path`, with its tokenizer if it has one of
+    its own and how it was trained (`training.json`). Raises MeasurementError where there
+    is no room."""
     path.mkdir(parents=True, exist_ok=True)
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(path)
     _transformers_config(model, data).save_pretrained(path)
     weights = path / "model.safetensors"
     with naming(weights, "cannot be written", "is there room, and may you write there?"):
-        save_file(_as_transformers(network, model.kind), weights, metadata={"format": "pt"})
+        save_file(
+            _as_transformers(network, model.kind), weights, metadata={"format": "pt"}
+        )
     weights.chmod(0o644)  # safetensors lets its owner alone read it
     described = json.dumps(about, indent=2, allow_nan=False) + "\n"
     (path / "training.json").write_text(described, encoding="utf-8")
@@ -97,8 +121,11 @@ def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
 
 
 def _as_transformers(network: Network, kind: str) -> dict[str, Tensor]:
-    """The state dict under transformers' names. GPT-2's Conv1D keeps [in, out], and has biases."""
-    state = {n: x.detach().float().cpu().contiguous() for n, x in network.state_dict().items()}
+    """The state dict under transformers' names. GPT-2's Conv1D keeps [in, out], and has
+    biases."""
+    state = {
+        n: x.detach().float().cpu().contiguous() for n, x in network.state_dict().items()
+    }
     if kind == "gpt2":
         linear = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
         for name, x in list(state.items()):
@@ -107,4 +134,7 @@ def _as_transformers(network: Network, kind: str) -> dict[str, Tensor]:
             if name.endswith((*linear, "norm_1.weight", "norm_2.weight", "final.weight")):
                 state[name.removesuffix("weight") + "bias"] = torch.zeros(x.shape[0])
     names = NAMES[kind]
-    return {".".join(names.get(part, part) for part in n.split(".")): x for n, x in state.items()}
+    return {
+        ".".join(names.get(part, part) for part in n.split(".")): x
+        for n, x in state.items()
+    }

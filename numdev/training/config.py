@@ -1,7 +1,8 @@
-"""What a training run is asked to do: the YAML of `numdev train` and the request it comes to.
+"""What a training run is asked to do: the YAML of `numdev train` and the request it comes
+to.
 
-A variant says where it departs from the golden run; what it does not say is as there. A request
-holds every variant complete, so that the report shows what ran."""
+A variant says where it departs from the golden run; what it does not say is as there. A
+request holds every variant complete, so that the report shows what ran."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class ModelConfig(Strict):
         if self.kv_heads is not None and self.kind != "llama":
             raise ValueError(f"kv_heads: expected with llama alone, got {self.kind}")
         for name, value, factor in (
-            ("width", self.width, 2 * self.heads),  # rotary positions pair a head's features
+            # Rotary positions pair a head's features
+            ("width", self.width, 2 * self.heads),
             ("heads", self.heads, self.kv_heads or 1),
         ):
             if value % factor:
@@ -77,12 +79,14 @@ class ModelConfig(Strict):
 
 
 class DataConfig(Strict):
-    """What is learned. `stdlib`: the source of Python's standard library; `text`: UTF-8 files."""
+    """What is learned. `stdlib`: the source of Python's standard library; `text`: UTF-8
+    files."""
 
     source: Literal["stdlib", "text"]
     files: tuple[str, ...] = ()
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None  # of bpe; 2048
+    # Of bpe; 2048
+    vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -105,21 +109,25 @@ class Optimiser(Strict):
     schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up
     warmup: Count = 0  # steps over which the rate grows linearly
     final: Share = 0.01  # of the highest rate, where `cosine` ends
-    clip: Above | None = 1.0  # the largest norm of all gradients together; None: not clipped
+    # The largest norm of all gradients together; None: not clipped
+    clip: Above | None = 1.0
 
 
 class VariantConfig(Strict):
-    """One run beside the others (docs/training.md). What is None is as in the golden run."""
+    """One run beside the others (docs/training.md). What is None is as in the golden
+    run."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     role: VariantRole = "variant"
     kernel: Named | None = None
     backward_kernel: Named | None = None  # None: its own, whatever the golden run has
     format: Format | None = None
-    attention_format: AttentionFormat | None = None  # in the golden run None: the network's
+    # In the golden run None: the network's
+    attention_format: AttentionFormat | None = None
     seed: Positive | None = None  # added to the run's, for another initialisation
     times: Dose | None = None  # of a null that re-rounds: 1 unless said
-    optimiser: Optimiser | None = None  # the keys given here; the others are those of `optimiser`
+    # The keys given here; the others are those of `optimiser`
+    optimiser: Optimiser | None = None
 
     @model_validator(mode="after")
     def _in_its_role(self) -> VariantConfig:
@@ -129,9 +137,13 @@ class VariantConfig(Strict):
             expected = ", ".join(sorted(needed)) or "nothing"
             optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
             got = ", ".join(sorted(given)) or "nothing"
-            raise ValueError(f"{self.name}, {self.role}: expected {expected}{optional}, got {got}")
+            raise ValueError(
+                f"{self.name}, {self.role}: expected {expected}{optional}, got {got}"
+            )
         if self.times is not None and self.role != "null_rounding":
-            raise ValueError(f"{self.name}: times: expected with null_rounding, got {self.role}")
+            raise ValueError(
+                f"{self.name}: times: expected with null_rounding, got {self.role}"
+            )
         return self
 
 
@@ -179,15 +191,18 @@ class _Run(Strict):
     batch: Positive
     steps: Annotated[int, Field(gt=0, le=MOST_STEPS, strict=True)]
     checkpoints: Checkpoints | None = None
-    deterministic: bool = True  # whether PyTorch is told to use deterministic algorithms alone
-    save_every: Above = 300.0  # seconds after which the state of a run is saved, to continue from
+    # Whether PyTorch is told to use deterministic algorithms alone
+    deterministic: bool = True
+    # Seconds after which the state of a run is saved, to continue from
+    save_every: Above = 300.0
 
 
 class TrainConfig(_Run):
     """The keys of a YAML file for `numdev train`."""
 
     seeds: Seeds = (0,)  # A list, or how many, counted from 0
-    record: Literal["log"] | tuple[Count, ...] = "log"  # steps at which everything is measured,
+    # Steps at which everything is measured,
+    record: Literal["log"] | tuple[Count, ...] = "log"
     record_every: Positive | None = None  # and all multiples of this (`recorded_steps`)
     optimiser: Optimiser = Optimiser()
     variants: tuple[VariantConfig, ...]
@@ -201,10 +216,14 @@ class TrainConfig(_Run):
             raise ValueError(f"variants: expected one with the role golden, got {golden}")
         (folder, count), *_ = Counter(map(folder_of, names)).most_common(1)
         if count > 1:
-            raise ValueError(f"variants: expected distinct names, got {folder!r} {count} times")
+            raise ValueError(
+                f"variants: expected distinct names, got {folder!r} {count} times"
+            )
         for name in (self.checkpoints.variants or ()) if self.checkpoints else ():
             if name not in names:
-                raise ValueError(f"checkpoints: no variant {name!r}; {closest(name, names)}")
+                raise ValueError(
+                    f"checkpoints: no variant {name!r}; {closest(name, names)}"
+                )
         return self
 
 
@@ -232,15 +251,20 @@ def resolve(
     seed: int | None = None,
     device: str | None = None,
 ) -> TrainRequest:
-    """The request a file and the command line come to; a flag beats the file, and `seed` says where
-    seeds are counted from. Raises UsageError for a checkpoint after the end."""
+    """The request a file and the command line come to; a flag beats the file, and `seed`
+    says where seeds are counted from. Raises UsageError for a checkpoint after the
+    end."""
     steps = steps or config.steps
     seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
     last = max(config.checkpoints.at(steps) if config.checkpoints else (), default=0)
     if last > steps:
-        raise UsageError(f"{target}: checkpoints: expected at most step {steps}, got {last}")
+        raise UsageError(
+            f"{target}: checkpoints: expected at most step {steps}, got {last}"
+        )
     golden = next(v for v in config.variants if v.role == "golden")
-    shared = {name: getattr(config, name) for name in _Run.model_fields} | {"steps": steps}
+    shared = {name: getattr(config, name) for name in _Run.model_fields} | {
+        "steps": steps
+    }
     return TrainRequest(
         **shared,
         target=target,
@@ -254,8 +278,13 @@ def resolve(
 def _complete(v: VariantConfig, golden: VariantConfig, optimiser: Optimiser) -> Variant:
     for changes in (golden.optimiser, v.optimiser):
         if changes is not None:
-            optimiser = optimiser.model_copy(update=changes.model_dump(exclude_unset=True))
-    as_golden: dict[str, Any] = {"kernel": golden.kernel, "format": golden.format or "bfloat16"}
+            optimiser = optimiser.model_copy(
+                update=changes.model_dump(exclude_unset=True)
+            )
+    as_golden: dict[str, Any] = {
+        "kernel": golden.kernel,
+        "format": golden.format or "bfloat16",
+    }
     as_golden["attention_format"] = golden.attention_format
     own = {name: value for name, value in v if value is not None}
     return Variant(**{**as_golden, **own, "optimiser": optimiser})

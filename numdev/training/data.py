@@ -1,7 +1,7 @@
 """What networks learn: text as token ids.
 
-A batch is a function of a seed and the number of its step, and of nothing else: there is no
-position in the data to be saved, and every device sees the same batches."""
+A batch is a function of a seed and the number of its step, and of nothing else: there is
+no position in the data to be saved, and every device sees the same batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.sources.prompts import read_text
 from numdev.training.config import DataConfig, ModelConfig
 
-# Third-party code, tests, programs bundled with Python, and tables written by other programs.
+# Third-party code, tests, programs bundled with Python, and tables written by other
+# programs.
 EXCLUDED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test"),
     *("idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"),
@@ -47,12 +48,13 @@ class Tokens:
     vocabulary: int
     count: int  # windows in a batch
     context: int
-    tokenizer: Any  # transformers' own, saved with a checkpoint; None for bytes and given ids
+    # Transformers' own, saved with a checkpoint; None for bytes and given ids
+    tokenizer: Any
     about: dict[str, Any]  # what a report says was learned, and what identifies it
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
-        """`inputs` and `targets` [count, context], int64: of windows drawn anywhere. A trained
-        tokenizer's windows begin with its first token, as every prompt will."""
+        """`inputs` and `targets` [count, context], int64: of windows drawn anywhere. A
+        trained tokenizer's windows begin with its first token, as every prompt will."""
         made = torch.Generator().manual_seed(seed_of("batch", seed, step))
         width, device = self.context + (self.tokenizer is None), self.ids.device
         starts = torch.randint(len(self.ids) - width + 1, (self.count, 1), generator=made)
@@ -63,13 +65,20 @@ class Tokens:
         return {"inputs": torch.cat([first, window[:, :-1]], dim=1), "targets": window}
 
 
-def load(config: DataConfig, model: ModelConfig, count: int, device: torch.device) -> Tokens:
-    """The data of a configuration, in batches of `count`. Raises UsageError for a file that cannot
-    be read, and for data shorter than a window."""
-    texts = stdlib() if config.source == "stdlib" else [read_text(Path(f)) for f in config.files]
+def load(
+    config: DataConfig, model: ModelConfig, count: int, device: torch.device
+) -> Tokens:
+    """The data of a configuration, in batches of `count`. Raises UsageError for a file
+    that cannot be read, and for data shorter than a window."""
+    texts = (
+        stdlib()
+        if config.source == "stdlib"
+        else [read_text(Path(f)) for f in config.files]
+    )
     if config.tokenizer == "bpe":
         tokenizer, loaded = _trained(texts, config.vocabulary or 2048, model.context)
-        # verbose=False: texts longer than the context are meant here, no slip worth a warning.
+        # verbose=False: texts longer than the context are meant here, no slip worth a
+        # warning.
         rows = loaded(texts, add_special_tokens=False, verbose=False)["input_ids"]
         ids = torch.tensor([i for row in rows for i in (*row, EOS_ID)], dtype=torch.int32)
         vocabulary, unit = len(loaded), "tokens"
@@ -77,10 +86,14 @@ def load(config: DataConfig, model: ModelConfig, count: int, device: torch.devic
         whole = b"\n\n".join(text.encode() for text in texts)
         ids, tokenizer = torch.from_numpy(np.frombuffer(whole, np.uint8).copy()), None
         vocabulary, unit = 256, "bytes"
-    named = ", ".join(Path(file).name for file in config.files) or "the Python standard library"
+    named = (
+        ", ".join(Path(file).name for file in config.files)
+        or "the Python standard library"
+    )
     if len(ids) <= model.context:
         raise UsageError(
-            f"{named}: expected more than model.context ({model.context}) tokens, got {len(ids)}"
+            f"{named}: expected more than model.context ({model.context}) tokens, "
+            f"got {len(ids)}"
         )
     about = {
         "prompt": f"{len(ids):,} {unit} of {named}",
@@ -112,11 +125,20 @@ def stdlib() -> list[str]:
 
 
 def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:
-    """A byte-level BPE tokenizer trained on the texts, and the same saved and loaded: text is
-    encoded by the latter, so that the network sees the ids that a user of its checkpoint will get.
+    """A byte-level BPE tokenizer trained on the texts, and the same saved and loaded:
+    text is encoded by the latter, so that the network sees the ids that a user of its
+    checkpoint will get.
 
-    Raises MeasurementError where what was loaded is another tokenizer than was trained."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    Raises MeasurementError where what was loaded is another tokenizer than was
+    trained."""
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
@@ -140,8 +162,9 @@ def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]
         clean_up_tokenization_spaces=False,
     )
     with temporary.folder() as folder:
-        # AutoTokenizer chooses a class by the files it finds; for a Llama configuration some
-        # choices rebuild the tokenizer with SentencePiece's rules: ids, but of another text.
+        # AutoTokenizer chooses a class by the files it finds; for a Llama configuration
+        # some choices rebuild the tokenizer with SentencePiece's rules: ids, but of
+        # another text.
         config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(config))
         made.save_pretrained(folder)

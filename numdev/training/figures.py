@@ -1,5 +1,5 @@
-"""Figures by step, of a training run and of its bounds. Step 0 and a distance of 0 have no place on
-a logarithmic axis and are left out."""
+"""Figures by step, of a training run and of its bounds. Step 0 and a distance of 0 have
+no place on a logarithmic axis and are left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of
 
 
 def label_of(v: VariantRecord) -> str:
-    """What a variant is called in curves: runs that re-round at random by one strength are one."""
+    """What a variant is called in curves: runs that re-round at random by one strength
+    are one."""
     if v.role != "null_rounding":
         return v.name
     dose = v.times or 1.0
@@ -24,12 +25,16 @@ def label_of(v: VariantRecord) -> str:
 
 
 def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
-    """Recorded steps on a logarithmic axis: all named, or 1, 2, 5, 10, ... and the ends."""
+    """Recorded steps on a logarithmic axis: all named, or 1, 2, 5, 10, ... and the
+    ends."""
     shown = [step for step in steps if step > 0]
     named = [
-        step for step in shown
-        if all_named or step in (shown[0], shown[-1]) or str(step).rstrip("0") in ("1", "2", "5")
-    ]  # fmt: skip
+        step
+        for step in shown
+        if all_named
+        or step in (shown[0], shown[-1])
+        or str(step).rstrip("0") in ("1", "2", "5")
+    ]
     ticks = tuple(Tick(x=float(step), label=str(step)) for step in named)
     return Axis(name="step", title="step", scale="log", ticks=ticks)
 
@@ -40,10 +45,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def of_run(
-    variants: Sequence[VariantRecord], rows: Sequence[TrainRow], distances: Sequence[DistanceRow]
+    variants: Sequence[VariantRecord],
+    rows: Sequence[TrainRow],
+    distances: Sequence[DistanceRow],
 ) -> tuple[Figure, ...]:
-    """The losses of a training run, and the distances of all weights, where there are any: means
-    and ranges over seeds and variants."""
+    """The losses of a training run, and the distances of all weights, where there are
+    any: means and ranges over seeds and variants."""
 
     def middle(at: Sequence[float]) -> Mean:
         return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
@@ -72,9 +79,9 @@ def figure(
     soft: Collection[str] = (),
     **more: Any,
 ) -> Figure:
-    """A curve of every label that has a value other than 0; `middle`: mean and ends at a step, of
-    the values that are there, with a note where not all are. Those of `soft` labels stand behind
-    the others."""
+    """A curve of every label that has a value other than 0; `middle`: mean and ends at a
+    step, of the values that are there, with a note where not all are. Those of `soft`
+    labels stand behind the others."""
     lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
     every: Counter[tuple[str, int]] = Counter()
     for label, step, value in values:
@@ -95,4 +102,6 @@ def figure(
             role = "baseline" if label == golden else role
             made.append(Curve(label=label, points=tuple(points), role=role))
     fields: dict[str, Any] = {"y_scale": "log", **more}
-    return Figure(title=title, metric=metric, y_title=y_title, curves=tuple(made), **fields)
+    return Figure(
+        title=title, metric=metric, y_title=y_title, curves=tuple(made), **fields
+    )

@@ -1,7 +1,7 @@
 """The variants of one seed, side by side: the same batch for all at every step.
 
-Saved states are plain tensors and numbers, loaded as such (`weights_only=True`), and take their
-name only when they are complete."""
+Saved states are plain tensors and numbers, loaded as such (`weights_only=True`), and take
+their name only when they are complete."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Lockstep:
         self.golden = next(lane for lane in self.lanes if lane.variant.role == "golden")
 
     def advance(self) -> None:
-        """The next step of every lane. Where it is a recorded one, attention is watched."""
+        """The next step of every lane. Where it is a recorded one, attention is
+        watched."""
         step = self.step + 1
         watched = step in self.request.recorded
         self.whole = False
@@ -62,11 +63,18 @@ class Lockstep:
         self.step, self.whole = step, True
 
     def measured(self) -> dict[str, list[Any]]:
-        """The rows of this step, every variant's: its own, and its distances from the golden run's
-        weights. At step 0 from its gradient too, for the first batch, what is at its attention's
-        output, and what its kernel ran."""
-        tables: dict[str, list[Any]] = {"row": [], "distance": [], "variant": [], "output": []}
-        read: dict[str, Callable[[Lane], dict[str, torch.Tensor]]] = {"weights": Lane.weights}
+        """The rows of this step, every variant's: its own, and its distances from the
+        golden run's weights. At step 0 from its gradient too, for the first batch, what
+        is at its attention's output, and what its kernel ran."""
+        tables: dict[str, list[Any]] = {
+            "row": [],
+            "distance": [],
+            "variant": [],
+            "output": [],
+        }
+        read: dict[str, Callable[[Lane], dict[str, torch.Tensor]]] = {
+            "weights": Lane.weights
+        }
         if self.step == 0:
             first = self.data.batch(self.seed, 1)
             read["gradient"] = lambda lane: lane.gradient(first)
@@ -75,7 +83,11 @@ class Lockstep:
         for of, tensors in read.items():
             golden = tensors(self.golden)
             for lane in (lane for lane in self.lanes if lane is not self.golden):
-                place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
+                place = {
+                    "seed": self.seed,
+                    "variant": lane.variant.name,
+                    "step": self.step,
+                }
                 tables["distance"].append(distance(tensors(lane), golden, of=of, **place))
         for lane in self.lanes:
             tables["row"].append(row_of(lane, self.seed, self.step))
@@ -85,13 +97,15 @@ class Lockstep:
         return tables
 
     def save(self, path: Path, run: str) -> None:
-        """Write the state, for the run of this name; atomically. MeasurementError where it
-        cannot."""
+        """Write the state, for the run of this name; atomically. MeasurementError where
+        it cannot."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = path.with_name(PARTLY)
         state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
         state["digest"] = _digest(state)
-        with naming(path, "the state cannot be saved", "is there room, and may you write there?"):
+        with naming(
+            path, "the state cannot be saved", "is there room, and may you write there?"
+        ):
             try:
                 torch.save(state, written)
                 written.replace(path)
@@ -105,8 +119,8 @@ class Lockstep:
 
 
 def read_state(path: Path, run: str) -> dict[str, Any]:
-    """The saved state of the run of this name; empty where there is none as it was saved: after a
-    damaged or edited file training begins again."""
+    """The saved state of the run of this name; empty where there is none as it was saved:
+    after a damaged or edited file training begins again."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
@@ -125,15 +139,18 @@ def _digest(state: dict[str, Any]) -> str:
 
 @contextmanager
 def deterministic(*, wanted: bool) -> Iterator[None]:
-    """Deterministic algorithms alone, an error from operators that have none; everything as before
-    afterwards. Unless it is `wanted` nothing is changed.
+    """Deterministic algorithms alone, an error from operators that have none; everything
+    as before afterwards. Unless it is `wanted` nothing is changed.
 
-    cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not filled before its
-    use, as PyTorch would: nothing here reads what it did not write. Inductor is told by a variable,
-    which it reads when a kernel that is compiled imports it: torch.use_deterministic_algorithms
-    would import it, three seconds of CPU."""
+    cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not filled
+    before its use, as PyTorch would: nothing here reads what it did not write. Inductor
+    is told by a variable, which it reads when a kernel that is compiled imports it:
+    torch.use_deterministic_algorithms would import it, three seconds of CPU."""
     memory: Any = torch.utils.deterministic
-    before, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    before, filled = (
+        torch.get_deterministic_debug_mode(),
+        memory.fill_uninitialized_memory,
+    )
     environment = {name: os.environ.get(name) for name in (WORKSPACE, COMPILED)}
     compiled = _inductor_is_deterministic()
     try:
@@ -162,7 +179,11 @@ def _inductor() -> Any:
 
 def _inductor_is_deterministic() -> bool:
     settings = _inductor()
-    return os.environ.get(COMPILED) == "1" if settings is None else bool(settings.deterministic)
+    return (
+        os.environ.get(COMPILED) == "1"
+        if settings is None
+        else bool(settings.deterministic)
+    )
 
 
 def _tell_inductor(wanted: bool) -> None:

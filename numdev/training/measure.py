@@ -1,5 +1,6 @@
-"""What is measured of a lane at a recorded step: its row, and its distances from the golden lane;
-and which of the recorded losses are spikes. What is not finite is None, with the reason in `nulls`.
+"""What is measured of a lane at a recorded step: its row, and its distances from the
+golden lane; and which of the recorded losses are spikes. What is not finite is None, with
+the reason in `nulls`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ TIMES, DEVIATIONS = 1.2, 6.0
 
 
 def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
-    """The row of a lane that has just made update `step`; at step 0 of one that made none."""
+    """The row of a lane that has just made update `step`; at step 0 of one that made
+    none."""
     seen = lane.attention.largest
     values: dict[str, Any] = {
         "loss": number(lane.loss),
@@ -34,15 +36,21 @@ def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
         "lr": lane.lr,
         "max_logit": number(torch.stack(seen).amax()) if seen else None,
     }
-    values["spectral_norm"] = number(spectral_norms(list(lane.network.query_weights())).amax())
+    values["spectral_norm"] = number(
+        spectral_norms(list(lane.network.query_weights())).amax()
+    )
     why = NOT_FINITE if step else NOT_YET
     nulls = {name: why for name, value in values.items() if value is None}
-    return TrainRow(seed=seed, variant=lane.variant.name, step=step, nulls=nulls, **values)
+    return TrainRow(
+        seed=seed, variant=lane.variant.name, step=step, nulls=nulls, **values
+    )
 
 
-def distance(ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any) -> DistanceRow:
-    """How far all parameters, whose names are those of both, are apart, at a `place` (seed,
-    variant, step, of). None is given where anything is not finite."""
+def distance(
+    ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any
+) -> DistanceRow:
+    """How far all parameters, whose names are those of both, are apart, at a `place`
+    (seed, variant, step, of). None is given where anything is not finite."""
     a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
     apart = paired(a, b)
     values = {name: getattr(apart, name) for name in DISTANCES}
@@ -56,9 +64,11 @@ def distance(ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: 
 
 @torch.no_grad()
 def spectral_norms(weights: list[Tensor]) -> Tensor:
-    """[layers, heads] in fp64: the spectral norm of every head's [head_dim, width] part of W_Q, the
-    root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W is not finite."""
-    stacked = torch.stack([w.double() for w in weights])  # [layers, heads, head_dim, width]
+    """[layers, heads] in fp64: the spectral norm of every head's [head_dim, width] part
+    of W_Q, the root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W
+    is not finite."""
+    # [layers, heads, head_dim, width]
+    stacked = torch.stack([w.double() for w in weights])
     squares = stacked @ stacked.transpose(-1, -2)
     finite = squares.isfinite().all(dim=(-1, -2))
     squares = squares.where(finite[..., None, None], 0.0)
@@ -74,8 +84,8 @@ def number(x: Tensor | float | None) -> float | None:
 
 
 def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
-    """The rows with `spike` set. Rows of one run come in the order of their steps; a loss that is
-    None is no spike, and no past for others."""
+    """The rows with `spike` set. Rows of one run come in the order of their steps; a loss
+    that is None is no spike, and no past for others."""
     pasts: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
     for row in rows:
         past = pasts[row.seed, row.variant]
@@ -86,8 +96,9 @@ def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
 
 
 def is_spike(loss: float, past: Iterable[float]) -> bool:
-    """Whether a loss stands far above those before it: above 1.2 times the median of the last 20,
-    and above that median by more than 6 times their median absolute deviation. Not the first 3."""
+    """Whether a loss stands far above those before it: above 1.2 times the median of the
+    last 20, and above that median by more than 6 times their median absolute deviation.
+    Not the first 3."""
     before = list(past)
     if len(before) < LEAST:
         return False

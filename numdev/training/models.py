@@ -1,15 +1,15 @@
 """The networks that are trained: `llama` and `gpt2`.
 
-A network calls one function for attention: attend(q, k, v), causal, with q [batch, heads, length,
-head_dim] and k and v with kv heads; it returns q's shape. Which one is the whole difference between
-most variants.
+A network calls one function for attention: attend(q, k, v), causal, with q [batch, heads,
+length, head_dim] and k and v with kv heads; it returns q's shape. Which one is the whole
+difference between most variants.
 
-`llama` computes what LlamaForCausalLM does and `gpt2` what GPT2LMHeadModel does, without dropout
-and biases, and with the output tied to the embedding; `numdev.training.checkpoints` knows their
-names.
+`llama` computes what LlamaForCausalLM does and `gpt2` what GPT2LMHeadModel does, without
+dropout and biases, and with the output tied to the embedding;
+`numdev.training.checkpoints` knows their names.
 
-Under autocast matrix products are in the working format, and sums along the residual stream in
-fp32, as in others' training code. Norms are computed in fp32 either way."""
+Under autocast matrix products are in the working format, and sums along the residual
+stream in fp32, as in others' training code. Norms are computed in fp32 either way."""
 
 from __future__ import annotations
 
@@ -55,13 +55,16 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections around `attend`: of q, k and v by themselves, or gpt2's of all three."""
+    """The projections around `attend`: of q, k and v by themselves, or gpt2's of all
+    three."""
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
         self.head_dim, self.attend = config.head_dim, attend
         wide, kv = config.width, (config.kv_heads or config.heads) * config.head_dim
-        widths = {"qkv": 3 * wide} if config.kind == "gpt2" else {"q": wide, "k": kv, "v": kv}
+        widths = (
+            {"qkv": 3 * wide} if config.kind == "gpt2" else {"q": wide, "k": kv, "v": kv}
+        )
         for name, out in {**widths, "out": wide}.items():
             self.add_module(name, nn.Linear(wide, out, bias=False))
 
@@ -70,7 +73,9 @@ class Attention(nn.Module):
         projected = [project(x) for project in projections]
         if len(projected) == 1:
             projected = projected[0].chunk(3, dim=-1)
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projected)
+        q, k, v = (
+            p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projected
+        )
         if rotation is not None:
             cos, sin = (part.to(q.dtype) for part in rotation)
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
@@ -79,8 +84,8 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, heads, length, head_dim] with its positions in it, as transformers does it: the
-    second half of the features is paired with the first."""
+    """x [batch, heads, length, head_dim] with its positions in it, as transformers does
+    it: the second half of the features is paired with the first."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -96,7 +101,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, *up, down = self.children()
-        inner = F.silu(first(x)) * up[0](x) if up else F.gelu(first(x), approximate="tanh")
+        inner = (
+            F.silu(first(x)) * up[0](x) if up else F.gelu(first(x), approximate="tanh")
+        )
         out: Tensor = down(inner)
         return out
 
@@ -126,7 +133,9 @@ class Network(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, vocabulary: int, attend: Attend = sdpa) -> None:
+    def __init__(
+        self, config: ModelConfig, vocabulary: int, attend: Attend = sdpa
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, config.width)
         if config.kind == "gpt2":
@@ -166,18 +175,24 @@ class Network(nn.Module):
 
 
 @torch.no_grad()
-def build(config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend = sdpa) -> Network:
-    """The network of a configuration with the weights of a seed, in float32 on the CPU: the same
-    on every machine. Without a seed weights are whatever PyTorch makes.
+def build(
+    config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend = sdpa
+) -> Network:
+    """The network of a configuration with the weights of a seed, in float32 on the CPU:
+    the same on every machine. Without a seed weights are whatever PyTorch makes.
 
-    Matrices are drawn from a normal distribution, those that end a branch of the residual stream
-    narrower by sqrt(2 layers), as GPT-2 has them. Gains are 1."""
+    Matrices are drawn from a normal distribution, those that end a branch of the residual
+    stream narrower by sqrt(2 layers), as GPT-2 has them. Gains are 1."""
     network = Network(config, vocabulary, attend)
     if seed is None:
         return network
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in network.named_parameters():
         if parameter.ndim >= 2:
-            spread = SPREAD / (2 * config.layers) ** 0.5 if name.endswith(NARROW) else SPREAD
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(spread))
+            spread = (
+                SPREAD / (2 * config.layers) ** 0.5 if name.endswith(NARROW) else SPREAD
+            )
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator).mul_(spread)
+            )
     return network

@@ -1,8 +1,8 @@
 """AdamW and SGD as PyTorch's fused functions compute them, around state of our own.
 
-torch.optim's classes import torch._dynamo when they are made, three seconds of CPU that compile
-nothing here; the functions that they call do not. Every number is that of torch.optim.AdamW and
-torch.optim.SGD with `fused=True` (tests/test_train.py)."""
+torch.optim's classes import torch._dynamo when they are made, three seconds of CPU that
+compile nothing here; the functions that they call do not. Every number is that of
+torch.optim.AdamW and torch.optim.SGD with `fused=True` (tests/test_train.py)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ Slots = dict[str, Tensor]
 
 
 class Updates:
-    """Updates of parameters in place, from their gradients: one launch for all weights of a group.
-    Decay is on matrices, none on gains and biases. Parameters without a gradient stay."""
+    """Updates of parameters in place, from their gradients: one launch for all weights of
+    a group. Decay is on matrices, none on gains and biases. Parameters without a gradient
+    stay."""
 
     _step_supports_amp_scaling = True
-    """Tells torch.amp.GradScaler to hand `found_inf` over, on the device, instead of waiting."""
+    """Tells torch.amp.GradScaler to hand `found_inf` over, on the device, instead of
+    waiting."""
 
     def __init__(self, config: Optimiser, parameters: Sequence[nn.Parameter]) -> None:
         self.config = config
@@ -40,7 +42,9 @@ class Updates:
             {"params": others, "weight_decay": 0.0},
         ]  # under the name that GradScaler reads
         self.slots: dict[nn.Parameter, Slots] = {}
-        self.update: Callable[..., None] = self._sgd if config.name == "sgd" else self._adamw
+        self.update: Callable[..., None] = (
+            self._sgd if config.name == "sgd" else self._adamw
+        )
 
     def set_rate(self, lr: float) -> None:
         """The learning rate of the steps to come. Nothing waits for the device."""
@@ -62,7 +66,8 @@ class Updates:
                     maximize=False,
                     foreach=False,
                     fused=True,
-                    grad_scale=getattr(self, "grad_scale", None),  # both set by GradScaler
+                    # Both set by GradScaler
+                    grad_scale=getattr(self, "grad_scale", None),
                     found_inf=getattr(self, "found_inf", None),
                 )
 
@@ -86,13 +91,17 @@ class Updates:
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _adamw(self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any) -> None:
+    def _adamw(
+        self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any
+    ) -> None:
         for p in parameters:
             if p not in self.slots:
                 self.slots[p] = {
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(
+                        p, memory_format=torch.preserve_format
+                    ),
                 }
         slots = [self.slots[p] for p in parameters]
         beta1, beta2 = self.config.betas
@@ -111,7 +120,9 @@ class Updates:
             **same,
         )
 
-    def _sgd(self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any) -> None:
+    def _sgd(
+        self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any
+    ) -> None:
         buffers = [self.slots.get(p, {}).get("momentum_buffer") for p in parameters]
         momentum = self.config.momentum
         sgd(

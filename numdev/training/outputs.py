@@ -1,7 +1,9 @@
-"""What is at the output of attention before anything was learned: every variant's kernel on the
-golden run's own first attention calls, beside the truth and the golden run's kernel.
+"""What is at the output of attention before anything was learned: every variant's kernel
+on the golden run's own first attention calls, beside the truth and the golden run's
+kernel.
 
-Distances of weights are effects. This is their cause, in floors: so that a reader sees both."""
+Distances of weights are effects. This is their cause, in floors: so that a reader sees
+both."""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from numdev.training.lane import ODDS, Lane, largest_score
 from numdev.training.report import OutputRow
 
 OF = ("golden", "flash", "attention_precision", "null_rounding", "variant")
-"""Roles whose attention computes something else from the same q, k and v; those of the others
-differ in what they are given."""
+"""Roles whose attention computes something else from the same q, k and v; those of the
+others differ in what they are given."""
 
 SHARP = 8.0
 
@@ -28,8 +30,8 @@ SHARP = 8.0
 def outputs(
     lanes: Sequence[Lane], golden: Lane, calls: Sequence[AttentionCase], seed: int
 ) -> Iterator[OutputRow]:
-    """A row for each lane in a role of OF that computes in the golden lane's format. `calls` are
-    the golden lane's, of one batch."""
+    """A row for each lane in a role of OF that computes in the golden lane's format.
+    `calls` are the golden lane's, of one batch."""
     truths = [attend(case).out for case in calls]
     base = golden.attend(calls)
     sharp = [sharpened(case) for case in calls]
@@ -44,8 +46,9 @@ def outputs(
 
 
 def sharpened(case: AttentionCase) -> AttentionCase:
-    """The call with q times a power of two, which is exact, so that the largest score is at least
-    SHARP: before anything is learned scores are near zero, and no output tells a wrong scale."""
+    """The call with q times a power of two, which is exact, so that the largest score is
+    at least SHARP: before anything is learned scores are near zero, and no output tells a
+    wrong scale."""
     largest = float(largest_score(case))
     if not 0.0 < largest < SHARP:
         return case
@@ -54,8 +57,8 @@ def sharpened(case: AttentionCase) -> AttentionCase:
 
 
 def floors_of(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
-    """The rms error of all calls over the floor's; None where either is not finite, or the floor
-    has none."""
+    """The rms error of all calls over the floor's; None where either is not finite, or
+    the floor has none."""
     errors = floors = 0.0
     for out, truth in zip(outs, truths, strict=True):
         floor = round_to(truth, format_of(out.dtype)).double()
@@ -72,7 +75,8 @@ def row_of(
     seed: int,
     variant: str,
 ) -> OutputRow:
-    """Of all calls laid end to end, in fp64; None throughout where anything is not finite."""
+    """Of all calls laid end to end, in fp64; None throughout where anything is not
+    finite."""
     sums = torch.zeros(8, dtype=torch.float64)
     elements = nonfinite = 0
     for out, golden, truth in zip(own, base, truths, strict=True):

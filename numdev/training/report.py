@@ -1,8 +1,10 @@
-"""What a training run of variants in lockstep found, as a report holds it (`numdev train`).
+"""What a training run of variants in lockstep found, as a report holds it (`numdev
+train`).
 
-All distances are from the golden run's weights, of the same seed and at the same step. Steps count
-updates: step 0 is the initialisation, and what a row says of a step is after that many updates,
-except `loss`, `grad_norm` and `max_logit`, which are of the batch that the last update used."""
+All distances are from the golden run's weights, of the same seed and at the same step.
+Steps count updates: step 0 is the initialisation, and what a row says of a step is after
+that many updates, except `loss`, `grad_norm` and `max_logit`, which are of the batch that
+the last update used."""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ VariantRole = Literal[
     "attention_precision",  # by another format in attention alone
     "other_seed",  # by another initialisation
     "null_repeat",  # by nothing
-    "null_rounding",  # by outputs of attention re-rounded at random, at the size of the floor
+    # By outputs of attention re-rounded at random, at the size of the floor
+    "null_rounding",
     "null_ulp",  # by all weights moved by one ulp before the first step
     "variant",  # by anything else
 ]
@@ -31,11 +34,14 @@ class VariantRecord(Record):
     role: VariantRole
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
-    format: str  # `float32`, `bfloat16`, `float16` (autocast over fp32 weights), `pure bfloat16`
+    # `float32`, `bfloat16`, `float16` (autocast over fp32 weights), `pure bfloat16`
+    format: str
     attention_format: str
-    times: float | None = Field(None, gt=0)  # the dose of a null that re-rounds, in floors
+    # The dose of a null that re-rounds, in floors
+    times: float | None = Field(None, gt=0)
     ran: str | None = None  # what the kernel said it ran
-    differs: dict[str, Any] = Field(default_factory=dict)  # seed, optimiser, gradients' kernel
+    # Seed, optimiser, gradients' kernel
+    differs: dict[str, Any] = Field(default_factory=dict)
 
 
 class TrainRow(Record):
@@ -47,17 +53,20 @@ class TrainRow(Record):
     lr: float | None
     max_logit: float | None  # the largest |scaled score| of any head, computed in fp32
     spectral_norm: float | None  # the largest of any head's rows of W_Q
-    spike: bool = False  # whether the loss stood far above its recent past (docs/training.md)
+    # Whether the loss stood far above its recent past (docs/training.md)
+    spike: bool = False
     nulls: dict[str, str] = Field(default_factory=dict)
 
 
 class DistanceRow(Record):
-    """How far a variant's weights, all together, are from those of the golden run of its seed."""
+    """How far a variant's weights, all together, are from those of the golden run of its
+    seed."""
 
     seed: int
     variant: str
     step: int
-    of: Literal["weights", "gradient"]  # that of the first batch, before any update: step 0
+    # That of the first batch, before any update: step 0
+    of: Literal["weights", "gradient"]
     elements: int
     nonfinite: int = 0  # of them, in one of the two: then there is no distance
     max_abs: float | None
@@ -69,8 +78,9 @@ class DistanceRow(Record):
 
 
 class OutputRow(Record):
-    """What a variant's attention returns for the golden run's own calls of the first batch, all
-    together, before any update. A floor is the rms error of rounding the truth once."""
+    """What a variant's attention returns for the golden run's own calls of the first
+    batch, all together, before any update. A floor is the rms error of rounding the truth
+    once."""
 
     seed: int
     variant: str
@@ -79,10 +89,11 @@ class OutputRow(Record):
     nonfinite: int = 0
     floors: float | None  # rms error
     apart: float | None
-    """The rms difference from what the golden run's attention returns, in what a re-rounding of one
-    floor makes: ulp/√12 of each of its values. (Of values that are exact, such as a first row's,
-    the floor is 0.)"""
-    bias: float | None  # mean error away from zero over the mean ulp, beyond the floor's own
+    """The rms difference from what the golden run's attention returns, in what a
+    re-rounding of one floor makes: ulp/√12 of each of its values. (Of values that are
+    exact, such as a first row's, the floor is 0.)"""
+    # Mean error away from zero over the mean ulp, beyond the floor's own
+    bias: float | None
     slope: float | None  # of the error on the truth: 0.02 where an output is off by 2 %
     sharp: float | None = None  # rms error, in floors, with q scaled until scores reach 8
     nulls: dict[str, str] = Field(default_factory=dict)

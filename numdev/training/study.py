@@ -1,8 +1,9 @@
 """`numdev train`: variants of a small network, trained in lockstep from the same start.
 
-Seeds come one after the other, their variants side by side (`numdev.training.lockstep`). Rows are
-journalled by seed and step; beside the journal stands the state to continue from. What of it was
-measured after the state was saved is computed again, and not recorded twice."""
+Seeds come one after the other, their variants side by side (`numdev.training.lockstep`).
+Rows are journalled by seed and step; beside the journal stands the state to continue
+from. What of it was measured after the state was saved is computed again, and not
+recorded twice."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from numdev.system import System
 from numdev.training import checkpoints, figures
 from numdev.training.config import TrainRequest, Variant
 from numdev.training.data import Tokens, load
-from numdev.training.lockstep import PARTLY, STATE, Lockstep, Ran, deterministic, read_state
+from numdev.training.lockstep import (
+    PARTLY,
+    STATE,
+    Lockstep,
+    Ran,
+    deterministic,
+    read_state,
+)
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
 from numdev.training.report import (
@@ -50,15 +58,17 @@ def train(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> TrainReport | None:
-    """Train all variants with all seeds, journalling into `directory`; returns the report, which
-    the caller writes. None when `stop_after` seconds were over before the end: what was reached is
-    saved, and the same call continues.
+    """Train all variants with all seeds, journalling into `directory`; returns the
+    report, which the caller writes. None when `stop_after` seconds were over before the
+    end: what was reached is saved, and the same call continues.
 
-    Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the variant,
-    for one that refuses or fails."""
+    Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the
+    variant, for one that refuses or fails."""
     until = None if stop_after is None else time.monotonic() + stop_after
     model = request.model
-    numbers = request.batch * model.context * max(model.hidden, model.heads * model.context)
+    numbers = (
+        request.batch * model.context * max(model.hidden, model.heads * model.context)
+    )
     with deterministic(wanted=request.deterministic), threads(fitting(numbers)):
         system = System.here(request.device)  # starts CUDA, when cuBLAS reads its setting
         watch = Stopwatch(system.device, ("training", "metrics", "saving", "other"))
@@ -77,8 +87,11 @@ def train(
             distances = journal.records("distance", DistanceRow)
             outputs = journal.records("output", OutputRow)
             ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
-        variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
-        # On the meta device its weights would be drawn by references, which import Dynamo.
+        variants = [
+            record_of(v, request.golden, ran.get(v.name)) for v in request.variants
+        ]
+        # On the meta device its weights would be drawn by references, which import
+        # Dynamo.
         network = build(request.model, data.vocabulary, None)
         report = TrainReport(
             provenance=provenance(system, described, command),
@@ -125,7 +138,9 @@ class _Run:
         request = self.request
         for place in itertools.product(request.seeds, request.recorded):
             self.journal.visit(_key(*place))
-        done = all(self.is_recorded(s, request.steps) or self.seed(s) for s in request.seeds)
+        done = all(
+            self.is_recorded(s, request.steps) or self.seed(s) for s in request.seeds
+        )
         if done:
             for name in (STATE, PARTLY):  # the latter where a save was killed
                 (self.journal.directory / name).unlink(missing_ok=True)
@@ -157,8 +172,8 @@ class _Run:
         return finished
 
     def steps(self, lanes: Lockstep) -> bool:
-        """All steps that are left; where time runs out one at least, and False. A step with its
-        rows is whole or was not made: an interrupt waits for its end."""
+        """All steps that are left; where time runs out one at least, and False. A step
+        with its rows is whole or was not made: an interrupt waits for its end."""
         saved = time.monotonic()
         self.tell(lanes)
         while lanes.step < self.request.steps:
@@ -202,8 +217,12 @@ class _Run:
                     "request": self.request.measured(),
                     "data": self.data.about,
                 }
-                where = checkpoints.place(self.journal.directory, name, lanes.seed, lanes.step)
-                checkpoints.write(lane.network, self.request.model, self.data, where, about)
+                where = checkpoints.place(
+                    self.journal.directory, name, lanes.seed, lanes.step
+                )
+                checkpoints.write(
+                    lane.network, self.request.model, self.data, where, about
+                )
 
     def tell(self, lanes: Lockstep) -> None:
         """Progress; an interrupt arrives here."""
@@ -235,8 +254,11 @@ def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantReco
 
 
 def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
-    """The variants' kernels, each with options that it has and on a machine that can run it."""
-    for variant, choice in ((v, choice) for v in request.variants for choice in v.kernels):
+    """The variants' kernels, each with options that it has and on a machine that can run
+    it."""
+    for variant, choice in (
+        (v, choice) for v in request.variants for choice in v.kernels
+    ):
         kernel = find(choice.name)
         options = recorded(kernel.with_options(choice.options))
         if missing := kernel.missing(system):

@@ -31,10 +31,14 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
         yield doc.Figures(report.figures, axis, golden)
     s, seeds = report.summary, ", ".join(map(str, report.summary.seeds))
     yield doc.Paragraph(
-        f"{s.model} of {s.parameters:,} parameters, {s.data}; {s.steps} steps, seeds {seeds}. "
-        "Lines are geometric means over seeds, bands reach from the smallest to the largest. "
-        "Distances are from the weights of the golden run of the same seed at the same step. They "
-        "grow whatever the difference was, and then saturate: they mean something only beside "
+        f"{s.model} of {s.parameters:,} parameters, {s.data}; {s.steps} steps, "
+        f"seeds {seeds}. "
+        "Lines are geometric means over seeds, bands reach from the smallest to the "
+        "largest. "
+        "Distances are from the weights of the golden run of the same seed at the "
+        "same step. They "
+        "grow whatever the difference was, and then saturate: they mean something "
+        "only beside "
         "those of the nulls.",
         "soft",
     )

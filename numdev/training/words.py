@@ -1,6 +1,6 @@
-"""The first sentences of a training run: what it may say, and no more. Distances are set beside a
-re-rounding of one floor in the same seed and at the same steps, while these tell causes apart;
-never at the last step, where they say how chaotic training is."""
+"""The first sentences of a training run: what it may say, and no more. Distances are set
+beside a re-rounding of one floor in the same seed and at the same steps, while these tell
+causes apart; never at the last step, where they say how chaotic training is."""
 
 from __future__ import annotations
 
@@ -12,31 +12,40 @@ from numdev.report.numbers import si, times
 from numdev.training import figures
 from numdev.training.bounds.ladder import saturation
 from numdev.training.bounds.report import PAIR, PAIRED
-from numdev.training.bounds.study import at_outputs, curves, distances_of, label_of, ratios
+from numdev.training.bounds.study import (
+    at_outputs,
+    curves,
+    distances_of,
+    label_of,
+    ratios,
+)
 from numdev.training.bounds.words import not_rounding
 from numdev.training.report import DistanceRow, TrainReport, TrainRow, VariantRecord
 
 Number = Callable[[float], str]
 LOST = (
-    "NOT FINITE: {name}: its loss is not finite in {n} of {all} seeds, first at step {step} of "
+    "NOT FINITE: {name}: its loss is not finite in {n} of {all} seeds, first at "
+    "step {step} of "
     "seed {seed}."
 )
 SAME = "{label}: its weights are the golden run's, bit for bit, at every recorded step."
 BESIDE = (
-    "{label}: its weights are {mean} times ({least} to {most}, {seeds}) as far from the golden "
+    "{label}: its weights are {mean} times ({least} to {most}, {seeds}) as far from "
+    "the golden "
     "run's as re-rounding attention at one floor, {when}."
 )
 ALONE = (
-    "{label}: its weights are {mean} ({least} to {most}, {seeds}) of their size off the golden "
+    "{label}: its weights are {mean} ({least} to {most}, {seeds}) of their size off "
+    "the golden "
     "run's at step {step}; with no re-rounding beside it nothing is said of later ones."
 )
 SPIKES = "{name}: its loss spikes (step {row.step} of seed {row.seed}; {count} recorded)."
 
 
 def answer(run: TrainReport) -> Iterator[str]:
-    """What is lost first, and attention that does more than round; then which runs are the golden
-    one; then early ratios, paired by seed, with their range; then spikes. Nothing is said of
-    stability: a run is one run."""
+    """What is lost first, and attention that does more than round; then which runs are
+    the golden one; then early ratios, paired by seed, with their range; then spikes.
+    Nothing is said of stability: a run is one run."""
     yield from _lost(run.variants, run.rows)
     yield from not_rounding(list(at_outputs(run)))
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
@@ -44,8 +53,13 @@ def answer(run: TrainReport) -> Iterator[str]:
     for v in run.variants:
         if v.role != "golden":
             labels.setdefault(label_of(v), []).append(v.name)
-    own = {label: [d for d in weights if d.variant in names] for label, names in labels.items()}
-    same = {label for label, rows in own.items() if rows and all(d.equal == 1.0 for d in rows)}
+    own = {
+        label: [d for d in weights if d.variant in names]
+        for label, names in labels.items()
+    }
+    same = {
+        label for label, rows in own.items() if rows and all(d.equal == 1.0 for d in rows)
+    }
     for label in same:
         yield SAME.format(label=label)
     distances = distances_of(run)
@@ -77,7 +91,9 @@ def _lost(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterat
         yield LOST.format(name=name, n=len(lost[name]), all=every, step=step, seed=seed)
 
 
-def _beside(label: str, base: str, table: pd.DataFrame, steps: Sequence[int]) -> Iterator[str]:
+def _beside(
+    label: str, base: str, table: pd.DataFrame, steps: Sequence[int]
+) -> Iterator[str]:
     by_seed = ratios(table[label], table[base], steps) if label in table else {}
     if by_seed:
         when = " to ".join(dict.fromkeys(map(str, (steps[0], steps[-1]))))
@@ -97,8 +113,11 @@ def _ends(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
     seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
     mean, least, most = figures.mean(values), min(values), max(values)
     return {
-        "mean": number(mean), "least": number(least), "most": number(most), "seeds": seeds,
-    }  # fmt: skip
+        "mean": number(mean),
+        "least": number(least),
+        "most": number(most),
+        "seeds": seeds,
+    }
 
 
 def _spikes(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterator[str]:

@@ -1,20 +1,23 @@
-"""The backward pass of `emulated`: the gradients of attention with a format at every rounding site.
+"""The backward pass of `emulated`: the gradients of attention with a format at every
+rounding site.
 
 `gradients` runs the forward pass of the same recipe and then, as FlashAttention-2 (arXiv
-2307.08691, Algorithm 2) does, computes S again, tile by tile, through the forward's own sites:
-kernels do in backward what they did in forward. The site `s` may round the result once more, for a
-backward pass that is coarser than its forward. Where autograd kept P (`p_from: m_and_l`) it is
-exp(S - m) / l of the m and l that forward left, which is the same number.
+2307.08691, Algorithm 2) does, computes S again, tile by tile, through the forward's own
+sites: kernels do in backward what they did in forward. The site `s` may round the result
+once more, for a backward pass that is coarser than its forward. Where autograd kept P
+(`p_from: m_and_l`) it is exp(S - m) / l of the m and l that forward left, which is the
+same number.
 
-Blocks of as many whole tiles as memory allows are computed at once, since P is normalised, and only
-sums that are rounded between tiles go tile by tile. In `plain` a sum over rows is one product.
+Blocks of as many whole tiles as memory allows are computed at once, since P is
+normalised, and only sums that are rounded between tiles go tile by tile. In `plain` a sum
+over rows is one product.
 
-delta_o rounds O as it was before its cast at `out`; the two are separate, so that either can be
-made exact alone. With stochastic rounding every step draws anew, so that S, P and dP are not those
-of forward, nor, with delta from dP o P, those delta was made from.
+delta_o rounds O as it was before its cast at `out`; the two are separate, so that either
+can be made exact alone. With stochastic rounding every step draws anew, so that S, P and
+dP are not those of forward, nor, with delta from dP o P, those delta was made from.
 
-Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; d of any of
-them the gradient with respect to it, delta = rowsum(dO o O), o elementwise."""
+Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; d of
+any of them the gradient with respect to it, delta = rowsum(dO o O), o elementwise."""
 
 from __future__ import annotations
 
@@ -44,17 +47,19 @@ Block = tuple[slice, Any]  # rows and keys: a range, or int64 indices
 Gradients = tuple[Tensor, Tensor, Tensor]
 CASTS = ("dq_out", "dk_out", "dv_out")
 WIDE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""How large a block at once may be, of scores in fp32. About six times as much is needed for it."""
+"""How large a block at once may be, of scores in fp32. About six times as much is needed
+for it."""
 
 
 def gradients(
     case: AttentionCase, made: Recipe, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype, without autograd. A row
-    that sees no key gives and gets nothing. Memory is O(length * head_dim) beyond a block. With
-    `at_once` many tiles together, to fp32 rounding, where the recipe allows it and all is finite;
-    that waits for the device once. Raises Refused for a case without grad_out, or with one that the
-    `compute` dtype does not hold, and as `emulated` does."""
+    """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype, without
+    autograd. A row that sees no key gives and gets nothing. Memory is O(length *
+    head_dim) beyond a block. With `at_once` many tiles together, to fp32 rounding, where
+    the recipe allows it and all is finite; that waits for the device once. Raises Refused
+    for a case without grad_out, or with one that the `compute` dtype does not hold, and
+    as `emulated` does."""
     r = rounder(case, made)
     at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
     with torch.no_grad(), plain_arithmetic(case.q.device):
@@ -65,15 +70,21 @@ def gradients(
     return gradients(case, made)
 
 
-def of_keys(case: AttentionCase, made: Recipe, keys: Tensor, O: Tensor, L: Tensor) -> Gradients:
-    """dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them where forward
-    rounded nowhere and gave O and L: O(q_len keys). Raises as `gradients` does."""
+def of_keys(
+    case: AttentionCase, made: Recipe, keys: Tensor, O: Tensor, L: Tensor
+) -> Gradients:
+    """dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them where
+    forward rounded nowhere and gave O and L: O(q_len keys). Raises as `gradients`
+    does."""
     r = rounder(case, dataclasses.replace(made, delta_from="dO*O", delta_sign="own"))
     return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
 
 
-def from_forward(r: Rounder, O: Tensor, L: Tensor, keys: Tensor | None = None) -> Gradients:
-    """dQ, dK and dV for an O and L that come from elsewhere; with `keys` as in `of_keys`."""
+def from_forward(
+    r: Rounder, O: Tensor, L: Tensor, keys: Tensor | None = None
+) -> Gradients:
+    """dQ, dK and dV for an O and L that come from elsewhere; with `keys` as in
+    `of_keys`."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
@@ -129,7 +140,11 @@ class Kept:
         shift = r("lse_read", self.L if by_lse else self.m)
         over = None if by_lse else r("lse_read", self.l)
         own = {**vars(self), "q_s": self.q_s if again == "same" else self.q}
-        k_s = r("k_scaled", self.k * (r.case.scale * fwd.LOG2_E)) if again == "k_log2" else self.k
+        k_s = (
+            r("k_scaled", self.k * (r.case.scale * fwd.LOG2_E))
+            if again == "k_log2"
+            else self.k
+        )
         scale_in, dO = r.made.scale_in if again == "same" else again, dO.to(self.q.dtype)
         return Given(**own, k_s=k_s, scale_in=scale_in, dO=dO, shift=shift, over=over)
 
@@ -143,7 +158,8 @@ class Given(Kept):
     dO: Tensor
     shift: Tensor  # what is taken from S: L, or m
     over: Tensor | None  # by what exp is divided, l; None where the shift was L
-    some: Tensor | None = None  # the keys that dK and dV are of, where not of all; dQ is 0 then
+    # The keys that dK and dV are of, where not of all; dQ is 0 then
+    some: Tensor | None = None
 
     def of_group(self, place: int) -> Given:
         """The query heads at one place of their groups: one for every kv head."""
@@ -165,8 +181,8 @@ def kept(r: Rounder, *, at_once: bool = False) -> Kept:
 
 
 def backward(given: Given, *, at_once: bool = False) -> Gradients:
-    """dQ, and of every kv head dK and dV, from its query heads one after the other; with `at_once`
-    from all of them together, where the recipe `is_at_once`."""
+    """dQ, and of every kv head dK and dV, from its query heads one after the other; with
+    `at_once` from all of them together, where the recipe `is_at_once`."""
     r, made, q_len, group = given.r, given.r.made, given.r.case.q_len, given.r.case.group
     if at_once and is_at_once(r):
         return _at_once(given)
@@ -183,7 +199,9 @@ def backward(given: Given, *, at_once: bool = False) -> Gradients:
                     deltas[place] = delta_of(head, blocks(head))
                 separate = group > 1 and made.group_sum == "separate"
                 with _apart(r, dK_p, dV_p, separate) as own:
-                    dQ[:, place::group, rows] = _add_gradients(head, deltas[place], rows, *own)
+                    dQ[:, place::group, rows] = _add_gradients(
+                        head, deltas[place], rows, *own
+                    )
     return dQ, dK, dV
 
 
@@ -200,7 +218,8 @@ def _at_once(given: Given) -> Gradients:
     heads = case.heads if r.made.group_sum == "separate" else case.kv_heads
 
     def over_rows(left: Tensor, right: Tensor) -> Tensor:
-        """leftᵀ right [B, heads, X, Y]: with kv heads, a sum over the heads of a group too."""
+        """leftᵀ right [B, heads, X, Y]: with kv heads, a sum over the heads of a group
+        too."""
         x, y = (t.reshape(t.shape[0], heads, -1, t.shape[-1]) for t in (left, right))
         return x.transpose(-1, -2) @ y
 
@@ -221,8 +240,11 @@ def _at_once(given: Given) -> Gradients:
 
 
 @contextlib.contextmanager
-def _apart(r: Rounder, dK: Tensor, dV: Tensor, apart: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where to add gradients up: the sums given, or others, rounded before they join these."""
+def _apart(
+    r: Rounder, dK: Tensor, dV: Tensor, apart: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where to add gradients up: the sums given, or others, rounded before they join
+    these."""
     if not apart:
         yield dK, dV
         return
@@ -232,7 +254,9 @@ def _apart(r: Rounder, dK: Tensor, dV: Tensor, apart: bool) -> Iterator[tuple[Te
     dV += r("dv_partial", own[1])
 
 
-def _add_gradients(given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor) -> Tensor:
+def _add_gradients(
+    given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
+) -> Tensor:
     """dQ of some rows; adds to dK and dV. As many query heads as kv heads."""
     r, q, dO = given.r, given.q, given.dO
     scale_q, scale_k, q_k, k_q = _scales(given)
@@ -265,7 +289,10 @@ def _add_gradients(given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: 
 
 def _cut(keys: slice, width: int) -> list[slice]:
     """Keys cut at the multiples of a width."""
-    starts = [keys.start, *range(keys.start - keys.start % width + width, keys.stop, width)]
+    starts = [
+        keys.start,
+        *range(keys.start - keys.start % width + width, keys.stop, width),
+    ]
     return [slice(*ends) for ends in zip(starts, [*starts[1:], keys.stop], strict=True)]
 
 
@@ -282,7 +309,8 @@ def again(given: Given, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tenso
 
 
 def delta_of(given: Given, blocks: Iterable[Block]) -> Tensor:
-    """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `blocks` has them."""
+    """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `blocks` has
+    them."""
     r, delta_P = given.r, given.q.new_zeros(given.q.shape[:3])
     if r.made.delta_from == "dP*P":  # a pass of its own before that of the gradients
         width = r.tile[1] if r.rounds("delta") else r.case.kv_len
@@ -294,7 +322,8 @@ def delta_of(given: Given, blocks: Iterable[Block]) -> Tensor:
     delta = r("delta", r("delta_product", given.dO * r("delta_o", given.O)).sum(dim=-1))
     if r.made.delta_sign == "own":
         return delta
-    # rowsum(dP o P) of the P and dP that backward has: with it each row of dS sums to zero.
+    # rowsum(dP o P) of the P and dP that backward has: with it each row of dS sums to
+    # zero.
     for rows, keys in blocks:
         P, dP, _ = again(given, rows, keys)
         delta_P[:, :, rows] += dP.mul_(P).sum(dim=-1)
@@ -302,8 +331,8 @@ def delta_of(given: Given, blocks: Iterable[Block]) -> Tensor:
 
 
 def _scales(given: Given) -> tuple[float, float, Tensor, Tensor]:
-    """By what the products for dQ and for dK are multiplied, the Q of the latter and the K of the
-    former. Where dS, Q or K has the scale they need it no more."""
+    """By what the products for dQ and for dK are multiplied, the Q of the latter and the
+    K of the former. Where dS, Q or K has the scale they need it no more."""
     scale, q, k = given.r.case.scale, given.q, given.k
     if given.r.made.ds_scale == "before":
         return 1.0, 1.0, q, k
@@ -333,18 +362,24 @@ def of_products(given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> T
 def _add_over_rows(
     r: Rounder, name: str, total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0
 ) -> None:
-    """total [B, H, keys, X] += scale leftᵀ right, one tile of rows after the other. In `plain` the
-    sum over all rows is one product, and is rounded when the last one is in it."""
+    """total [B, H, keys, X] += scale leftᵀ right, one tile of rows after the other. In
+    `plain` the sum over all rows is one product, and is rounded when the last one is in
+    it."""
     exact = r.made.algorithm == "plain" or not r.rounds(name, f"{name}_product")
     width = left.shape[2] if exact else r.tile[0]
-    for weights, x in zip(left.split(width, dim=2), right.split(width, dim=2), strict=True):
+    for weights, x in zip(
+        left.split(width, dim=2), right.split(width, dim=2), strict=True
+    ):
         part = (weights.transpose(-1, -2) @ x).mul_(scale)
-        total.copy_(total + part if exact else r(name, total + r(f"{name}_product", part)))
+        total.copy_(
+            total + part if exact else r(name, total + r(f"{name}_product", part))
+        )
 
 
 def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
-    """(rows, keys) that hold every pair visible by position once, of some rows or of all: whole
-    tiles, and as many of them as memory allows, rows ascending and keys in the recipe's order."""
+    """(rows, keys) that hold every pair visible by position once, of some rows or of all:
+    whole tiles, and as many of them as memory allows, rows ascending and keys in the
+    recipe's order."""
     r, case, (block_q, block_kv) = given.r, given.r.case, given.r.tile
     of_rows = of_rows or slice(0, case.q_len)
     cells = fwd.BLOCK_BYTES[case.q.device.type] // (8 * case.q.shape[0] * case.heads)
@@ -360,12 +395,15 @@ def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
             yield rows, slice(start, min(start + wide, case.kv_len))
 
 
-def attended(case: AttentionCase, made: Recipe, generator: torch.Generator | None = None) -> Tensor:
-    """O [B, H, q_len, v_dim] inside a network that learns, in a dtype that holds its site's format,
-    connected to q, k and v, whose gradients come in their own dtypes; in large blocks where the
-    recipe allows. What is random is drawn from the generator in both passes; without one every call
-    draws the same numbers, from the recipe's seed. Nothing waits for the device, so where V holds
-    infinity or NaN a row may meet them through keys that it does not see."""
+def attended(
+    case: AttentionCase, made: Recipe, generator: torch.Generator | None = None
+) -> Tensor:
+    """O [B, H, q_len, v_dim] inside a network that learns, in a dtype that holds its
+    site's format, connected to q, k and v, whose gradients come in their own dtypes; in
+    large blocks where the recipe allows. What is random is drawn from the generator in
+    both passes; without one every call draws the same numbers, from the recipe's seed.
+    Nothing waits for the device, so where V holds infinity or NaN a row may meet them
+    through keys that it does not see."""
     given = (case.q, case.k, case.v, case, made, generator)
     out: Tensor = _Attend.apply(*given)  # type: ignore[no-untyped-call]
     return out
@@ -373,7 +411,9 @@ def attended(case: AttentionCase, made: Recipe, generator: torch.Generator | Non
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, case: Any, made: Recipe, generator: Any) -> Any:
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, case: Any, made: Recipe, generator: Any
+    ) -> Any:
         case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
         r = Rounder(made, case, generator)
         with plain_arithmetic(q.device):
@@ -388,4 +428,9 @@ class _Attend(torch.autograd.Function):
         with torch.no_grad(), plain_arithmetic(given[0].device):
             done = cast(r, *backward(ctx.kept.with_upstream(given[0]), at_once=True))
         results = zip(CASTS, done, of, strict=True)
-        return *(r.stored(site, x, y.dtype).to(y.dtype) for site, x, y in results), None, None, None
+        return (
+            *(r.stored(site, x, y.dtype).to(y.dtype) for site, x, y in results),
+            None,
+            None,
+            None,
+        )

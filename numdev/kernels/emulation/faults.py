@@ -1,10 +1,12 @@
-"""Controls: sound attention with a planted fault of a known dose, to show what a gate would catch.
+"""Controls: sound attention with a planted fault of a known dose, to show what a gate
+would catch.
 
-An audit can put them beside the kernel, on the same data: what `fa2` predicts of a production
-kernel, with one thing wrong. The smallest dose a gate catches is its power there. A fault sits in
-one of three places (`Planted`): another *case* is computed, another *option* of the emulation is in
-force, or the results are *spoiled* before they are cast. At dose 0 nothing differs from the sound
-emulation, bit for bit. Doses of rounding are relative to the working format."""
+An audit can put them beside the kernel, on the same data: what `fa2` predicts of a
+production kernel, with one thing wrong. The smallest dose a gate catches is its power
+there. A fault sits in one of three places (`Planted`): another *case* is computed,
+another *option* of the emulation is in force, or the results are *spoiled* before they
+are cast. At dose 0 nothing differs from the sound emulation, bit for bit. Doses of
+rounding are relative to the working format."""
 
 from __future__ import annotations
 
@@ -44,17 +46,19 @@ class Control:
 
     name: str
     words: str
-    """A dose of it as a clause, with `dose`, `percent` and `fewer` (a dose less 1) filled in."""
+    """A dose of it as a clause, with `dose`, `percent` and `fewer` (a dose less 1) filled
+    in."""
     doses: tuple[float, ...]  # those that are measured, the smallest first
     plant: Callable[[AttentionCase, float], Planted]  # of a dose above 0
-    in_backward_only: bool = False  # whether the output is sound, and only gradients show it
+    # Whether the output is sound, and only gradients show it
+    in_backward_only: bool = False
 
     def said(self, dose: float) -> str:
         return self.words.format(dose=dose, percent=100 * dose, fewer=dose - 1)
 
     def kernel(self) -> Kernel:
-        """As a kernel with the option `dose`; no registered one. Refuses a case that cannot have
-        this dose (more keys dropped than there are)."""
+        """As a kernel with the option `dose`; no registered one. Refuses a case that
+        cannot have this dose (more keys dropped than there are)."""
         return Kernel(
             name=PREFIX + self.name,
             function=partial(self._run, names=("out",)),
@@ -70,7 +74,9 @@ class Control:
         """These results with the fault in them, in the case's dtype."""
         planted = self.plant(case, dose) if dose else Planted(case)
         uncast = dict.fromkeys(("out", *CASTS), "exact")
-        sound = find("emulated").attend if names == ("out",) else find("emulated").gradients
+        sound = (
+            find("emulated").attend if names == ("out",) else find("emulated").gradients
+        )
         result = sound(planted.case, preset="fa2", **{**uncast, **planted.options})
         cast: dict[str, Any] = {
             name: round_to(x, case.format, planted.cast).to(case.q.dtype)
@@ -81,15 +87,17 @@ class Control:
 
 
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:
-    """Sound is a row sum in fp32 or wider. Dose 1 is the working format's significand, if that is
-    narrower; the exponent is never narrower than fp32's, so that long rows do not overflow."""
+    """Sound is a row sum in fp32 or wider. Dose 1 is the working format's significand, if
+    that is narrower; the exponent is never narrower than fp32's, so that long rows do not
+    overflow."""
     narrower = case.format.precision < FORMATS["float32"].precision
     row_sum = _narrowed(case.format, int(dose) - narrower, least_exponent=8)
     return Planted(case, {"row_sum": row_sum})
 
 
 def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
-    """The name of a format of so many significant bits fewer, with the exponents of `fmt`."""
+    """The name of a format of so many significant bits fewer, with the exponents of
+    `fmt`."""
     if fmt.precision - fewer < 2:
         raise Refused(f"{fmt.name} has only {fmt.precision} significant bits to lose")
     exponent = max(least_exponent, (2 - fmt.emin).bit_length())
@@ -97,7 +105,8 @@ def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
 
 
 def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
-    """The last keys left out; positions stay, and the gradient of what was dropped is 0."""
+    """The last keys left out; positions stay, and the gradient of what was dropped is
+    0."""
     kept, rows = case.kv_len - int(dose), (0, 0, 0, int(dose))
     if kept < 1:
         raise Refused(f"the case has {case.kv_len} keys, so {dose:g} cannot be dropped")
@@ -105,15 +114,21 @@ def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., :kept]
     return Planted(
-        dataclasses.replace(case, k=case.k[:, :, :kept], v=case.v[:, :, :kept], mask=mask),
+        dataclasses.replace(
+            case, k=case.k[:, :, :kept], v=case.v[:, :, :kept], mask=mask
+        ),
         spoil=lambda results: {
-            name: pad(x, rows) if name in ("dk", "dv") else x for name, x in results.items()
+            name: pad(x, rows) if name in ("dk", "dv") else x
+            for name, x in results.items()
         },
     )
 
 
-def _times(case: AttentionCase, factor: float, *names: str, heads: slice = ALL) -> Planted:
-    """These results, or all, times a factor, in some heads of queries and of keys alike."""
+def _times(
+    case: AttentionCase, factor: float, *names: str, heads: slice = ALL
+) -> Planted:
+    """These results, or all, times a factor, in some heads of queries and of keys
+    alike."""
 
     def spoil(results: Results) -> Results:
         for name, x in results.items():
@@ -125,9 +140,9 @@ def _times(case: AttentionCase, factor: float, *names: str, heads: slice = ALL) 
 
 
 def _delta_small(case: AttentionCase, dose: float) -> Planted:
-    """dS = P o (dP - (1 - dose) delta). What is missing adds dose scale (P o delta) K to dQ, and
-    dose scale (P o delta)ᵀ Q to dK: the output of attention whose values are K, and the gradient of
-    these values where that of the output is delta Q."""
+    """dS = P o (dP - (1 - dose) delta). What is missing adds dose scale (P o delta) K to
+    dQ, and dose scale (P o delta)ᵀ Q to dK: the output of attention whose values are K,
+    and the gradient of these values where that of the output is delta Q."""
 
     def spoil(results: Results) -> Results:
         if "dq" not in results:
@@ -152,7 +167,9 @@ CONTROLS: Mapping[str, Control] = {
             "scale",
             "the scale is {percent:g} % too large",
             RELATIVE,
-            lambda case, dose: Planted(dataclasses.replace(case, scale=case.scale * (1 + dose))),
+            lambda case, dose: Planted(
+                dataclasses.replace(case, scale=case.scale * (1 + dose))
+            ),
         ),
         Control(
             "p-bits",
@@ -162,15 +179,24 @@ CONTROLS: Mapping[str, Control] = {
                 case, dict.fromkeys(("p", "p_for_dv"), _narrowed(case.format, int(dose)))
             ),
         ),
-        Control("l-rounded", "l is rounded to the format less {fewer:g} bits", BITS, _l_rounded),
+        Control(
+            "l-rounded",
+            "l is rounded to the format less {fewer:g} bits",
+            BITS,
+            _l_rounded,
+        ),
         Control(
             "truncated",
             "the output is rounded toward zero (2: so is P)",
             (1.0, 2.0),
-            # At dose 2 every rounding is. O / l is exact, else the cast would find it rounded.
+            # At dose 2 every rounding is. O / l is exact, else the cast would find it
+            # rounded.
             lambda case, dose: Planted(
                 case,
-                {"normalised": "exact", **({"rounding": "toward_zero"} if dose >= 2 else {})},
+                {
+                    "normalised": "exact",
+                    **({"rounding": "toward_zero"} if dose >= 2 else {}),
+                },
                 cast="toward_zero",
             ),
         ),
@@ -194,7 +220,11 @@ CONTROLS: Mapping[str, Control] = {
             True,
         ),
         Control(
-            "delta-small", "delta is {percent:g} % too small", (0.01, 0.1, 1.0), _delta_small, True
+            "delta-small",
+            "delta is {percent:g} % too small",
+            (0.01, 0.1, 1.0),
+            _delta_small,
+            True,
         ),
     )
 }

@@ -1,20 +1,24 @@
 """The forward pass of `emulated`: tiled attention with a format at every rounding site.
 
-It is computed in fp64, and each intermediate result is rounded, once and correctly, to the format
-its *site* has in a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md). So a recipe is a
-hypothesis about a kernel: its output predicts the size of the kernel's error, and where tiles and
-order are right too, the error itself. With every site exact it is the reference.
+It is computed in fp64, and each intermediate result is rounded, once and correctly, to
+the format its *site* has in a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md).
+So a recipe is a hypothesis about a kernel: its output predicts the size of the kernel's
+error, and where tiles and order are right too, the error itself. With every site exact it
+is the reference.
 
-What is modelled, what a tile changes, and how far fp32 may be from fp64 is in docs/sites.md. As in
-real kernels, rows take part in a tile as whole blocks of block_q, those of the whole call where a
-case holds some of its rows, and a tile that no row of a block can see by its position is skipped.
+What is modelled, what a tile changes, and how far fp32 may be from fp64 is in
+docs/sites.md. As in real kernels, rows take part in a tile as whole blocks of block_q,
+those of the whole call where a case holds some of its rows, and a tile that no row of a
+block can see by its position is skipped.
 
-Predictions and training take an `fa2` recipe in fp32 that rounds nothing between tiles many tiles
-at once (`is_at_once`): some twenty small steps a tile are what it costs on a GPU. P is rounded
-relative to the maximum met when its tile came. Where anything comes out that is not finite, the
-tiles decide, one by one: 0 times infinity is not 0, and no tile is skipped at once.
+Predictions and training take an `fa2` recipe in fp32 that rounds nothing between tiles
+many tiles at once (`is_at_once`): some twenty small steps a tile are what it costs on a
+GPU. P is rounded relative to the maximum met when its tile came. Where anything comes out
+that is not finite, the tiles decide, one by one: 0 times infinity is not 0, and no tile
+is skipped at once.
 
-Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp, a rescales."""
+Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp, a
+rescales."""
 
 from __future__ import annotations
 
@@ -44,26 +48,34 @@ from numdev.kernels.reference.blocked import nonzero
 from numdev.metrics.finiteness import all_finite
 
 T = TypeVar("T")
-# How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for stochastic
-# rounding, whose random numbers are drawn in the order of the pieces.
+# How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for
+# stochastic rounding, whose random numbers are drawn in the order of the pieces.
 BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 # The same of a block of many tiles at once. Three to six times as much is needed for it.
 WIDE_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}
 MIN_BLOCK_ROWS = 64  # below this a matrix product waits for K and V
 CAUSAL_PARTS, CAUSAL_BYTES = 4, 1 << 24
-"""Under causality rows are cut into so many blocks, which spares three eighths of the scores, where
-each still holds as much: then it is not the launching of steps that takes the time."""
+"""Under causality rows are cut into so many blocks, which spares three eighths of the
+scores, where each still holds as much: then it is not the launching of steps that takes
+the time."""
 LOG2_E = math.log2(math.e)
-# FlashAttention-4's minimax cubic for 2^x in [0, 1): flash_attn/cute/utils.py, POLY_EX2[3].
-CUBIC = (0.077119089663028717041015625, 0.227564394474029541015625, 0.695146143436431884765625, 1.0)
+# FlashAttention-4's minimax cubic for 2^x in [0, 1): flash_attn/cute/utils.py,
+# POLY_EX2[3].
+CUBIC = (
+    0.077119089663028717041015625,
+    0.227564394474029541015625,
+    0.695146143436431884765625,
+    1.0,
+)
 GOLDEN = 2654435769  # 2^32 / phi
 GUARD_BITS = 8
 LN_SMALLEST_FP32 = -126 * math.log(2.0)
 
 
 class State(NamedTuple):
-    """m, l [B, H, rows] and O [B, H, rows, v_dim]. `product` is O as it was last before it was
-    normalised: P-bar V in `fa2` and `fa1`, P V in `plain`; None where it is not kept."""
+    """m, l [B, H, rows] and O [B, H, rows, v_dim]. `product` is O as it was last before
+    it was normalised: P-bar V in `fa2` and `fa1`, P V in `plain`; None where it is not
+    kept."""
 
     m: Tensor
     l: Tensor
@@ -71,10 +83,13 @@ class State(NamedTuple):
     product: Tensor | None = None
 
 
-def attend(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> tuple[Tensor, Tensor]:
-    """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute` dtype,
-    without autograd. With `at_once` many tiles together, to fp32 rounding, where the recipe allows
-    it; that waits for the device once. Raises Refused as `emulated` does."""
+def attend(
+    case: AttentionCase, made: Recipe, *, at_once: bool = False
+) -> tuple[Tensor, Tensor]:
+    """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute`
+    dtype, without autograd. With `at_once` many tiles together, to fp32 rounding, where
+    the recipe allows it; that waits for the device once. Raises Refused as `emulated`
+    does."""
     r = Rounder(made, case)
     at_once = at_once and is_at_once(r)
     with torch.no_grad(), plain_arithmetic(case.q.device):
@@ -96,17 +111,21 @@ def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def in_any_order(r: Rounder) -> bool:
-    """Whether it is no matter to a prediction in which order fp32 sums are added up, and random
-    numbers drawn. Where inputs are in float32, such sums are all that there is to predict."""
-    in_fp32 = r.made.compute == "float32" and not r.case.format.contains(FORMATS["float32"])
+    """Whether it is no matter to a prediction in which order fp32 sums are added up, and
+    random numbers drawn. Where inputs are in float32, such sums are all that there is to
+    predict."""
+    in_fp32 = r.made.compute == "float32" and not r.case.format.contains(
+        FORMATS["float32"]
+    )
     return in_fp32 and r.made.rounding == "nearest"
 
 
 def is_at_once(r: Rounder) -> bool:
     """Whether many tiles at once are what the recipe says, to fp32 rounding.
 
-    With `exponent` rounded a product of factors is not a factor. Rounding toward zero makes a whole
-    ulp of a last bit wherever the exact output is a number of the format."""
+    With `exponent` rounded a product of factors is not a factor. Rounding toward zero
+    makes a whole ulp of a last bit wherever the exact output is a number of the
+    format."""
     between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
     if r.made.loop_order == "kv":
         between.append("state")
@@ -114,10 +133,12 @@ def is_at_once(r: Rounder) -> bool:
     return plainly and in_any_order(r) and not r.rounds(*between)
 
 
-def forward(r: Rounder, q: Tensor, k: Tensor, v: Tensor, *, at_once: bool = False) -> State:
-    """The state after the last tile, O normalised and not yet cast. q is as it meets K. l is the
-    sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may be. Merged
-    splits have L and 1 for m and l, which give P as well."""
+def forward(
+    r: Rounder, q: Tensor, k: Tensor, v: Tensor, *, at_once: bool = False
+) -> State:
+    """The state after the last tile, O normalised and not yet cast. q is as it meets K. l
+    is the sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may
+    be. Merged splits have L and 1 for m and l, which give P as well."""
     if at_once and is_at_once(r):
         return _at_once(r, q, k, v)
     states = [_pass(r, q, k, v, split) for split in splits(r)]
@@ -130,7 +151,7 @@ def forward(r: Rounder, q: Tensor, k: Tensor, v: Tensor, *, at_once: bool = Fals
     return State(L, torch.ones_like(L), r("merge", O))
 
 
-# --- tile by tile --------------------------------------------------------------------------------
+# --- tile by tile ---------------------------------------------------------------------
 
 
 def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
@@ -157,7 +178,8 @@ def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
 
 
 def start(r: Rounder, q: Tensor, v: Tensor, split: slice) -> State:
-    """Before any key: nothing, or the sink, a key with a logit and no value, in the first split."""
+    """Before any key: nothing, or the sink, a key with a logit and no value, in the first
+    split."""
     shape, sinks = q.shape[:3], r.case.sinks
     O = q.new_zeros(*shape, v.shape[-1])
     if sinks is None or split.start > 0:
@@ -167,10 +189,16 @@ def start(r: Rounder, q: Tensor, v: Tensor, split: slice) -> State:
 
 
 def scores(
-    r: Rounder, q: Tensor, k: Tensor, rows: slice, keys: slice, scale_in: str | None = None
+    r: Rounder,
+    q: Tensor,
+    k: Tensor,
+    rows: slice,
+    keys: slice,
+    scale_in: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden. Beside it, under a soft
-    cap, the tanh, from which backward has its derivative. `scale_in`: if it is not the recipe's."""
+    """S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden. Beside it,
+    under a soft cap, the tanh, from which backward has its derivative. `scale_in`: if it
+    is not the recipe's."""
     case, scale_in = r.case, scale_in or r.made.scale_in
     S = r("scores", times(case, q[:, :, rows], k[:, :, keys].transpose(-1, -2)))
     if scale_in != "q":
@@ -188,9 +216,10 @@ def scores(
 
 
 def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> State:
-    """The state with a tile added. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10. `fa1`:
-    FlashAttention, Algorithm 1, lines 10 to 13, where P has the tile's own maximum and O is not yet
-    normalised here. `plain`: softmax over all keys, then P V; at most a sink came before."""
+    """The state with a tile added. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10.
+    `fa1`: FlashAttention, Algorithm 1, lines 10 to 13, where P has the tile's own maximum
+    and O is not yet normalised here. `plain`: softmax over all keys, then P V; at most a
+    sink came before."""
     case, made = r.case, r.made
     m_old, l_old, O_old, _ = before
     own = maximum(r, S)
@@ -216,30 +245,38 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
 
 
 def moved(r: Rounder, m_old: Tensor, own: Tensor) -> Tensor:
-    """The running maximum after a tile: where it lags, the old one if it has not grown enough."""
+    """The running maximum after a tile: where it lags, the old one if it has not grown
+    enough."""
     m, lag = torch.maximum(m_old, own), r.made.max_lag
     return m if lag is None else torch.where((m - m_old) * LOG2_E > lag, m, m_old)
 
 
 def maximum(r: Rounder, S: Tensor) -> Tensor:
-    """What a tile adds to m, [B, H, rows]: its maximum, or the stabilised softmax's shift."""
+    """What a tile adds to m, [B, H, rows]: its maximum, or the stabilised softmax's
+    shift."""
     if r.made.beta is None or r.made.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
     # The smallest normal number that P may be on its way to V.
-    formats = [r.made.format_at(site, r.case.format) or format_of(r.dtype) for site in ("exp", "p")]
+    formats = [
+        r.made.format_at(site, r.case.format) or format_of(r.dtype)
+        for site in ("exp", "p")
+    ]
     smallest = max(fmt.smallest_normal for fmt in formats)
     return r("max", stabilised_shift(S, r.made.beta, r.made.tie_tolerance, smallest))
 
 
-def stabilised_shift(S: Tensor, beta: float, tie_tolerance: float, smallest: float) -> Tensor:
-    """By what the stabilised softmax (Qiu & Yao, arXiv 2510.04212) shifts each row of a tile: [...]
-    of scores [..., keys].
+def stabilised_shift(
+    S: Tensor, beta: float, tie_tolerance: float, smallest: float
+) -> Tensor:
+    """By what the stabilised softmax (Qiu & Yao, arXiv 2510.04212) shifts each row of a
+    tile: [...] of scores [..., keys].
 
-    Where more than one score lies within the tolerance of the maximum r, the shift is beta r if it
-    is positive and 0 if not, and online softmax goes on with that, as the authors' code does. (As
-    printed, the running maximum is of unadjusted ones, which undoes it.) The authors keep l above
-    1e-10: wrong, silently, from (beta - 1) r = 23 on; here the row becomes NaN where P is below
-    `smallest`, and where r < 0 and l is 0 (`lost`). docs/sites.md has the rest."""
+    Where more than one score lies within the tolerance of the maximum r, the shift is
+    beta r if it is positive and 0 if not, and online softmax goes on with that, as the
+    authors' code does. (As printed, the running maximum is of unadjusted ones, which
+    undoes it.) The authors keep l above 1e-10: wrong, silently, from (beta - 1) r = 23
+    on; here the row becomes NaN where P is below `smallest`, and where r < 0 and l is 0
+    (`lost`). docs/sites.md has the rest."""
     r = S.amax(dim=-1)
     tied = ((r - tie_tolerance)[..., None] <= S).sum(dim=-1) > 1
     shifted = torch.where(r > 0, beta * r, 0.0)
@@ -252,12 +289,13 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 
         P = w exp(S - m),  l = rowsum P,  O = P V / l,  L = m + log(l / w),
 
-    with m the true maximum and w one of the 64 odd numbers 129, 131 ... 255 over 256: 8 significant
-    bits, so that P at the maximum is not rounded, and odd, so that a product with V fills low bits
-    that were zero (docs/derivations.md). Which w: number frac(place / phi) of 64 (Fibonacci
-    hashing), place = position + kv_len: all 64 evenly in any stretch of rows, in every second or
-    64th, and in decoding, where kv_len grows. Rows of one position share w over batches and heads.
-    Backward has P normalised, as in plain softmax. `triton_flash.forward.weight` is the same."""
+    with m the true maximum and w one of the 64 odd numbers 129, 131 ... 255 over 256: 8
+    significant bits, so that P at the maximum is not rounded, and odd, so that a product
+    with V fills low bits that were zero (docs/derivations.md). Which w: number frac(place
+    / phi) of 64 (Fibonacci hashing), place = position + kv_len: all 64 evenly in any
+    stretch of rows, in every second or 64th, and in decoding, where kv_len grows. Rows of
+    one position share w over batches and heads. Backward has P normalised, as in plain
+    softmax. `triton_flash.forward.weight` is the same."""
     at = case.positions
     at = torch.arange(case.q_len, device=case.q.device) if at is None else at
     number = ((at + case.kv_len) * GOLDEN & 0xFFFFFFFF) >> 26
@@ -265,20 +303,23 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 
 
 def _guard(r: Rounder) -> Tensor | None:
-    """The guarded softmax's weights; None under another one. Refused where a format rounds them."""
+    """The guarded softmax's weights; None under another one. Refused where a format
+    rounds them."""
     if r.made.softmax != "guarded":
         return None
     for site in ("exp", "p"):
         fmt = r.made.format_at(site, r.case.format)
         if fmt is not None and fmt.precision < GUARD_BITS:
             raise Refused(
-                f"the guarded softmax needs {GUARD_BITS} bits, and {site} is in {fmt.name}"
+                f"the guarded softmax needs {GUARD_BITS} bits, and {site} is in "
+                f"{fmt.name}"
             )
     return guarded_weights(r.case, r.dtype)
 
 
 def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
-    """exp(m_old - m), by which what was summed under m_old is rescaled; 0 if that was nothing."""
+    """exp(m_old - m), by which what was summed under m_old is rescaled; 0 if that was
+    nothing."""
     return r("rescale", r("exponent", m_old - finite(m)).exp_())
 
 
@@ -291,8 +332,9 @@ def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Te
 
 
 def _cubic(x: Tensor) -> Tensor:
-    """exp(x) as FlashAttention-4 has 2^(x log2 e) on units that multiply and add (arXiv 2603.05451,
-    section 3.1.3; `ex2_emulation`): an exponent, and a cubic for the fraction; 0 below 2^-127."""
+    """exp(x) as FlashAttention-4 has 2^(x log2 e) on units that multiply and add (arXiv
+    2603.05451, section 3.1.3; `ex2_emulation`): an exponent, and a cubic for the
+    fraction; 0 below 2^-127."""
     y = x.mul(LOG2_E).clamp_(min=-127.0)
     whole = y.floor()
     fraction, power = y - whole, torch.zeros_like(y)
@@ -302,17 +344,19 @@ def _cubic(x: Tensor) -> Tensor:
 
 
 def _fa4(x: Tensor) -> Tensor:
-    """exp(x) with the cubic where that kernel has it (`apply_exp2_convert`, by its defaults)."""
+    """exp(x) with the cubic where that kernel has it (`apply_exp2_convert`, by its
+    defaults)."""
     i = torch.arange(x.shape[-1], device=x.device)
     some = (i % 16 >= 12) & (i % 128 >= 32) & (i % 128 < 96)
     return torch.where(some, _cubic(x), x.exp())
 
 
 def _fexp_u20(x: Tensor) -> Tensor:
-    """PyTorch's fast vectorised exp, for x <= 0: exp(x) = 2^y, and the fp32 number whose bits are
-    (y + 127) * 2^23 is 2^y, but for its straight fraction, which a cubic in frac(y) makes up for
-    (Malossi et al., Fast Exponential Computation on SIMD Architectures, 2015). The sum y + 127 has
-    24 bits, which leaves the result about 17. Coefficients as in torch's vec512_float.h."""
+    """PyTorch's fast vectorised exp, for x <= 0: exp(x) = 2^y, and the fp32 number whose
+    bits are (y + 127) * 2^23 is 2^y, but for its straight fraction, which a cubic in
+    frac(y) makes up for (Malossi et al., Fast Exponential Computation on SIMD
+    Architectures, 2015). The sum y + 127 has 24 bits, which leaves the result about 17.
+    Coefficients as in torch's vec512_float.h."""
     y = x.clamp(min=LN_SMALLEST_FP32).mul_(math.log2(math.e))
     f = y - y.floor()
     cubic = f.mul(-0.079204240219773236).add_(-0.22433836478672356)
@@ -328,7 +372,8 @@ def finite(m: Tensor) -> Tensor:
 
 
 def lost(m: Tensor, l: Tensor) -> Tensor:
-    """Rows that saw keys and lost every P of theirs, as they may under the stabilised softmax."""
+    """Rows that saw keys and lost every P of theirs, as they may under the stabilised
+    softmax."""
     return (l == 0) & (m > -math.inf)
 
 
@@ -339,7 +384,7 @@ def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
     return product.view(b, h, rows, -1)
 
 
-# --- which tiles ---------------------------------------------------------------------------------
+# --- which tiles ----------------------------------------------------------------------
 
 
 def splits(r: Rounder) -> list[slice]:
@@ -361,18 +406,21 @@ def in_order(r: Rounder, tiles: Sequence[T]) -> Sequence[T]:
 
 
 def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
-    """Every tile of a split that some row can see by position, as (rows, keys), in the order each
-    row meets them: keys from a multiple of block_kv, rows in whole blocks of block_q."""
+    """Every tile of a split that some row can see by position, as (rows, keys), in the
+    order each row meets them: keys from a multiple of block_kv, rows in whole blocks of
+    block_q."""
     case, (block_q, block_kv) = r.case, r.tile
     row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
     step = block_q * max(1, BLOCK_BYTES[case.q.device.type] // (row_bytes * block_q))
     for first in range(0, case.q_len, step):
         piece = slice(first, min(first + step, case.q_len))
-        # The positions of the blocks that the rows are of: some rows of a call are in its blocks.
+        # The positions of the blocks that the rows are of: some rows of a call are in its
+        # blocks.
         blocks = span(case, piece)
         if case.positions is not None:
             blocks = slice(
-                blocks.start - blocks.start % block_q, blocks.stop + -blocks.stop % block_q
+                blocks.start - blocks.start % block_q,
+                blocks.stop + -blocks.stop % block_q,
             )
         seen = keys_from(case, blocks)
         first_key = max(seen.start - seen.start % block_kv, split.start)
@@ -387,7 +435,8 @@ def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
 def _rows_that_see(
     case: AttentionCase, keys: slice, piece: slice, blocks: slice, block_q: int
 ) -> slice:
-    """The rows of `piece` whose block, of those at these positions, can see any of `keys`."""
+    """The rows of `piece` whose block, of those at these positions, can see any of
+    `keys`."""
     low, high = key_limits(case)
     first = blocks.start if high is None else max(blocks.start, keys.start - high)
     last = blocks.stop if low is None else min(blocks.stop, keys.stop - low)
@@ -397,12 +446,12 @@ def _rows_that_see(
     return slice(max(rows.start, piece.start), min(rows.stop, piece.stop))
 
 
-# --- many tiles at once --------------------------------------------------------------------------
+# --- many tiles at once ---------------------------------------------------------------
 
 
 def _at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
-    """What `forward` returns, for a recipe that `is_at_once`. m and l are [B, H, rows, splits], O
-    is [B, H, rows, splits, v_dim] until splits are merged."""
+    """What `forward` returns, for a recipe that `is_at_once`. m and l are [B, H, rows,
+    splits], O is [B, H, rows, splits, v_dim] until splits are merged."""
     case, done = r.case, []
     parts = -(-case.kv_len // split_width(r))
     if parts == 1:
@@ -438,10 +487,11 @@ def _at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
 def _add_tiles(
     r: Rounder, S: Tensor, V: Tensor, m_old: Tensor, l_old: Tensor, O_old: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """m, l and O with a block of keys added: whole tiles, and of all splits where there are some.
+    """m, l and O with a block of keys added: whole tiles, and of all splits where there
+    are some.
 
-    Here P and S are [B, H, rows, splits, tiles, block_kv], the maximum each tile met and the factor
-    by which it is scaled to the last one [B, H, rows, splits, tiles]."""
+    Here P and S are [B, H, rows, splits, tiles, block_kv], the maximum each tile met and
+    the factor by which it is scaled to the last one [B, H, rows, splits, tiles]."""
     case, parts, block_kv = r.case, m_old.shape[-1], r.tile[1]
     each = split_width(r) if parts > 1 else S.shape[-1] + -S.shape[-1] % block_kv
     missing = parts * each - S.shape[-1]
@@ -461,14 +511,19 @@ def _add_tiles(
     l = (a * l_old).add_(sums.mul_(factor).sum(dim=-1))
     weights = P_V.mul_(factor[..., None]).flatten(-2)
     b, h, rows = weights.shape[:3]
-    grouped = weights.view(b, case.kv_heads, case.group * rows, parts, each).transpose(2, 3)
+    grouped = weights.view(b, case.kv_heads, case.group * rows, parts, each).transpose(
+        2, 3
+    )
     product = (grouped @ V.unflatten(2, (parts, each))).transpose(2, 3)
     return m, l, product.reshape(b, h, rows, parts, -1).addcmul_(a[..., None], O_old)
 
 
-def wide_blocks(r: Rounder, bytes_of: Mapping[str, int]) -> Iterator[tuple[slice, Iterable[slice]]]:
-    """Rows, each with blocks of the keys that they can see by position: whole tiles, in the order
-    they meet them, and no larger than so many bytes, by device, of scores in fp32."""
+def wide_blocks(
+    r: Rounder, bytes_of: Mapping[str, int]
+) -> Iterator[tuple[slice, Iterable[slice]]]:
+    """Rows, each with blocks of the keys that they can see by position: whole tiles, in
+    the order they meet them, and no larger than so many bytes, by device, of scores in
+    fp32."""
     case, block_kv = r.case, r.tile[1]
     for rows in _row_blocks(case, bytes_of, MIN_BLOCK_ROWS):
         seen = key_range(case, rows)
@@ -479,7 +534,9 @@ def wide_blocks(r: Rounder, bytes_of: Mapping[str, int]) -> Iterator[tuple[slice
         yield rows, [slice(at, min(at + wide, stop)) for at in in_order(r, starts)]
 
 
-def _row_blocks(case: AttentionCase, bytes_of: Mapping[str, int], fewest: int) -> Iterator[slice]:
+def _row_blocks(
+    case: AttentionCase, bytes_of: Mapping[str, int], fewest: int
+) -> Iterator[slice]:
     step = min(max(_cells(case, bytes_of) // case.kv_len, fewest), case.q_len)
     part = -(-case.q_len // CAUSAL_PARTS)
     size = 4 * case.q.shape[0] * case.heads * part * case.kv_len

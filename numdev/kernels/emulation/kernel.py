@@ -1,11 +1,12 @@
-"""Attention with a format at every rounding site: what a kernel's choices cost, made explicit.
+"""Attention with a format at every rounding site: what a kernel's choices cost, made
+explicit.
 
 `emulated` is the kernel: its options are a recipe (`numdev.kernels.emulation.recipe`,
 docs/sites.md), computed by `forward` and `backward` beside it.
 
-It is also what a kernel's errors should be: a kernel's claim is a set of these options, and the
-emulation's distance from the reference is then the kernel's, head by head and on any inputs, but
-for what fp32 arithmetic errs (`unpredictable`)."""
+It is also what a kernel's errors should be: a kernel's claim is a set of these options,
+and the emulation's distance from the reference is then the kernel's, head by head and on
+any inputs, but for what fp32 arithmetic errs (`unpredictable`)."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ from numdev.kernels.emulation.recipe import FIELDS, SITES, Recipe, recipe
 from numdev.kernels.emulation.rounding import Rounder
 
 OPTIONS: Mapping[str, Any] = {"preset": "fa2", **dict.fromkeys((*FIELDS, *SITES))}
-"""The kernel's options: a preset, fields of `Recipe` and sites. None: as the preset says."""
+"""The kernel's options: a preset, fields of `Recipe` and sites. None: as the preset
+says."""
 
 
 def gradients(case: AttentionCase, **options: Any) -> Output:
-    """Both passes of a training step, under the options of `emulated`: out, lse, dq, dk, dv, each
-    in a dtype that holds its site's format. Raises as `emulated` does, Refused without grad_out."""
+    """Both passes of a training step, under the options of `emulated`: out, lse, dq, dk,
+    dv, each in a dtype that holds its site's format. Raises as `emulated` does, Refused
+    without grad_out."""
     made = recipe(**options)
     O, L, *dQKV = backward.gradients(case, made)
     r = Rounder(made, case)
@@ -55,11 +58,12 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
 def emulated(case: AttentionCase, **options: Any) -> Output:
     """Attention with a format at every rounding site, as a preset or site by site.
 
-    A site's value is `working`, `wide`, `exact` or a format's name. `out` comes in the case's dtype
-    if that holds its site's format (`exact`: in that of `compute`), `lse` in float32 or wider. Rows
-    that see no key are 0, with lse -inf or the sink. NaN and infinity propagate as the arithmetic
-    has it; a format without infinity overflows to NaN. Raises UsageError for an unknown name,
-    Refused where the case's format cannot do what the recipe asks."""
+    A site's value is `working`, `wide`, `exact` or a format's name. `out` comes in the
+    case's dtype if that holds its site's format (`exact`: in that of `compute`), `lse` in
+    float32 or wider. Rows that see no key are 0, with lse -inf or the sink. NaN and
+    infinity propagate as the arithmetic has it; a format without infinity overflows to
+    NaN. Raises UsageError for an unknown name, Refused where the case's format cannot do
+    what the recipe asks."""
     made = recipe(**options)
     O, L = attend(case, made)
     r = Rounder(made, case)
@@ -75,17 +79,24 @@ def _ran(r: Rounder) -> str:
     return f"{r.made.preset}: {' '.join(words)}"
 
 
-# --- what a claim predicts ---------------------------------------------------------------------
+# --- what a claim predicts ------------------------------------------------------------
 
 
-SITE_OF: Mapping[str, str] = {"out": "out", "dq": "dq_out", "dk": "dk_out", "dv": "dv_out"}
+SITE_OF: Mapping[str, str] = {
+    "out": "out",
+    "dq": "dq_out",
+    "dk": "dk_out",
+    "dv": "dv_out",
+}
 """By tensor, the site at which it is rounded to the format in which it is returned."""
 MOST_BITS = 12
-"""The significant bits of the widest working format whose rounding outweighs fp32 arithmetic."""
+"""The significant bits of the widest working format whose rounding outweighs fp32
+arithmetic."""
 
 
 def recipe_of(claim: Mapping[str, Any], **overrides: Any) -> Recipe:
-    """The recipe a claim describes, in fp32 arithmetic; raises UsageError for a senseless claim."""
+    """The recipe a claim describes, in fp32 arithmetic; raises UsageError for a senseless
+    claim."""
     return recipe(**{**claim, **overrides, "compute": "float32"})
 
 
@@ -95,40 +106,49 @@ def emulation(case: AttentionCase, claim: Mapping[str, Any]) -> Tensor:
 
 
 def emulated_step(case: AttentionCase, claim: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the claim has of a training step, float32: `out`, as in `emulation`, and `dq`, `dk`,
-    `dv`, each in the shape of its input. Raises as `backward.gradients` does."""
+    """What the claim has of a training step, float32: `out`, as in `emulation`, and `dq`,
+    `dk`, `dv`, each in the shape of its input. Raises as `backward.gradients` does."""
     out, _, dq, dk, dv = backward.gradients(case, recipe_of(claim), at_once=True)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 
-def unpredictable(claim: Mapping[str, Any] | None, working: Format, returned: Format) -> str | None:
-    """Why no error of an output is predicted, as a clause; None where it is: fp32 arithmetic, which
-    is left out, must be small beside the rounding to the working format, and the output keep no
-    more bits than fp32 sums have to give."""
+def unpredictable(
+    claim: Mapping[str, Any] | None, working: Format, returned: Format
+) -> str | None:
+    """Why no error of an output is predicted, as a clause; None where it is: fp32
+    arithmetic, which is left out, must be small beside the rounding to the working
+    format, and the output keep no more bits than fp32 sums have to give."""
     if claim is None:
         return "no emulation predicts this kernel"
     if working.precision > MOST_BITS or not FORMATS["float32"].contains(working):
         return f"an emulation leaves out arithmetic, which is not small in {working.name}"
     rounded = (s for s, value in recipe_of(claim).sites.items() if value == "working")
-    if returned.precision > MOST_BITS and all(site in SITE_OF.values() for site in rounded):
+    if returned.precision > MOST_BITS and all(
+        site in SITE_OF.values() for site in rounded
+    ):
         return f"it rounds nowhere, and {returned.name} shows its arithmetic"
     return None
 
 
-def unexpected(claim: Mapping[str, Any] | None, working: Format, returned: Format) -> str | None:
-    """Why no size of error is expected of an output, as a clause; None where one is. In float32 an
-    emulation predicts no element, but together with what fp32 arithmetic may err
-    (`Yardstick.arithmetic`) it bounds the size."""
+def unexpected(
+    claim: Mapping[str, Any] | None, working: Format, returned: Format
+) -> str | None:
+    """Why no size of error is expected of an output, as a clause; None where one is. In
+    float32 an emulation predicts no element, but together with what fp32 arithmetic may
+    err (`Yardstick.arithmetic`) it bounds the size."""
     if claim is not None and working == returned == FORMATS["float32"]:
         return None
     return unpredictable(claim, working, returned)
 
 
 def returning(
-    claim: Mapping[str, Any] | None, case: AttentionCase, returned: Format | Mapping[str, Format]
+    claim: Mapping[str, Any] | None,
+    case: AttentionCase,
+    returned: Format | Mapping[str, Format],
 ) -> Mapping[str, Any]:
-    """The claim for a kernel that returned another format than the case's, of the output or of each
-    tensor in `SITE_OF` that came back. Backward reads that O, unless the claim says otherwise."""
+    """The claim for a kernel that returned another format than the case's, of the output
+    or of each tensor in `SITE_OF` that came back. Backward reads that O, unless the claim
+    says otherwise."""
     formats = {"out": returned} if isinstance(returned, Format) else returned
     changed = dict(claim or {})
     for tensor, fmt in formats.items():

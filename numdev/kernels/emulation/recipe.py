@@ -1,16 +1,19 @@
-"""Rounding sites and presets, as data: where `emulated` rounds, to what, and in which algorithm.
+"""Rounding sites and presets, as data: where `emulated` rounds, to what, and in which
+algorithm.
 
-A *site* is a step of attention at which a real kernel rounds. A *recipe* gives every site a value
-and fixes what else decides the numbers: the algorithm, the tiles, their order. A *preset* is a
-recipe with a name: a piece of code, or an assumption somebody published numbers under.
+A *site* is a step of attention at which a real kernel rounds. A *recipe* gives every site
+a value and fixes what else decides the numbers: the algorithm, the tiles, their order. A
+*preset* is a recipe with a name: a piece of code, or an assumption somebody published
+numbers under.
 
-The value of a site is `working` (the format of the case), `wide` (float32, or the working format
-where that is wider: a kernel for fp64 inputs does not round its sums down to fp32), `exact` (not
-rounded beyond the arithmetic itself), or the name of a format. docs/sites.md is written from here.
+The value of a site is `working` (the format of the case), `wide` (float32, or the working
+format where that is wider: a kernel for fp64 inputs does not round its sums down to
+fp32), `exact` (not rounded beyond the arithmetic itself), or the name of a format.
+docs/sites.md is written from here.
 
 References: FlashAttention, arXiv 2205.14135 (`fa1`, Algorithm 1); FlashAttention-2, arXiv
-2307.08691 (`fa2`, Algorithm 1); P1 = Golden et al., arXiv 2405.02803; P2 = Qiu & Yao, arXiv
-2510.04212, with their published code."""
+2307.08691 (`fa2`, Algorithm 1); P1 = Golden et al., arXiv 2405.02803; P2 = Qiu & Yao,
+arXiv 2510.04212, with their published code."""
 
 from __future__ import annotations
 
@@ -34,14 +37,16 @@ class Site(NamedTuple):
     presets: str  # its value in `fa2`, `eager` and `qiu2025`: w working, f wide
     rounds: str  # what is rounded there, in the papers' letters
     may_hide: bool = False
-    """Whether it must be able to hold -inf: a hidden score, or the maximum of a row without keys.
-    A format without infinity cannot stand there."""
+    """Whether it must be able to hold -inf: a hidden score, or the maximum of a row
+    without keys. A format without infinity cannot stand there."""
 
 
-# In the order of the pass. A row of steps that round alike in all code we know is one site.
+# In the order of the pass. A row of steps that round alike in all code we know is one
+# site.
 #
-# What presets stand for: docs/sites.md. q_scaled, k_scaled, state and ds_scaled are used only if
-# an option asks for them: tensors like q, k and the output, and a step in registers.
+# What presets stand for: docs/sites.md. q_scaled, k_scaled, state and ds_scaled are used
+# only if an option asks for them: tensors like q, k and the output, and a step in
+# registers.
 _FORWARD = {
     "q_scaled": Site("www", "scale · Q, or scale log₂e · Q, where Q has the scale"),
     "scores": Site("fww", "S = Q Kᵀ, the finished sum"),
@@ -68,7 +73,9 @@ _BACKWARD = {
     "s": Site("fww", "S as recomputed, through the forward's own sites", may_hide=True),
     "lse_read": Site("fff", "L as backward reads it (or m and l)", may_hide=True),
     "p_backward": Site(
-        "fff", "S − L and its exp, P (or S − m, its exp, and P = exp / l): each", may_hide=True
+        "fff",
+        "S − L and its exp, P (or S − m, its exp, and P = exp / l): each",
+        may_hide=True,
     ),
     "p_for_dv": Site("www", "P as it is multiplied with dO"),
     "dv_product": Site("ffw", "Pᵀ dO of one tile, the finished sum"),
@@ -85,11 +92,17 @@ _BACKWARD = {
     "ds": Site("www", "dS as it is multiplied with K and Q"),
     "dq_product": Site("ffw", "(scale ·) dS K of one tile, the finished sum"),
     "dq": Site("ffw", "running dQ, after a tile is added"),
-    "dq_partial": Site("fww", "dQ from a split of the keys, before the splits' are summed"),
+    "dq_partial": Site(
+        "fww", "dQ from a split of the keys, before the splits' are summed"
+    ),
     "dk_product": Site("ffw", "(scale ·) dSᵀ Q of one tile, the finished sum"),
     "dk": Site("ffw", "running dK, after a tile is added"),
-    "dk_partial": Site("www", "dK of a query head or a part of the queries, before a sum"),
-    "dv_partial": Site("www", "dV of a query head or a part of the queries, before a sum"),
+    "dk_partial": Site(
+        "www", "dK of a query head or a part of the queries, before a sum"
+    ),
+    "dv_partial": Site(
+        "www", "dV of a query head or a part of the queries, before a sum"
+    ),
     "dq_out": Site("www", "dQ as returned"),
     "dk_out": Site("www", "dK as returned"),
     "dv_out": Site("www", "dV as returned"),
@@ -106,47 +119,62 @@ def _fa1_tile(head_dim: int, memory: int) -> tuple[int, int]:
 
 TILINGS: Mapping[str, tuple[str, Callable[[int, int], tuple[int, int | None]]]] = {
     "fa1": ("min(⌈M/4d⌉, d) × ⌈M/4d⌉", _fa1_tile),
-    "fa2": ("128 × 128 for d ≤ 64, else 128 × 64", lambda d, memory: (128, 128 if d <= 64 else 64)),
+    "fa2": (
+        "128 × 128 for d ≤ 64, else 128 × 64",
+        lambda d, memory: (128, 128 if d <= 64 else 64),
+    ),
     "fa4": ("128 × 128", lambda d, memory: (128, 128)),
     "qiu2025": ("512 × 512", lambda d, memory: (512, 512)),
     "whole": ("all keys at once", lambda d, memory: (1, None)),
 }
-"""Rules for (block_q, block_kv), None for all keys: in words, and from (head_dim, memory)."""
+"""Rules for (block_q, block_kv), None for all keys: in words, and from (head_dim,
+memory)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides the numbers of an emulation. Build one with `recipe`. What choices
-    compute, and whose they are: docs/sites.md."""
+    """Everything that decides the numbers of an emulation. Build one with `recipe`. What
+    choices compute, and whose they are: docs/sites.md."""
 
     preset: str
     sites: Mapping[str, str]  # every site and its value
-    algorithm: Literal["fa2", "fa1", "plain"] = "fa2"  # O / l at the end, tile by tile, or P / l
+    # O / l at the end, tile by tile, or P / l
+    algorithm: Literal["fa2", "fa1", "plain"] = "fa2"
     tiling: str = "fa2"
     block_q: int | None = None  # None, here and below: as the tiling says
     block_kv: int | None = None
     memory: int = 4096
-    """M of the tiling `fa1`, in elements. With 4096 (16 keys a tile at head_dim 64) the tenfold max
-    error of P1, which does not say what it used, appears at length 4096."""
+    """M of the tiling `fa1`, in elements. With 4096 (16 keys a tile at head_dim 64) the
+    tenfold max error of P1, which does not say what it used, appears at length 4096."""
     loop_order: Literal["q", "kv"] = "q"  # the outer loop
-    kv_order: Literal["ascending", "descending"] = "ascending"  # in which a row meets its tiles
+    # In which a row meets its tiles
+    kv_order: Literal["ascending", "descending"] = "ascending"
     splits: int | None = None  # parts of whole tiles, merged by their L; None: one
-    q_splits: int | None = None  # backward: parts with a dK and dV of their own; None: one
-    l_from: Literal["unrounded", "rounded"] = "unrounded"  # the P that l sums, before or after `p`
+    # Backward: parts with a dK and dV of their own; None: one
+    q_splits: int | None = None
+    # The P that l sums, before or after `p`
+    l_from: Literal["unrounded", "rounded"] = "unrounded"
     max_lag: int | None = (
         None  # growth, in log2, at which m does not move yet; None: it always does
     )
-    scale_in: Literal["scores", "q", "q_log2"] = "scores"  # what is multiplied by the scale
+    # What is multiplied by the scale
+    scale_in: Literal["scores", "q", "q_log2"] = "scores"
     scale_again: Literal["same", "scores", "k_log2"] = "same"  # and in backward
-    exponential: Literal["exact", "fexp_u20", "cubic", "fa4"] = "exact"  # exact in backward
+    # Exact in backward
+    exponential: Literal["exact", "fexp_u20", "cubic", "fa4"] = "exact"
     softmax: Literal["plain", "stabilised", "guarded"] = "plain"
-    beta: float | None = None  # of the stabilised softmax, as the next; None with the plain one
+    # Of the stabilised softmax, as the next; None with the plain one
+    beta: float | None = None
     tie_tolerance: float | None = None
-    p_from: Literal["lse", "m_and_l"] = "lse"  # backward: P is exp(S − L), or exp(S − m) / l
+    # Backward: P is exp(S − L), or exp(S − m) / l
+    p_from: Literal["lse", "m_and_l"] = "lse"
     delta_from: Literal["dO*O", "dP*P"] = "dO*O"  # backward: what δ is a row's sum of
-    delta_sign: Literal["own", "random"] = "own"  # backward: of the error of δ; `random` is a sham
-    ds_scale: Literal["before", "after"] = "after"  # backward: whether dS has it, or its products
-    group_sum: Literal["separate", "running"] = "separate"  # backward: over heads of one kv head
+    # Backward: of the error of δ; `random` is a sham
+    delta_sign: Literal["own", "random"] = "own"
+    # Backward: whether dS has it, or its products
+    ds_scale: Literal["before", "after"] = "after"
+    # Backward: over heads of one kv head
+    group_sum: Literal["separate", "running"] = "separate"
     rounding: RoundingMode = "nearest"
     seed: int = 0  # of what is drawn, which is stochastic rounding and random signs
     compute: Literal["float64", "float32"] = "float64"
@@ -162,7 +190,8 @@ class Recipe:
         return self.block_q or rows, min(self.block_kv or columns or kv_len, kv_len)
 
     def format_at(self, site: str, working: Format) -> Format | None:
-        """The format of a site where the case's is `working`; None where nothing is rounded."""
+        """The format of a site where the case's is `working`; None where nothing is
+        rounded."""
         value = self.sites[site]
         if value == EXACT:
             return None
@@ -172,15 +201,21 @@ class Recipe:
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    n: get_args(kind) for n, kind in get_type_hints(Recipe).items() if get_origin(kind) is Literal
+    n: get_args(kind)
+    for n, kind in get_type_hints(Recipe).items()
+    if get_origin(kind) is Literal
 }
-FIELDS = tuple(n for n in get_type_hints(Recipe) if n not in ("preset", "sites", "tiling"))
+FIELDS = tuple(
+    n for n in get_type_hints(Recipe) if n not in ("preset", "sites", "tiling")
+)
 """What may be changed in a recipe, beside its sites."""
 
 
 def _column(place: int) -> dict[str, str]:
     """Every site with its value in one of the presets of the table."""
-    return {name: WORKING if x.presets[place] == "w" else WIDE for name, x in SITES.items()}
+    return {
+        name: WORKING if x.presets[place] == "w" else WIDE for name, x in SITES.items()
+    }
 
 
 PRESETS: Mapping[str, Recipe] = {
@@ -222,9 +257,10 @@ PRESETS: Mapping[str, Recipe] = {
 def recipe(preset: str = "fa2", **options: Any) -> Recipe:
     """The preset with some of its parts replaced; a value of None leaves the preset's.
 
-    `options` are fields of `Recipe`, and sites by name or together as `sites`. With `memory` the
-    tiles follow FlashAttention-1's rule in every preset. Raises UsageError for an unknown preset,
-    option, format or choice, naming the closest, and for parts that contradict one another."""
+    `options` are fields of `Recipe`, and sites by name or together as `sites`. With
+    `memory` the tiles follow FlashAttention-1's rule in every preset. Raises UsageError
+    for an unknown preset, option, format or choice, naming the closest, and for parts
+    that contradict one another."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
     return changed(PRESETS[preset], **options)
@@ -233,7 +269,8 @@ def recipe(preset: str = "fa2", **options: Any) -> Recipe:
 def changed(
     start: Recipe, *, sites: Mapping[str, str | None] | None = None, **options: Any
 ) -> Recipe:
-    """The recipe with some of its parts replaced; arguments and errors are those of `recipe`."""
+    """The recipe with some of its parts replaced; arguments and errors are those of
+    `recipe`."""
     given = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
     for name, value in given.items():
         _check(name, value)
@@ -252,10 +289,16 @@ def changed(
     early = made.softmax == "guarded" or made.l_from == "rounded"
     no_error = made.delta_sign == "random" and made.delta_from == "dP*P"
     contradictions = {  # options of which one would be ignored
-        "delta_sign with delta_from dP*P: delta has no error whose sign could be random": no_error,
-        "max_lag with an algorithm other than fa2": made.max_lag and made.algorithm != "fa2",
-        "block_kv, memory or splits with algorithm plain, which has a single tile": plain and cut,
-        "softmax guarded or l_from rounded with algorithm plain, which divides P by l before P is "
+        (
+            "delta_sign with delta_from dP*P: delta has no error whose sign could be "
+            "random"
+        ): no_error,
+        "max_lag with an algorithm other than fa2": made.max_lag
+        and made.algorithm != "fa2",
+        "block_kv, memory or splits with algorithm plain, which has a single tile": plain
+        and cut,
+        "softmax guarded or l_from rounded with algorithm plain, which divides P by "
+        "l before P is "
         "rounded and meets V": plain and early,
         "memory and block_kv both set the tile": "memory" in given and width,
     }
@@ -266,33 +309,49 @@ def changed(
 
 
 def _check(name: str, value: Any) -> None:
-    """One part of a recipe by itself; what is of the stabilised softmax `check_stabilised` has."""
+    """One part of a recipe by itself; what is of the stabilised softmax
+    `check_stabilised` has."""
     if name in SITES:
         try:
             fmt = None if value in (WORKING, WIDE, EXACT) else format_named(str(value))
         except UsageError as error:
             hint = closest(str(value), [WORKING, WIDE, EXACT, *FORMATS])
-            raise UsageError(f"rounding site {name}: {error.message}", hint=hint) from error
+            raise UsageError(
+                f"rounding site {name}: {error.message}", hint=hint
+            ) from error
         if fmt and SITES[name].may_hide and not fmt.has_infinity:
-            raise UsageError(f"rounding site {name} must hold -inf, which {fmt.name} does not have")
+            raise UsageError(
+                f"rounding site {name} must hold -inf, which {fmt.name} does not have"
+            )
     elif name not in FIELDS:
-        raise UsageError(f"a recipe has no {name!r}", hint=closest(name, [*FIELDS, *SITES]))
+        raise UsageError(
+            f"a recipe has no {name!r}", hint=closest(name, [*FIELDS, *SITES])
+        )
     elif name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
+            raise UsageError(
+                f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name])
+            )
     elif name not in STABILISED:
         positive = "" if name == "seed" else "positive "
         if type(value) is not int or (positive and value < 1):
-            raise UsageError(f"{name} is {value!r}", hint=f"expected a {positive}whole number")
+            raise UsageError(
+                f"{name} is {value!r}", hint=f"expected a {positive}whole number"
+            )
 
 
 def check_stabilised(options: Mapping[str, Any]) -> None:
-    """Raises UsageError for a beta or tie tolerance that is no such number or of no use."""
+    """Raises UsageError for a beta or tie tolerance that is no such number or of no
+    use."""
     for name, least in (("beta", 1.0), ("tie_tolerance", 0.0)):
         value = options[name]
         if value is None:
             continue
         if options["softmax"] != "stabilised":
-            raise UsageError(f"{name} is of the stabilised softmax", hint="softmax: stabilised")
+            raise UsageError(
+                f"{name} is of the stabilised softmax", hint="softmax: stabilised"
+            )
         if type(value) not in (int, float) or not least <= value < math.inf:
-            raise UsageError(f"{name}: expected a finite number, at least {least}, got {value!r}")
+            raise UsageError(
+                f"{name}: expected a finite number, at least {least}, got {value!r}"
+            )

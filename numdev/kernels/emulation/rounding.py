@@ -1,4 +1,5 @@
-"""Rounding at a site, and the arithmetic around it: what both passes of `emulated` share."""
+"""Rounding at a site, and the arithmetic around it: what both passes of `emulated`
+share."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Rounder:
-    """`r(site, x)`: x rounded to the format that the recipe `made` gives the site on this case. May
-    return x itself. What is random is drawn from `generator`, or from one of the recipe's seed.
-    Raises Refused where the recipe's arithmetic or the case's format cannot."""
+    """`r(site, x)`: x rounded to the format that the recipe `made` gives the site on this
+    case. May return x itself. What is random is drawn from `generator`, or from one of
+    the recipe's seed. Raises Refused where the recipe's arithmetic or the case's format
+    cannot."""
 
     def __init__(
         self, made: Recipe, case: AttentionCase, generator: torch.Generator | None = None
@@ -30,7 +32,9 @@ class Rounder:
         self.tile = made.tile(case.q.shape[-1], case.kv_len)
         here = format_of(self.dtype)
         if not here.contains(case.format):
-            raise Refused(f"computing in {here.name} would round inputs in {case.format.name}")
+            raise Refused(
+                f"computing in {here.name} would round inputs in {case.format.name}"
+            )
         # None can be seeded while a CUDA graph is recorded: only what needs one has it.
         if generator is None and made.draws:
             generator = torch.Generator(case.q.device).manual_seed(made.seed)
@@ -39,7 +43,9 @@ class Rounder:
         for name, site in SITES.items():
             fmt = made.format_at(name, case.format)
             if fmt is not None and not here.contains(fmt):
-                raise Refused(f"computing in {here.name} cannot round {name} to {fmt.name}")
+                raise Refused(
+                    f"computing in {here.name} cannot round {name} to {fmt.name}"
+                )
             if fmt is not None and site.may_hide and not fmt.has_infinity:
                 raise Refused(f"{name} must hold -inf, which {fmt.name} does not have")
             self.steps[name] = rounding(fmt, self.dtype, made.rounding, generator)
@@ -49,7 +55,8 @@ class Rounder:
         return x if step is None else step(x)
 
     def stored(self, site: str, x: Tensor, preferred: torch.dtype) -> Tensor:
-        """x in a dtype that holds the values of the site's format: the preferred one if it does."""
+        """x in a dtype that holds the values of the site's format: the preferred one if
+        it does."""
         fmt = self.made.format_at(site, self.case.format)
         for dtype in (preferred, torch.float32):
             if fmt is not None and format_of(dtype).contains(fmt):
@@ -67,13 +74,19 @@ class Rounder:
 
 
 def rounding(
-    fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator | None
+    fmt: Format | None,
+    dtype: torch.dtype,
+    mode: RoundingMode,
+    generator: torch.Generator | None,
 ) -> Step | None:
-    """How to round tensors of `dtype` to `fmt`; None where there is nothing to do. Torch's own cast
-    is `round_to` at a tenth of the cost where it rounds once: not from float64 to a half."""
+    """How to round tensors of `dtype` to `fmt`; None where there is nothing to do.
+    Torch's own cast is `round_to` at a tenth of the cost where it rounds once: not from
+    float64 to a half."""
     if fmt is None or fmt.contains(format_of(dtype)):
         return None
-    direct = (torch.float32,) if dtype == torch.float64 else (torch.bfloat16, torch.float16)
+    direct = (
+        (torch.float32,) if dtype == torch.float64 else (torch.bfloat16, torch.float16)
+    )
     if mode == "nearest":
         for narrow in direct:
             if format_of(narrow).contains(fmt) and fmt.contains(format_of(narrow)):

@@ -1,22 +1,24 @@
 """The reference: attention in fp64 from the inputs as they are, and the rounding floor.
 
-Beside the output it returns what only this pass can give: the log-sum-exp, the *term scale* sum_j
-P_ij |V_jd| (the size of what is added up before anything cancels), and which rows see no key. Such
-empty rows get out = 0 and lse = -inf (or the sink's logit), and are left out of every metric.
+Beside the output it returns what only this pass can give: the log-sum-exp, the *term
+scale* sum_j P_ij |V_jd| (the size of what is added up before anything cancels), and which
+rows see no key. Such empty rows get out = 0 and lse = -inf (or the sink's logit), and are
+left out of every metric.
 
-`gradients` are those of flash attention's backward pass (Dao et al., arXiv 2205.14135, appendix
-B.2):
+`gradients` are those of flash attention's backward pass (Dao et al., arXiv 2205.14135,
+appendix B.2):
 
     dP = dO V^T,  delta = rowsum(dO O),  dX = P (dP - delta) / cosh^2(X / cap),
     dQ = scale dX K,  dK = scale dX^T Q,  dV = P^T dO,
 
-without the cosh where there is no soft cap. Query heads that share a kv head are summed. A sink
-takes its part of P and gets no gradient. A gradient's term scale is the same sum with all terms
-positive, and |dP| + |delta| for their difference: there a backward pass loses its digits.
+without the cosh where there is no soft cap. Query heads that share a kv head are summed.
+A sink takes its part of P and gets no gradient. A gradient's term scale is the same sum
+with all terms positive, and |dP| + |delta| for their difference: there a backward pass
+loses its digits.
 
-There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain PyTorch for
-any device and for small calls, and `numdev.kernels.reference.fused`, Triton on CUDA. Results say
-which it was."""
+There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain
+PyTorch for any device and for small calls, and `numdev.kernels.reference.fused`, Triton
+on CUDA. Results say which it was."""
 
 from __future__ import annotations
 
@@ -36,39 +38,44 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 
 R = TypeVar("R", bound=Reference)
 SMALL = 1 << 28
-"""Scores of a call up to which it goes the plain way, as Triton's compiler takes seconds for each
-kind of call. An estimate: above which size the fused path is faster even so is not measured."""
+"""Scores of a call up to which it goes the plain way, as Triton's compiler takes seconds
+for each kind of call. An estimate: above which size the fused path is faster even so is
+not measured."""
 
 
 def attend(case: AttentionCase) -> Reference:
     """O = softmax(S) V with S = bias + softcap(scale * Q K^T), all in fp64.
 
-    NaN and infinity in the inputs propagate as the arithmetic has it, but a key of probability 0
-    has no part in the sum, whatever its V holds. Inputs of any format are widened exactly."""
+    NaN and infinity in the inputs propagate as the arithmetic has it, but a key of
+    probability 0 has no part in the sum, whatever its V holds. Inputs of any format are
+    widened exactly."""
     if not case.q.is_cuda or _is_small(case):
         return blocked.attend(case)
     return _fast_or_plain(case, fused.attend, blocked.attend)
 
 
 def gradients(case: AttentionCase) -> Gradients:
-    """The gradients of sum(dO O) with respect to q, k and v, and what `attend` returns, in fp64.
+    """The gradients of sum(dO O) with respect to q, k and v, and what `attend` returns,
+    in fp64.
 
-    Memory is that of inputs, results and a few blocks of rows. Where P is 0, query and key have no
-    part in each other's gradients, whatever Q, K, V and dO hold there; elsewhere NaN and infinity
-    propagate as the arithmetic has it. An empty row adds nothing to any gradient. Raises UsageError
-    for a case without grad_out."""
+    Memory is that of inputs, results and a few blocks of rows. Where P is 0, query and
+    key have no part in each other's gradients, whatever Q, K, V and dO hold there;
+    elsewhere NaN and infinity propagate as the arithmetic has it. An empty row adds
+    nothing to any gradient. Raises UsageError for a case without grad_out."""
     if not case.q.is_cuda or _is_small(case):
         return blocked.gradients(case)
     return _fast_or_plain(case, fused.gradients, blocked.gradients)
 
 
-def key_gradients(case: AttentionCase, keys: Tensor, whole: Reference) -> dict[str, Tensor]:
-    """The rows `keys` (int64 indices) of dk, dv and what is beside them in `gradients`, but for
-    fp64 rounding. `whole` is `attend(case)`.
+def key_gradients(
+    case: AttentionCase, keys: Tensor, whole: Reference
+) -> dict[str, Tensor]:
+    """The rows `keys` (int64 indices) of dk, dv and what is beside them in `gradients`,
+    but for fp64 rounding. `whole` is `attend(case)`.
 
-    A key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta are
-    known, which one forward reference of all queries gives, in O(q_len kv_len); the rest is
-    O(q_len keys). Raises UsageError for a case without grad_out."""
+    A key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta
+    are known, which one forward reference of all queries gives, in O(q_len kv_len); the
+    rest is O(q_len keys). Raises UsageError for a case without grad_out."""
     upstream(case)
     return blocked.gradients_of_keys(case, keys.to(case.q.device), whole)
 
@@ -78,7 +85,9 @@ def _is_small(case: AttentionCase) -> bool:
 
 
 def _fast_or_plain(
-    case: AttentionCase, fast: Callable[[AttentionCase], R], plain: Callable[[AttentionCase], R]
+    case: AttentionCase,
+    fast: Callable[[AttentionCase], R],
+    plain: Callable[[AttentionCase], R],
 ) -> R:
     """The fast path's result, or the plain one's with the reason."""
     try:
@@ -88,21 +97,29 @@ def _fast_or_plain(
 
 
 def floor_of(reference: Reference, fmt: Format) -> Output:
-    """The reference, and its gradients, rounded once to `fmt`: no kernel that returns `fmt` can be
-    better everywhere. Without the log-sum-exp, which kernels return in a wider format."""
-    exact = {n: getattr(reference, n) for n in GRADIENTS if isinstance(reference, Gradients)}
+    """The reference, and its gradients, rounded once to `fmt`: no kernel that returns
+    `fmt` can be better everywhere. Without the log-sum-exp, which kernels return in a
+    wider format."""
+    exact = {
+        n: getattr(reference, n) for n in GRADIENTS if isinstance(reference, Gradients)
+    }
     rounded: dict[str, Any] = {n: round_to(x, fmt) for n, x in exact.items()}
     return Output(out=round_to(reference.out, fmt), ran=reference.by, **rounded)
 
 
 def _reference_step(case: AttentionCase) -> Output:
     g = gradients(case)
-    return Output(out=g.out, lse=g.lse, dq=g.dq, dk=g.dk, dv=g.dv, ran=g.by, ran_backward=g.by)
+    return Output(
+        out=g.out, lse=g.lse, dq=g.dq, dk=g.dk, dv=g.dv, ran=g.by, ran_backward=g.by
+    )
 
 
-@kernel("reference", any_format=True, any_rows=True, claims=no_claim, backward=_reference_step)
+@kernel(
+    "reference", any_format=True, any_rows=True, claims=no_claim, backward=_reference_step
+)
 def reference(case: AttentionCase) -> Output:
-    """fp64 from the same rounded inputs: the truth every deviation is measured against."""
+    """fp64 from the same rounded inputs: the truth every deviation is measured
+    against."""
     answer = attend(case)
     return Output(out=answer.out, lse=answer.lse, ran=answer.by)
 
@@ -115,5 +132,6 @@ def reference(case: AttentionCase) -> Output:
     backward=lambda case: floor_of(gradients(case), case.format),
 )
 def floor(case: AttentionCase) -> Output:
-    """The reference rounded once to the output format: the smallest error a kernel can have."""
+    """The reference rounded once to the output format: the smallest error a kernel can
+    have."""
     return floor_of(attend(case), case.format)

@@ -1,11 +1,13 @@
-"""The reference, block by block in PyTorch: for any device, and the check on the fused path.
+"""The reference, block by block in PyTorch: for any device, and the check on the fused
+path.
 
-Query rows are processed in blocks, each against all the keys it can see, with an ordinary two-pass
-softmax: no online rescaling and no approximation. Memory is O(rows * kv_len). `gradients` takes
-every block on through the backward pass. The formulas stand in `numdev.kernels.reference`.
+Query rows are processed in blocks, each against all the keys it can see, with an ordinary
+two-pass softmax: no online rescaling and no approximation. Memory is O(rows * kv_len).
+`gradients` takes every block on through the backward pass. The formulas stand in
+`numdev.kernels.reference`.
 
-Legend: X scaled products, S scores (X capped, biased, masked), P probabilities, m row maximum,
-l row sum, O output, L log-sum-exp; dX, dP the gradients of X and P."""
+Legend: X scaled products, S scores (X capped, biased, masked), P probabilities, m row
+maximum, l row sum, O output, L log-sum-exp; dX, dP the gradients of X and P."""
 
 from __future__ import annotations
 
@@ -20,20 +22,24 @@ from numdev.cases import AttentionCase, Places, additive, key_range, visible
 from numdev.kernels.output import upstream
 
 BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of one block of scores; speed only
-BACKWARD_BLOCKS = 4  # as many blocks as the backward pass holds at once, each so much smaller
+# As many blocks as the backward pass holds at once, each so much smaller
+BACKWARD_BLOCKS = 4
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reference:
-    """The fp64 answer to a case. Shapes as in `Output`; everything float64 but `empty`."""
+    """The fp64 answer to a case. Shapes as in `Output`; everything float64 but
+    `empty`."""
 
     out: Tensor
     lse: Tensor
-    term_scale: Tensor  # sum_j P_ij |V_jd|, [batch, heads, q_len, v_dim]; at least |out| everywhere
+    # sum_j P_ij |V_jd|, [batch, heads, q_len, v_dim]; at least |out| everywhere
+    term_scale: Tensor
     empty: Tensor  # bool [batch, heads, q_len]: rows that see no key
     by: str = "blocked"
-    """Which path computed it; with a reason where it is not the fast one of the device."""
+    """Which path computed it; with a reason where it is not the fast one of the
+    device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,12 +51,14 @@ class Gradients(Reference):
     dk: Tensor
     dv: Tensor
     dq_terms: Tensor
-    """|scale| sum_j P_ij (|dP_ij| + |delta_i|) |K_jd|, times a soft cap's slope; at least |dq|."""
+    """|scale| sum_j P_ij (|dP_ij| + |delta_i|) |K_jd|, times a soft cap's slope; at least
+    |dq|."""
     dk_terms: Tensor  # the same with |Q_id|, summed over rows i and query heads
     dv_terms: Tensor  # sum_i P_ij |dO_id|
     delta: Tensor  # rowsum(dO O), [batch, heads, q_len]; 0 in an empty row
     unseen: Tensor
-    """bool [batch, kv_heads, kv_len]: keys that no query sees. Their dk and dv are exactly 0."""
+    """bool [batch, kv_heads, kv_len]: keys that no query sees. Their dk and dv are
+    exactly 0."""
 
 
 def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference:
@@ -69,7 +77,9 @@ def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference
 def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradients:
     """See `reference.gradients`; computed in `dtype`."""
     q, k, v, dO = (x.detach().to(dtype) for x in (case.q, case.k, case.v, upstream(case)))
-    dq, dq_terms, dk, dk_terms, dv, dv_terms = (torch.zeros_like(x) for x in (q, q, k, k, v, v))
+    dq, dq_terms, dk, dk_terms, dv, dv_terms = (
+        torch.zeros_like(x) for x in (q, q, k, k, v, v)
+    )
     unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=q.device)
     found = Gradients(
         **vars(_room(q, v)), dq=dq, dk=dk, dv=dv, dq_terms=dq_terms, dk_terms=dk_terms,
@@ -89,7 +99,9 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
         dO_O = dO[:, :, rows] * found.out[:, :, rows]
         delta = dO_O.sum(dim=-1).masked_fill_(found.empty[:, :, rows], 0.0)
         found.delta[:, :, rows] = delta
-        Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
+        Q_i, dO_i, P_i = (
+            _per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P)
+        )
         K_j = k[:, :, keys]
         dX, terms = _score_gradient(case, P, dO_i, v[:, :, keys], delta, slope)
 
@@ -106,7 +118,9 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
     return found
 
 
-def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> dict[str, Tensor]:
+def gradients_of_keys(
+    case: AttentionCase, keys: Tensor, whole: Reference
+) -> dict[str, Tensor]:
     """See `reference.key_gradients`; `whole` is the forward reference of all queries."""
     q, dO = (x.detach().double() for x in (case.q, upstream(case)))
     k, v = (x.detach()[:, :, keys].double() for x in (case.k, case.v))
@@ -121,7 +135,9 @@ def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> di
         hidden = S.eq(-math.inf)
         unseen &= _per_kv_head(case, hidden).all(dim=2)
         P = S.sub_(whole.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
-        Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
+        Q_i, dO_i, P_i = (
+            _per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P)
+        )
         dX, terms = _score_gradient(case, P, dO_i, v, delta[:, :, rows], slope)
         dk.add_(weigh(dX.mT, Q_i, P_i.mT), alpha=case.scale)
         dk_terms.add_(weigh(terms.mT, Q_i.abs(), P_i.mT), alpha=abs(case.scale))
@@ -138,23 +154,35 @@ def _room(q: Tensor, v: Tensor) -> Reference:
     return Reference(out=out, lse=q.new_empty(shape), term_scale=term_scale, empty=empty)
 
 
-def row_blocks(case: AttentionCase, share: int = 1, keys: int | None = None) -> list[slice]:
-    """Query rows of so many keys, all unless given, of which a block takes its share of memory."""
+def row_blocks(
+    case: AttentionCase, share: int = 1, keys: int | None = None
+) -> list[slice]:
+    """Query rows of so many keys, all unless given, of which a block takes its share of
+    memory."""
     budget = BLOCK_BYTES[case.q.device.type] // share
     per_row = 8 * case.q.shape[0] * case.heads * (keys or case.kv_len)
     step = max(1, min(case.q_len, budget // per_row))
     return [slice(i, min(i + step, case.q_len)) for i in range(0, case.q_len, step)]
 
 
-def _products(case: AttentionCase, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+def _products(
+    case: AttentionCase, q: Tensor, k: Tensor, rows: slice, keys: slice
+) -> Tensor:
     """X [B, H, rows, keys]."""
     X = _per_kv_head(case, q[:, :, rows]) @ k[:, :, keys].mT
-    return X.view(*q.shape[:2], rows.stop - rows.start, keys.stop - keys.start).mul_(case.scale)
+    return X.view(*q.shape[:2], rows.stop - rows.start, keys.stop - keys.start).mul_(
+        case.scale
+    )
 
 
 def _slope(case: AttentionCase, X: Tensor) -> Tensor | None:
-    """The soft cap's derivative. 1 - tanh^2 would be nothing but cancellation near the cap."""
-    return None if case.softcap is None else (X / case.softcap).cosh_().square_().reciprocal_()
+    """The soft cap's derivative. 1 - tanh^2 would be nothing but cancellation near the
+    cap."""
+    return (
+        None
+        if case.softcap is None
+        else (X / case.softcap).cosh_().square_().reciprocal_()
+    )
 
 
 def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor:
@@ -168,10 +196,15 @@ def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor
 
 
 def _attend(
-    found: Reference, case: AttentionCase, S: Tensor, rows: slice, values: Tensor, weigh: Weigh
+    found: Reference,
+    case: AttentionCase,
+    S: Tensor,
+    rows: slice,
+    values: Tensor,
+    weigh: Weigh,
 ) -> tuple[Tensor, Tensor]:
-    """Fill in these rows of what is found; `values` are V and |V| of the keys. Returns exp(S - m),
-    which overwrites S, and its row sum."""
+    """Fill in these rows of what is found; `values` are V and |V| of the keys. Returns
+    exp(S - m), which overwrites S, and its row sum."""
     found.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
     m = S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
     sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
@@ -184,13 +217,21 @@ def _attend(
     if sink is not None:
         l = l + (sink - shift).exp()
     found.lse[:, :, rows], P_i = shift + l.log(), _per_kv_head(case, P)
-    O = weigh(P_i, values, P_i).view(*P.shape[:3], values.shape[-1]) / nonzero(l)[..., None]
+    O = (
+        weigh(P_i, values, P_i).view(*P.shape[:3], values.shape[-1])
+        / nonzero(l)[..., None]
+    )
     found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
     return P, l
 
 
 def _score_gradient(
-    case: AttentionCase, P: Tensor, dO_i: Tensor, V: Tensor, delta: Tensor, slope: Tensor | None
+    case: AttentionCase,
+    P: Tensor,
+    dO_i: Tensor,
+    V: Tensor,
+    delta: Tensor,
+    slope: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """dX, and the sum of its absolute terms, by kv head; 0 where P is."""
     dP = (dO_i @ V.mT).view_as(P)
@@ -203,15 +244,17 @@ def _score_gradient(
 
 
 def _weigher(*inputs: Tensor) -> Weigh:
-    """weights @ values; the third argument, P, matters only where an input is not finite."""
+    """weights @ values; the third argument, P, matters only where an input is not
+    finite."""
     if all(bool(x.isfinite().all()) for x in inputs):
         return lambda weights, values, P: weights @ values
     return _weigh_what_is_seen
 
 
 def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
-    """weights @ values, where values of probability 0 count for nothing even if NaN or infinite:
-    0 * NaN would let a hidden key through, or not, depending on which block it falls into."""
+    """weights @ values, where values of probability 0 count for nothing even if NaN or
+    infinite: 0 * NaN would let a hidden key through, or not, depending on which block it
+    falls into."""
     O = weights @ torch.where(values.isfinite(), values, 0.0)
     infinite = values.isinf().double()
     positive, negative = (values == math.inf).double(), (values == -math.inf).double()
@@ -230,6 +273,7 @@ def nonzero(l: Tensor) -> Tensor:
 
 
 def _per_kv_head(case: AttentionCase, x: Tensor) -> Tensor:
-    """[B, H, R, X] as [B, kv_heads, group * R, X]: each kv head meets its query heads at once."""
+    """[B, H, R, X] as [B, kv_heads, group * R, X]: each kv head meets its query heads at
+    once."""
     b, h, rows, width = x.shape
     return x.reshape(b, case.kv_heads, (h // case.kv_heads) * rows, width)

@@ -1,18 +1,20 @@
-"""The fused fp64 reference on CUDA: how a case is laid out for its Triton kernels, and run.
+"""The fused fp64 reference on CUDA: how a case is laid out for its Triton kernels, and
+run.
 
-The blocked path of `numdev.kernels.reference` is the check on this one, and computes what this one
-refuses (`accept`). Results agree to fp64 rounding (docs/derivations.md has the bound), and are
-the same from run to run.
+The blocked path of `numdev.kernels.reference` is the check on this one, and computes what
+this one refuses (`accept`). Results agree to fp64 rounding (docs/derivations.md has the
+bound), and are the same from run to run.
 
-Forward is one kernel. Backward is the five matrix products that every backward pass makes, in fp64,
-and three for the term scales of dq, dk and dv: S and dP stay in registers until they have become P,
-dX and the terms of dX (`fused_triton.score_gradients`), written for a run of query rows at a time;
-the other six are the library's products of large matrices. Memory is bounded (`OPERAND_BYTES`,
-`SCRATCH_BYTES`).
+Forward is one kernel. Backward is the five matrix products that every backward pass
+makes, in fp64, and three for the term scales of dq, dk and dv: S and dP stay in registers
+until they have become P, dX and the terms of dX (`fused_triton.score_gradients`), written
+for a run of query rows at a time; the other six are the library's products of large
+matrices. Memory is bounded (`OPERAND_BYTES`, `SCRATCH_BYTES`).
 
-Term scales are sums in bfloat16: a unit for errors. Rounding terms of one sign to 8 bits moves a
-sum by less than 1 % (docs/derivations.md). Operands are scaled by powers of two that bring them to
-at most 1 (the terms of dX to at most 2), so that they keep clear of the ends of bfloat16's range.
+Term scales are sums in bfloat16: a unit for errors. Rounding terms of one sign to 8 bits
+moves a sum by less than 1 % (docs/derivations.md). Operands are scaled by powers of two
+that bring them to at most 1 (the terms of dX to at most 2), so that they keep clear of
+the ends of bfloat16's range.
 
 Legend as in the reference; dX is the gradient of the scaled products."""
 
@@ -35,22 +37,28 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.yardstick import widened
 
 LARGEST = 2.0**44
-"""No score may reach this. Sums of so large terms are off by about 1, since fp64 has 2^53; and P
-would be any number where the two passes, which sum in another order, disagree by that."""
+"""No score may reach this. Sums of so large terms are off by about 1, since fp64 has
+2^53; and P would be any number where the two passes, which sum in another order, disagree
+by that."""
 TOO_LARGE = "where fp64 has no digits left"
 WIDEST = 256
-MOST_HEADS = 65535  # of all batch entries: CUDA's limit along a grid's second and third axis
+# Of all batch entries: CUDA's limit along a grid's second and third axis
+MOST_HEADS = 65535
 MASK_BYTES = 1 << 30  # of a mask in fp64
 OPERAND_BYTES = 1 << 30
 SCRATCH_BYTES = 3 << 30
 PROGRAMS, LEAST_BLOCKS = 512, 8
-"""Fewer programs leave a GPU idle: then keys are divided, into parts of so many blocks at least."""
+"""Fewer programs leave a GPU idle: then keys are divided, into parts of so many blocks at
+least."""
 LEAST_ROWS = 16  # in a run, whatever they take
-RUNS = 16  # under causality, at least, since a run computes with all keys that its last row sees
+# Under causality, at least, since a run computes with all keys that its last row sees
+RUNS = 16
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
-"""In units of log 2: scores up to this need no maximum subtracted; bfloat16 and fp32 hold P."""
-BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")  # of query heads
+"""In units of log 2: scores up to this need no maximum subtracted; bfloat16 and fp32 hold
+P."""
+# Of query heads
+BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")
 Results = dict[str, Tensor]
 
 
@@ -66,8 +74,8 @@ class Tile(NamedTuple):
 FORWARD = {64: Tile(64, 32, 4, 3), 128: Tile(64, 16, 4, 3), 256: Tile(16, 32, 4, 1)}
 """By the width of the widest operand, for 16 and 8 bits. fp32 has one stage less."""
 ELSEWHERE = {128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 1)}
-"""Where those cannot be: on GPUs whose blocks have less shared memory than ROOM, and on Blackwell,
-for which Triton 3.6 builds no fp64 product of 64 rows. Not measured."""
+"""Where those cannot be: on GPUs whose blocks have less shared memory than ROOM, and on
+Blackwell, for which Triton 3.6 builds no fp64 product of 64 rows. Not measured."""
 ROOM = 120 << 10  # bytes of shared memory that FORWARD takes, at most
 BLACKWELL = 10  # the first number of its compute capability
 BACKWARD = Tile(32, 64, 4, 3)
@@ -95,7 +103,9 @@ def gradients(case: AttentionCase) -> Gradients:
     return Gradients(**results, by="fused")
 
 
-def _in_parts(case: AttentionCase, compute: Callable[[AttentionCase, slice], Results]) -> Results:
+def _in_parts(
+    case: AttentionCase, compute: Callable[[AttentionCase, slice], Results]
+) -> Results:
     """What `compute` makes of each group of heads and its query heads, put together."""
     whole: Results = {}
     for part, heads, kv_heads in _parts(case):
@@ -112,7 +122,8 @@ def _in_parts(case: AttentionCase, compute: Callable[[AttentionCase, slice], Res
 
 
 def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
-    """Groups of kv heads whose fp64 operands fit OPERAND_BYTES: case, query heads and kv heads."""
+    """Groups of kv heads whose fp64 operands fit OPERAND_BYTES: case, query heads and kv
+    heads."""
     d, d_v = (_width(x) for x in (case.q, case.v))
     rows, columns = d + 2 * d_v, d + d_v  # of q, out and terms; of k and v
     if case.grad_out is not None:  # dO, dq, dk and dv, and in lower precision their terms
@@ -126,18 +137,20 @@ def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
         yield part, slice(first * case.group, last * case.group), slice(first, last)
 
 
-# --- what the kernels take -----------------------------------------------------------------------
+# --- what the kernels take ------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Operands:
-    """A group of heads as the kernels take it: contiguous, fp64, padded to powers of two."""
+    """A group of heads as the kernels take it: contiguous, fp64, padded to powers of
+    two."""
 
     q: Tensor  # [B, H, q_len, D], times scale and, without a soft cap, log2(e)
     k: Tensor
     v: Tensor
     masks: tuple[int, ...]  # low and high of `key_limits`, and the mask's strides
-    pointers: tuple[Tensor, Tensor, Tensor]  # the mask, the positions of query rows, the soft cap
+    # The mask, the positions of query rows, the soft cap
+    pointers: tuple[Tensor, Tensor, Tensor]
     flags: Mapping[str, bool]
 
     @classmethod
@@ -150,7 +163,9 @@ class _Operands:
             additive = _is_additive(case)
             hidden = mask == torch.finfo(mask.dtype).min if additive else ~mask
             mask = mask.detach().double() if additive else torch.zeros_like(mask).double()
-            mask = mask.masked_fill_(hidden, -math.inf).expand(*case.q.shape[:3], case.kv_len)
+            mask = mask.masked_fill_(hidden, -math.inf).expand(
+                *case.q.shape[:3], case.kv_len
+            )
             strides = mask.stride()
         cap = torch.tensor(case.softcap or 1.0, dtype=torch.float64, device=case.q.device)
         at = case.q if positions is None else positions.int()
@@ -190,7 +205,8 @@ def _width(x: Tensor) -> int:
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """|x| in bfloat16, times a power of two that brings it to at most 1, and that power."""
+    """|x| in bfloat16, times a power of two that brings it to at most 1, and that
+    power."""
     x = x.abs()
     unit = _unit(x.amax())
     return (x * unit).bfloat16(), unit
@@ -201,7 +217,7 @@ def _unit(largest: Tensor) -> Tensor:
     return torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
 
 
-# --- forward -------------------------------------------------------------------------------------
+# --- forward --------------------------------------------------------------------------
 
 
 def _forward(case: AttentionCase) -> Results:
@@ -217,8 +233,8 @@ def _forward(case: AttentionCase) -> Results:
     lse = at.q.new_empty(parts, b, h, n)
     empty = torch.empty(parts, b, h, n, dtype=torch.int8, device=at.q.device)
     sinks = at.q if case.sinks is None else case.sinks.detach().double() * LOG2E
-    # Formats of 16 and 8 bits have at most 11 significant bits, and fp64 has 21 in the upper half:
-    # the lower halves of K and V are 0.
+    # Formats of 16 and 8 bits have at most 11 significant bits, and fp64 has 21 in the
+    # upper half: the lower halves of K and V are 0.
     upper = max(x.element_size() for x in (case.k, case.v)) <= 2
     k, v = at.k, at.v
     if upper:
@@ -232,7 +248,8 @@ def _forward(case: AttentionCase) -> Results:
         D=at.q.shape[-1], D_V=d_v, BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv,
         STAGES=tile.stages if upper else max(1, tile.stages - 1), num_warps=tile.warps,
         BOUNDED=bounded, SINK=case.sinks is not None, UPPER=upper,
-        WHOLE=bounded and not at.flags["MASKED"] and tile.block_kv < 32,  # pays with few keys
+        # Pays with few keys
+        WHOLE=bounded and not at.flags["MASKED"] and tile.block_kv < 32,
         PART=d_v // 2 if d_v == 128 else d_v, **at.flags,
     )  # fmt: skip
     out, terms, lse = _merged(out, terms, lse)
@@ -253,7 +270,8 @@ def _forward_tile(case: AttentionCase) -> Tile:
 
 
 def suits(shared: int, capability: int) -> bool:
-    """Whether FORWARD is for a GPU, by a block's shared memory and the major capability."""
+    """Whether FORWARD is for a GPU, by a block's shared memory and the major
+    capability."""
     return shared >= ROOM and capability < BLACKWELL
 
 
@@ -266,14 +284,16 @@ def _of_gpu(device: torch.device) -> tuple[int, int]:
 
 
 def _span(case: AttentionCase, tile: Tile, programs: int) -> int:
-    """How many keys a program takes: all, unless there are too few programs to fill the device."""
+    """How many keys a program takes: all, unless there are too few programs to fill the
+    device."""
     blocks, wanted = -(-case.kv_len // tile.block_kv), -(-PROGRAMS // programs)
     parts = min(wanted, max(1, blocks // LEAST_BLOCKS))
     return -(-blocks // parts) * tile.block_kv
 
 
 def _merged(out: Tensor, terms: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What parts of the keys give together, weighted by their log-sum-exp (the first axis)."""
+    """What parts of the keys give together, weighted by their log-sum-exp (the first
+    axis)."""
     if lse.shape[0] == 1:
         return out[0], terms[0], lse[0]
     whole = lse.logsumexp(dim=0)
@@ -281,7 +301,7 @@ def _merged(out: Tensor, terms: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Te
     return (out * weight).sum(dim=0), (terms * weight).sum(dim=0), whole
 
 
-# --- backward ------------------------------------------------------------------------------------
+# --- backward -------------------------------------------------------------------------
 
 
 def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> Results:
@@ -295,7 +315,9 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
     (q16, of_q), (k16, of_k), (dO16, of_dO) = (_scaled(x) for x in (at.q, at.k, dO))
     k, v, k16 = (x.flatten(0, 1) for x in (at.k, at.v, k16))
     dq, dk, dv = torch.empty_like(at.q), torch.zeros_like(k), torch.zeros_like(v)
-    dq_terms, dk_terms, dv_terms = (torch.zeros_like(x, dtype=torch.float32) for x in (dq, dk, dv))
+    dq_terms, dk_terms, dv_terms = (
+        torch.zeros_like(x, dtype=torch.float32) for x in (dq, dk, dv)
+    )
     # Not 0 for keys that a row was seen to see, where that is counted.
     seen = torch.zeros(pairs, case.kv_len, dtype=torch.int32, device=k.device)
     for rows in _runs(case):
@@ -311,8 +333,10 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
         dq_terms[:, :, rows] = _in_fp32(dX16, k16[:, keys]).view_as(dq[:, :, rows])
         dk_terms[:, keys] += _in_fp32(dX16.mT, q16_i)
         dv_terms[:, keys] += _in_fp32(P16.mT, dO16_i)
-        del P, dX, P16, dX16  # else the next run's are made beside them, at twice the memory
-    # Q came scaled, for the scores: this is what remains of the scale in dK = scale dX^T Q.
+        # Else the next run's are made beside them, at twice the memory
+        del P, dX, P16, dX16
+    # Q came scaled, for the scores: this is what remains of the scale in dK = scale dX^T
+    # Q.
     rest = 1.0 if case.softcap else LN2
     results = {
         "dq": dq.mul_(case.scale),
@@ -334,7 +358,8 @@ def _score_gradients(
     rows: slice,
     keys: slice,
 ) -> tuple[Tensor, ...]:
-    """P, dX of a run of rows, fp64; P, dX's terms, bfloat16: [B * kv_heads, group * rows, keys]."""
+    """P, dX of a run of rows, fp64; P, dX's terms, bfloat16: [B * kv_heads, group * rows,
+    keys]."""
     from numdev.kernels.reference.fused_triton import score_gradients
 
     tile, count, width = BACKWARD, rows.stop - rows.start, keys.stop - keys.start
@@ -344,22 +369,43 @@ def _score_gradients(
     launch(
         score_gradients,
         (-(-width // tile.block_kv), -(-count // tile.block_q), heads),
-        at.q, at.k, at.v, *given, *results, seen,
-        case.heads, case.group, rows.start, count, case.q_len, keys.start, width, case.kv_len,
+        at.q,
+        at.k,
+        at.v,
+        *given,
+        *results,
+        seen,
+        case.heads,
+        case.group,
+        rows.start,
+        count,
+        case.q_len,
+        keys.start,
+        width,
+        case.kv_len,
         *at.masks,
-        D=at.q.shape[-1], D_V=at.v.shape[-1], BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv,
-        BLOCK_D=BLOCK_D, STAGES=tile.stages, num_warps=tile.warps, **at.flags,
-    )  # fmt: skip
+        D=at.q.shape[-1],
+        D_V=at.v.shape[-1],
+        BLOCK_Q=tile.block_q,
+        BLOCK_KV=tile.block_kv,
+        BLOCK_D=BLOCK_D,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **at.flags,
+    )
     return results
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """The product of bfloat16 matrices, accumulated and returned in fp32."""
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return (
+        torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    )
 
 
 def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
-    """Keys no row sees: counted under a mask or positions, else i + low to i + high for no i."""
+    """Keys no row sees: counted under a mask or positions, else i + low to i + high for
+    no i."""
     if at.flags["MASKED"] or at.flags["AT"]:
         return (seen == 0).view(case.k.shape[:3])
     low, high = key_limits(case)
@@ -370,7 +416,8 @@ def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
 
 
 def _runs(case: AttentionCase) -> list[slice]:
-    """Runs of query rows whose P and dX, P again and terms, 20 bytes a score, fit SCRATCH_BYTES."""
+    """Runs of query rows whose P and dX, P again and terms, 20 bytes a score, fit
+    SCRATCH_BYTES."""
     n, per_row = case.q_len, 20 * case.q.shape[0] * case.heads * case.kv_len
     few = -(-n // RUNS) if case.restricts_positions else n
     step = max(LEAST_ROWS, min(few, SCRATCH_BYTES // per_row) // LEAST_ROWS * LEAST_ROWS)
@@ -386,7 +433,7 @@ def _keys(case: AttentionCase, rows: slice) -> slice:
     return slice(first, first + 1)
 
 
-# --- Triton's kernels on a GPU -------------------------------------------------------------------
+# --- Triton's kernels on a GPU --------------------------------------------------------
 
 
 _NOT_BUILT: dict[Hashable, str] = {}
@@ -394,8 +441,9 @@ _NOT_BUILT: dict[Hashable, str] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Runs a Triton kernel where its tensors are, and not on the current device. Raises Refused
-    where Triton cannot build it for this one; what it could not once is not tried again."""
+    """Runs a Triton kernel where its tensors are, and not on the current device. Raises
+    Refused where Triton cannot build it for this one; what it could not once is not tried
+    again."""
     kinds = (str(x.dtype) if isinstance(x, Tensor) else type(x) for x in arguments)
     built = (kernel, arguments[0].device, *kinds, repr(sorted(options.items())))
     if built in _NOT_BUILT:
@@ -404,7 +452,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         with torch.cuda.device_of(arguments[0]):
             kernel[grid](*arguments, **options)
     except Exception as error:
-        of_triton = type(error).__module__.startswith("triton") or "PassManager" in str(error)
+        of_triton = type(error).__module__.startswith("triton") or "PassManager" in str(
+            error
+        )
         # It has a C compiler build what starts its kernels.
         of_compiler = "C compiler" in str(error) or isinstance(error, CalledProcessError)
         if not (of_triton or of_compiler):
@@ -414,7 +464,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         raise Refused(_NOT_BUILT[built]) from error
 
 
-# --- what it cannot take -------------------------------------------------------------------------
+# --- what it cannot take --------------------------------------------------------------
 
 
 def accept(case: AttentionCase) -> None:
@@ -429,8 +479,8 @@ def accept(case: AttentionCase) -> None:
 
 
 def accept_scores(forward: Mapping[str, Tensor]) -> None:
-    """Raises Refused where an additive mask lifts every score of a row beyond LARGEST: L then says
-    nothing of the differences between them, and P is not to be had from it."""
+    """Raises Refused where an additive mask lifts every score of a row beyond LARGEST: L
+    then says nothing of the differences between them, and P is not to be had from it."""
     size = forward["lse"].abs().masked_fill(forward["empty"], 0.0).amax().item()
     refuse((size > LARGEST, f"a row's scores are all about {size:.1g}, {TOO_LARGE}"))
 
@@ -441,12 +491,24 @@ def _unfit(case: AttentionCase) -> str | None:
     widest = max(case.q.shape[-1], case.v.shape[-1])
     heads = case.q.shape[0] * case.heads
     masked = 0 if case.mask is None else case.mask.numel()
-    float64, most = any(x.dtype == torch.float64 for x in tensors), "the fused one takes up to"
+    float64, most = (
+        any(x.dtype == torch.float64 for x in tensors),
+        "the fused one takes up to",
+    )
     return why_not(
         (float64, "in float64 sums may leave the range the fused one counts on"),
-        (widest > WIDEST, f"the fused one takes operands up to {WIDEST} wide, not {widest}"),
-        (heads > MOST_HEADS, f"{most} {MOST_HEADS} heads of all batch entries, not {heads}"),
-        (8 * masked > MASK_BYTES, f"the mask has {masked:.2g} elements, too many for float64"),
+        (
+            widest > WIDEST,
+            f"the fused one takes operands up to {WIDEST} wide, not {widest}",
+        ),
+        (
+            heads > MOST_HEADS,
+            f"{most} {MOST_HEADS} heads of all batch entries, not {heads}",
+        ),
+        (
+            8 * masked > MASK_BYTES,
+            f"the mask has {masked:.2g} elements, too many for float64",
+        ),
     )
 
 

@@ -1,16 +1,17 @@
-"""The Triton kernels of the fused fp64 reference. Everything they compute is fp64, but for term
-scales, which are sums of products of bfloat16 numbers in fp32.
+"""The Triton kernels of the fused fp64 reference. Everything they compute is fp64, but
+for term scales, which are sums of products of bfloat16 numbers in fp32.
 
-- `forward` is FlashAttention-2's forward pass (arXiv 2307.08691, Algorithm 1) with one product
-  more, P |V| for the term scale. Where scores are known to be small (BOUNDED) it subtracts no
-  maximum and rescales nothing: bfloat16 holds 2^-80 to 2^80 as well as it holds 1.
-- `score_gradients` makes S and dP, tile by tile, and writes P and dX = P (dP - delta) for a run of
-  query rows; and in bfloat16 P once more and the terms P (|dP| + |delta|), which go to term scales.
-  What is summed over keys or rows from there is a product of large matrices, in
-  `numdev.kernels.reference.fused`.
+- `forward` is FlashAttention-2's forward pass (arXiv 2307.08691, Algorithm 1) with one
+  product more, P |V| for the term scale. Where scores are known to be small (BOUNDED) it
+  subtracts no maximum and rescales nothing: bfloat16 holds 2^-80 to 2^80 as well as it
+  holds 1.
+- `score_gradients` makes S and dP, tile by tile, and writes P and dX = P (dP - delta) for
+  a run of query rows; and in bfloat16 P once more and the terms P (|dP| + |delta|), which
+  go to term scales. What is summed over keys or rows from there is a product of large
+  matrices, in `numdev.kernels.reference.fused`.
 
-Scores are in units of log 2, so that exp is 2^x. Tiles that causality or the window hides are not
-computed. Imported only where it runs: this module needs Triton."""
+Scores are in units of log 2, so that exp is 2^x. Tiles that causality or the window hides
+are not computed. Imported only where it runs: this module needs Triton."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ from triton.language.extra import libdevice
 
 @triton.jit
 def exp2(x, SMALL: tl.constexpr = False):
-    """2^x in fp64 for x <= 1023, and 0 below -1021; relative error below 2^-52. SMALL promises
-    |x| <= 1021.
+    """2^x in fp64 for x <= 1023, and 0 below -1021; relative error below 2^-52. SMALL
+    promises |x| <= 1021.
 
-    x = n + f with |f| <= 1/2: 2^f is a minimax polynomial of degree 11, good to 2^-55, and n is
-    added to its exponent. Adding 1.5 * 2^52 rounds x to n, and leaves n in the lowest bits."""
+    x = n + f with |f| <= 1/2: 2^f is a minimax polynomial of degree 11, good to 2^-55,
+    and n is added to its exponent. Adding 1.5 * 2^52 rounds x to n, and leaves n in the
+    lowest bits."""
     shifted = x + 6755399441055744.0
     f = x - (shifted - 6755399441055744.0)
     p = f * 4.4558179083360645e-10 + 7.074194297288521e-09
@@ -47,10 +49,24 @@ def exp2(x, SMALL: tl.constexpr = False):
 
 
 @triton.jit
-def products(A, B, C, E, rows, columns, rows_ok, columns_ok, BLOCK_Q: tl.constexpr,
-             BLOCK_KV: tl.constexpr, AB: tl.constexpr, CE: tl.constexpr, BLOCK_D: tl.constexpr,
-             STAGES: tl.constexpr):  # fmt: skip
-    """A B^T and C E^T for rows of A and C and rows of B and E, which are AB and CE wide."""
+def products(
+    A,
+    B,
+    C,
+    E,
+    rows,
+    columns,
+    rows_ok,
+    columns_ok,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    AB: tl.constexpr,
+    CE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A B^T and C E^T for rows of A and C and rows of B and E, which are AB and CE
+    wide."""
     x = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     y = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     # Of one width in one loop, which fills the pipeline once and not twice.
@@ -70,13 +86,16 @@ def add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, WIDTH: tl.const
     """x and what BLOCK_D columns from `at` on add to A B^T."""
     d = at + tl.arange(0, BLOCK_D)
     a = tl.load(A + rows[:, None] * WIDTH + d[None, :], mask=rows_ok[:, None], other=0.0)
-    b = tl.load(B + columns[None, :] * WIDTH + d[:, None], mask=columns_ok[None, :], other=0.0)
+    b = tl.load(
+        B + columns[None, :] * WIDTH + d[:, None], mask=columns_ok[None, :], other=0.0
+    )
     return tl.dot(a, b, x, out_dtype=tl.float64)
 
 
 @triton.jit
 def sight(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Whether rows at positions i see any of the keys j, from i + low to i + high; and all."""
+    """Whether rows at positions i see any of the keys j, from i + low to i + high; and
+    all."""
     i_min, i_max = tl.min(tl.where(i_ok, i, 2147483647)), tl.max(tl.where(i_ok, i, 0))
     j_min, j_max = tl.min(tl.where(j_ok, j, 2147483647)), tl.max(tl.where(j_ok, j, 0))
     some = j_max >= j_min
@@ -99,8 +118,8 @@ def masked(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.const
     if HIGH:
         seen &= j[None, :] <= i[:, None] + high
     if MASKED:
-        # In fp64 as it lies, a bool mask too: Triton may want it in the layout of an operand, and
-        # then takes no narrower type.
+        # In fp64 as it lies, a bool mask too: Triton may want it in the layout of an
+        # operand, and then takes no narrower type.
         bias = tl.load(MASK + at, mask=seen, other=0.0)
         seen &= bias > float("-inf")
         x += bias * 1.4426950408889634
@@ -117,13 +136,17 @@ def whole(x, UPPER: tl.constexpr):
 
 @triton.jit
 def in_bfloat16(p):
-    """Numbers from 0 to below 2^127 to nearest, ties away from 0. Below 2^-126 they become less
-    than that, 0 becomes 0.
+    """Numbers from 0 to below 2^127 to nearest, ties away from 0. Below 2^-126 they
+    become less than that, 0 becomes 0.
 
-    Half of the last place is added to the bits, the exponent's bias made that of bfloat16, and the
-    rest cut off. A cast would be as long as the product it is for."""
+    Half of the last place is added to the bits, the exponent's bias made that of
+    bfloat16, and the rest cut off. A cast would be as long as the product it is for."""
     upper = (p.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
-    return (tl.maximum(upper - 939520000, 0) >> 13).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return (
+        (tl.maximum(upper - 939520000, 0) >> 13)
+        .to(tl.int16)
+        .to(tl.bfloat16, bitcast=True)
+    )
 
 
 @triton.jit
@@ -139,7 +162,9 @@ def add_values(out, terms, p, p16, V, ABS, at, ok, UPPER: tl.constexpr):
 def store_values(out, terms, factor, unit, OUT, TERMS, at, ok):
     """out and terms times factor, by row; terms came times unit."""
     tl.store(OUT + at, out * factor[:, None], mask=ok[:, None])
-    tl.store(TERMS + at, terms.to(tl.float64) * (factor / unit)[:, None], mask=ok[:, None])
+    tl.store(
+        TERMS + at, terms.to(tl.float64) * (factor / unit)[:, None], mask=ok[:, None]
+    )
 
 
 @triton.jit(do_not_specialize=("heads",))
@@ -151,15 +176,17 @@ def forward(
     HIGH: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
     AT: tl.constexpr, UPPER: tl.constexpr, PART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """O, its term scale, L and whether a row is empty, for BLOCK_Q rows of one head and the `span`
-    keys of one part: [parts, BH, q_len, ..]. A sink counts as a key of the first part.
+    """O, its term scale, L and whether a row is empty, for BLOCK_Q rows of one head and
+    the `span` keys of one part: [parts, BH, q_len, ..]. A sink counts as a key of the
+    first part.
 
-    Q [BH, q_len, D] comes times scale and, without a soft cap, log2(e); K [BH / group, kv_len, D],
-    V [BH / group, kv_len, D_V], both UPPER as `whole` takes them; ABS is |V| times UNIT, in
-    bfloat16; all contiguous. SINKS [heads] are in units of log 2. PART columns of V are taken at a
-    time, D_V or half of it: Triton gives a warp rows of its own where a product is no wider than
-    high, and P then stays in its registers. WHOLE, which needs BOUNDED and not MASKED, hides keys
-    only in the tiles where some are hidden."""
+    Q [BH, q_len, D] comes times scale and, without a soft cap, log2(e); K [BH / group,
+    kv_len, D], V [BH / group, kv_len, D_V], both UPPER as `whole` takes them; ABS is |V|
+    times UNIT, in bfloat16; all contiguous. SINKS [heads] are in units of log 2. PART
+    columns of V are taken at a time, D_V or half of it: Triton gives a warp rows of its
+    own where a product is no wider than high, and P then stays in its registers. WHOLE,
+    which needs BOUNDED and not MASKED, hides keys only in the tiles where some are
+    hidden."""
     # The last rows see most keys under causality: begin with them.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -195,7 +222,9 @@ def forward(
     out = tl.zeros([BLOCK_Q, PART], tl.float64)
     terms = tl.zeros([BLOCK_Q, PART], tl.float32)
     out_b, terms_b = out, terms
-    mask_at = (bh // heads) * mask_b + (bh % heads) * mask_h + r[:, None].to(tl.int64) * mask_q
+    mask_at = (
+        (bh // heads) * mask_b + (bh % heads) * mask_h + r[:, None].to(tl.int64) * mask_q
+    )
     cap = 1.0
     if SOFTCAP:
         cap = tl.load(CAP)
@@ -234,7 +263,9 @@ def forward(
         at = key[:, None] * D_V + d_v[None, :]
         out, terms = add_values(out, terms, p, p16, V, ABS, at, c_ok, UPPER)
         if PART < D_V:
-            out_b, terms_b = add_values(out_b, terms_b, p, p16, V, ABS, at + PART, c_ok, UPPER)
+            out_b, terms_b = add_values(
+                out_b, terms_b, p, p16, V, ABS, at + PART, c_ok, UPPER
+            )
 
     empty = l == 0.0
     if BOUNDED:
@@ -269,9 +300,10 @@ def score_gradients(
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """P and dX = P (dP - delta); in bfloat16 P and the terms P (|dP| + |delta|) times UNIT. dX and
-    its terms come times the slope of a soft cap; all are 0 where hidden. LSE is in units of log 2.
-    With a mask or positions SEEN [B * kv_heads, kv_len] becomes 1 for the keys that a row sees."""
+    """P and dX = P (dP - delta); in bfloat16 P and the terms P (|dP| + |delta|) times
+    UNIT. dX and its terms come times the slope of a soft cap; all are 0 where hidden. LSE
+    is in units of log 2. With a mask or positions SEEN [B * kv_heads, kv_len] becomes 1
+    for the keys that a row sees."""
     bh = tl.program_id(2).to(tl.int64)
     kv = bh // group
     r = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -285,8 +317,9 @@ def score_gradients(
     to = (bh * rows + r)[:, None] * keys + c[None, :]
     some, every = sight(i, j, r_ok, c_ok, low, high, LOW, HIGH)
     if some:
-        x, dp = products(Q, K, DO, V, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D, D_V, BLOCK_D,
-                         STAGES)  # fmt: skip
+        x, dp = products(
+            Q, K, DO, V, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D, D_V, BLOCK_D, STAGES
+        )
         if SOFTCAP:
             cap = tl.load(CAP)
             # 1 / cosh^2: 1 - tanh^2 would be nothing but cancellation near the cap.
@@ -308,7 +341,9 @@ def score_gradients(
         delta = tl.load(DELTA + row, mask=r_ok, other=0.0)
         p = exp2(x - lse[:, None])
         tl.store(P + to, p, mask=inside, cache_modifier=".cs")
-        tl.store(P16 + to, p.to(tl.float32).to(tl.bfloat16), mask=inside, cache_modifier=".cs")
+        tl.store(
+            P16 + to, p.to(tl.float32).to(tl.bfloat16), mask=inside, cache_modifier=".cs"
+        )
         if SOFTCAP:
             p = p * slope
         tl.store(DX + to, p * (dp - delta[:, None]), mask=inside, cache_modifier=".cs")

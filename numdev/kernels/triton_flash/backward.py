@@ -1,13 +1,14 @@
 """The backward pass of `triton-flash`: FlashAttention-2, Algorithm 2, in two kernels.
 
-`of_queries` computes dQ of a block of rows, and before it delta, which it leaves for the other:
-from the O that forward returned, or as rowsum(dP o P) in a pass of its own over the keys.
-`of_keys` then computes dK and dV of a block of keys, from one query head; what the query heads of a
-group have is summed by the caller. Both compute S again as forward did, and P = exp(S - L). dS and
-P are rounded to the working format for their products, which are summed in fp32 and scaled at the
-end.
+`of_queries` computes dQ of a block of rows, and before it delta, which it leaves for the
+other: from the O that forward returned, or as rowsum(dP o P) in a pass of its own over
+the keys. `of_keys` then computes dK and dV of a block of keys, from one query head; what
+the query heads of a group have is summed by the caller. Both compute S again as forward
+did, and P = exp(S - L). dS and P are rounded to the working format for their products,
+which are summed in fp32 and scaled at the end.
 
-Legend: as in `triton_flash.forward`; d: the gradient with respect to it; delta = rowsum(dO o O)."""
+Legend: as in `triton_flash.forward`; d: the gradient with respect to it; delta =
+rowsum(dO o O)."""
 
 from __future__ import annotations
 
@@ -35,26 +36,53 @@ def of_queries(
     size, scale, scores_scale,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """dQ and delta of a block of rows. `scores_scale` makes scores of Q Kᵀ in the plan's units."""
+    """dQ and delta of a block of rows. `scores_scale` makes scores of Q Kᵀ in the plan's
+    units."""
     WIDE: tl.constexpr = PLAN.wide
     blocks = tl.cdiv(size.q_len, BLOCK_Q)
     start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
-    batch, head = tl.program_id(0) // blocks // size.heads, tl.program_id(0) // blocks % size.heads
+    batch, head = (
+        tl.program_id(0) // blocks // size.heads,
+        tl.program_id(0) // blocks % size.heads,
+    )
     K = head_of(K, k_strides, batch, head // size.group)
     V = head_of(V, v_strides, batch, head // size.group)
     if mask is not None:
         mask = head_of(mask, mask_strides, batch, head)
     i = start + tl.arange(0, BLOCK_Q)
-    q = block_of(Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide)
-    do = block_of(dO, do_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide)
+    q = block_of(
+        Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide
+    )
+    do = block_of(
+        dO, do_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide
+    )
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
     l = tl.load(L + lines + i, mask=i < size.q_len, other=0.0)
     l = finite(l * LOG2_E if PLAN.folded else l)
     begin, full, rest, end = within(
-        start, tl.minimum(start + BLOCK_Q, size.q_len), size.kv_len, size.first, size.last,
-        BLOCK_KV, PLAN.left, PLAN.right,
-    )  # fmt: skip
-    common = (q, do, l, K, V, k_strides, v_strides, mask, mask_strides, i, size, scores_scale)
+        start,
+        tl.minimum(start + BLOCK_Q, size.q_len),
+        size.kv_len,
+        size.first,
+        size.last,
+        BLOCK_KV,
+        PLAN.left,
+        PLAN.right,
+    )
+    common = (
+        q,
+        do,
+        l,
+        K,
+        V,
+        k_strides,
+        v_strides,
+        mask,
+        mask_strides,
+        i,
+        size,
+        scores_scale,
+    )
 
     d = tl.zeros([BLOCK_Q], tl.float32)
     if PLAN.delta_of_p:
@@ -64,7 +92,9 @@ def of_queries(
         d = over_keys(d, zero, common, full, rest, True, False, BLOCK_KV, PLAN)
         d = over_keys(d, zero, common, rest, end, True, True, BLOCK_KV, PLAN)
     else:
-        o = block_of(O, o_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide)
+        o = block_of(
+            O, o_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide
+        )
         d = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta + lines + i, d, mask=i < size.q_len)
 
@@ -74,7 +104,9 @@ def of_queries(
     dq = over_keys(dq, d, common, full, rest, False, False, BLOCK_KV, PLAN)
     dq = over_keys(dq, d, common, rest, end, False, True, BLOCK_KV, PLAN)
     at = head_of(dQ, dq_strides, batch, head)
-    store_rows(at, dq_strides, start, size.q_len, dq * scale, BLOCK_Q, PLAN.head_dim, PLAN.wide)
+    store_rows(
+        at, dq_strides, start, size.q_len, dq * scale, BLOCK_Q, PLAN.head_dim, PLAN.wide
+    )
 
 
 @triton.jit
@@ -82,14 +114,21 @@ def over_keys(
     total, delta, common, first, last,
     OF_P: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """total with what the tiles of keys [first, last) add to dQ / scale; OF_P: rowsum(dP o P)."""
+    """total with what the tiles of keys [first, last) add to dQ / scale; OF_P: rowsum(dP
+    o P)."""
     q, do, l, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale = common
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):
         start = first + n * BLOCK
         j = start + tl.arange(0, BLOCK)
-        k = rows_of(K, k_strides, start, size.kv_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL)
-        v = rows_of(V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL)
-        S = scores(q, k, i[:, None], j[None, :], scale, mask, mask_strides, size, PARTIAL, PLAN)
+        k = rows_of(
+            K, k_strides, start, size.kv_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL
+        )
+        v = rows_of(
+            V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL
+        )
+        S = scores(
+            q, k, i[:, None], j[None, :], scale, mask, mask_strides, size, PARTIAL, PLAN
+        )
         P = exponential(S - l[:, None], PLAN)
         dP = gradient_of_p(do, v, False, PLAN)
         if OF_P:
@@ -107,31 +146,57 @@ def of_keys(
     size, scale, scores_scale,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """What a query head has of dK and dV, for a block of keys; dK and dV have query heads."""
+    """What a query head has of dK and dV, for a block of keys; dK and dV have query
+    heads."""
     WIDE: tl.constexpr = PLAN.wide
     V_WIDE: tl.constexpr = PLAN.v_wide
     blocks = tl.cdiv(size.kv_len, BLOCK_KV)
     # Under a causal mask the first keys are seen by the most rows.
     start = tl.program_id(0) % blocks * BLOCK_KV
-    batch, head = tl.program_id(0) // blocks // size.heads, tl.program_id(0) // blocks % size.heads
+    batch, head = (
+        tl.program_id(0) // blocks // size.heads,
+        tl.program_id(0) // blocks % size.heads,
+    )
     Q = head_of(Q, q_strides, batch, head)
     dO = head_of(dO, do_strides, batch, head)
     if mask is not None:
         mask = head_of(mask, mask_strides, batch, head)
     j = start + tl.arange(0, BLOCK_KV)
     kv = head // size.group
-    k = block_of(K, k_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.head_dim, PLAN.wide)
-    v = block_of(V, v_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.v_dim, PLAN.v_wide)
+    k = block_of(
+        K, k_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.head_dim, PLAN.wide
+    )
+    v = block_of(
+        V, v_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.v_dim, PLAN.v_wide
+    )
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
-    # Row i sees keys i + first to i + last, so key j is seen by rows j - last to j - first.
+    # Row i sees keys i + first to i + last, so key j is seen by rows j - last to j -
+    # first.
     begin, full, rest, end = within(
-        start, tl.minimum(start + BLOCK_KV, size.kv_len), size.q_len, -size.last, -size.first,
-        BLOCK_Q, PLAN.right, PLAN.left,
-    )  # fmt: skip
+        start,
+        tl.minimum(start + BLOCK_KV, size.kv_len),
+        size.q_len,
+        -size.last,
+        -size.first,
+        BLOCK_Q,
+        PLAN.right,
+        PLAN.left,
+    )
     common = (
-        k, v, Q, dO, L + lines, delta + lines, q_strides, do_strides, mask, mask_strides, j, size,
+        k,
+        v,
+        Q,
+        dO,
+        L + lines,
+        delta + lines,
+        q_strides,
+        do_strides,
+        mask,
+        mask_strides,
+        j,
+        size,
         scores_scale,
-    )  # fmt: skip
+    )
     dk = tl.zeros([BLOCK_KV, WIDE], tl.float32)
     dv = tl.zeros([BLOCK_KV, V_WIDE], tl.float32)
     if PLAN.right:
@@ -139,27 +204,45 @@ def of_keys(
     dk, dv = over_rows(dk, dv, common, full, rest, False, BLOCK_Q, PLAN)
     dk, dv = over_rows(dk, dv, common, rest, end, True, BLOCK_Q, PLAN)
     at = head_of(dK, dk_strides, batch, head)
-    store_rows(at, dk_strides, start, size.kv_len, dk * scale, BLOCK_KV, PLAN.head_dim, PLAN.wide)
+    store_rows(
+        at, dk_strides, start, size.kv_len, dk * scale, BLOCK_KV, PLAN.head_dim, PLAN.wide
+    )
     at = head_of(dV, dv_strides, batch, head)
     store_rows(at, dv_strides, start, size.kv_len, dv, BLOCK_KV, PLAN.v_dim, PLAN.v_wide)
 
 
 @triton.jit
 def over_rows(
-    dk, dv, common, first, last, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr
+    dk,
+    dv,
+    common,
+    first,
+    last,
+    PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
-    """dK / scale and dV with what the tiles of rows [first, last) add. Scores are transposed here,
-    so that P and dS need not be for their products. A row that is not there has dO = 0."""
-    k, v, Q, dO, L, delta, q_strides, do_strides, mask, mask_strides, j, size, scale = common
+    """dK / scale and dV with what the tiles of rows [first, last) add. Scores are
+    transposed here, so that P and dS need not be for their products. A row that is not
+    there has dO = 0."""
+    k, v, Q, dO, L, delta, q_strides, do_strides, mask, mask_strides, j, size, scale = (
+        common
+    )
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):
         start = first + n * BLOCK
         i = start + tl.arange(0, BLOCK)
-        q = rows_of(Q, q_strides, start, size.q_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL)
-        do = rows_of(dO, do_strides, start, size.q_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL)
+        q = rows_of(
+            Q, q_strides, start, size.q_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL
+        )
+        do = rows_of(
+            dO, do_strides, start, size.q_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL
+        )
         l = tl.load(L + i, mask=i < size.q_len, other=0.0)
         l = finite(l * LOG2_E if PLAN.folded else l)
         d = tl.load(delta + i, mask=i < size.q_len, other=0.0)
-        S = scores(k, q, i[None, :], j[:, None], scale, mask, mask_strides, size, PARTIAL, PLAN)
+        S = scores(
+            k, q, i[None, :], j[:, None], scale, mask, mask_strides, size, PARTIAL, PLAN
+        )
         P = exponential(S - l[None, :], PLAN)
         dv = tl.dot(P.to(do.dtype), do, dv, input_precision="ieee")
         dP = gradient_of_p(do, v, True, PLAN)

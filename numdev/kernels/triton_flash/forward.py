@@ -1,21 +1,22 @@
-"""The forward pass of `triton-flash`: FlashAttention-2, Algorithm 1, with its roundings as options.
+"""The forward pass of `triton-flash`: FlashAttention-2, Algorithm 1, with its roundings
+as options.
 
-A program computes one block of rows of one query head, over the tiles of keys that the block can
-see by position. Only those that some of its rows cannot wholly see check positions. In the order
-`kv` of the loops O would be written to memory after every tile, in the working format, and read
-back: rounding it here is all that is done about it.
+A program computes one block of rows of one query head, over the tiles of keys that the
+block can see by position. Only those that some of its rows cannot wholly see check
+positions. In the order `kv` of the loops O would be written to memory after every tile,
+in the working format, and read back: rounding it here is all that is done about it.
 
 The stabilised softmax (Qiu & Yao, arXiv 2510.04212) and the guarded one are those of
-`emulation.forward.stabilised_shift` and `guarded_weights`. With the former a row becomes NaN where
-its largest P, exp(-(beta - 1) r), would be below the normal numbers of the format in which P meets
-V: (beta - 1) r > 9.7 in float16 and 87 elsewhere.
+`emulation.forward.stabilised_shift` and `guarded_weights`. With the former a row becomes
+NaN where its largest P, exp(-(beta - 1) r), would be below the normal numbers of the
+format in which P meets V: (beta - 1) r > 9.7 in float16 and 87 elsewhere.
 
-Everything is computed in fp32; fp32 operands are multiplied in fp32, never in TF32. Python floats
-reach a kernel as fp32, the scale among them. Places are 64-bit only where they may be large: the
-offset of a head, and of a tile's first row.
+Everything is computed in fp32; fp32 operands are multiplied in fp32, never in TF32.
+Python floats reach a kernel as fp32, the scale among them. Places are 64-bit only where
+they may be large: the offset of a head, and of a tile's first row.
 
-Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; i, j the
-numbers of query rows and of keys; a = exp(m_old - m)."""
+Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; i, j
+the numbers of query rows and of keys; a = exp(m_old - m)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def rows_of(
     X, strides, start, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """[COUNT, WIDE] of a head from row `start` on, 0 outside of [rows, DIM] (all in: no CHECK)."""
+    """[COUNT, WIDE] of a head from row `start` on, 0 outside of [rows, DIM] (all in: no
+    CHECK)."""
     r, c = tl.arange(0, COUNT), tl.arange(0, WIDE)
     at = X + tl.cast(start, tl.int64) * strides.row
     at = at + r[:, None] * strides.row + c[None, :] * strides.column
@@ -53,10 +55,20 @@ def rows_of(
 
 @triton.jit
 def block_of(
-    X, strides, batch, head, start, rows, COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
+    X,
+    strides,
+    batch,
+    head,
+    start,
+    rows,
+    COUNT: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """`rows_of` a head, where the last ones may not be there."""
-    return rows_of(head_of(X, strides, batch, head), strides, start, rows, COUNT, DIM, WIDE, True)
+    return rows_of(
+        head_of(X, strides, batch, head), strides, start, rows, COUNT, DIM, WIDE, True
+    )
 
 
 @triton.jit
@@ -72,15 +84,21 @@ def store_rows(
 
 
 @triton.jit
-def scores(x, y, i, j, scale, mask, mask_strides, size, PARTIAL: tl.constexpr, PLAN: tl.constexpr):
-    """x yᵀ as scores: S if x is of queries, Sᵀ if it is of keys; -inf where row i may not see key
-    j. i and j broadcast to its shape. Without PARTIAL no position hides a key."""
+def scores(
+    x, y, i, j, scale, mask, mask_strides, size, PARTIAL: tl.constexpr, PLAN: tl.constexpr
+):
+    """x yᵀ as scores: S if x is of queries, Sᵀ if it is of keys; -inf where row i may not
+    see key j. i and j broadcast to its shape. Without PARTIAL no position hides a key."""
     S = tl.dot(x, tl.trans(y), input_precision="ieee")
     if PLAN.round_scores:
         S = S.to(x.dtype).to(tl.float32)
     S = S * scale
     if PLAN.mask != "none":
-        at = mask + i.to(tl.int64) * mask_strides.row + j.to(tl.int64) * mask_strides.column
+        at = (
+            mask
+            + i.to(tl.int64) * mask_strides.row
+            + j.to(tl.int64) * mask_strides.column
+        )
         given = tl.load(at, mask=(i < size.q_len) & (j < size.kv_len), other=0)
         if PLAN.mask == "bool":
             S = tl.where(given != 0, S, float("-inf"))
@@ -111,7 +129,8 @@ def exponential(x, PLAN: tl.constexpr):
 
 @triton.jit
 def weight(i, size):
-    """By what the guarded softmax multiplies P of row i: `emulation.forward.guarded_weights`."""
+    """By what the guarded softmax multiplies P of row i:
+    `emulation.forward.guarded_weights`."""
     number = (i + size.kv_len).to(tl.uint32) * GOLDEN >> 26  # 32 bits, which wrap around
     return (2 * number + 129).to(tl.float32) * 0.00390625
 
@@ -137,11 +156,13 @@ def within(
     start, stop, total, first, last,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """What lines [start, stop) of the score matrix have to do with the `total` of the other kind.
+    """What lines [start, stop) of the score matrix have to do with the `total` of the
+    other kind.
 
-    Line x meets x + first to x + last. Returns the places (begin, full, rest, end): tiles of BLOCK
-    from `begin` on meet some line; those in [full, rest) meet all, and so need no check; the last
-    one that meets any ends at or after `end`. All but `end` are multiples of BLOCK."""
+    Line x meets x + first to x + last. Returns the places (begin, full, rest, end): tiles
+    of BLOCK from `begin` on meet some line; those in [full, rest) meet all, and so need
+    no check; the last one that meets any ends at or after `end`. All but `end` are
+    multiples of BLOCK."""
     begin, full, rest, end = 0, 0, total // BLOCK * BLOCK, total
     if LEFT:
         begin = tl.minimum(tl.maximum(start + first, 0), total) // BLOCK * BLOCK
@@ -160,18 +181,25 @@ def forward(
     q_strides, k_strides, v_strides, o_strides, mask_strides, size, scale,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """O [rows of a block, v_dim] and L of a block of rows. `scale`: of Q Kᵀ, in the plan."""
+    """O [rows of a block, v_dim] and L of a block of rows. `scale`: of Q Kᵀ, in the
+    plan."""
     V_WIDE: tl.constexpr = PLAN.v_wide
     blocks = tl.cdiv(size.q_len, BLOCK_Q)
-    # Under a causal mask the last rows see the most keys: their programs had better begin.
+    # Under a causal mask the last rows see the most keys: their programs had better
+    # begin.
     start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
-    batch, head = tl.program_id(0) // blocks // size.heads, tl.program_id(0) // blocks % size.heads
+    batch, head = (
+        tl.program_id(0) // blocks // size.heads,
+        tl.program_id(0) // blocks % size.heads,
+    )
     K = head_of(K, k_strides, batch, head // size.group)
     V = head_of(V, v_strides, batch, head // size.group)
     if mask is not None:
         mask = head_of(mask, mask_strides, batch, head)
     i = start + tl.arange(0, BLOCK_Q)
-    q = block_of(Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide)
+    q = block_of(
+        Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide
+    )
 
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
@@ -181,9 +209,15 @@ def forward(
         l = l + (weight(i, size) if PLAN.guarded else 1.0)
     o = tl.zeros([BLOCK_Q, V_WIDE], tl.float32)
     begin, full, rest, end = within(
-        start, tl.minimum(start + BLOCK_Q, size.q_len), size.kv_len, size.first, size.last,
-        BLOCK_KV, PLAN.left, PLAN.right,
-    )  # fmt: skip
+        start,
+        tl.minimum(start + BLOCK_Q, size.q_len),
+        size.kv_len,
+        size.first,
+        size.last,
+        BLOCK_KV,
+        PLAN.left,
+        PLAN.right,
+    )
     common = (q, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale)
     if PLAN.descending:
         m, l, o = sweep(m, l, o, common, rest, end, True, BLOCK_KV, PLAN)
@@ -218,15 +252,21 @@ def sweep(
     for n in range(0, tiles):
         start = first + ((tiles - 1 - n) if PLAN.descending else n) * BLOCK
         j = start + tl.arange(0, BLOCK)
-        k = rows_of(K, k_strides, start, size.kv_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL)
-        S = scores(q, k, i[:, None], j[None, :], scale, mask, mask_strides, size, PARTIAL, PLAN)
+        k = rows_of(
+            K, k_strides, start, size.kv_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL
+        )
+        S = scores(
+            q, k, i[:, None], j[None, :], scale, mask, mask_strides, size, PARTIAL, PLAN
+        )
         m_old = m
         m = tl.maximum(m, row_maximum(S, PLAN), propagate_nan=tl.PropagateNan.ALL)
         a = exponential(m_old - finite(m), PLAN)
         P = exponential(S - finite(m)[:, None], PLAN)
         if PLAN.guarded:
             P = P * weight(i, size)[:, None]
-        v = rows_of(V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL)
+        v = rows_of(
+            V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL
+        )
         l = row_sum(l * a, P, v, PLAN)
         o = accumulate(o * a[:, None], P, v, PLAN)
     return m, l, o
@@ -234,8 +274,8 @@ def sweep(
 
 @triton.jit
 def row_maximum(S, PLAN: tl.constexpr):
-    """By what a row of a tile wants to be shifted: its maximum, or what the stabilised softmax
-    takes instead of one that is met more than once."""
+    """By what a row of a tile wants to be shifted: its maximum, or what the stabilised
+    softmax takes instead of one that is met more than once."""
     r = tl.max(S, 1)
     if PLAN.stabilised:
         near = (r - PLAN.tie_tolerance)[:, None] <= S

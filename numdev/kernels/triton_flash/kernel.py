@@ -1,10 +1,12 @@
-"""`triton-flash`: flash attention in Triton, with the choices that decide its numbers as options.
+"""`triton-flash`: flash attention in Triton, with the choices that decide its numbers as
+options.
 
-It is a kernel to audit and an experiment at once: where a published result is about a rounding,
-here is GPU code that rounds there, or does not. Its options (docs/kernels.md) are named as in
-`emulated`, and it claims to compute as those there say. The code that runs on the device is in
-`forward` and `backward` beside this module, which needs no triton. Tiles given as options are those
-of the forward pass; backward has its own, which decide nothing but the order of fp32 sums."""
+It is a kernel to audit and an experiment at once: where a published result is about a
+rounding, here is GPU code that rounds there, or does not. Its options (docs/kernels.md)
+are named as in `emulated`, and it claims to compute as those there say. The code that
+runs on the device is in `forward` and `backward` beside this module, which needs no
+triton. Tiles given as options are those of the forward pass; backward has its own, which
+decide nothing but the order of fp32 sums."""
 
 from __future__ import annotations
 
@@ -52,13 +54,13 @@ OPTIONS: Mapping[str, Any] = {
     **dict.fromkeys(STABILISED),
 }
 EMULATED = ("block_q", "block_kv", *(name for name in CHOICES if name != "exponential"))
-"""Options that `emulated` has too, by the same name and with the same values. exp and exp2 differ
-in their last bits alone, which no emulation knows of."""
+"""Options that `emulated` has too, by the same name and with the same values. exp and
+exp2 differ in their last bits alone, which no emulation knows of."""
 LARGEST_HEAD = 256
 LOG2_E = math.log2(math.e)
 
 
-# --- what follows from a case and its options ----------------------------------------------------
+# --- what follows from a case and its options -----------------------------------------
 
 
 # Constants of the kernels that an option decides: which one, by which word.
@@ -76,15 +78,25 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "guarded": ("softmax", "guarded"),
     "stabilised": ("softmax", "stabilised"),
 }
-# wide, v_wide: powers of two of at least 16, as matrix products must have them. left, right:
-# whether a row's position hides keys that come before, or after, others. mask: none, bool or
-# additive; hidden: what an additive one holds where a key is hidden. folded: scores are in units of
-# ln 2, log2 e being part of their scale; so are tie_tolerance, and largest_shift: how far below 0 a
-# row's largest S - m may be.
+# wide, v_wide: powers of two of at least 16, as matrix products must have them. left,
+# right: whether a row's position hides keys that come before, or after, others. mask:
+# none, bool or additive; hidden: what an additive one holds where a key is hidden.
+# folded: scores are in units of ln 2, log2 e being part of their scale; so are
+# tie_tolerance, and largest_shift: how far below 0 a row's largest S - m may be.
 Plan = cast(Any, namedtuple)(
     "Plan",
     (
-        *("head_dim", "v_dim", "wide", "v_wide", "left", "right", "mask", "hidden", "sinks"),
+        *(
+            "head_dim",
+            "v_dim",
+            "wide",
+            "v_wide",
+            "left",
+            "right",
+            "mask",
+            "hidden",
+            "sinks",
+        ),
         *("folded", "beta", "tie_tolerance", "largest_shift"),
         *FLAGS,
     ),
@@ -92,7 +104,8 @@ Plan = cast(Any, namedtuple)(
 
 
 def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> Any:
-    """What a kernel is compiled for, by a case and all its options in force: constants to it."""
+    """What a kernel is compiled for, by a case and all its options in force: constants to
+    it."""
     first, last = key_limits(case)
     mask, additive = case.mask, case.mask is not None and case.mask.dtype != torch.bool
     # A mask's lowest number, times log2 e, would be -inf.
@@ -128,7 +141,8 @@ class Strides(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of a call. Row i sees keys i + first to i + last, as far as the plan has such a limit."""
+    """Of a call. Row i sees keys i + first to i + last, as far as the plan has such a
+    limit."""
 
     heads: int
     group: int
@@ -154,14 +168,15 @@ class Launch(NamedTuple):
     num_stages: int
 
     def as_arguments(self) -> dict[str, int]:
-        """For a kernel, without fused multiply-adds: where scale · S − m became one, which in
-        tiles with hidden keys it cannot, P at the maximum was no longer 1, nor the same in forward
-        and backward. At scores of 10,000 that was 5e-4 of P."""
+        """For a kernel, without fused multiply-adds: where scale · S − m became one,
+        which in tiles with hidden keys it cannot, P at the maximum was no longer 1, nor
+        the same in forward and backward. At scores of 10,000 that was 5e-4 of P."""
         names = ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages")
         return {**dict(zip(names, self, strict=True)), "enable_fp_fusion": False}
 
 
-# For 16-bit operands, by pass and by the largest padded head dimension they are meant for.
+# For 16-bit operands, by pass and by the largest padded head dimension they are meant
+# for.
 TILES: Mapping[str, Mapping[int, Launch]] = {
     "forward": {128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)},
     "of_queries": {
@@ -182,7 +197,7 @@ def tiles(kernel: str, plan: Any, dtype: torch.dtype) -> Launch:
     return next(x for widest, x in table.items() if max(plan.wide, plan.v_wide) <= widest)
 
 
-# --- one call on the device ----------------------------------------------------------------------
+# --- one call on the device -----------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,7 +215,8 @@ class Call:
     def of(cls, case: AttentionCase, options: Mapping[str, Any]) -> Call:
         """`options` are all, of which None are chosen here."""
         options = {
-            n: STABILISED[n] if x is None and n in STABILISED else x for n, x in options.items()
+            n: STABILISED[n] if x is None and n in STABILISED else x
+            for n, x in options.items()
         }
         plan = plan_of(case, options)
         launch = tiles("forward", plan, case.q.dtype)
@@ -210,10 +226,13 @@ class Call:
         if mask is not None:
             mask = mask.detach().expand(*case.q.shape[:3], case.kv_len)
             mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        return cls(case=case.detached(), mask=mask, plan=plan, options=options, launch=launch)
+        return cls(
+            case=case.detached(), mask=mask, plan=plan, options=options, launch=launch
+        )
 
     def forward(self) -> tuple[Output, Tensor]:
-        """What forward returns, and the O that backward reads: the same, or that of fp32."""
+        """What forward returns, and the O that backward reads: the same, or that of
+        fp32."""
         from numdev.kernels.triton_flash.forward import forward
 
         q, k, v = self.case.q, self.case.k, self.case.v
@@ -221,18 +240,33 @@ class Call:
         O = torch.empty(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         forward[self._programs(self.launch.block_q, q)](
-            q, k, v, O, lse, self.case.sinks, self.mask, *strides(q, k, v, O, self.mask),
-            Size.of(self.case), self._scores_scale, PLAN=self.plan, **self.launch.as_arguments(),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            O,
+            lse,
+            self.case.sinks,
+            self.mask,
+            *strides(q, k, v, O, self.mask),
+            Size.of(self.case),
+            self._scores_scale,
+            PLAN=self.plan,
+            **self.launch.as_arguments(),
+        )
         ran = " ".join(f"{name}={value}" for name, value in self.options.items())
         return Output(out=O.to(q.dtype), lse=lse, ran=ran, did=self.options), O
 
-    def backward(self, O: Tensor, lse: Tensor | None, dO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV. What a group's query heads have is summed in fp32 and then rounded."""
+    def backward(
+        self, O: Tensor, lse: Tensor | None, dO: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV. What a group's query heads have is summed in fp32 and then
+        rounded."""
         from numdev.kernels.triton_flash.backward import of_keys, of_queries
 
         case, q, k, v = self.case, self.case.q, self.case.k, self.case.v
-        first, second = (tiles(name, self.plan, q.dtype) for name in ("of_queries", "of_keys"))
+        first, second = (
+            tiles(name, self.plan, q.dtype) for name in ("of_queries", "of_keys")
+        )
         kept = q.dtype if case.group == 1 else torch.float32
         delta = q.new_empty(q.shape[:3], dtype=torch.float32)
         dQ = q.new_empty(q.shape)
@@ -258,7 +292,8 @@ class Call:
         return self.case.scale * (LOG2_E if self.plan.folded else 1.0)
 
     def _programs(self, block: int, of: Tensor) -> tuple[int]:
-        """One for every block of every query head. On one axis: the others end at 65535."""
+        """One for every block of every query head. On one axis: the others end at
+        65535."""
         return (self.case.q.shape[0] * self.case.heads * -(-of.shape[2] // block),)
 
 
@@ -267,7 +302,7 @@ def strides(*tensors: Tensor | None) -> list[Strides]:
     return [Strides(0, 0, 0, 0) if x is None else Strides(*x.stride()) for x in tensors]
 
 
-# --- the kernel ----------------------------------------------------------------------------------
+# --- the kernel -----------------------------------------------------------------------
 
 
 def _unsupported(case: AttentionCase) -> str | None:
@@ -275,7 +310,10 @@ def _unsupported(case: AttentionCase) -> str | None:
     wide_mask = case.mask is not None and case.mask.dtype == torch.float64
     return why_not(
         (case.softcap is not None, "no soft cap"),
-        (case.q.dtype == torch.float64, "takes float16, bfloat16 and float32, not float64"),
+        (
+            case.q.dtype == torch.float64,
+            "takes float16, bfloat16 and float32, not float64",
+        ),
         (wide_mask, "computes in float32, and the mask is in float64"),
         (largest > LARGEST_HEAD, f"heads have at most {LARGEST_HEAD} features"),
     )
@@ -287,10 +325,13 @@ def _check(options: Mapping[str, Any]) -> None:
     check_stabilised(options)
 
 
-def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
-    """What `emulated` calls the options in force. None with the stabilised softmax: which rows it
-    shifts is decided by the last bits of their scores, which no emulation has. (The guarded one
-    asks no score.) A group's dK and dV are kept in fp32 until they are summed."""
+def _claims(
+    case: AttentionCase, output: Output, system: System
+) -> Mapping[str, Any] | None:
+    """What `emulated` calls the options in force. None with the stabilised softmax: which
+    rows it shifts is decided by the last bits of their scores, which no emulation has.
+    (The guarded one asks no score.) A group's dK and dV are kept in fp32 until they are
+    summed."""
     did = output.did or {}
     if did["softmax"] == "stabilised":
         return None
@@ -299,8 +340,8 @@ def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str,
 
 
 def step(case: AttentionCase, **options: Any) -> Output:
-    """Both passes of a training step: out, lse, dq, dk and dv. dO is brought to the inputs' dtype.
-    Raises UsageError for a case without grad_out."""
+    """Both passes of a training step: out, lse, dq, dk and dv. dO is brought to the
+    inputs' dtype. Raises UsageError for a case without grad_out."""
     dO = upstream_in(case, case.q.dtype)
     call = Call.of(case, options)
     done, O = call.forward()
@@ -309,7 +350,8 @@ def step(case: AttentionCase, **options: Any) -> Output:
 
 
 class _Trained(torch.autograd.Function):
-    """Forward leaves its output and log-sum-exp to backward, which launches nothing else again."""
+    """Forward leaves its output and log-sum-exp to backward, which launches nothing else
+    again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

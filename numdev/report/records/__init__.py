@@ -1,1 +1,2 @@
-"""What a report holds, as plain records: rows, what is summarised from them, and the reports."""
+"""What a report holds, as plain records: rows, what is summarised from them, and the
+reports."""

@@ -1,7 +1,7 @@
 """What a judgement can come to, and what a single test can: closed lists.
 
-Whoever decides by one matches all its members and ends in `assert_never`, so that a member that is
-added is an error of types wherever it was forgotten."""
+Whoever decides by one matches all its members and ends in `assert_never`, so that a
+member that is added is an error of types wherever it was forgotten."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ class Standing(StrEnum):
 
     EXCEEDED = "exceeded"  # the number is beyond its limit
     MISSING = "missing"  # planned, or required, and not measured
-    UNDECIDED = "undecided"  # measured, and too little to tell on which side of the limit it is
+    # Measured, and too little to tell on which side of the limit it is
+    UNDECIDED = "undecided"
     HELD = "held"  # within its limit
-    NOT_APPLICABLE = "not applicable"  # there is nothing to judge, and nobody asked for it
+    # There is nothing to judge, and nobody asked for it
+    NOT_APPLICABLE = "not applicable"
 
     @property
     def outcome(self) -> Outcome | None:

@@ -53,8 +53,9 @@ class Place(Record):
 
 
 class Places:
-    """What to call a place in a report of these rows: `layer 3 head 2`; the module where layers
-    share a number, the case where it was drawn; seed and call where there are several."""
+    """What to call a place in a report of these rows: `layer 3 head 2`; the module where
+    layers share a number, the case where it was drawn; seed and call where there are
+    several."""
 
     def __init__(self, rows: Sequence[DeviationRow | WorstRow | Place]) -> None:
         modules = {(row.layer, row.module): getattr(row, "attends", None) for row in rows}
@@ -89,15 +90,17 @@ class PlannedKernel(Record):
 
 
 class PlanRecord(Record):
-    """What was to be measured: every kernel on every call in every format, head by head. A call
-    that ran with none of the heads asked for has no rows."""
+    """What was to be measured: every kernel on every call in every format, head by head.
+    A call that ran with none of the heads asked for has no rows."""
 
     kernels: tuple[PlannedKernel, ...]
     named: bool = False  # whether the kernels were asked for by name
     formats: tuple[str, ...]
-    calls: tuple[tuple[str, int | None], ...]  # the case, and the seed of one that was drawn
+    # The case, and the seed of one that was drawn
+    calls: tuple[tuple[str, int | None], ...]
     backward: bool = False  # dq, dk and dv too
-    heads: tuple[int, ...] | None = None  # query heads; None: all; with gradients whole groups
+    # Query heads; None: all; with gradients whole groups
+    heads: tuple[int, ...] | None = None
     rows: int | None = None  # of each head; then baselines and planted faults lack dk, dv
     repeats: int = 1  # how often each kernel ran on the same inputs
 
@@ -105,7 +108,8 @@ class PlanRecord(Record):
 class Finding(Record):
     """One thing wrong with one kernel, as a sentence and as data."""
 
-    rule: str  # the threshold's name; `runs` for a kernel that failed, `refuses` for declined calls
+    # The threshold's name; `runs` for a kernel that failed, `refuses` for declined calls
+    rule: str
     severity: Literal["exceeded", "unmeasured", "note"]
     sentence: str
     kernel: str
@@ -128,8 +132,8 @@ class Finding(Record):
 
 
 class KernelVerdict(OfKernel):
-    """One kernel under audit in one format, held to the rules; the check that matters most: of what
-    failed the gravest, of what passed the one nearest to its limit."""
+    """One kernel under audit in one format, held to the rules; the check that matters
+    most: of what failed the gravest, of what passed the one nearest to its limit."""
 
     role: Role = "kernel"
     outcome: Outcome
@@ -148,10 +152,13 @@ class Provenance(Record):
     command: str
     created: str  # UTC, ISO 8601
     system: dict[str, Any]
-    source: dict[str, Any]  # the checkpoint's name and hash and the prompt, or the configuration's
+    # The checkpoint's name and hash and the prompt, or the configuration's
+    source: dict[str, Any]
 
     @classmethod
-    def now(cls, command: str, system: Mapping[str, Any], source: Mapping[str, Any]) -> Provenance:
+    def now(
+        cls, command: str, system: Mapping[str, Any], source: Mapping[str, Any]
+    ) -> Provenance:
         """Of a report that this version makes now."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         about: Any = {"system": dict(system), "source": dict(source)}
@@ -165,7 +172,8 @@ class RequestedKernel(BaseModel):
 
 
 class RequestShape(BaseModel):
-    """The fields of a request that judging reads. Each command records more of its own."""
+    """The fields of a request that judging reads. Each command records more of its
+    own."""
 
     target: str | None = None
     checkpoint: str | None = None
@@ -180,13 +188,15 @@ class Report(Record):
 
     kind: str
     schema_version: Literal[3] = 3
-    rules: dict[str, Any] | None = None  # that it is judged by, whole; None: it is not judged
+    # That it is judged by, whole; None: it is not judged
+    rules: dict[str, Any] | None = None
     outcome: Outcome | None = None  # by these rules, of all that was planned
     verdicts: tuple[KernelVerdict, ...] = ()
     provenance: Provenance
     request: dict[str, Any]
     timings: dict[str, float] = Field(default_factory=dict)
-    """Seconds by section, and `total`: of the run that made the report, not of one it resumed."""
+    """Seconds by section, and `total`: of the run that made the report, not of one it
+    resumed."""
     findings: tuple[Finding, ...] = ()
     tested: tuple[str, ...] = ()  # by which rules, and which could not be applied
     doubts: tuple[str, ...] = ()  # about what was read, which no row tells
@@ -217,14 +227,17 @@ class Report(Record):
         return {}
 
     def to_pandas(self, table: str = "") -> pandas.DataFrame:
-        """One of its tables, by default the first (`rows` of an audit), as a DataFrame: a field a
-        column, None as NaN among numbers. Raises UsageError for a table that it does not have."""
+        """One of its tables, by default the first (`rows` of an audit), as a DataFrame: a
+        field a column, None as NaN among numbers. Raises UsageError for a table that it
+        does not have."""
         import pandas
 
         tables = self.tables()
         name = table or next(iter(tables), "")
         if not isinstance(name, str) or name not in tables:
-            raise UsageError(f"to_pandas: no table {name!r}", hint=closest(str(name), tables))
+            raise UsageError(
+                f"to_pandas: no table {name!r}", hint=closest(str(name), tables)
+            )
         return pandas.DataFrame([record.model_dump() for record in tables[name]])
 
     def plot(self, metric: str = "floor_ratio", **which: Any) -> Any:
@@ -233,13 +246,17 @@ class Report(Record):
         return _renderer("figure").draw(self, metric, **which)
 
     def __repr__(self) -> str:
-        failed = dict.fromkeys(v.kernel for v in self.verdicts if v.outcome == self.outcome)
+        failed = dict.fromkeys(
+            v.kernel for v in self.verdicts if v.outcome == self.outcome
+        )
         verdict = "" if self.outcome is None else self.outcome.word
         verdict += f" ({', '.join(failed)})" if failed and not self.passed else ""
         sizes = [f"{len(lines)} {name}" for name, lines in self.tables().items()]
         sizes.append(f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}")
         name = self.request.get("target") or self.provenance.command
-        return plain(f"<{type(self).__name__} {name}: {'; '.join((verdict, *sizes)).strip('; ')}>")
+        return plain(
+            f"<{type(self).__name__} {name}: {'; '.join((verdict, *sizes)).strip('; ')}>"
+        )
 
     __str__ = __repr__
 

@@ -13,7 +13,8 @@ Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
-Count = Annotated[int, Field(ge=0, lt=2**63)]  # of things; not one that only JSON can hold
+# Of things; not one that only JSON can hold
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 # Why dk and dv have no expected_ratio, rms_ratio, worst_row and baseline_ratio then.
 NOT_PREDICTED = "averages over single keys are not predicted where query rows are sampled"
 
@@ -22,7 +23,9 @@ class Record(BaseModel):
     """Immutable, and strict: no unknown fields, and no number that JSON cannot hold."""
 
     # Each model is built when it is first used: a command needs few of them.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 class CaseRecord(Record):
@@ -44,11 +47,15 @@ class CaseRecord(Record):
     softcap: float | None
     sinks: bool
     scale: float
-    grad_out: str | None = None  # where the gradient with respect to its output comes from
+    # Where the gradient with respect to its output comes from
+    grad_out: str | None = None
     threads: int | None = None  # of PyTorch on a CPU: one for a small call
-    nonfinite: dict[str, int] = Field(default_factory=dict)  # NaN or infinite elements by tensor
-    overflows: dict[str, int] = Field(default_factory=dict)  # finite ones too large, by format
-    axes: dict[str, Any] = Field(default_factory=dict)  # of a grid's cell: its value on every axis
+    # NaN or infinite elements by tensor
+    nonfinite: dict[str, int] = Field(default_factory=dict)
+    # Finite ones too large, by format
+    overflows: dict[str, int] = Field(default_factory=dict)
+    # Of a grid's cell: its value on every axis
+    axes: dict[str, Any] = Field(default_factory=dict)
 
 
 class OfKernel(Record):
@@ -72,34 +79,43 @@ class _OfCall(Record):
     seed: int | None
     phase: Phase | None = None  # of a generation
     step: int | None = None  # of a diffusion pipeline: the denoising step, from 0
-    attends: Attends | None = None  # of a pipeline: to the image, the text, or both as one
+    # Of a pipeline: to the image, the text, or both as one
+    attends: Attends | None = None
 
 
 class DeviationRow(OfKernel, _OfCall):
     """One head of one call, through one kernel, in one format. No numbers unless `ok`.
 
-    `head` is a query head for out, lse and dq, a key head for dk and dv, and None on a row that
-    stands for the whole call. Of sampled rows maxima are lower bounds, and averages estimates."""
+    `head` is a query head for out, lse and dq, a key head for dk and dv, and None on a
+    row that stands for the whole call. Of sampled rows maxima are lower bounds, and
+    averages estimates."""
 
     head: int | None
     tensor: Tensor
-    tensors: tuple[Tensor, ...] = ()  # that were measured of this call, each in its own rows
+    # That were measured of this call, each in its own rows
+    tensors: tuple[Tensor, ...] = ()
     status: Status
-    reason: str | None = None  # why it was skipped or failed; if `ok`, a limit of the measurement
+    # Why it was skipped or failed; if `ok`, a limit of the measurement
+    reason: str | None = None
     ran: str | None = None  # evidence, for example the operator the dispatcher chose
     out_format: str | None = None  # what the kernel returned: of which its floor is
-    came_in: str | None = None  # the format of its dtype, if wider than all its numbers need
+    # The format of its dtype, if wider than all its numbers need
+    came_in: str | None = None
 
     sampled: bool = False  # whether only some rows were measured (keys, for dk and dv)
     rows_measured: Count | None = None  # of each head
-    suspects: Count | None = None  # rows that stood out among all, and were measured for that
-    interval: dict[str, tuple[float, float]] = Field(default_factory=dict)  # 95 %, by metric
+    # Rows that stood out among all, and were measured for that
+    suspects: Count | None = None
+    # 95 %, by metric
+    interval: dict[str, tuple[float, float]] = Field(default_factory=dict)
     elements: Count | None = None
     sequences: Count | None = None
     empty_rows: Count | None = None
     nonfinite: Count | None = None
-    overflow: Count | None = None  # as are those of its rounding sites; not in `nonfinite`
-    empty_nonfinite: Count | None = None  # in rows that see no key; None where every row sees one
+    # As are those of its rounding sites; not in `nonfinite`
+    overflow: Count | None = None
+    # In rows that see no key; None where every row sees one
+    empty_nonfinite: Count | None = None
     max_abs: float | None = None
     mean_abs: float | None = None
     rms: float | None = None
@@ -112,8 +128,10 @@ class DeviationRow(OfKernel, _OfCall):
     from_baseline_rms: float | None = None
     precision_rms: float | None = None
     flash_vs_precision: float | None = None
-    low_precision_rms: float | None = None  # the baseline here from the baseline in float32
-    flash_vs_low_precision: float | None = None  # from_baseline_rms over low_precision_rms
+    # The baseline here from the baseline in float32
+    low_precision_rms: float | None = None
+    # from_baseline_rms over low_precision_rms
+    flash_vs_low_precision: float | None = None
     bias: float | None = None
     bias_sign: float | None = None
     bias_feature: float | None = None
@@ -122,23 +140,31 @@ class DeviationRow(OfKernel, _OfCall):
     bias_t: float | None = None
     bias_p: float | None = None
     expected_ratio: float | None = None
-    rms_ratio: float | None = None  # rms over that of what is expected: rows count by their size
+    # Rms over that of what is expected: rows count by their size
+    rms_ratio: float | None = None
     rms_rows: float | None = None  # of how many rows that is, in effect
     worst_row: float | None = None
-    claim: str | None = None  # the preset whose roundings are expected, or the way that explains it
+    # The preset whose roundings are expected, or the way that explains it
+    claim: str | None = None
     noise: float | None = None  # rms difference of repeated runs; 0 is bitwise the same
     bits: str | None = None  # checksum (metrics.bits) of all rows, measured or not
-    suspicion: str | None = None  # what it seems to compute instead: `the causal mask is ignored`
-    suspicion_cut: float | None = None  # how many times smaller that function's residual is
+    # What it seems to compute instead: `the causal mask is ignored`
+    suspicion: str | None = None
+    # How many times smaller that function's residual is
+    suspicion_cut: float | None = None
     suspicion_format: str | None = None  # of the run that the cut is of, if not the row's
     suspicion_share: float | None = None
-    """Of the rms error of this run, the share that goes if that is what should come out."""
+    """Of the rms error of this run, the share that goes if that is what should come
+    out."""
     suspicion_of: tuple[tuple[str, ...], ...] = ()
     """Each alternative that explains the head alike, with what it is an instance of."""
-    imprecision: str | None = None  # which step is coarser than it should be: `P is in e4m3`
+    # Which step is coarser than it should be: `P is in e4m3`
+    imprecision: str | None = None
     imprecision_share: float | None = None  # of the rms error, what that explains
-    errs_in: str | None = None  # which rows are beyond the limit of a single one: `row 63`
-    errs_in_of: tuple[str, ...] = ()  # of what that is an instance, in calls of other lengths
+    # Which rows are beyond the limit of a single one: `row 63`
+    errs_in: str | None = None
+    # Of what that is an instance, in calls of other lengths
+    errs_in_of: tuple[str, ...] = ()
     nulls: dict[str, str] = Field(default_factory=dict)  # metric to the reason it is null
 
 
@@ -152,14 +178,17 @@ class SiteShare(Record):
 
 
 class AttributionRow(OfKernel, _OfCall):
-    """Which roundings explain one kernel's errors in one call; rows count alike (as in row_rel)."""
+    """Which roundings explain one kernel's errors in one call; rows count alike (as in
+    row_rel)."""
 
     tensor: Tensor = "out"
     heads: tuple[int, ...]  # the query heads that were compared
-    explained_by: str | None = None  # the preset that makes these errors; null: see `reason`
+    # The preset that makes these errors; null: see `reason`
+    explained_by: str | None = None
     reason: str | None = None
     nearest: str | None = None
-    recipe: dict[str, Any] = Field(default_factory=dict)  # options of `emulated` that fit best
+    # Options of `emulated` that fit best
+    recipe: dict[str, Any] = Field(default_factory=dict)
     residual: float | None = None  # |o - emulation| / |o - r|
     size: float | None = None  # |o - r| over the emulation's: the ratio of sizes
     next_preset: str | None = None
@@ -168,8 +197,9 @@ class AttributionRow(OfKernel, _OfCall):
 
 
 class WorstRow(OfKernel, _OfCall):
-    """A row that errs most, of the head of a call where one errs most, and what is special about
-    it. For dk and dv a row is a key, and what is said of queries' rows is null; and the reverse."""
+    """A row that errs most, of the head of a call where one errs most, and what is
+    special about it. For dk and dv a row is a key, and what is said of queries' rows is
+    null; and the reverse."""
 
     role: Role = "kernel"
     kernel: str = ""
@@ -180,53 +210,65 @@ class WorstRow(OfKernel, _OfCall):
     rows: int  # how many there are: queries, or keys
     nonfinite: int  # elements that are not finite where the exact ones, rounded once, are
     error: float | None  # |o_i - r_i| over finite elements
-    ratio: float | None  # to what is predicted, else to the size of its terms; null where that is 0
+    # To what is predicted, else to the size of its terms; null where that is 0
+    ratio: float | None
     predicted: bool
-    cancellation: float | None  # |r_i| over the size of its terms: 1 where nothing cancels
-    sees: int  # keys a query sees; queries that see a key, of every query head that reads it
-    position: int  # how many of them come before the row's own place (query row + causal_offset)
+    # |r_i| over the size of its terms: 1 where nothing cancels
+    cancellation: float | None
+    # Keys a query sees; queries that see a key, of every query head that reads it
+    sees: int
+    # How many of them come before the row's own place (query row + causal_offset)
+    position: int
     max_probability: float
     lse: float | None = None
     tied: int | None = None  # keys that have the maximum score, the first included
-    nearly_tied: int | None = None  # keys within 0.001 of the maximum score, those at it included
+    # Keys within 0.001 of the maximum score, those at it included
+    nearly_tied: int | None = None
     first_key: float | None = None  # the probability of key 0
     sink: float | None = None  # the probability of the attention sink, where there is one
     entropy: float | None = None  # in nats, the sink being one outcome
-    carriers: int | None = None  # the fewest keys with 90 % of keys' probability; for keys, queries
+    # The fewest keys with 90 % of keys' probability; for keys, queries
+    carriers: int | None = None
     one_sign: float | None = None
-    """How far V keeps its sign over the carriers: mean over features of |sum_j P_ij sign(V_jd)| /
-    sum_j P_ij; 1 where every feature has one sign."""
+    """How far V keeps its sign over the carriers: mean over features of |sum_j P_ij
+    sign(V_jd)| / sum_j P_ij; 1 where every feature has one sign."""
     mass: float | None = None  # the probability a key receives, summed over queries
     sentence: str
 
 
 class ProfileRow(OfKernel):
-    """How one tensor of one call errs along its rows: in bins by position, heads and sequences
-    pooled. Errors are relative to the row's term scale, as row_rel; null in a bin without a row."""
+    """How one tensor of one call errs along its rows: in bins by position, heads and
+    sequences pooled. Errors are relative to the row's term scale, as row_rel; null in a
+    bin without a row."""
 
     case: str
     layer: int | None
     attends: Attends | None = None
     tensor: Tensor
     length: int  # rows of the call: queries, or keys for dk and dv
-    starts: tuple[int, ...]  # of each bin; it ends before the next, the last one with the call
-    counts: tuple[int, ...]  # rows of each bin that were measured and have a relative error
+    # Of each bin; it ends before the next, the last one with the call
+    starts: tuple[int, ...]
+    # Rows of each bin that were measured and have a relative error
+    counts: tuple[int, ...]
     errors: tuple[float | None, ...]  # root mean square
-    predicted: tuple[float | None, ...] | None = None  # the same of what its roundings predict
-    ulps: tuple[Count, ...] = ()  # elements off by less than 1/32 ulp, then by up to twice that
+    # The same of what its roundings predict
+    predicted: tuple[float | None, ...] | None = None
+    # Elements off by less than 1/32 ulp, then by up to twice that
+    ulps: tuple[Count, ...] = ()
     ulps_predicted: tuple[Count, ...] | None = None
 
 
 class WeightRow(Record):
-    """What casting one stored tensor to a format costs. `mean_abs` is its Wasserstein distance too:
-    rounding is monotone, so pairing in order is the optimal transport."""
+    """What casting one stored tensor to a format costs. `mean_abs` is its Wasserstein
+    distance too: rounding is monotone, so pairing in order is the optimal transport."""
 
     tensor: str
     shape: tuple[int, ...]
     stored: str
     format: str
     elements: int
-    nonfinite: int  # those the format cannot hold, plus those that were not finite to begin
+    # Those the format cannot hold, plus those that were not finite to begin
+    nonfinite: int
     max_abs: float | None
     mean_abs: float | None
     rel: float | None

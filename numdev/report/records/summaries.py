@@ -1,5 +1,5 @@
-"""What a reader wants first: rows brought together when the report is made; a sweep's cells,
-figures."""
+"""What a reader wants first: rows brought together when the report is made; a sweep's
+cells, figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from numdev.report.records.rows import OfKernel, Phase, Record, Role, SiteShare, Tensor, WorstRow
+from numdev.report.records.rows import (
+    OfKernel,
+    Phase,
+    Record,
+    Role,
+    SiteShare,
+    Tensor,
+    WorstRow,
+)
 
 
 class Explanation(Record):
@@ -24,12 +32,14 @@ class Explanation(Record):
     next_residual: float | None
     explained: int
     calls: int  # with an error to explain; `explained` of them are
-    reason: str | None = None  # why nothing could be compared; null where there is no error at all
+    # Why nothing could be compared; null where there is no error at all
+    reason: str | None = None
     sites: tuple[SiteShare, ...] = ()
 
 
 class _OverHeads(Record):
-    """Metrics over heads: medians, `_worst` the largest, `_where` the layer and head of that."""
+    """Metrics over heads: medians, `_worst` the largest, `_where` the layer and head of
+    that."""
 
     ok: int  # heads that were measured, of all calls
     nonfinite: int = 0
@@ -56,16 +66,20 @@ class KernelSummary(OfKernel, _OverHeads):
     failed: int
     reasons: tuple[str, ...]
     ran: tuple[str, ...]
-    rows_measured: int | None = None  # of each head, where sampled: then maxima are lower bounds
+    # Of each head, where sampled: then maxima are lower bounds
+    rows_measured: int | None = None
     suspects: int | None = None  # rows of a call beside those, which stood out among all
     mean_abs: float | None = None
     max_abs: float | None = None
     flash_vs_precision: float | None = None
-    expected_ratio_interval: tuple[float, float] | None = None  # of the worst head, where sampled
+    # Of the worst head, where sampled
+    expected_ratio_interval: tuple[float, float] | None = None
     gradients: tuple[PartSummary, ...] = ()
     phases: tuple[PartSummary, ...] = ()
-    noise: float | None = None  # the largest, over the floor's rms; 0: same bits; None: ran once
-    biased_heads: int | None = None  # null where too few independent sequences tell of a bias
+    # The largest, over the floor's rms; 0: same bits; None: ran once
+    noise: float | None = None
+    # Null where too few independent sequences tell of a bias
+    biased_heads: int | None = None
 
 
 class AuditSummary(Record):
@@ -79,8 +93,8 @@ class AuditSummary(Record):
 
 
 class CellRow(OfKernel):
-    """One metric of one kernel in one cell of a sweep: heads pooled, then the mean over seeds with
-    its 95 % interval from a t-distribution, null for a single seed."""
+    """One metric of one kernel in one cell of a sweep: heads pooled, then the mean over
+    seeds with its 95 % interval from a t-distribution, null for a single seed."""
 
     case: str
     axes: dict[str, Any] = Field(default_factory=dict)

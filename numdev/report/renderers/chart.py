@@ -1,8 +1,9 @@
 """A figure as SVG that follows the page's colours, light and dark.
 
-Nothing is measured or averaged here: a figure holds means and intervals. Figures of one metric have
-the same range, each line's name stands beside its end instead of a legend, and a line differs from
-the others by colour, marker and dash, so that colour alone carries nothing."""
+Nothing is measured or averaged here: a figure holds means and intervals. Figures of one
+metric have the same range, each line's name stands beside its end instead of a legend,
+and a line differs from the others by colour, marker and dash, so that colour alone
+carries nothing."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Scale:
-    """Values to pixels, from `start` to `end`; beyond `low` and `high`, to the edge. Both are
-    logarithms where the scale is logarithmic."""
+    """Values to pixels, from `start` to `end`; beyond `low` and `high`, to the edge. Both
+    are logarithms where the scale is logarithmic."""
 
     low: float
     high: float
@@ -51,19 +52,24 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """Powers of ten, with 2 and 5 between where they are few; on a linear axis, and where a
-        logarithmic one holds fewer than three of these, round numbers in equal steps."""
+        """Powers of ten, with 2 and 5 between where they are few; on a linear axis, and
+        where a logarithmic one holds fewer than three of these, round numbers in equal
+        steps."""
         low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
         if self.log:
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)
             steps = (1, 2, 5) if len(decades) < 6 else (1,)
-            ticks = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
+            ticks = [
+                s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high
+            ]
             if len(ticks) >= 3:
                 return ticks[:: 1 + len(decades) // 8]
         fifth = (high - low) / 5 * (1 - 1e-9)
         power = 10.0 ** math.floor(math.log10(fifth))
         step = next(s * power for s in (1, 2, 5, 10) if s * power >= fifth)
-        return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        return [
+            i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)
+        ]
 
 
 def _scale(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Scale:
@@ -82,8 +88,8 @@ def _y_scale(figures: Sequence[Figure]) -> Scale:
     means = [p.mean for p in points if p.mean > 0]
     log = any(f.y_scale == "log" for f in figures) and bool(means)
     if log:
-        # An interval that reaches down to zero, or that two seeds make endless, must not stretch
-        # the axis until nothing is to be seen.
+        # An interval that reaches down to zero, or that two seeds make endless, must not
+        # stretch the axis until nothing is to be seen.
         ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
     else:
         ends += [0.0] if any(ends) else [0.0, 1.0]
@@ -117,13 +123,16 @@ def svg(figure: Figure, of: Figures) -> Markup:
             _points(group, curve.label, drawn, places, y, MARKERS[marker], categories)
         if level or not categories:
             _path(group, "line", places)
-        ends.append((group, places[-1] if places else (RIGHT, BOTTOM), _wrapped(curve.label, 22)))
+        ends.append(
+            (group, places[-1] if places else (RIGHT, BOTTOM), _wrapped(curve.label, 22))
+        )
     root.set("viewBox", f"0 0 {WIDTH} {math.ceil(max(below, _labels(ends)))}")
     return Markup(ET.tostring(root, encoding="unicode"))
 
 
 def _styles(of: Figures) -> dict[str, tuple[str, int]]:
-    """Label to its class and marker: the standard roles their own, kernels a colour each."""
+    """Label to its class and marker: the standard roles their own, kernels a colour
+    each."""
     styles: dict[str, tuple[str, int]] = {}
     colours = itertools.count()
     for label, role in {c.label: c.role for f in of.figures for c in f.curves}.items():
@@ -136,7 +145,8 @@ def _styles(of: Figures) -> dict[str, tuple[str, int]]:
 
 
 def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> float:
-    """The frame, its ticks and titles, without overlaps; returns where the drawing ends below."""
+    """The frame, its ticks and titles, without overlaps; returns where the drawing ends
+    below."""
     for v in y.ticks():
         _path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
         _text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
@@ -161,12 +171,14 @@ def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> flo
 
 
 def _wrapped(label: str, width: int) -> list[str]:
-    return textwrap.wrap(label, width, max_lines=4, placeholder="…", break_on_hyphens=False)
+    return textwrap.wrap(
+        label, width, max_lines=4, placeholder="…", break_on_hyphens=False
+    )
 
 
 def _labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
-    """Each curve's name beside its end, moved until none covers another: down from the top, then
-    up from the bottom. Returns where the lowest ends."""
+    """Each curve's name beside its end, moved until none covers another: down from the
+    top, then up from the bottom. Returns where the lowest ends."""
     heights = [LINE * len(label) + 3 for _, _, label in ends]
     order = sorted(range(len(ends)), key=lambda i: ends[i][1][1])
     tops, free, bottom = [0.0] * len(ends), 0.0, max(BOTTOM + 82.0, sum(heights))
@@ -183,23 +195,35 @@ def _labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
 
 
 def _points(
-    group: ET.Element, label: str, points: Sequence[Point], places: Sequence[Pair], y: Scale,
-    marker: str, categories: bool,
-) -> None:  # fmt: skip
-    """A curve's points, each telling its number, and their intervals: bars where points have no
-    order, else a band, if all have one."""
+    group: ET.Element,
+    label: str,
+    points: Sequence[Point],
+    places: Sequence[Pair],
+    y: Scale,
+    marker: str,
+    categories: bool,
+) -> None:
+    """A curve's points, each telling its number, and their intervals: bars where points
+    have no order, else a band, if all have one."""
     known = [(x, y(p.low), y(p.high)) for p, (x, _) in zip(points, places, strict=True)
              if p.low is not None and p.high is not None]  # fmt: skip
     for x, low, high in known if categories else ():
         _path(group, "bar", [(x, low), (x, high)])
     if not categories and len(known) == len(points) > 1:
-        upper, lower = [(x, high) for x, _, high in known], [(x, low) for x, low, _ in known]
+        upper, lower = (
+            [(x, high) for x, _, high in known],
+            [(x, low) for x, low, _ in known],
+        )
         _path(group, "band", [*upper, *reversed(lower)])
     for point, (x, height) in zip(points, places, strict=True):
         dot = {"class": "hollow" if point.limited else "dot", "d": marker,
                "transform": f"translate({x:g} {height:g})"}  # fmt: skip
         title = ET.SubElement(ET.SubElement(group, "path", dot), "title")
-        ends = f" [{three(point.low)} to {three(point.high)}]" if point.low is not None else ""
+        ends = (
+            f" [{three(point.low)} to {three(point.high)}]"
+            if point.low is not None
+            else ""
+        )
         title.text = plain(f"{label} at {point.label}: {three(point.mean)}{ends}")
 
 

@@ -1,9 +1,10 @@
 """A judgement where CI shows it: as JUnit XML, and as annotations of a step on GitHub.
 
-JUnit has no standard; this is the shape that Jenkins, GitLab and GitHub's reporters share. A suite
-is a kernel, a case one rule on one tensor in one format; names hold no numbers, so that a case
-keeps its history. Something fails or is in error exactly where the exit code is not 0. Names come
-from elsewhere: they cannot end a line, an element or a command."""
+JUnit has no standard; this is the shape that Jenkins, GitLab and GitHub's reporters
+share. A suite is a kernel, a case one rule on one tensor in one format; names hold no
+numbers, so that a case keeps its history. Something fails or is in error exactly where
+the exit code is not 0. Names come from elsewhere: they cannot end a line, an element or a
+command."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from numdev.report.foreign import plain
 from numdev.report.views.gate import number, problems_of
 
 GATE = "numdev gate"
-COUNTS = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
+COUNTS = {
+    "tests": "testcase",
+    "failures": "failure",
+    "errors": "error",
+    "skipped": "skipped",
+}
 ERRORS = 10  # error annotations of a step that GitHub shows; of warnings as many
 
 
@@ -38,15 +44,19 @@ def tag_of(outcome: Outcome | None) -> str:
 
 
 def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
-    """The whole file; `findings` are the judgement's. What XML 1.0 cannot hold is spelled out."""
-    # A finished report is judged in no time worth telling, and readers want the attribute.
+    """The whole file; `findings` are the judgement's. What XML 1.0 cannot hold is spelled
+    out."""
+    # A finished report is judged in no time worth telling, and readers want the
+    # attribute.
     root = ElementTree.Element("testsuites", name=GATE, time="0")
     suites: dict[str, ElementTree.Element] = {}
     for test in judgement.tests:
         suite, name = plain(_suite(test)), plain(_name(test))
         names = {"name": name, "classname": suite, "time": "0"}
         if suite not in suites:
-            suites[suite] = ElementTree.SubElement(root, "testsuite", name=suite, time="0")
+            suites[suite] = ElementTree.SubElement(
+                root, "testsuite", name=suite, time="0"
+            )
         case = ElementTree.SubElement(suites[suite], "testcase", names)
         if tag := tag_of(test.outcome):
             why = [plain(line) for line in _why(test, findings)]
@@ -106,12 +116,14 @@ def _place(place: Place) -> str:
 
 
 def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]:
-    """A workflow command for each problem, at most ten; then a warning that says how many more
-    there are, since of errors GitHub would not show it."""
+    """A workflow command for each problem, at most ten; then a warning that says how many
+    more there are, since of errors GitHub would not show it."""
     problems = [("error", p.title, p.sentence) for p in problems_of(judgement, findings)]
     more = len(problems) - ERRORS
     if more > 0:
-        text = f"{more} more, in the log of this step: GitHub shows {ERRORS} errors of one."
+        text = (
+            f"{more} more, in the log of this step: GitHub shows {ERRORS} errors of one."
+        )
         problems[ERRORS:] = [("warning", GATE, text)]
     for kind, title, message in problems:
         # As actions/toolkit, packages/core/src/command.ts; `plain` leaves no line break.

@@ -1,4 +1,5 @@
-"""Rows as a figure of matplotlib, which need not be installed: what `report.plot()` draws."""
+"""Rows as a figure of matplotlib, which need not be installed: what `report.plot()`
+draws."""
 
 from __future__ import annotations
 
@@ -17,11 +18,16 @@ ROLES = ("baseline", "kernel", "control")
 
 @checked
 def draw(
-    report: Report, metric: str = "floor_ratio", *, tensor: str = "out", format: str | None = None
+    report: Report,
+    metric: str = "floor_ratio",
+    *,
+    tensor: str = "out",
+    format: str | None = None,
 ) -> Any:
-    """A heat map for each kernel, layers down and heads across, all on one scale; where a head has
-    several rows (calls, seeds) the largest. `format`: None: the report's first. Returns the axes,
-    one for each kernel. Raises UsageError without matplotlib, and where no row has the number."""
+    """A heat map for each kernel, layers down and heads across, all on one scale; where a
+    head has several rows (calls, seeds) the largest. `format`: None: the report's first.
+    Returns the axes, one for each kernel. Raises UsageError without matplotlib, and where
+    no row has the number."""
     if metric not in DeviationRow.model_fields:
         hint = closest(metric, DeviationRow.model_fields)
         raise UsageError(f"plot: no metric {metric!r}", hint=hint)
@@ -34,7 +40,9 @@ def draw(
         if isinstance(value := getattr(row, metric), int | float) and value
     ]
     if not told:
-        raise UsageError(f"plot: no row of {tensor} in {format or 'any format'} has {metric}")
+        raise UsageError(
+            f"plot: no row of {tensor} in {format or 'any format'} has {metric}"
+        )
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -44,16 +52,27 @@ def draw(
     largest = table.groupby(["kernel", "layer", "head"], sort=False)["size"].max()
     layers, heads = table["layer"].unique(), sorted(table["head"].unique())
     least, most = table["size"].min(), table["size"].max()
-    scale = {"norm": "log" if most > 10 * least else "linear", "vmin": least, "vmax": most}
+    scale = {
+        "norm": "log" if most > 10 * least else "linear",
+        "vmin": least,
+        "vmax": most,
+    }
     kernels = table["kernel"].unique()
     size = (2 + 2.4 * len(kernels), 1.5 + 0.25 * len(layers))
-    how: Any = {"sharey": True, "squeeze": False, "figsize": size, "layout": "constrained"}
+    how: Any = {
+        "sharey": True,
+        "squeeze": False,
+        "figsize": size,
+        "layout": "constrained",
+    }
     figure, (axes,) = pyplot.subplots(1, len(kernels), **how)
     ticks = range(0, len(heads), 1 + len(heads) // 17)
     for each, name in zip(axes, kernels, strict=True):
         cells = largest[name].unstack().reindex(index=layers, columns=heads)
         image = each.imshow(cells, aspect="auto", **scale)
-        each.set(title=name, xlabel="head", xticks=ticks, xticklabels=[heads[i] for i in ticks])
+        each.set(
+            title=name, xlabel="head", xticks=ticks, xticklabels=[heads[i] for i in ticks]
+        )
     axes[0].set(yticks=range(len(layers)), yticklabels=layers)
     figure.colorbar(image, ax=list(axes), label=f"{metric}, {tensor}, {format}")
     return axes

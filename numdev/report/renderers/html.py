@@ -1,7 +1,9 @@
-"""A document as one self-contained HTML page: readable offline, on paper, in light and dark.
+"""A document as one self-contained HTML page: readable offline, on paper, in light and
+dark.
 
-Nothing is loaded from elsewhere, and one small script may run: the policy names its hash. Names and
-messages are foreign text; the template escapes everything, drawings are built of elements."""
+Nothing is loaded from elsewhere, and one small script may run: the policy names its hash.
+Names and messages are foreign text; the template escapes everything, drawings are built
+of elements."""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def frame(report: Report) -> Markup:
     """Its first line, and its page in a frame, whose styles reach nothing around it."""
     style = "width: 100%; height: 40em; border: 1px solid #8888"
     title = Markup("<p>{}</p>").format(_visible(repr(report)))
-    return title + Markup('<iframe style="{}" srcdoc="{}"></iframe>').format(style, page(report))
+    return title + Markup('<iframe style="{}" srcdoc="{}"></iframe>').format(
+        style, page(report)
+    )
 
 
 def page(report: Report | doc.Document, directory: Path | None = None) -> str:
@@ -48,14 +52,21 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"svg": chart.svg, "numbers": doc.tables_of, "prose": _prose}
-    text = (files("numdev.report.renderers") / "templates/page.js").read_text(encoding="utf-8")
+    text = (files("numdev.report.renderers") / "templates/page.js").read_text(
+        encoding="utf-8"
+    )
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    about = {"document": document_of(report, directory), "script": Markup(text), "digest": digest}
+    about = {
+        "document": document_of(report, directory),
+        "script": Markup(text),
+        "digest": digest,
+    }
     return environment.get_template("page.html.j2").render(about)
 
 
 def _visible(value: Any) -> Any:
-    """Foreign text without marks that would turn the direction of what stands around it."""
+    """Foreign text without marks that would turn the direction of what stands around
+    it."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value, keep="\n\t")
     return value

@@ -17,8 +17,8 @@ _MARKUP = re.compile(r"[\\`*_\[\]<>|~&$]|(?<=[A-Za-z]):(?=//)|(?<=[Ww]{3})\.")
 _FIRST = re.compile(r"^ *(\d*)(?=[-+=#.)](?:[-=# ]|$))")
 """What begins a list or a heading where it stands first."""
 _LATER = re.compile(r"@|:(?=[\w+-]+:)")
-"""What begins a mention or an emoji. GitHub looks for these in the finished page, where backslashes
-are gone, but not across the place of a comment."""
+"""What begins a mention or an emoji. GitHub looks for these in the finished page, where
+backslashes are gone, but not across the place of a comment."""
 
 
 def page(report: Report | doc.Document, level: int = 1) -> str:
@@ -31,8 +31,9 @@ def page(report: Report | doc.Document, level: int = 1) -> str:
 
 
 def escaped(text: str) -> str:
-    """Foreign text as itself within a line of Markdown, GitHub's own: no block, emphasis, code,
-    link, HTML, formula, emoji or cell border begins in it, and nobody is mentioned."""
+    """Foreign text as itself within a line of Markdown, GitHub's own: no block, emphasis,
+    code, link, HTML, formula, emoji or cell border begins in it, and nobody is
+    mentioned."""
     safe = _MARKUP.sub(r"\\\g<0>", plain(text))
     first = _FIRST.sub(r"\1\\", safe).strip(" ")
     return _LATER.sub(r"\g<0><!-- -->", first)

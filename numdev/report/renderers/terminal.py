@@ -1,8 +1,9 @@
 """A document in the terminal, with rich, and the progress bar of a study.
 
-Results go to stdout, progress to stderr. Colour carries nothing that the text does not say. Names
-and messages are foreign text: they go through `_text`, never through rich's markup. In a file or a
-pipe lines are not broken (unless $COLUMNS says so), and progress is a line now and then."""
+Results go to stdout, progress to stderr. Colour carries nothing that the text does not
+say. Names and messages are foreign text: they go through `_text`, never through rich's
+markup. In a file or a pipe lines are not broken (unless $COLUMNS says so), and progress
+is a line now and then."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from rich import box
 from rich import table as rich_table
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from numdev.report import Report
@@ -53,7 +60,9 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
                 for item in node.items:
                     style = STYLES[item.style]
                     lead = style or ("bold cyan" if node.kind == "answer" else "bold")
-                    line = Text(indent, overflow="fold").append_text(_text(item.lead, lead))
+                    line = Text(indent, overflow="fold").append_text(
+                        _text(item.lead, lead)
+                    )
                     gap = " " if item.lead and item.text else ""
                     out.print(line.append_text(_text(gap + item.text, style)))
             case doc.Table():
@@ -61,7 +70,8 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
 
 
 def _table(node: doc.Table, out: Console) -> None:
-    """A table under its title; of a map as many blocks of columns as the width asks for."""
+    """A table under its title; of a map as many blocks of columns as the width asks
+    for."""
     out.print()
     if node.title:
         out.print(_text(node.title, "bold"))
@@ -107,16 +117,24 @@ def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Tabl
             Text("\n").join(_text(line) for line in titles[at].split("\n")),
             overflow="fold",
             justify=column.align if at else "left",
-            no_wrap=fits and node.kind == "numbers" and (at == 0 or column.align == "right"),
+            no_wrap=fits
+            and node.kind == "numbers"
+            and (at == 0 or column.align == "right"),
             min_width=MAP - 1 if mapped and at else None,
         )
     for row in node.rows:
         line = []
         for at in chosen:
             cell = row.cells[at]
-            style = STYLES[cell.style] or ("dim" if row.standard else "bold" if at == 0 else "")
-            content = _text(cell.text, style if cell.shade is None else SHADES[cell.shade])
-            line.append(content.append(f" {plain(cell.after)}", "dim") if cell.after else content)
+            style = STYLES[cell.style] or (
+                "dim" if row.standard else "bold" if at == 0 else ""
+            )
+            content = _text(
+                cell.text, style if cell.shade is None else SHADES[cell.shade]
+            )
+            line.append(
+                content.append(f" {plain(cell.after)}", "dim") if cell.after else content
+            )
         grid.add_row(*line)
     return grid
 
@@ -140,8 +158,14 @@ def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     if not show or not console.is_terminal:
         yield line
         return
-    columns = (TextColumn("{task.description}", style="dim"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    columns = (
+        TextColumn("{task.description}", style="dim"),
+        BarColumn(),
+        MofNCompleteColumn(),
+    )
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True
+    ) as bar:
         task = bar.add_task("opening", total=None)
         yield lambda what, done, total: bar.update(
             task, description=escape(plain(what)), completed=done, total=total

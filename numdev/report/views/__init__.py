@@ -1,5 +1,6 @@
-"""What is shown of each kind of report, as a document: one module a kind, with `blocks`. Here is
-what all have: the title, the answer, the findings, and where the numbers come from."""
+"""What is shown of each kind of report, as a document: one module a kind, with `blocks`.
+Here is what all have: the title, the answer, the findings, and where the numbers come
+from."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from numdev.report.numbers import MOST, labelled, ratio, si, three
 from numdev.studies import kind_of
 
 REPRODUCERS = "reproducers"
-LONGEST = 32_000  # characters of a reproducer that the page shows; a longer one is only named
+# Characters of a reproducer that the page shows; a longer one is only named
+LONGEST = 32_000
 
 
 def style_of(outcome: Outcome | None) -> doc.Style:
@@ -36,7 +38,9 @@ def style_of(outcome: Outcome | None) -> doc.Style:
             assert_never(outcome)
 
 
-def document_of(report: Report | doc.Document, directory: Path | None = None) -> doc.Document:
+def document_of(
+    report: Report | doc.Document, directory: Path | None = None
+) -> doc.Document:
     """The report as a document; reproducers are looked for under `directory`."""
     if isinstance(report, doc.Document):
         return report
@@ -61,10 +65,12 @@ def document_of(report: Report | doc.Document, directory: Path | None = None) ->
 
 
 def verdicts(report: Any) -> Iterator[doc.Item]:
-    """A line for each kernel in each format: its verdict, and the number or finding that matters
-    most. A finding that leads in several formats is one line."""
+    """A line for each kernel in each format: its verdict, and the number or finding that
+    matters most. A finding that leads in several formats is one line."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
-    sizes = {(k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"}
+    sizes = {
+        (k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"
+    }
     ordered = sorted(report.verdicts, key=_order)
     lines = list(grouped(ordered, lambda v: _line(ordered, v)).values())
     names = [labelled(of[0].kernel, of[0].options) for of in lines]
@@ -81,8 +87,13 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
             text = _size(k)
         else:
             number = three(v.observed, v.limit)
-            nearest = f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
-            text = nearest if v.rule else "no limit on the size of its errors applies here"
+            nearest = (
+                f"closest to its limit: rule `{v.rule}`, {number} (limit "
+                f"{three(v.limit)})"
+            )
+            text = (
+                nearest if v.rule else "no limit on the size of its errors applies here"
+            )
         link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
         word, style = _word(v)
         lead = f"{word:{wide}}  {name:{width}}  {', '.join(formats)} "
@@ -96,13 +107,19 @@ def _line(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
     return labelled(v.kernel, v.options), _word(v), f"finding {v.finding}"
 
 
-def _led(name: str, v: KernelVerdict, finding: Finding, own: Sequence[KernelSummary | None]) -> str:
-    """What a finding says of a kernel, and how far off its output is in each of these formats."""
+def _led(
+    name: str, v: KernelVerdict, finding: Finding, own: Sequence[KernelSummary | None]
+) -> str:
+    """What a finding says of a kernel, and how far off its output is in each of these
+    formats."""
     text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
     far = [
         k
         for k in own
-        if k and v.outcome == "exceeded" and not k.nonfinite and (k.floor_ratio or MOST) < MOST
+        if k
+        and v.outcome == "exceeded"
+        and not k.nonfinite
+        and (k.floor_ratio or MOST) < MOST
     ]
     if not far:
         return text
@@ -111,16 +128,19 @@ def _led(name: str, v: KernelVerdict, finding: Finding, own: Sequence[KernelSumm
 
 
 def _order(verdict: KernelVerdict) -> int:
-    """What is wrong first, then not judged, then passed; last what this machine cannot run."""
+    """What is wrong first, then not judged, then passed; last what this machine cannot
+    run."""
     return ("bad", "warn", "good", "soft").index(_word(verdict)[1])
 
 
 def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
-    """An outcome's word and colour: a crash is a problem; what this machine lacks is none."""
+    """An outcome's word and colour: a crash is a problem; what this machine lacks is
+    none."""
     if isinstance(of, Finding) and of.severity == "note":
         return "", "soft"
     outcome = Outcome(of.severity) if isinstance(of, Finding) else of.outcome
-    if outcome is Outcome.NOT_JUDGED and of.rule == "runs" and of.tensor:  # of a failed call
+    # Of a failed call
+    if outcome is Outcome.NOT_JUDGED and of.rule == "runs" and of.tensor:
         return "CRASHED", "bad"
     soft = outcome is Outcome.NOT_JUDGED and of.rule is None
     return outcome.word, "soft" if soft else style_of(outcome)
@@ -144,7 +164,8 @@ def _size(k: KernelSummary) -> str:
 
 
 def _over_floor(k: KernelSummary) -> str:
-    """`1.23× the least possible in the median head, 1.48× in the worst (decode head 2)`."""
+    """`1.23× the least possible in the median head, 1.48× in the worst (decode head
+    2)`."""
     text = f"{ratio(k.floor_ratio)}× the least possible in the median head"
     if (k.floor_ratio_worst or math.inf) > MOST:
         return text
@@ -152,18 +173,22 @@ def _over_floor(k: KernelSummary) -> str:
 
 
 def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
-    """Findings as lines: those that no verdict shows, and those that have a script. Kernels are in
-    the order of their verdicts."""
+    """Findings as lines: those that no verdict shows, and those that have a script.
+    Kernels are in the order of their verdicts."""
     shown = {v.finding for v in report.verdicts}
     ordered: tuple[Any, ...] = (*sorted(report.verdicts, key=_order), *report.findings)
     names = [labelled(x.kernel, x.options) for x in ordered]
     places = [names.index(labelled(f.kernel, f.options)) for f in report.findings]
-    for number, finding in sorted(enumerate(report.findings), key=lambda pair: places[pair[0]]):
+    for number, finding in sorted(
+        enumerate(report.findings), key=lambda pair: places[pair[0]]
+    ):
         script = _script(finding, directory)
         if number not in shown or script:
             (name, style), link = _word(finding), _link(report, finding)
             lead = f"{name} ({finding.rule}):" if name else ""
-            yield doc.Item(finding.sentence, lead=lead, style=style, script=script, link=link)
+            yield doc.Item(
+                finding.sentence, lead=lead, style=style, script=script, link=link
+            )
 
 
 def _link(report: Any, finding: Finding) -> str:
@@ -178,8 +203,8 @@ def _link(report: Any, finding: Finding) -> str:
 
 
 def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
-    """Path and text of a finding's reproducer, where one was written. The folder's name is foreign:
-    it is only ever compared with what is there."""
+    """Path and text of a finding's reproducer, where one was written. The folder's name
+    is foreign: it is only ever compared with what is there."""
     for path in (directory / REPRODUCERS).glob("*/reproduce.py") if directory else ():
         if path.parent.name == finding.folder and not path.parent.is_symlink():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -190,7 +215,11 @@ def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
 
 def _origin(report: Report) -> Iterator[doc.Node]:
     """Where the numbers come from: a table on the page, a line or two in the terminal."""
-    origin, system, source = report.provenance, report.provenance.system, report.provenance.source
+    origin, system, source = (
+        report.provenance,
+        report.provenance.system,
+        report.provenance.source,
+    )
     packages = system.get("packages")
     packages = packages if isinstance(packages, dict) else {}
     where = f"{system.get('cpu')} ({system.get('cpu_capability')})"
@@ -211,11 +240,16 @@ def _origin(report: Report) -> Iterator[doc.Node]:
         f"{', '.join(str(x) for x in read if x)}. torch {packages.get('torch', '?')} on "
         f"{system.get('gpu') or where}. numdev {origin.numdev}."
     )
-    counts = sorted({case.threads for case in getattr(report, "cases", ()) if case.threads})
+    counts = sorted(
+        {case.threads for case in getattr(report, "cases", ()) if case.threads}
+    )
     threads = system.get("threads")
     if not counts and isinstance(threads, int) and not system.get("gpu"):
         counts = [threads]
     if counts:
         few = "1 thread for small calls, " if counts[0] == 1 < counts[-1] else ""
-        line += f" {few}{counts[-1]} thread{'s' * (counts[-1] > 1)}{' for large ones' * bool(few)}."
+        line += (
+            f" {few}{counts[-1]} "
+            f"thread{'s' * (counts[-1] > 1)}{' for large ones' * bool(few)}."
+        )
     yield from doc.notes((line, seconds(report.timings)), doc.TERMINAL)

@@ -1,7 +1,8 @@
-"""A judgement, shown: the outcome, what is wrong, how near each rule came, which faults are caught.
+"""A judgement, shown: the outcome, what is wrong, how near each rule came, which faults
+are caught.
 
-One document for the terminal and for GitHub; annotations and JUnit take their sentences from here.
-A judgement that did not pass has at least one problem."""
+One document for the terminal and for GitHub; annotations and JUnit take their sentences
+from here. A judgement that did not pass has at least one problem."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ from numdev.studies import judged_by
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB
 NO_POWER = (
-    "No faults were planted in this run, so what these limits would catch on this data is unknown: "
+    "No faults were planted in this run, so what these limits would catch on this "
+    "data is unknown: "
     "audit with --control."
 )
 
 
 class Problem(NamedTuple):
-    """One reason why a judgement did not pass; the title names the kernel and what is judged."""
+    """One reason why a judgement did not pass; the title names the kernel and what is
+    judged."""
 
     outcome: Outcome
     title: str
@@ -41,7 +44,9 @@ def page_of(judgement: Judgement, report: Report) -> doc.Document:
     """The judgement of a report, of any kind."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
-    placed = any(test.places for test in judgement.tests) or any(f.place for f in findings)
+    placed = any(test.places for test in judgement.tests) or any(
+        f.place for f in findings
+    )
     rows = getattr(report, "rows", ()) if placed else ()
     planned = getattr(report, "plan", None)
     return document(
@@ -59,9 +64,9 @@ def document(
     plants: bool = True,
     passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
 ) -> doc.Document:
-    """`findings` are the exceeded tests in sentences; `place` says what a place is called;
-    `plants`: whether a report of this kind can have planted faults; `passing`: what is said of a
-    kernel that passed."""
+    """`findings` are the exceeded tests in sentences; `place` says what a place is
+    called; `plants`: whether a report of this kind can have planted faults; `passing`:
+    what is said of a kernel that passed."""
     leading = kernel_verdicts(judgement, findings, passing)[:SENTENCES]
     lines = verdicts(SimpleNamespace(verdicts=leading, findings=findings))
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
@@ -81,7 +86,9 @@ def document(
             doc.Bullets(tuple(lines), "verdicts"),
             doc.Bullets(tuple(items)),
             _beyond(judgement.tests, place),
-            doc.words(("rule", "outcome", "judged", "worst", "limit", "in"), _rules(judgement)),
+            doc.words(
+                ("rule", "outcome", "judged", "worst", "limit", "in"), _rules(judgement)
+            ),
             _doses(judgement.power),
             *doc.notes((*declined, *tested, *_beside(judgement))),
             *(() if judgement.power or not plants else doc.notes((NO_POWER,))),
@@ -90,8 +97,8 @@ def document(
 
 
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
-    """All of them, the gravest first; none exactly where the judgement passed. `findings` are its
-    own; their notes are no problems."""
+    """All of them, the gravest first; none exactly where the judgement passed. `findings`
+    are its own; their notes are no problems."""
     for f in findings:
         if f.severity == "exceeded":
             yield Problem(Outcome.EXCEEDED, f"{f.kernel}: {f.rule}", f.sentence)
@@ -99,11 +106,17 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
         if f.severity == "unmeasured":
             title = f"{f.kernel} {'crashed' if f.tensor else 'did not run'}"
             yield Problem(Outcome.NOT_JUDGED, title, f.sentence)
-    lacking = [t for t in judgement.tests if t.outcome is Outcome.NOT_JUDGED and not t.runs]
+    lacking = [
+        t for t in judgement.tests if t.outcome is Outcome.NOT_JUDGED and not t.runs
+    ]
     for test in lacking:
         if test.rule == SOMETHING or test.rule.startswith(f"{REQUIRED} "):
             yield Problem(Outcome.NOT_JUDGED, test.rule, f"{test.reasons[0]}.")
-    rules = (t for t in lacking if t.rule != SOMETHING and not t.rule.startswith(f"{REQUIRED} "))
+    rules = (
+        t
+        for t in lacking
+        if t.rule != SOMETHING and not t.rule.startswith(f"{REQUIRED} ")
+    )
     for (rule, limit, reasons), own in grouped(
         rules, lambda t: (t.rule, t.limit, t.reasons)
     ).items():
@@ -125,18 +138,29 @@ def _beside(judgement: Judgement) -> Iterator[str]:
     for test in judgement.tests:
         if test.runs and not test.judged and test.standing is Standing.NOT_APPLICABLE:
             what = " backward" if test.tensor == "dq" else ""
-            yield f"{label(test)}{what} ({test.format}) was skipped: {'; '.join(test.reasons[:3])}"
+            yield (
+                f"{label(test)}{what} ({test.format}) was skipped: "
+                f"{'; '.join(test.reasons[:3])}"
+            )
     if rule := judgement.fa_rule:
-        yield f"{rule[0]} of {rule[1]} heads pass flash-attention's own 2× rule, a looser one."
+        yield (
+            f"{rule[0]} of {rule[1]} heads pass flash-attention's own 2× rule, a "
+            "looser one."
+        )
 
 
 def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
     """A line for each rule: where it came nearest to its limit, or went beyond."""
     order = [*Outcome, None]
-    of_rules = (test for test in judgement.tests if not test.runs and test.rule != SOMETHING)
+    of_rules = (
+        test for test in judgement.tests if not test.runs and test.rule != SOMETHING
+    )
     for rule, own in grouped(of_rules, attrgetter("rule")).items():
         nearest = min(own, key=lambda test: (order.index(test.outcome), -test.nearness))
-        judged, bad = sum(test.judged for test in own), sum(test.offending for test in own)
+        judged, bad = (
+            sum(test.judged for test in own),
+            sum(test.offending for test in own),
+        )
         yield (
             rule,
             doc.Cell(nearest.standing.word, style=style_of(nearest.outcome)),
@@ -154,7 +178,9 @@ def number(observed: float | str | None) -> str:
 
 def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
     """A line for each row that is beyond a limit, the one farthest beyond first."""
-    beyond = [(held, test) for test in tests for held in test.beyond if isinstance(held, Held)]
+    beyond = [
+        (held, test) for test in tests for held in test.beyond if isinstance(held, Held)
+    ]
     beyond.sort(key=lambda pair: -pair[0].excess)
     rows = [
         (

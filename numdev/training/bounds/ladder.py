@@ -1,14 +1,14 @@
 """A ladder of nulls: re-rounding at several strengths, and what is read off it.
 
-Under autocast a distance does not keep the proportion of its cause: a perturbation far below the
-floor flips later roundings, each a whole unit in the last place. So a distance is not divided by
-another to learn how large its cause was: it is read as a *dose*, the strength of re-rounding that
-moves the weights as far in the same seed at the same step. Strengths are in floors, the rms error
-of rounding attention's output once.
+Under autocast a distance does not keep the proportion of its cause: a perturbation far
+below the floor flips later roundings, each a whole unit in the last place. So a distance
+is not divided by another to learn how large its cause was: it is read as a *dose*, the
+strength of re-rounding that moves the weights as far in the same seed at the same step.
+Strengths are in floors, the rms error of rounding attention's output once.
 
-Between rungs the logarithm of the distance is a monotone cubic of that of the dose (Fritsch and
-Carlson 1980). Rungs that stand in the wrong order by chance are pooled first (pool adjacent
-violators, Ayer et al. 1955)."""
+Between rungs the logarithm of the distance is a monotone cubic of that of the dose
+(Fritsch and Carlson 1980). Rungs that stand in the wrong order by chance are pooled first
+(pool adjacent violators, Ayer et al. 1955)."""
 
 from __future__ import annotations
 
@@ -22,23 +22,37 @@ import pandas as pd
 
 from numdev.grouping import grouped
 from numdev.metrics.statistics import Mean, factor
-from numdev.training.bounds.report import FEWEST_SEEDS, MERGED, PAIR, Dose, Rung, Saturation, Window
+from numdev.training.bounds.report import (
+    FEWEST_SEEDS,
+    MERGED,
+    PAIR,
+    Dose,
+    Rung,
+    Saturation,
+    Window,
+)
 from numdev.training.report import VariantRole
 
 EQUAL = 2  # runs of one strength in a seed that marks are of
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 FLAT = 1.25  # the highest rung's distance over the lowest's where a ladder tells no dose
-WIDEST = 8.0  # of an interval, its end over its beginning, with which a dose is still read
+# Of an interval, its end over its beginning, with which a dose is still read
+WIDEST = 8.0
 NO_PAIR = "there is no null run re-rounded at {0:g} floor{1} beside one at {2:g}"
 NO_LADDER = "there are no null runs of two strengths"
 NO_STEP = "no step is early: two doses lie together from the first recorded one on"
 IS_FLAT = (
-    "the ladder is flat there: {high} floors move the weights {lead:.2f} times as far as {low}"
+    "the ladder is flat there: {high} floors move the weights {lead:.2f} "
+    "times as far as {low}"
 )
-IS_WIDE = "its interval over seeds, {low:.2g} to {high:.2g} floors, spans a factor above {most:g}"
+IS_WIDE = (
+    "its interval over seeds, {low:.2g} to {high:.2g} floors, spans a factor "
+    "above {most:g}"
+)
 BETWEEN = 1.06
-"""By what factor a dose between rungs four times apart may be off: planted ones were by up to 4 %
-over 20 seeds (benchmarks/dose.py). An interval over seeds does not know that, and is widened."""
+"""By what factor a dose between rungs four times apart may be off: planted ones were by
+up to 4 % over 20 seeds (benchmarks/dose.py). An interval over seeds does not know that,
+and is widened."""
 End = Literal["within", "below", "above"]
 Windows = Mapping[Window, tuple[int, ...]]
 Place = tuple[int, int]  # a seed and a step
@@ -50,15 +64,16 @@ class _Line(NamedTuple):
     value: float
 
 
-# --- marks ---------------------------------------------------------------------------------------
+# --- marks ----------------------------------------------------------------------------
 
 
 def saturation(distances: pd.DataFrame) -> Saturation:
-    """The marks of one metric of weights: lines with the columns role, times, seed, step, value.
+    """The marks of one metric of weights: lines with the columns role, times, seed, step,
+    value.
 
-    They come from nulls alone: of each strength of PAIR the first runs, EQUAL at most, in the order
-    of the lines. Whatever other runs there are moves none. None looks at later steps: a longer
-    record moves none."""
+    They come from nulls alone: of each strength of PAIR the first runs, EQUAL at most, in
+    the order of the lines. Whatever other runs there are moves none. None looks at later
+    steps: a longer record moves none."""
     steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
     chance = chance_decides(distances)
     lead = lead_by_step(distances)
@@ -80,8 +95,8 @@ def saturation(distances: pd.DataFrame) -> Saturation:
 
 
 def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
-    """The distance of the larger dose of PAIR over that of the smaller by step, the geometric mean
-    over seeds; empty where no seed has both."""
+    """The distance of the larger dose of PAIR over that of the smaller by step, the
+    geometric mean over seeds; empty where no seed has both."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     nulls = nulls[nulls.step > 0]
     low, high = (_by_seed(_equal(nulls[nulls.times == times])) for times in PAIR)
@@ -90,9 +105,10 @@ def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
 
 
 def chance_decides(distances: pd.DataFrame) -> int | None:
-    """The first step at which, in any seed, the largest of equal nulls over the smallest is more
-    than twice what it was at first. Equal are runs re-rounded at one floor; without two of them in
-    a seed, those of one ulp. None where nulls do not part, or no seed has two."""
+    """The first step at which, in any seed, the largest of equal nulls over the smallest
+    is more than twice what it was at first. Equal are runs re-rounded at one floor;
+    without two of them in a seed, those of one ulp. None where nulls do not part, or no
+    seed has two."""
     moved = distances[(distances.value > 0) & (distances.step > 0)]
     rounding = moved[(moved.role == "null_rounding") & (moved.times == PAIR[0])]
     for equal in (rounding, moved[moved.role == "null_ulp"]):
@@ -106,7 +122,8 @@ def chance_decides(distances: pd.DataFrame) -> int | None:
 
 
 def _equal(lines: pd.DataFrame) -> pd.DataFrame:
-    """Of runs that differ by chance alone the first few, so that more of them move no mark."""
+    """Of runs that differ by chance alone the first few, so that more of them move no
+    mark."""
     return lines.groupby(["seed", "step"], as_index=False).head(EQUAL)
 
 
@@ -119,12 +136,12 @@ def _first(marked: pd.Series[float]) -> int | None:
     return None if marked.empty else int(marked.index.get_level_values("step").min())
 
 
-# --- doses ---------------------------------------------------------------------------------------
+# --- doses ----------------------------------------------------------------------------
 
 
 def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
-    """Every strength in every window: its distance over that of one floor, in each seed the
-    geometric mean over steps, then over seeds with an interval."""
+    """Every strength in every window: its distance over that of one floor, in each seed
+    the geometric mean over steps, then over seeds with an interval."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     strengths = sorted({float(times) for times in nulls.times})
     for window, steps in windows.items():
@@ -212,7 +229,10 @@ def _dose(
     if lead <= FLAT:
         why = IS_FLAT.format(high=strength(highest), low=strength(lowest), lead=lead)
     elif low is None or high is None:
-        why = f"{len(by_seed)} seed{'s' * (len(by_seed) > 1)}, and an interval needs {FEWEST_SEEDS}"
+        why = (
+            f"{len(by_seed)} seed{'s' * (len(by_seed) > 1)}, and an interval "
+            f"needs {FEWEST_SEEDS}"
+        )
     elif high > WIDEST * low:
         why = IS_WIDE.format(low=low, high=high, most=WIDEST)
     return Dose(
@@ -233,13 +253,14 @@ def _reach(ladders: Iterable[Mapping[float, float]]) -> tuple[float, float]:
 
 
 def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
-    """The strength at which a ladder, of two rungs or more, has this distance, and whether that is
-    within it; beyond its ends the strength of the end."""
+    """The strength at which a ladder, of two rungs or more, has this distance, and
+    whether that is within it; beyond its ends the strength of the end."""
     strengths, distances = pooled(ladder)
     if distance < distances[0] or distance > distances[-1]:
         below = distance < distances[0]
         return (strengths[0], "below") if below else (strengths[-1], "above")
-    from scipy.interpolate import PchipInterpolator  # half a second that others need not wait for
+    # Half a second that others need not wait for
+    from scipy.interpolate import PchipInterpolator
 
     knots = [math.log(x) for x in strengths]
     levels = [math.log(x) for x in distances]
@@ -252,8 +273,8 @@ def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
 
 
 def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
-    """Strengths and distances, both ascending: rungs in the wrong order are one, at the geometric
-    means of theirs."""
+    """Strengths and distances, both ascending: rungs in the wrong order are one, at the
+    geometric means of theirs."""
     blocks: list[tuple[list[float], list[float]]] = []
     for times, distance in sorted(ladder.items()):
         blocks.append(([times], [distance]))
@@ -276,7 +297,8 @@ def middle(ratios: Sequence[float]) -> Mean:
 
 
 def of_window(window: Window) -> str:
-    """Whose distance a window is of: the gradient's of the first batch, or the weights'."""
+    """Whose distance a window is of: the gradient's of the first batch, or the
+    weights'."""
     return "gradient" if window == "start" else "weights"
 
 

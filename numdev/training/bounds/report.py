@@ -1,6 +1,7 @@
-"""What `numdev bounds` says, as a report holds it: how far flash moves weights, beside low
-precision, another seed, and null runs, which tell what any perturbation would grow to. Distances
-are from the golden run of the same seed, of all weights together; a step counts updates."""
+"""What `numdev bounds` says, as a report holds it: how far flash moves weights, beside
+low precision, another seed, and null runs, which tell what any perturbation would grow
+to. Distances are from the golden run of the same seed, of all weights together; a step
+counts updates."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ FAR_BELOW = 0.1  # the end of the interval of what is far below
 WITHIN = 2.0  # times as far as chance, within which it may be chance
 MERGED = 1.25  # the larger dose of PAIR over the smaller where curves have merged
 PAIR = (1.0, 16.0)
-"""The two strengths of re-rounding, in floors, that tell whether distances still tell causes
-apart."""
+"""The two strengths of re-rounding, in floors, that tell whether distances still tell
+causes apart."""
 PAPER = (0.2, 0.5)
 """Flash over low precision in W1, as Golden et al. report it: two to five times less."""
 FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 Window = Literal["first", "early", "saturated", "start"]
-"""Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
-from where they have merged; the first gradient, before any update."""
+"""Over which steps a ratio is: the first recorded one; all before curves bend towards
+each other; from where they have merged; the first gradient, before any update."""
 
 
 class Saturation(Record):
@@ -40,7 +41,8 @@ class Saturation(Record):
     bends: int | None = None
     saturated: int | None = None
     chance: int | None = None
-    early: tuple[int, ...]  # before `bends` and `chance`; without a pair the first recorded one
+    # Before `bends` and `chance`; without a pair the first recorded one
+    early: tuple[int, ...]
     late: tuple[int, ...] = ()  # from `saturated` on
     reason: str | None = None  # why it is not known
 
@@ -63,7 +65,8 @@ class Comparison(Record):
 
     @property
     def standing(self) -> str:
-        """By the interval. A null is of chance: what is up to twice as far is within it."""
+        """By the interval. A null is of chance: what is up to twice as far is within
+        it."""
         if self.low is None or self.high is None:
             return "No verdict beside"
         most = WITHIN if self.against_role.startswith("null") else 1.0
@@ -74,7 +77,8 @@ class Comparison(Record):
 
 
 class Rung(Record):
-    """One strength of re-rounding in a window: its distance over that of one floor, by seed."""
+    """One strength of re-rounding in a window: its distance over that of one floor, by
+    seed."""
 
     times: float  # in floors
     runs: int  # of this strength in a seed
@@ -95,15 +99,16 @@ class Dose(Record):
     dose: float | None  # in floors, the geometric mean over steps and seeds
     low: float | None  # 95 % over seeds, not beyond the ladder's ends
     high: float | None
-    below: float = 0.0  # the share of readings beyond an end of the ladder, taken as that end
+    # The share of readings beyond an end of the ladder, taken as that end
+    below: float = 0.0
     above: float = 0.0
     by_seed: dict[int, float] = Field(default_factory=dict)
     why: str | None = None  # why it is undecided
 
 
 class AtOutput(Record):
-    """What is at a variant's attention output for the golden run's first calls: means over seeds of
-    a training run's `outputs`."""
+    """What is at a variant's attention output for the golden run's first calls: means
+    over seeds of a training run's `outputs`."""
 
     variant: str
     role: VariantRole
@@ -111,7 +116,8 @@ class AtOutput(Record):
     apart: float | None  # rms difference from the golden run's attention, in floors
     bias: float | None
     slope: float | None
-    sharp: float | None = None  # rms error over the floor's with q scaled until scores reach 8
+    # Rms error over the floor's with q scaled until scores reach 8
+    sharp: float | None = None
     nonfinite: int = 0  # elements of all seeds
 
 
@@ -128,7 +134,8 @@ class BoundsSummary(Record):
     answer: tuple[str, ...]
     seeds: tuple[int, ...]
     deterministic: bool | None
-    """Whether the golden run, repeated, gave the same bits; null where it was not repeated."""
+    """Whether the golden run, repeated, gave the same bits; null where it was not
+    repeated."""
     axis: Axis | None  # of the figures; null for one step
 
 
@@ -154,4 +161,8 @@ class BoundsReport(Report):
         return "no two distances could be compared"
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        return {"comparisons": self.comparisons, "ladder": self.ladder, "doses": self.doses}
+        return {
+            "comparisons": self.comparisons,
+            "ladder": self.ladder,
+            "doses": self.doses,
+        }

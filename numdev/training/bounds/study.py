@@ -1,10 +1,11 @@
-"""`numdev bounds`: flash's distance in weights beside low precision's, another seed's and chance's,
-from the report of a training run. Needs neither torch nor a GPU.
+"""`numdev bounds`: flash's distance in weights beside low precision's, another seed's and
+chance's, from the report of a training run. Needs neither torch nor a GPU.
 
-The first answer is the first paper's question (`numdev.training.bounds.words`); distances are read
-as doses, and steps chosen, by a ladder of nulls (`numdev.training.bounds.ladder`). A window is
-decided by the paired mean |difference| of nulls alone, and holds for every metric: one that ended
-where the ratio asked about begins to scatter would be chosen for its answer."""
+The first answer is the first paper's question (`numdev.training.bounds.words`); distances
+are read as doses, and steps chosen, by a ladder of nulls
+(`numdev.training.bounds.ladder`). A window is decided by the paired mean |difference| of
+nulls alone, and holds for every metric: one that ended where the ratio asked about begins
+to scatter would be chosen for its answer."""
 
 from __future__ import annotations
 
@@ -56,10 +57,11 @@ COLUMNS = ("of", "metric", "role", "label", "times", "seed", "step", "value")
 
 
 def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
-    """The bounds of a training run: a report.json of `numdev train`, or a directory with one.
+    """The bounds of a training run: a report.json of `numdev train`, or a directory with
+    one.
 
-    Raises UsageError where there is none or it is of another command, MeasurementError where no
-    weights were compared in it."""
+    Raises UsageError where there is none or it is of another command, MeasurementError
+    where no weights were compared in it."""
     run = reports.read(path)
     if not isinstance(run, TrainReport):
         what = f"{path}: expected the report of a training run, got one of {run.kind}"
@@ -68,7 +70,9 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     weights = distances[distances.of == "weights"]
     if weights.empty:
         what = f"{path}: holds no distance between weights"
-        raise MeasurementError(what, hint="did the run record a step with more than one variant?")
+        raise MeasurementError(
+            what, hint="did the run record a step with more than one variant?"
+        )
     file = path / "report.json" if path.is_dir() else path
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     roles = {label_of(v): v.role for v in run.variants}
@@ -105,7 +109,9 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
         saturation=mark,
         answers=answers,
         comparisons=compared,
-        ladder=tuple(ladder.rungs(paired, {w: x for w, x in _windows(mark).items() if x})),
+        ladder=tuple(
+            ladder.rungs(paired, {w: x for w, x in _windows(mark).items() if x})
+        ),
         doses=doses,
         outputs=outputs,
         figures=tuple(f for f in _figures(tables, roles) if f.curves) if axis else (),
@@ -119,7 +125,8 @@ def label_of(v: VariantRecord) -> str:
 
 
 def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
-    """What a run measured at the output of attention: of each variant the means over seeds."""
+    """What a run measured at the output of attention: of each variant the means over
+    seeds."""
     for v in run.variants:
         rows = [row for row in run.outputs if row.variant == v.name]
         if rows:
@@ -132,9 +139,14 @@ def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
 
 
 def distances_of(run: TrainReport) -> pd.DataFrame:
-    """Every finite distance of all weights from the golden run, one a line, in COLUMNS."""
+    """Every finite distance of all weights from the golden run, one a line, in
+    COLUMNS."""
     others = {
-        v.name: (v.role, label_of(v), (v.times or 1.0) if v.role == "null_rounding" else math.nan)
+        v.name: (
+            v.role,
+            label_of(v),
+            (v.times or 1.0) if v.role == "null_rounding" else math.nan,
+        )
         for v in run.variants
         if v.role != "golden"
     }
@@ -149,17 +161,20 @@ def distances_of(run: TrainReport) -> pd.DataFrame:
 
 
 def curves(distances: pd.DataFrame) -> pd.DataFrame:
-    """One metric: a line for each seed and step, a column for each label, the mean over runs of one
-    kind in it; NaN where there is none."""
+    """One metric: a line for each seed and step, a column for each label, the mean over
+    runs of one kind in it; NaN where there is none."""
     return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
 
 
-# --- the ratios ----------------------------------------------------------------------------------
+# --- the ratios -----------------------------------------------------------------------
 
 
-def ratios(a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]) -> dict[int, float]:
-    """Two of `curves`, a over b, in each seed that has both: the geometric mean over these steps,
-    of those where neither is zero; 0 where a is zero at all of them and b is not."""
+def ratios(
+    a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]
+) -> dict[int, float]:
+    """Two of `curves`, a over b, in each seed that has both: the geometric mean over
+    these steps, of those where neither is zero; 0 where a is zero at all of them and b is
+    not."""
     ratio = (a / b)[(b > 0) & b.index.isin(steps, level="step")].dropna()
     seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric).fillna(0.0)
     return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
@@ -171,7 +186,9 @@ def _geometric(values: pd.Series[float]) -> float:
     return statistics.geometric_mean(known) if len(known) else math.nan
 
 
-def _pairs(roles: Mapping[str, VariantRole], table: pd.DataFrame) -> list[tuple[str, str]]:
+def _pairs(
+    roles: Mapping[str, VariantRole], table: pd.DataFrame
+) -> list[tuple[str, str]]:
     """The labels of a table that are set beside each other."""
     rungs = NULLS["null_rounding"] + " at "  # what a dose is read off, and no ratio is of
     labels = (label for label in roles if label in table and not label.startswith(rungs))
@@ -186,8 +203,11 @@ def _pairs(roles: Mapping[str, VariantRole], table: pd.DataFrame) -> list[tuple[
 
 def _windows(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
     return {
-        "start": (0,), "first": mark.early[:1], "early": mark.early, "saturated": mark.late,
-    }  # fmt: skip
+        "start": (0,),
+        "first": mark.early[:1],
+        "early": mark.early,
+        "saturated": mark.late,
+    }
 
 
 def _comparisons(
@@ -197,7 +217,9 @@ def _comparisons(
     steps: Sequence[int],
 ) -> Iterator[Comparison]:
     """All ratios, window by window."""
-    merged = mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
+    merged = (
+        mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
+    )
     late = mark.reason or f"no curve has merged with the null by step {steps[-1]}"
     reasons: Mapping[Window, str] = {"start": "", "saturated": late}
     for (window, these), metric in itertools.product(_windows(mark).items(), METRICS):
@@ -205,14 +227,21 @@ def _comparisons(
         table = tables.get((ladder.of_window(window), metric), pd.DataFrame())
         for a, b in _pairs(roles, table):
             by_seed = ratios(table[a], table[b], these)
-            mean, low, high = middle(list(by_seed.values())) if by_seed else (None, None, None)
+            mean, low, high = (
+                middle(list(by_seed.values())) if by_seed else (None, None, None)
+            )
             nulls = {}
             if mean is None:
                 none = "no seed has both, and more than 0 to divide by"
                 nulls["ratio"] = none if these else why
             elif len(by_seed) < FEWEST_SEEDS:
                 nulls = dict.fromkeys(("low", "high"), f"fewer than {FEWEST_SEEDS} seeds")
-            place: Any = {"variant": a, "against": b, "role": roles[a], "against_role": roles[b]}
+            place: Any = {
+                "variant": a,
+                "against": b,
+                "role": roles[a],
+                "against_role": roles[b],
+            }
             place |= {"metric": metric, "window": window, "steps": these, "nulls": nulls}
             yield Comparison(**place, ratio=mean, low=low, high=high, by_seed=by_seed)
 
@@ -237,5 +266,8 @@ def _figures(
         if ratio > 0
     ]
     title = "Distance of flash over that of another format, by step (all weights)"
-    name, pairs = "ratio of mean |difference|", dict.fromkeys(label for label, _, _ in over)
+    name, pairs = (
+        "ratio of mean |difference|",
+        dict.fromkeys(label for label, _, _ in over),
+    )
     yield figures.figure(title, PAIRED, name, pairs, over, middle, relative=True)

@@ -1,4 +1,5 @@
-"""A bounds report, shown: all three metrics, ratios by window, doses and the ladder; the curves."""
+"""A bounds report, shown: all three metrics, ratios by window, doses and the ladder; the
+curves."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from numdev.training.bounds.report import (
 from numdev.training.bounds.words import amount, ratio, said
 
 WINDOWS: Mapping[Window, str] = {
-    **{"first": "step", "early": "early, step", "saturated": "merged, step", "start": "gradient"}
+    **{
+        "first": "step",
+        "early": "early, step",
+        "saturated": "merged, step",
+        "start": "gradient",
+    }
 }
 SHORT = {PAIRED: "mean", "w1": "pooled W1", "max_abs": "largest"}
 STYLES: dict[str, doc.Style] = {
@@ -33,32 +39,51 @@ STYLES: dict[str, doc.Style] = {
     "Far less": "good", "More": "warn",
 }  # fmt: skip
 LEGEND = (
-    "×: a ratio of two distances, the geometric mean over steps and seeds [95 % interval, with "
-    "three or more seeds]. A distance is of all weights from those of the golden run: plain "
-    "attention, the same seed, the same step. mean and largest: of |difference|; W1: of all "
+    "×: a ratio of two distances, the geometric mean over steps and seeds [95 % "
+    "interval, with "
+    "three or more seeds]. A distance is of all weights from those of the golden "
+    "run: plain "
+    "attention, the same seed, the same step. mean and largest: of |difference|; "
+    "W1: of all "
     "weights pooled, blind to which stands where.",
-    f"The paper: reproduced, where the interval in pooled W1, early, lies within {PAPER[0]:g} to "
+    "The paper: reproduced, where the interval in pooled W1, early, lies within "
+    f"{PAPER[0]:g} to "
     f"{PAPER[1]:g}; not reproduced, where it lies outside; else, and with fewer than "
-    f"{FEWEST_SEEDS} seeds, undecided. Controls: what an ulp on every weight and attention alone "
-    "in that format make of the same distance; where they are as far as flash, the ratio says "
+    f"{FEWEST_SEEDS} seeds, undecided. Controls: what an ulp on every weight and "
+    "attention alone "
+    "in that format make of the same distance; where they are as far as flash, the "
+    "ratio says "
     "nothing of flash.",
-    "Dose: how many floors of random re-rounding of attention's output move the weights as far, in "
-    "the same seed at the same step, [95 % interval over seeds]. A floor is the rms error of "
-    "rounding the output once. Distances do not keep the proportion of their causes: a dose does. "
-    f"Undecided, in brackets (): a ladder whose highest rung moves weights at most {FLAT:g} times "
-    f"as far as its lowest, an interval above a factor of {WIDEST:g}, or fewer than {FEWEST_SEEDS} "
-    "seeds. At output: what the same kernel does to the golden run's first attention calls, rms, "
+    "Dose: how many floors of random re-rounding of attention's output move the "
+    "weights as far, in "
+    "the same seed at the same step, [95 % interval over seeds]. A floor is the rms "
+    "error of "
+    "rounding the output once. Distances do not keep the proportion of their "
+    "causes: a dose does. "
+    "Undecided, in brackets (): a ladder whose highest rung moves weights at most "
+    f"{FLAT:g} times "
+    f"as far as its lowest, an interval above a factor of {WIDEST:g}, or fewer than "
+    f"{FEWEST_SEEDS} "
+    "seeds. At output: what the same kernel does to the golden run's first "
+    "attention calls, rms, "
     "in floors.",
-    "Verdicts: within twice, of chance, which varies by itself, where the interval ends at "
-    f"{WITHIN:g} or below; far less than, where it ends below {FAR_BELOW:g}; more than, where it "
-    "starts above 1; else undecided: more seeds would tell. How much more, the dose says.",
+    "Verdicts: within twice, of chance, which varies by itself, where the interval "
+    "ends at "
+    f"{WITHIN:g} or below; far less than, where it ends below {FAR_BELOW:g}; more "
+    "than, where it "
+    "starts above 1; else undecided: more seeds would tell. How much more, the "
+    "dose says.",
     "step: the first recorded step.",
     "early: {early}.",
-    "merged: {merged}; distances then say how chaotic training is, not how large flash's was.",
+    (
+        "merged: {merged}; distances then say how chaotic training is, not how large "
+        "flash's was."
+    ),
     "gradient: the same of the first step's gradients, before any update.",
     "Without a ratio: {others}, in the curves only.",
     "Repeat: the golden run, repeated, gives {bits}.",
-    "Proxies: distances between weights say how far runs part, as in the first paper (Golden et "
+    "Proxies: distances between weights say how far runs part, as in the first "
+    "paper (Golden et "
     "al. 2024), and not whether either trains well.",
 )
 
@@ -67,7 +92,9 @@ def styles(report: BoundsReport) -> tuple[doc.Style, ...]:
     """Of each sentence of the answer; what voids the rest stands before it."""
     is_answered = bool(said(report.comparisons) or report.answers)
     lines = report.summary.answer if is_answered else ()
-    return tuple(next((s for w, s in STYLES.items() if a.startswith(w)), "") for a in lines)
+    return tuple(
+        next((s for w, s in STYLES.items() if a.startswith(w)), "") for a in lines
+    )
 
 
 def blocks(report: BoundsReport) -> Iterator[doc.Node]:
@@ -82,7 +109,9 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     absent |= set() if marks["others"] else {"Without a ratio"}
     absent |= set() if report.answers else {"The paper"}
     absent |= set() if report.ladder else {"Dose"}
-    lines = (line.format_map(marks) for line in LEGEND if line.partition(":")[0] not in absent)
+    lines = (
+        line.format_map(marks) for line in LEGEND if line.partition(":")[0] not in absent
+    )
     yield doc.Bullets(tuple(map(doc.headed, lines)))
     if axis := report.summary.axis:
         yield doc.Figures(report.figures, axis, "golden", PAGE)
@@ -91,9 +120,13 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
 
 
 def _marks(report: BoundsReport, known: list[Comparison]) -> Mapping[str, str]:
-    """Which steps are early and merged, which curves are in no ratio, and what a repeat gave."""
+    """Which steps are early and merged, which curves are in no ratio, and what a repeat
+    gave."""
     mark = report.saturation
-    begins = {mark.chance: "chance begins to decide", mark.bends: "doses lose their proportion"}
+    begins = {
+        mark.chance: "chance begins to decide",
+        mark.bends: "doses lose their proportion",
+    }
     ends = min((step for step in begins if step is not None), default=None)
     early = "all steps, with no sign that curves merge"
     if ends is not None:
@@ -102,9 +135,13 @@ def _marks(report: BoundsReport, known: list[Comparison]) -> Mapping[str, str]:
         early = f"the first step, since where curves merge is not known: {mark.reason}"
     low, high = PAIR
     merged = "at no step" if mark.saturated is None else f"from step {mark.saturated} on"
-    merged += f", where {high:g} floors move weights at most {MERGED:g} times as far as {low:g}"
+    merged += (
+        f", where {high:g} floors move weights at most {MERGED:g} times as far as {low:g}"
+    )
     bits = {None: "nothing (not run)", True: "the same bits", False: "other bits"}
-    drawn = dict.fromkeys(c.label for f in report.figures if not f.relative for c in f.curves)
+    drawn = dict.fromkeys(
+        c.label for f in report.figures if not f.relative for c in f.curves
+    )
     beside = {label for c in known for label in (c.variant, c.against)}
     rungs = {label for label in drawn if label.startswith("null: re-rounded at ")}
     others = ", ".join(label for label in drawn if label not in beside | rungs)
@@ -118,7 +155,11 @@ def _windows(known: list[Comparison]) -> Mapping[Window, str]:
     if spans.get("first") == spans.get("early"):
         spans.pop("first", None)
     ends = {w: dict.fromkeys((*steps[:1], *steps[-1:])) for w, steps in spans.items()}
-    return {w: f"{WINDOWS[w]} {'–'.join(map(str, ends[w]))}".strip() for w in WINDOWS if w in ends}
+    return {
+        w: f"{WINDOWS[w]} {'–'.join(map(str, ends[w]))}".strip()
+        for w in WINDOWS
+        if w in ends
+    }
 
 
 def _columns(first: str, second: str) -> list[str | Column]:
@@ -130,18 +171,33 @@ def _metrics(early: Sequence[Comparison], windows: Mapping[Window, str]) -> doc.
     cells = {(c.variant, c.against, c.metric): ratio(c) for c in early}
     pairs = list(dict.fromkeys((c.variant, c.against) for c in early))
     flash = {c.variant for c in early if c.role in ("flash", None)}
-    columns = [*_columns("distance of", "over that of"), *(f"{s}, ×" for s in SHORT.values())]
-    rows = ((*pair, *(cells.get((*pair, metric), NONE) for metric in SHORT)) for pair in pairs)
-    title = f"{windows.get('early', 'early').capitalize()}: mean, Wasserstein distance and largest"
+    columns = [
+        *_columns("distance of", "over that of"),
+        *(f"{s}, ×" for s in SHORT.values()),
+    ]
+    rows = (
+        (*pair, *(cells.get((*pair, metric), NONE) for metric in SHORT)) for pair in pairs
+    )
+    title = (
+        f"{windows.get('early', 'early').capitalize()}: mean, Wasserstein "
+        "distance and largest"
+    )
     return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
 
 
 def _table(known: list[Comparison], windows: Mapping[Window, str]) -> doc.Table:
-    """Every ratio of means with its interval, a window beside the other; flash's in full ink."""
+    """Every ratio of means with its interval, a window beside the other; flash's in full
+    ink."""
     cells = {(c.variant, c.against, c.window): c for c in known}
-    columns = [*_columns("distance of", "over that of"), *(f"{x}, ×" for x in windows.values())]
+    columns = [
+        *_columns("distance of", "over that of"),
+        *(f"{x}, ×" for x in windows.values()),
+    ]
     pairs = list(dict.fromkeys((c.variant, c.against) for c in known))
-    rows = ((*pair, *(_ratio(cells.get((*pair, window))) for window in windows)) for pair in pairs)
+    rows = (
+        (*pair, *(_ratio(cells.get((*pair, window))) for window in windows))
+        for pair in pairs
+    )
     flash = {c.variant for c in known if c.role in ("flash", None)}
     title = "Mean |difference| from the golden run: the first run's over the second's"
     return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
@@ -157,7 +213,13 @@ def _doses(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
     at = {output.variant: output for output in report.outputs}
     read_in = {d.window for d in report.doses if d.dose is not None}
     used = [w for w in windows if w in read_in]
-    columns = ["dose of", *(windows[w] for w in used), "at output: apart", "error", "bias, ulp"]
+    columns = [
+        "dose of",
+        *(windows[w] for w in used),
+        "at output: apart",
+        "error",
+        "bias, ulp",
+    ]
     columns.append("slope")
     rows = []
     variants = list(dict.fromkeys(d.variant for d in report.doses))

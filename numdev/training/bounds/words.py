@@ -1,5 +1,5 @@
-"""The first sentences of a bounds report: what voids the rest, the first paper's question, doses,
-and chance. Each is made from the numbers it reports."""
+"""The first sentences of a bounds report: what voids the rest, the first paper's
+question, doses, and chance. Each is made from the numbers it reports."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from numdev.training.bounds.report import (
 from numdev.training.report import TrainReport, VariantRole
 
 NOT_DETERMINISTIC = (
-    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run's weights differ by up to {off} "
+    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run's weights differ by "
+    "up to {off} "
     "when it is repeated. Only earlier steps are judged."
 )
-NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
+NOT_FINITE = (
+    "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
+)
 NOT_ROUNDING = "NOT ROUNDING ALONE: at its output {label} {what}, before any update."
 UNSURE = "Not reproducible, so not judged beside"
 SCALED = 1 / 512  # the slope of an error on the truth: sound kernels have 3.4e-4 and less
 BIASED = 0.1  # ulp, beyond the golden run's own
 LARGE = 4.0  # times the golden run's error
-SHARPER = 2.0  # times it where scores are large: eager attention errs 2 to 4 floors, fused 1.1
+# Times it where scores are large: eager attention errs 2 to 4 floors, fused 1.1
+SHARPER = 2.0
 IN = {"w1": "in pooled W1", PAIRED: "in the mean", "max_abs": "in the largest"}
 CONTROLS: Mapping[VariantRole, str] = {
     "null_ulp": "an ulp on every weight",
@@ -43,14 +47,15 @@ WORDS: Mapping[VariantRole, tuple[str, str]] = {
 """What the answer sets a distance beside: its name, and what is done there."""
 
 
-# --- what voids the rest -------------------------------------------------------------------------
+# --- what voids the rest --------------------------------------------------------------
 
 
 def warnings(
     run: TrainReport, off: float, step: float, outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
-    """A repeat that is `off` from a step on; runs that diverged, each with the seeds in which it
-    has no finite distance, and from which step on; attention that does more than round."""
+    """A repeat that is `off` from a step on; runs that diverged, each with the seeds in
+    which it has no finite distance, and from which step on; attention that does more than
+    round."""
     if off > 0:
         yield NOT_DETERMINISTIC.format(off=si(off), first=step)
     seeds: dict[str, dict[int, int]] = {}
@@ -58,7 +63,9 @@ def warnings(
         if d.of == "weights" and d.elements and d.mean_abs is None:
             seeds.setdefault(d.variant, {}).setdefault(d.seed, d.step)
     for label, first in seeds.items():
-        where = [f"seed {seed} from step {step} on" for seed, step in sorted(first.items())]
+        where = [
+            f"seed {seed} from step {step} on" for seed, step in sorted(first.items())
+        ]
         yield NOT_FINITE.format(label=label, where=", ".join(where))
     yield from not_rounding(outputs)
 
@@ -80,24 +87,28 @@ def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[s
         yield f"is off by a scale of {share} (sound kernels: below {percent(SCALED)})"
     own = (golden and golden.bias) or 0.0
     if output.bias is not None and abs(output.bias) >= BIASED + abs(own):
-        yield (f"is biased by {output.bias:+.2f} ulp along its sign (the golden run's: {own:+.2f})")
+        yield (
+            f"is biased by {output.bias:+.2f} ulp along its sign (the golden run's: "
+            f"{own:+.2f})"
+        )
     least = (golden and golden.floors) or 1.0
     if output.floors is not None and output.floors >= LARGE * least:
         yield f"errs {times(output.floors)} floors (the golden run's: {times(least)})"
     sharp = (golden and golden.sharp) or 1.0
     if output.sharp is not None and output.sharp >= SHARPER * sharp:
         yield (
-            f"errs {times(output.sharp)} floors where q is scaled until scores reach 8 (the "
+            f"errs {times(output.sharp)} floors where q is scaled until scores "
+            "reach 8 (the "
             f"golden run's: {times(sharp)}), as with a wrong scale"
         )
 
 
-# --- the paper's question ------------------------------------------------------------------------
+# --- the paper's question -------------------------------------------------------------
 
 
 def answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
-    """By the interval of flash over low precision in W1 in the early window: reproduced where it
-    lies within PAPER, not reproduced where it lies outside, else undecided."""
+    """By the interval of flash over low precision in W1 in the early window: reproduced
+    where it lies within PAPER, not reproduced where it lies outside, else undecided."""
     low, high = PAPER
     for c in compared:
         if (c.role, c.against_role, c.metric, c.window) == (
@@ -118,7 +129,9 @@ def answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
             elif c.high < low or c.low > high:
                 yield Answer(**pair, verdict="not reproduced")
             else:
-                yield Answer(**pair, verdict="undecided", why="its interval reaches across an end")
+                yield Answer(
+                    **pair, verdict="undecided", why="its interval reaches across an end"
+                )
 
 
 def of_the_paper(
@@ -127,8 +140,9 @@ def of_the_paper(
     attention: Mapping[str, str],
     off: float,
 ) -> Iterator[str]:
-    """The verdict with all three metrics, and the controls that explain it. From the first step at
-    which a repeat is `off` there is no verdict. `attention` is its format by label."""
+    """The verdict with all three metrics, and the controls that explain it. From the
+    first step at which a repeat is `off` there is no verdict. `attention` is its format
+    by label."""
     early = {(c.variant, c.against, c.metric): c for c in compared if c.window == "early"}
     low, high = PAPER
     for answer in made:
@@ -139,7 +153,8 @@ def of_the_paper(
             verdict = "Not reproducible, so undecided"
         if first.ratio is None:
             yield (
-                f"{verdict}: the paper's {low:g} to {high:g} (pooled W1): nothing can be said of "
+                f"{verdict}: the paper's {low:g} to {high:g} (pooled W1): nothing "
+                "can be said of "
                 f"{answer.variant} over {answer.against}, since {answer.why}."
             )
             continue
@@ -147,7 +162,8 @@ def of_the_paper(
         listed = ", ".join(f"{ratio(c)} {IN[c.metric]}" for c in ratios)
         yield (
             f"{verdict} in this run{why}: the paper's {low:g} to {high:g} (pooled W1). "
-            f"{answer.variant} over {answer.against} is {listed}, {at_steps(first.steps)}."
+            f"{answer.variant} over {answer.against} is {listed}, "
+            f"{at_steps(first.steps)}."
         )
         controls = [
             f"{control.format(format=attention[c.variant])} {times(c.ratio)}"
@@ -166,7 +182,9 @@ def of_the_paper(
 
 def ratio(c: Comparison) -> str:
     """0.75 [0.73, 0.78]; without its interval where there is none."""
-    return times(c.ratio) + ("" if c.low is None else f" [{times(c.low)}, {times(c.high)}]")
+    return times(c.ratio) + (
+        "" if c.low is None else f" [{times(c.low)}, {times(c.high)}]"
+    )
 
 
 def at_steps(steps: Sequence[int]) -> str:
@@ -175,7 +193,7 @@ def at_steps(steps: Sequence[int]) -> str:
     return f"at step{'s' * (len(steps) > 1)} {when}"
 
 
-# --- doses ---------------------------------------------------------------------------------------
+# --- doses ----------------------------------------------------------------------------
 
 
 def of_doses(doses: Sequence[Dose], outputs: Sequence[AtOutput]) -> Iterator[str]:
@@ -187,20 +205,23 @@ def of_doses(doses: Sequence[Dose], outputs: Sequence[AtOutput]) -> Iterator[str
             output = at.get(dose.variant)
             if output is not None and output.apart is not None:
                 beside = (
-                    f" At its output it lies {times(output.apart)} floors from the golden run's, "
+                    f" At its output it lies {times(output.apart)} floors from the "
+                    "golden run's, "
                     f"and errs {times(output.floors)}."
                 )
             if dose.why is not None:
                 yield f"Dose undecided: of {dose.variant}, since {dose.why}.{beside}"
             else:
                 yield (
-                    f"Dose: {dose.variant} moves the weights as far as re-rounding attention's "
+                    f"Dose: {dose.variant} moves the weights as far as re-rounding "
+                    "attention's "
                     f"output at {amount(dose)}, {at_steps(dose.steps)}.{beside}"
                 )
 
 
 def amount(dose: Dose) -> str:
-    """1.1 floors (0.6 to 2.3); below 1/16, or above 64, where most readings are beyond an end."""
+    """1.1 floors (0.6 to 2.3); below 1/16, or above 64, where most readings are beyond an
+    end."""
     if dose.dose is None:
         return "–"
     for word, share in (("below", dose.below), ("above", dose.above)):
@@ -210,15 +231,19 @@ def amount(dose: Dose) -> str:
     return f"{dose.dose:.2g} floors{ends}"
 
 
-# --- chance --------------------------------------------------------------------------------------
+# --- chance ---------------------------------------------------------------------------
 
 
 def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """Each flash run early beside the null that re-rounds (else that of one ulp) and beside another
-    seed, by the mean |difference|."""
+    """Each flash run early beside the null that re-rounds (else that of one ulp) and
+    beside another seed, by the mean |difference|."""
     chosen: dict[tuple[str, str], Comparison] = {}
     for c in sorted(compared, key=lambda c: c.ratio is None):
-        if (c.role, c.metric, c.window) == ("flash", PAIRED, "early") and c.against_role in WORDS:
+        if (c.role, c.metric, c.window) == (
+            "flash",
+            PAIRED,
+            "early",
+        ) and c.against_role in WORDS:
             chosen.setdefault((c.variant, c.against_role.partition("_")[0]), c)
     return tuple(chosen.values())
 
@@ -226,15 +251,17 @@ def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
 def of_chance(
     compared: Sequence[Comparison], formats: Mapping[str, str], off: float
 ) -> Iterator[str]:
-    """Flash beside chance and another seed, while curves have not merged; or why nothing can be
-    said. Only an interval gives a verdict, before a repeat is `off`."""
+    """Flash beside chance and another seed, while curves have not merged; or why nothing
+    can be said. Only an interval gives a verdict, before a repeat is `off`."""
     for c in said(compared):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
         over += f", and a verdict needs {FEWEST_SEEDS}" * (len(c.by_seed) < FEWEST_SEEDS)
         if c.low is not None:
             over = f"95 % interval over {over} {times(c.low)} to {times(c.high)}"
-        distance = f"{c.variant} moves the weights {times(c.ratio)} times as far as {what}"
+        distance = (
+            f"{c.variant} moves the weights {times(c.ratio)} times as far as {what}"
+        )
         distance += f", {at_steps(c.steps)}" if c.steps else ""
         distance += f" ({c.against}; {over})"
         if c.ratio is None:

@@ -1,9 +1,9 @@
 """Weights by name, one tensor at a time, wherever they are stored; without a model.
 
-A set of weights is a safetensors file, the index of a sharded one, what torch.save wrote, a
-directory of either, a directory of `torch.distributed.checkpoint`, or `demo`. Opening reads
-headers. A file that cannot be read does not stop the rest: it is in `damage`, which a comparison
-reports."""
+A set of weights is a safetensors file, the index of a sharded one, what torch.save wrote,
+a directory of either, a directory of `torch.distributed.checkpoint`, or `demo`. Opening
+reads headers. A file that cannot be read does not stop the rest: it is in `damage`, which
+a comparison reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from numdev.sources.checkpoint import INDEX, SUFFIXES, WHOLE, read_on
 from numdev.sources.files import is_distributed, open_distributed
 
 ACCEPTED = (
-    "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a directory of "
+    "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a "
+    "directory of "
     "weights, a torch.distributed.checkpoint directory, or `demo`"
 )
 
@@ -40,10 +41,12 @@ class Weights:
     """An opened set of weights, its tensors in the order of the files."""
 
     name: str  # as the user named it
-    files: tuple[Path, ...] = ()  # those that are there, which `sources.files.identity` hashes
+    # Those that are there, which `sources.files.identity` hashes
+    files: tuple[Path, ...] = ()
     tensors: dict[str, Stored] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    """Names in a pickle that share the storage of another, which is the one in `tensors`."""
+    """Names in a pickle that share the storage of another, which is the one in
+    `tensors`."""
     damage: list[str] = field(default_factory=list)  # why files cannot be read
 
     def find(self, name: str) -> Stored | None:
@@ -52,9 +55,9 @@ class Weights:
 
 
 def open_weights(target: str) -> Weights:
-    """Open the weights at a path, or the demo's; prefixes common to all names are left out. Damaged
-    files are no error here, and there may be no tensor left. Raises UsageError where there are
-    none, or not clear which are meant."""
+    """Open the weights at a path, or the demo's; prefixes common to all names are left
+    out. Damaged files are no error here, and there may be no tensor left. Raises
+    UsageError where there are none, or not clear which are meant."""
     path = demo_checkpoint() if target == "demo" else Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
@@ -62,7 +65,9 @@ def open_weights(target: str) -> Weights:
     try:
         if is_distributed(path):
             _, split, weights.files = open_distributed(path)
-            weights.tensors = {n: Stored(shape=x.shape, read=x.read) for n, x in split.items()}
+            weights.tensors = {
+                n: Stored(shape=x.shape, read=x.read) for n, x in split.items()
+            }
         else:
             for file in _files(path):
                 _add(weights, file)
@@ -76,8 +81,8 @@ def open_weights(target: str) -> Weights:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files meant by a path. Of a directory: what transformers reads; else its only index, all
-    its safetensors files, or its only pickle."""
+    """The files meant by a path. Of a directory: what transformers reads; else its only
+    index, all its safetensors files, or its only pickle."""
     if path.name.endswith(INDEX):
         return list(storage.shards(path, lack=True))
     if path.is_file():
@@ -92,7 +97,11 @@ def _files(path: Path) -> list[Path]:
         return safe
     chosen = chosen or pickles
     if len(chosen) != 1:
-        has = f"has {len(chosen)} sets of weights" if chosen else "has no weights that numdev reads"
+        has = (
+            f"has {len(chosen)} sets of weights"
+            if chosen
+            else "has no weights that numdev reads"
+        )
         raise UsageError(f"{path}: {has}", hint=f"give {ACCEPTED}")
     return _files(chosen[0])
 
@@ -108,7 +117,9 @@ def _add(weights: Weights, file: Path) -> None:
             if place is not None and places.setdefault(place, name) != name:
                 weights.tied[name] = places[place]
             elif name in weights.tensors:
-                raise UsageError(f"{file}: {name} is in another file too", hint="give one of them")
+                raise UsageError(
+                    f"{file}: {name} is in another file too", hint="give one of them"
+                )
             else:
                 weights.tensors[name] = stored
     except MeasurementError as error:

@@ -1,8 +1,8 @@
 """Two tensors of one name, and many such pairs together: sums, and the numbers they make.
 
-A pair is kept as sums over the elements that are finite in both, so that the numbers of a layer or
-a model are made as those of one tensor, without its values. Beside them stand those of casting the
-tensor to lower formats, the yardstick."""
+A pair is kept as sums over the elements that are finite in both, so that the numbers of a
+layer or a model are made as those of one tensor, without its values. Beside them stand
+those of casting the tensor to lower formats, the yardstick."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ CASTS = ("bfloat16", "float16", "float8_e4m3fn")
 BEYOND = "is beyond what float64 holds"
 ZERO = "0 in both"
 Sums = Mapping[str, Any]
-"""What adds up over elements: counts, sums, squares, `largest` (a maximum), `w1` times elements.
-`told` counts those by which sets can be told apart: none of a tensor that is 0 in both."""
+"""What adds up over elements: counts, sums, squares, `largest` (a maximum), `w1` times
+elements. `told` counts those by which sets can be told apart: none of a tensor that is 0
+in both."""
 
 
 def unfit(x: Tensor) -> str | None:
@@ -46,8 +47,8 @@ def name_of(x: Tensor) -> str:
 
 
 def cast_costs(x: Tensor) -> dict[str, float]:
-    """What a cast to each of CASTS changes in a tensor that is not `unfit`: the sum over the
-    elements that the format holds, and how many these are."""
+    """What a cast to each of CASTS changes in a tensor that is not `unfit`: the sum over
+    the elements that the format holds, and how many these are."""
     sums: dict[str, float] = {}
     for name in CASTS:
         row = weight_row("", widened(x), FORMATS[name])
@@ -57,8 +58,9 @@ def cast_costs(x: Tensor) -> dict[str, float]:
 
 
 def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
-    """Two tensors of one shape on one device, neither `unfit`; `casts` are those of `against`.
-    Elements that are NaN or infinite in either are counted, and left out of all sums."""
+    """Two tensors of one shape on one device, neither `unfit`; `casts` are those of
+    `against`. Elements that are NaN or infinite in either are counted, and left out of
+    all sums."""
     elements = against.numel()
     a, b = widened(of).reshape(-1), widened(against).reshape(-1)
     lost = [elements - int(x.isfinite().sum()) for x in (a, b)]
@@ -98,8 +100,9 @@ def pooled(parts: Sequence[Sums]) -> Sums:
 
 
 def numbers(sums: Sums, w1: str = "w1") -> dict[str, Any]:
-    """The fields of a row, in which W1 has the name `w1`, with the reasons for what is None in
-    `nulls`: no element, a zero to divide by, or a value that float64 cannot hold."""
+    """The fields of a row, in which W1 has the name `w1`, with the reasons for what is
+    None in `nulls`: no element, a zero to divide by, or a value that float64 cannot
+    hold."""
     n = sums["compared"]
     against = math.sqrt(sums["against_squares"])
     parts = {  # numerator, denominator, and why the latter may be 0
@@ -118,7 +121,11 @@ def numbers(sums: Sums, w1: str = "w1") -> dict[str, Any]:
     for name, (x, by, zero) in parts.items():
         values[name] = x / by if n and by and math.isfinite(x / by) else None
         if values[name] is None:
-            none = "no element is finite in both" if sums["elements"] else "holds no elements"
+            none = (
+                "no element is finite in both"
+                if sums["elements"]
+                else "holds no elements"
+            )
             nulls[name] = none if not n else BEYOND if by else zero
     counts = ("elements", "nonfinite_of", "nonfinite_against")
     return {**{name: sums[name] for name in counts}, **values, "nulls": nulls}
@@ -126,5 +133,7 @@ def numbers(sums: Sums, w1: str = "w1") -> dict[str, Any]:
 
 def _norm(x: Tensor) -> float:
     """In fp64, block by block."""
-    squares = [float(part.double().square().sum()) for part in x.split(WEIGHTS_AT_ONCE) if len(x)]
+    squares = [
+        float(part.double().square().sum()) for part in x.split(WEIGHTS_AT_ONCE) if len(x)
+    ]
     return math.sqrt(sum(squares))

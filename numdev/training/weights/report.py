@@ -1,8 +1,8 @@
 """What `numdev weights` found, as a report holds it.
 
-A row is about the tensors of one name in a set of weights (`of`) and in the one all others are
-compared with (`against`), the first on the command line. Differences are of - against; averages are
-over the elements that are finite in both."""
+A row is about the tensors of one name in a set of weights (`of`) and in the one all
+others are compared with (`against`), the first on the command line. Differences are of -
+against; averages are over the elements that are finite in both."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Matter = Literal["damaged", "not finite", "reshaped", "missing", "extra", "not c
 
 
 class WeightNumbers(Record):
-    """What rows of one tensor and of several have in common. `times` is mean_abs over what a cast
-    of the tensor of `against` changes, over the elements the format holds; W1 of a cast is that
-    too, since rounding keeps the order."""
+    """What rows of one tensor and of several have in common. `times` is mean_abs over
+    what a cast of the tensor of `against` changes, over the elements the format holds; W1
+    of a cast is that too, since rounding keeps the order."""
 
     of: str
     against: str
@@ -61,14 +61,14 @@ class Together(WeightNumbers):
 
     tensors: int
     mean_w1: float | None
-    """The mean of the tensors' W1, by elements: another number than W1 of all values pooled, which
-    it is never below."""
+    """The mean of the tensors' W1, by elements: another number than W1 of all values
+    pooled, which it is never below."""
     identical: int  # of them, equal in every element, and not 0 throughout in both
     zeros: int = 0  # of them, 0 throughout in both
     max_tensor: str | None
     yardstick: Cast | None
-    """The first cast coarser than what most tensors of `against` are stored in: a cast to what they
-    are in changes nothing, to a finer format next to nothing."""
+    """The first cast coarser than what most tensors of `against` are stored in: a cast to
+    what they are in changes nothing, to a finer format next to nothing."""
     times_median: float | None  # the median tensor's; then the largest, and whose that is
     times_largest: float | None
     times_tensor: str | None
@@ -86,12 +86,13 @@ class RunRecord(Record):
     name: str
     role: VariantRole
     times: float | None = None  # the dose of a null that re-rounds, in floors
-    null: bool = False  # whether a user says that it differs from the first by rounding alone
+    # Whether a user says that it differs from the first by rounding alone
+    null: bool = False
 
 
 class CellRow(Together):
-    """What a run and the first, of one seed, have at a step: all tensors together, those of a
-    layer, of a kind, or of both."""
+    """What a run and the first, of one seed, have at a step: all tensors together, those
+    of a layer, of a kind, or of both."""
 
     seed: int
     step: int
@@ -100,9 +101,9 @@ class CellRow(Together):
 
 
 class Standing(Record):
-    """A run's distance in a layer and a kind at a step, beside what chance makes of the same
-    tensors in the same seed at the same step: runs re-rounded at one floor, or where there are none
-    all null runs of at most that."""
+    """A run's distance in a layer and a kind at a step, beside what chance makes of the
+    same tensors in the same seed at the same step: runs re-rounded at one floor, or where
+    there are none all null runs of at most that."""
 
     variant: str
     role: VariantRole
@@ -116,14 +117,15 @@ class Standing(Record):
     least: float | None
     most: float | None
     margin: float | None
-    """Over the farthest null run of at most one floor, in the seed where that is least."""
+    """Over the farthest null run of at most one floor, in the seed where that is
+    least."""
     stands_out: bool | None
     why: str | None = None  # why it is not judged
 
 
 class QuantileRow(Record):
-    """A quantile of a tensor's values in a run, over that of the first run; and the ends of what
-    the nulls of the seed have there. Of a layer and kind that stand out."""
+    """A quantile of a tensor's values in a run, over that of the first run; and the ends
+    of what the nulls of the seed have there. Of a layer and kind that stand out."""
 
     variant: str
     seed: int
@@ -162,12 +164,14 @@ class WeightsReport(Report):
 
     kind: Literal["weights"] = "weights"
     summary: WeightsSummary
-    sources: tuple[SourceRecord, ...]  # the first is the one that all others are compared with
+    # The first is the one that all others are compared with
+    sources: tuple[SourceRecord, ...]
     rows: tuple[TensorRow, ...] = ()
     groups: tuple[GroupRow, ...] = ()
     remarks: tuple[Remark, ...] = ()
     # Over the steps of a training, in place of `rows` and `groups`:
-    runs: tuple[RunRecord, ...] = ()  # the first is the one that all others are compared with
+    # The first is the one that all others are compared with
+    runs: tuple[RunRecord, ...] = ()
     cells: tuple[CellRow, ...] = ()
     standings: tuple[Standing, ...] = ()
     quantiles: tuple[QuantileRow, ...] = ()

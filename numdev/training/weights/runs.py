@@ -1,9 +1,10 @@
-"""Sets of weights that were kept over training: of each run one at a step, beside those of the run
-that all others are compared with.
+"""Sets of weights that were kept over training: of each run one at a step, beside those
+of the run that all others are compared with.
 
-They are the checkpoints of a `numdev train`, whose `training.json` says which variant each is of,
-or lists that a user gives, a run each. Steps are those of `training.json`, else those in names
-(`...-step500`, `checkpoint-500`), and so are seeds (`...-seed1-...`), 0 where nothing tells."""
+They are the checkpoints of a `numdev train`, whose `training.json` says which variant
+each is of, or lists that a user gives, a run each. Steps are those of `training.json`,
+else those in names (`...-step500`, `checkpoint-500`), and so are seeds (`...-seed1-...`),
+0 where nothing tells."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ Place = tuple[int, int]  # a seed and a step
 
 @dataclass(kw_only=True)
 class Kept:
-    """Runs, the first of them the one that the others are compared with, and where their weights
-    are: by seed and step, by run. Every place has the first run and another."""
+    """Runs, the first of them the one that the others are compared with, and where their
+    weights are: by seed and step, by run. Every place has the first run and another."""
 
     name: str
     runs: tuple[RunRecord, ...]
@@ -50,7 +51,8 @@ def step_of(path: Path) -> int | None:
 
 
 def seed_of(path: Path) -> int:
-    """The seed of a checkpoint: what `training.json` says, else the name's; 0 where neither."""
+    """The seed of a checkpoint: what `training.json` says, else the name's; 0 where
+    neither."""
     named = SEED.search(path.name)
     seed = training_of(path).get("seed")
     return seed if isinstance(seed, int) else int(named[1]) if named else 0
@@ -71,20 +73,23 @@ def is_over_steps(targets: Sequence[str]) -> bool:
 
 
 def kept(targets: Sequence[str], nulls: Sequence[str] = ()) -> Kept:
-    """The runs of one training, or of two lists and more, and `nulls`: lists of runs that differ
-    from the first by rounding alone. Raises UsageError where there are none to compare."""
+    """The runs of one training, or of two lists and more, and `nulls`: lists of runs that
+    differ from the first by rounding alone. Raises UsageError where there are none to
+    compare."""
     if len(targets) == 1 and not nulls:
         return _of_training(Path(targets[0]))
     for target in (*targets, *nulls):
         if not _is_run(target):
             what = f"{target}: expected checkpoints by step, as {targets[0]} has"
-            raise UsageError(what, hint="give sets of weights alone, or checkpoints by step alone")
+            raise UsageError(
+                what, hint="give sets of weights alone, or checkpoints by step alone"
+            )
     if len(targets) < 2 and not nulls:
         raise UsageError("weights: expected two runs or more to compare, got one")
     return _of_lists(targets, nulls)
 
 
-# --- a training of numdev -------------------------------------------------------------------------
+# --- a training of numdev -------------------------------------------------------------
 
 
 def _of_training(path: Path) -> Kept:
@@ -98,13 +103,20 @@ def _of_training(path: Path) -> Kept:
             times = variant["times"] if variant["role"] == "null_rounding" else None
             record = RunRecord(name=variant["name"], role=variant["role"], times=times)
         except (KeyError, TypeError, ValueError) as error:
-            what = f"{checkpoint}: training.json does not say of which variant, seed and step it is"
-            raise UsageError(what, hint="give the checkpoints of each run as a list") from error
+            what = (
+                f"{checkpoint}: training.json does not say of which variant, "
+                "seed and step it is"
+            )
+            raise UsageError(
+                what, hint="give the checkpoints of each run as a list"
+            ) from error
         variants[record.name] = record
         found.setdefault((seed, step), {})[record.name] = str(checkpoint)
     if not found:
         raise UsageError(f"{path}: keeps no checkpoints", hint=KEEP)
-    first = next((name for name, record in variants.items() if record.role == "golden"), None)
+    first = next(
+        (name for name, record in variants.items() if record.role == "golden"), None
+    )
     if first is None:
         raise UsageError(f"{path}: keeps no checkpoint of its golden run", hint=KEEP)
     order = [name for name in _order(found, variants) if name != first]
@@ -131,7 +143,7 @@ def _order(
     yield from dict.fromkeys((*named, *variants))
 
 
-# --- lists of a user ------------------------------------------------------------------------------
+# --- lists of a user ------------------------------------------------------------------
 
 
 def _of_lists(targets: Sequence[str], nulls: Sequence[str]) -> Kept:
@@ -156,7 +168,8 @@ def _of_lists(targets: Sequence[str], nulls: Sequence[str]) -> Kept:
 
 
 def _is_run(target: str) -> bool:
-    """A list or a pattern, or a directory that holds checkpoints by step and is none itself."""
+    """A list or a pattern, or a directory that holds checkpoints by step and is none
+    itself."""
     path = Path(target)
     if not path.exists():
         return "," in target or "*" in target
@@ -184,12 +197,16 @@ def _inside(path: Path) -> Iterator[tuple[int, Path]]:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
         step = step_of(place)
-        holds = is_distributed(place) or any(x.suffix in SUFFIXES for x in place.iterdir())
+        holds = is_distributed(place) or any(
+            x.suffix in SUFFIXES for x in place.iterdir()
+        )
         if step is not None and holds:
             yield step, place
 
 
-def _paired(name: str, runs: Sequence[RunRecord], found: Mapping[Place, Mapping[str, str]]) -> Kept:
+def _paired(
+    name: str, runs: Sequence[RunRecord], found: Mapping[Place, Mapping[str, str]]
+) -> Kept:
     """Those places that have the first run and another; what has none is said."""
     first = runs[0].name
     missing = []
@@ -197,7 +214,9 @@ def _paired(name: str, runs: Sequence[RunRecord], found: Mapping[Place, Mapping[
         lacking = [run.name for run in runs if run.name not in found[seed, step]]
         if lacking:
             missing.append(f"step {step}, seed {seed}: not kept of {', '.join(lacking)}")
-    places = {at: found[at] for at in sorted(found) if first in found[at] and len(found[at]) > 1}
+    places = {
+        at: found[at] for at in sorted(found) if first in found[at] and len(found[at]) > 1
+    }
     if not places:
         what = f"{name}: no step has weights of {first} and of another run"
         raise UsageError(what, hint=KEEP)

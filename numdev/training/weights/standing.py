@@ -1,9 +1,10 @@
-"""Where a run's weights stand out, by layer and kind: its distance from the first run beside what
-chance makes of the same tensors, in the same seed at the same step.
+"""Where a run's weights stand out, by layer and kind: its distance from the first run
+beside what chance makes of the same tensors, in the same seed at the same step.
 
-Chance are null runs of at most one floor: attention's output re-rounded, or every weight moved by
-an ulp. The rule is about the farthest of them, in every seed: it needs two in each of three seeds.
-What is judged are the tensors of one kind in one layer; layers and kinds as wholes are shown."""
+Chance are null runs of at most one floor: attention's output re-rounded, or every weight
+moved by an ulp. The rule is about the farthest of them, in every seed: it needs two in
+each of three seeds. What is judged are the tensors of one kind in one layer; layers and
+kinds as wholes are shown."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from numdev.training.weights.report import ALL, CellRow, Layer, RunRecord, Stand
 
 Metric = Literal["mean_abs", "mean_w1", "max_abs"]
 LIMITS: Mapping[Metric, float] = {"mean_abs": 1.5, "mean_w1": 1.5, "max_abs": 3.0}
-"""Over the farthest null, in every seed, beyond which a distance stands out. Of nulls re-rounded at
-one floor, each set beside the others, 0 of 168 sets of three seeds stood out anywhere; of single
-seeds 20 of 24 did (benchmarks/log, 2026-11-27)."""
+"""Over the farthest null, in every seed, beyond which a distance stands out. Of nulls
+re-rounded at one floor, each set beside the others, 0 of 168 sets of three seeds stood
+out anywhere; of single seeds 20 of 24 did (benchmarks/log, 2026-11-27)."""
 NAMES: Mapping[Metric, str] = {
     "mean_abs": "mean |difference|",
     "mean_w1": "mean W1 (of tensors)",
@@ -41,7 +42,9 @@ JUDGED = SHOWN_BESIDE[:-1]
 ANOTHER = "another initialisation, which is no small difference"
 WHOLE = "a whole, whose parts are judged"
 FEW_SEEDS = "{n} seed{s}, and the rule needs {least}"
-FEW = "{n} null run{s} of at most one floor {move} it in a seed, and the rule needs {least}"
+FEW = (
+    "{n} null run{s} of at most one floor {move} it in a seed, and the rule needs {least}"
+)
 SAME_THERE = "no seed has a distance above 0"
 
 
@@ -58,13 +61,19 @@ def marks(runs: Sequence[RunRecord], cells: Iterable[CellRow]) -> Saturation:
         for c in cells
         if c.layer == ALL and c.kind == ALL and c.mean_abs is not None
     ]
-    return saturation(pd.DataFrame(lines, columns=["role", "times", "seed", "step", "value"]))
+    return saturation(
+        pd.DataFrame(lines, columns=["role", "times", "seed", "step", "value"])
+    )
 
 
 def standings(runs: Sequence[RunRecord], cells: Sequence[CellRow]) -> Iterator[Standing]:
     """Of every run that is none of chance, in every layer and kind, at every step."""
     chance = {run.name for run in runs if is_chance(run)}
-    one = {run.name for run in runs if run.role == "null_rounding" and (run.times or 1.0) == 1.0}
+    one = {
+        run.name
+        for run in runs
+        if run.role == "null_rounding" and (run.times or 1.0) == 1.0
+    }
     places = grouped(cells, lambda c: (c.step, c.layer, c.kind))
     for run in (run for run in runs if run.role in SHOWN_BESIDE and not run.null):
         for (step, layer, kind), here in places.items():
@@ -83,8 +92,8 @@ def _standing(
     metric: Metric,
     **place: Any,
 ) -> Standing:
-    """`usually`: the nulls that a ratio is over; a margin is over the farthest of all. A distance
-    of 0 has no ratio, and does not stand out."""
+    """`usually`: the nulls that a ratio is over; a margin is over the farthest of all. A
+    distance of 0 has no ratio, and does not stand out."""
     values = {seed: x for seed, c in own.items() if (x := getattr(c, metric))}
     beside: dict[int, list[float]] = {}
     usual: dict[int, float] = {}
@@ -118,33 +127,41 @@ def _standing(
         least=min(ratios, default=None),
         most=max(ratios, default=None),
         margin=margin,
-        stands_out=margin > LIMITS[metric] if why is None and margin is not None else None,
+        stands_out=margin > LIMITS[metric]
+        if why is None and margin is not None
+        else None,
         why=why,
     )
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------
 
 STANDS = (
-    "{name} stands out in {where}: at step {step} it is at least {margin} times as far from "
-    "{first} as the farthest null there, {metric}, in every seed; {n} of {all} places (the tensors "
+    "{name} stands out in {where}: at step {step} it is at least {margin} times as "
+    "far from "
+    "{first} as the farthest null there, {metric}, in every seed; {n} of {all} "
+    "places (the tensors "
     "of one kind in one layer) stand out, at {steps}."
 )
 NONE_STANDS = (
-    "{name} stands out nowhere: in none of {all} places (the tensors of one kind in one layer) is "
+    "{name} stands out nowhere: in none of {all} places (the tensors of one kind in "
+    "one layer) is "
     "it farther from {first} than chance by the rule, at {steps}."
 )
 NOT_JUDGED = "{name}: where it stands out is not judged: {why}."
 UNMOVED = (
-    "{name} moves {where} by at most {most}, where fewer than {least} nulls do: not judged there."
+    "{name} moves {where} by at most {most}, where fewer than {least} nulls "
+    "do: not judged there."
 )
 BY_CHANCE = (
-    "{name} beside chance, {when}: {ranges} times as far, over places (geometric means over the "
+    "{name} beside chance, {when}: {ranges} times as far, over places (geometric "
+    "means over the "
     "seeds and steps at which both moved)."
 )
 OVER = "{name} over {other}, {when}: {ranges}, over places, where both moved ({seeds})."
 SAME = (
-    "{name} has {first}'s weights at every step: every element of the tensors that are not 0 in "
+    "{name} has {first}'s weights at every step: every element of the tensors that "
+    "are not 0 in "
     "both{zeros}."
 )
 
@@ -155,8 +172,8 @@ def answer(
     found: Sequence[Standing],
     early: Sequence[int],
 ) -> Iterator[str]:
-    """Where runs stand out, flash first; how far they are beside chance, and beside each other,
-    over early steps; and which are the first run itself."""
+    """Where runs stand out, flash first; how far they are beside chance, and beside each
+    other, over early steps; and which are the first run itself."""
     first = runs[0].name
     order = sorted(runs[1:], key=lambda run: _rank(run))
     same = [run for run in order if _is_same(run, cells)]
@@ -194,7 +211,8 @@ def finest(some: Iterable[T]) -> list[T]:
 
 
 def label_of(layer: Layer, kind: str) -> str:
-    """`layer 2 attention`, `embedding outside layers`, `attention`, `layer 2`, `all weights`."""
+    """`layer 2 attention`, `embedding outside layers`, `attention`, `layer 2`, `all
+    weights`."""
     if layer == ALL:
         return "all weights" if kind == ALL else kind
     if layer == "none":
@@ -212,18 +230,27 @@ def _where(run: RunRecord, first: str, found: Sequence[Standing]) -> str:
     out = [s for s in judged if s.stands_out]
     steps = _steps({s.step for s in out or judged})
     if not out:
-        return NONE_STANDS.format(name=run.name, first=first, all=len(places), steps=steps)
+        return NONE_STANDS.format(
+            name=run.name, first=first, all=len(places), steps=steps
+        )
     worst = max(out, key=lambda s: (s.margin or 0.0) / LIMITS[s.metric])
     n = len(dict.fromkeys((s.layer, s.kind) for s in out))
     return STANDS.format(
-        name=run.name, first=first, where=label_of(worst.layer, worst.kind), step=worst.step,
-        metric=IN[worst.metric], margin=times(worst.margin), n=n, all=len(places),
+        name=run.name,
+        first=first,
+        where=label_of(worst.layer, worst.kind),
+        step=worst.step,
+        metric=IN[worst.metric],
+        margin=times(worst.margin),
+        n=n,
+        all=len(places),
         steps=steps,
-    )  # fmt: skip
+    )
 
 
 def _unmoved(run: RunRecord, found: Sequence[Standing]) -> Iterator[str]:
-    """Places that a run moves and chance does not, where there are others that are judged."""
+    """Places that a run moves and chance does not, where there are others that are
+    judged."""
     own = [s for s in finest(found) if s.variant == run.name and s.metric == "max_abs"]
     alone = [s for s in own if s.stands_out is None and s.value is not None]
     if alone and any(s.stands_out is not None for s in own):
@@ -250,14 +277,19 @@ def _ranges(values: Mapping[Metric, Sequence[float]]) -> str:
 def _beside_chance(
     run: RunRecord, found: Sequence[Standing], early: Sequence[int]
 ) -> Iterator[str]:
-    """The ends over places of a run's ratios to chance, of each place the mean over steps."""
+    """The ends over places of a run's ratios to chance, of each place the mean over
+    steps."""
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
     own = finest(s for s in found if s.variant == run.name and s.step in early)
-    for (metric, _, _), here in grouped(own, lambda s: (s.metric, s.layer, s.kind)).items():
+    for (metric, _, _), here in grouped(
+        own, lambda s: (s.metric, s.layer, s.kind)
+    ).items():
         ratios = {s.step: s.ratio for s in here if s.ratio is not None}
         if ratios:
-            values.setdefault(metric, []).append(statistics.geometric_mean(ratios.values()))
+            values.setdefault(metric, []).append(
+                statistics.geometric_mean(ratios.values())
+            )
             steps |= set(ratios)
     if values:
         when = f"at {_steps(steps)}"
@@ -281,13 +313,18 @@ def _over(
             }  # fmt: skip
             shared = both[run.name].keys() & both[other.name].keys()
             if shared:
-                ratios = (both[run.name][at] / both[other.name][at] for at in sorted(shared))
+                ratios = (
+                    both[run.name][at] / both[other.name][at] for at in sorted(shared)
+                )
                 values.setdefault(metric, []).append(statistics.geometric_mean(ratios))
                 seeds |= {seed for seed, _ in shared}
                 steps |= {step for _, step in shared}
     if values:
         count = f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
         yield OVER.format(
-            name=run.name, other=other.name, when=f"at {_steps(steps)}", ranges=_ranges(values),
+            name=run.name,
+            other=other.name,
+            when=f"at {_steps(steps)}",
+            ranges=_ranges(values),
             seeds=count,
-        )  # fmt: skip
+        )

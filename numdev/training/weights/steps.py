@@ -1,9 +1,11 @@
-"""`numdev weights` over the steps of a training: every run's weights beside the first run's of the
-same seed and step, by layer and by kind of tensor, as the first paper's figure 7 has them.
+"""`numdev weights` over the steps of a training: every run's weights beside the first
+run's of the same seed and step, by layer and by kind of tensor, as the first paper's
+figure 7 has them.
 
-At a seed and step sets are compared as anywhere (`numdev.training.weights.study`); of each tensor
-sums stay until its layer and kind are added up. Where a distance stands out
-(`numdev.training.weights.standing`) the tensors are read again, for quantiles of their values."""
+At a seed and step sets are compared as anywhere (`numdev.training.weights.study`); of
+each tensor sums stay until its layer and kind are added up. Where a distance stands out
+(`numdev.training.weights.standing`) the tensors are read again, for quantiles of their
+values."""
 
 from __future__ import annotations
 
@@ -65,9 +67,10 @@ def over_steps(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
-    """Compare runs with the first at every step that was kept, for a report in `directory`, which
-    the caller writes. Raises UsageError, before anything is read, where there is nothing to compare
-    or the directory is taken, and MeasurementError where no tensor could be compared."""
+    """Compare runs with the first at every step that was kept, for a report in
+    `directory`, which the caller writes. Raises UsageError, before anything is read,
+    where there is nothing to compare or the directory is taken, and MeasurementError
+    where no tensor could be compared."""
     runs = kept(targets, nulls)
     request = {"targets": list(targets), "nulls": list(nulls), "device": device}
     system = System.here(device)
@@ -90,7 +93,9 @@ def over_steps(
             remarks |= both.remarks
             sources += map(record_of, opened)
         for lacking in runs.missing:
-            remark = records.Remark(source=runs.name, tensor=None, what="missing", words=lacking)
+            remark = records.Remark(
+                source=runs.name, tensor=None, what="missing", words=lacking
+            )
             remarks[remark] = None
         if not cells:
             words = [f"{r.source}: {r.tensor or ''} {r.words}" for r in remarks]
@@ -123,8 +128,8 @@ def over_steps(
 
 
 def layer_of(name: str) -> Layer:
-    """The first number among the parts of a tensor's name, which counts layers wherever models have
-    them."""
+    """The first number among the parts of a tensor's name, which counts layers wherever
+    models have them."""
     return next((int(part) for part in name.split(".") if part.isdigit()), "none")
 
 
@@ -142,11 +147,18 @@ def _cells(
         for (layer, kind), these in wholes.items():
             fields = together([row for row, _ in these], [sums for _, sums in these])
             named = {"of": names[of], "against": names[fields["against"]]}
-            where: dict[str, Any] = {"seed": seed, "step": step, "layer": layer, "kind": kind}
+            where: dict[str, Any] = {
+                "seed": seed,
+                "step": step,
+                "layer": layer,
+                "kind": kind,
+            }
             yield records.CellRow(**{**fields, **named, **where})
 
 
-def _farthest(measured: Iterable[Measured], names: Mapping[str, str], place: Place) -> Tensors:
+def _farthest(
+    measured: Iterable[Measured], names: Mapping[str, str], place: Place
+) -> Tensors:
     largest: dict[Any, float] = {}
     tensors: Tensors = {}
     for row, _ in measured:
@@ -156,14 +168,15 @@ def _farthest(measured: Iterable[Measured], names: Mapping[str, str], place: Pla
     return tensors
 
 
-# --- quantiles ------------------------------------------------------------------------------------
+# --- quantiles ------------------------------------------------------------------------
 
 
 def _quantiles(
     runs: Kept, judged: Sequence[records.Standing], tensors: Tensors
 ) -> Iterator[records.QuantileRow]:
-    """Of the layers and kinds that stand out farthest, each at its farthest step in its first
-    seed: how the quantiles of the tensor of the largest W1 differ from the first run's."""
+    """Of the layers and kinds that stand out farthest, each at its farthest step in its
+    first seed: how the quantiles of the tensor of the largest W1 differ from the first
+    run's."""
     out = [s for s in finest(judged) if s.stands_out]
     out.sort(key=lambda s: -(s.margin or 0.0))
     chosen = {(s.variant, s.layer, s.kind): s for s in reversed(out)}
@@ -172,14 +185,20 @@ def _quantiles(
     first = runs.runs[0].name
     for s in farthest:
         seed = next(
-            at for at, step in runs.places if step == s.step and s.variant in runs.places[at, step]
+            at
+            for at, step in runs.places
+            if step == s.step and s.variant in runs.places[at, step]
         )
         named = runs.places[seed, s.step]
         name = tensors[s.variant, seed, s.step, s.layer, s.kind]
         values = {
-            run: _values(named[run], name) for run in named if run in {first, s.variant, *chance}
+            run: _values(named[run], name)
+            for run in named
+            if run in {first, s.variant, *chance}
         }
-        levels = {run: np.quantile(x, QUANTILES) for run, x in values.items() if x is not None}
+        levels = {
+            run: np.quantile(x, QUANTILES) for run, x in values.items() if x is not None
+        }
         if first in levels and s.variant in levels:
             base = levels[first]
             shift = levels[s.variant] - base
@@ -200,7 +219,8 @@ def _quantiles(
 
 
 def _values(target: str, name: str) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-    """The finite values of a tensor, in float64; None where it cannot be read or has none."""
+    """The finite values of a tensor, in float64; None where it cannot be read or has
+    none."""
     stored = open_weights(target).find(name)
     if stored is None:
         return None
@@ -213,33 +233,43 @@ def _values(target: str, name: str) -> np.ndarray[Any, np.dtype[np.float64]] | N
     return x.numpy() if x.numel() else None
 
 
-# --- figures --------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------
 
 
 def _figures(
     runs: Sequence[records.RunRecord], cells: Sequence[records.CellRow]
 ) -> Iterator[Figure]:
-    """Distances by step in all three metrics: of all weights, and of every kind; those of nulls
-    stand behind."""
+    """Distances by step in all three metrics: of all weights, and of every kind; those of
+    nulls stand behind."""
 
     def middle(values: Sequence[float]) -> Mean:
         ends = (min(values), max(values)) if len(values) > 1 else (None, None)
         return geometric_mean(values), *ends
 
     labels = {run.name: curve_of(run) for run in runs[1:]}
-    soft = {labels[run.name] for run in runs[1:] if run.null or run.role.startswith("null")}
+    soft = {
+        labels[run.name] for run in runs[1:] if run.null or run.role.startswith("null")
+    }
     whole = [c for c in cells if c.layer == ALL]
     for kind, here in grouped(whole, lambda c: c.kind).items():
         for metric, name in NAMES.items():
             rows = [
-                (labels[c.of], c.step, x) for c in here if (x := getattr(c, metric)) and c.step > 0
+                (labels[c.of], c.step, x)
+                for c in here
+                if (x := getattr(c, metric)) and c.step > 0
             ]
             title = f"{label_of(ALL, kind)}: {name}".capitalize()
             place = {"weights": label_of(ALL, kind)}
             figure = figures.figure(
-                title, metric, name, dict.fromkeys(labels.values()), rows, middle, soft=soft,
+                title,
+                metric,
+                name,
+                dict.fromkeys(labels.values()),
+                rows,
+                middle,
+                soft=soft,
                 place=place,
-            )  # fmt: skip
+            )
             if figure.curves:
                 yield figure
 

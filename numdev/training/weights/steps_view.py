@@ -1,5 +1,5 @@
-"""Runs compared over the steps of a training, shown: by layer and kind at each step beside chance,
-all three distances by step, and quantiles where a distance stands out."""
+"""Runs compared over the steps of a training, shown: by layer and kind at each step
+beside chance, all three distances by step, and quantiles where a distance stands out."""
 
 from __future__ import annotations
 
@@ -14,22 +14,38 @@ from numdev.training.weights.report import ALL, Layer, Standing, WeightsReport
 from numdev.training.weights.standing import FEWEST_NULLS, LIMITS, Metric, label_of
 
 ON_PAGE = 40  # tables of a run at a step
-SHORT: Mapping[Metric, str] = {"mean_abs": "mean", "mean_w1": "mean W1", "max_abs": "largest"}
+SHORT: Mapping[Metric, str] = {
+    "mean_abs": "mean",
+    "mean_w1": "mean W1",
+    "max_abs": "largest",
+}
 LEGEND = (
-    "Distances: of a run's weights from the first run's of the same seed at the same step, the "
-    "geometric mean over seeds. mean and largest: of |difference|, element by element; mean W1: "
-    "the mean of the tensors' Wasserstein distances, by elements, each blind to which value stands "
-    "where (not W1 of all weights pooled, which `numdev train` and `numdev bounds` have).",
-    "Chance: what rounding alone makes of the same tensors: the nulls re-rounded at one floor "
-    "(without any, all of at most one floor, or those named as nulls), in each seed their "
-    "geometric mean. ×: a run's distance over chance's (on a page with the ends over seeds). Nulls "
+    "Distances: of a run's weights from the first run's of the same seed at the "
+    "same step, the "
+    "geometric mean over seeds. mean and largest: of |difference|, element by "
+    "element; mean W1: "
+    "the mean of the tensors' Wasserstein distances, by elements, each blind to "
+    "which value stands "
+    "where (not W1 of all weights pooled, which `numdev train` and `numdev bounds` "
+    "have).",
+    "Chance: what rounding alone makes of the same tensors: the nulls re-rounded at "
+    "one floor "
+    "(without any, all of at most one floor, or those named as nulls), in each seed "
+    "their "
+    "geometric mean. ×: a run's distance over chance's (on a page with the ends "
+    "over seeds). Nulls "
     "of other strengths stand in the figures.",
-    f"Stands out (!): in every seed a distance is more than {LIMITS['mean_abs']:g} times (mean), "
-    f"{LIMITS['mean_w1']:g} times (mean W1) or {LIMITS['max_abs']:g} times (largest) that of the "
-    "farthest null of at most one floor (re-rounded, or moved by an ulp). Judged of each place, "
-    f"the tensors of one kind in one layer, beside {FEWEST_NULLS} nulls or more in each of "
+    f"Stands out (!): in every seed a distance is more than {LIMITS['mean_abs']:g} "
+    "times (mean), "
+    f"{LIMITS['mean_w1']:g} times (mean W1) or {LIMITS['max_abs']:g} times "
+    "(largest) that of the "
+    "farthest null of at most one floor (re-rounded, or moved by an ulp). Judged of "
+    "each place, "
+    f"the tensors of one kind in one layer, beside {FEWEST_NULLS} nulls or more in "
+    "each of "
     f"{FEWEST_SEEDS} seeds or more.",
-    "Quantiles: of the tensor with the largest W1 of what stands out; nulls: from the least to the "
+    "Quantiles: of the tensor with the largest W1 of what stands out; nulls: from "
+    "the least to the "
     "most of the seed's null runs.",
 )
 
@@ -46,7 +62,8 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
 
 
 def _tables(of_run: Sequence[Standing], early: Sequence[int]) -> Iterator[doc.Table]:
-    """A table a step, those of early steps first; in it all weights, layers, kinds, then both."""
+    """A table a step, those of early steps first; in it all weights, layers, kinds, then
+    both."""
     steps = grouped(of_run, lambda s: s.step)
     for step in sorted(steps, key=lambda step: (step not in early, step)):
         places = grouped(steps[step], lambda s: (s.layer, s.kind))
@@ -92,12 +109,16 @@ def _quantiles(report: WeightsReport) -> Iterator[doc.Node]:
                 percent(q.quantile),
                 si(q.against),
                 si(q.shift),
-                NONE if q.null_least is None else f"{si(q.null_least)} to {si(q.null_most)}",
+                NONE
+                if q.null_least is None
+                else f"{si(q.null_least)} to {si(q.null_most)}",
             )
             for q in rows
         )
         title = f"Quantiles of {tensor}, {variant} at step {step}, seed {seed}"
-        yield doc.table(["quantile", report.runs[0].name, "shift", "of nulls"], cells, title=title)
+        yield doc.table(
+            ["quantile", report.runs[0].name, "shift", "of nulls"], cells, title=title
+        )
     yield doc.words(
         ("weights", "tensor", "", ""),
         ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks),

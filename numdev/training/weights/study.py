@@ -1,7 +1,7 @@
 """`numdev weights`: sets of weights, tensor by tensor, against the first of them.
 
-Tensors are matched by name, one is read at a time, and a row and a few sums of it stay, so memory
-is that of the largest tensor. What cannot be compared becomes a remark."""
+Tensors are matched by name, one is read at a time, and a row and a few sums of it stay,
+so memory is that of the largest tensor. What cannot be compared becomes a remark."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from numdev.training.weights.files import Stored, Weights, open_weights
 
 _LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
 _NORM = re.compile(r"norm|layrnorm|^ln(_|\d|$)|^bn\d*$", re.IGNORECASE)
-# By the habits of GPT-2, Llama, BERT, T5, ViT, CLIP, timm and `nn.Transformer`; the first fits.
+# By the habits of GPT-2, Llama, BERT, T5, ViT, CLIP, timm and `nn.Transformer`; the first
+# fits.
 _KINDS = {
-    "head": r"lm_head|embed_out|classifier|score|qa_outputs|proj_out|head|head_dist|predictions",
+    "head": r"lm_head|embed_out|classifier|score|qa_outputs|proj_out|head|head_dist|"
+    r"predictions",
     "other": r"inv_freq|rotary\w*",
-    "embedding": r"\w*embed\w*|wte|wpe|tok_embd|pos_embd|cls_token|mask_token|dist_token|shared|"
-    r"relative_attention_bias|relative_position_bias_table",
+    "embedding": r"\w*embed\w*|wte|wpe|tok_embd|pos_embd|cls_token|mask_token|dist_token|"
+    r"shared|relative_attention_bias|relative_position_bias_table",
     "attention": r"\w*(?:attn|attention|mha)\w*",
-    "mlp": r"\w*mlp\w*|ffn?|feed_forward|feedforward|densereludense|\w*experts?|\w*moe|fc\d?|c_fc|"
-    r"w[123]|\w+_proj|linear[12]|lin[12]|intermediate|output\.dense|dense_\w+",
+    "mlp": r"\w*mlp\w*|ffn?|feed_forward|feedforward|densereludense|\w*experts?|\w*moe|"
+    r"fc\d?|c_fc|w[123]|\w+_proj|linear[12]|lin[12]|intermediate|output\.dense|dense_\w+",
 }
 _RULES = {
     kind: re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)", re.IGNORECASE)
@@ -44,28 +46,40 @@ _RULES = {
 }
 KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")  # in the order shown
 BLIND = 0.25
-"""Below this share of the mean difference, W1 needs the word that it is blind to pairing."""
+"""Below this share of the mean difference, W1 needs the word that it is blind to
+pairing."""
 UNKNOWN = "{p.of} and {p.against}: the mean difference is not known ({null})."
 EQUAL = (
     "{p.of} equals {p.against}: every finite element of the {tensors} tensors compared"
     "{elements}{zeros}."
 )
-NOTHING = "{p.of} and {p.against}: all {p.tensors} tensors are 0 in both, so nothing is compared."
+NOTHING = (
+    "{p.of} and {p.against}: all {p.tensors} tensors are 0 in both, so "
+    "nothing is compared."
+)
 DIFFERS = (
     "{p.of} differs from {p.against} by {mean} on average: {beside} At most "
     "{most}, in {p.max_tensor}; {p.identical} of {tensors} tensors are equal{zeros}."
 )
 ZEROS = ", and {p.zeros} more are 0 in both"
-NO_CAST = "no cast that would have changed anything is coarser than how {p.against} is stored."
+NO_CAST = (
+    "no cast that would have changed anything is coarser than how {p.against} is stored."
+)
 BESIDE = (
-    "{median}× what one cast to {p.yardstick} would have changed (median tensor), largest in "
+    "{median}× what one cast to {p.yardstick} would have changed (median tensor), "
+    "largest in "
     "{p.times_tensor} ({largest}×)."
 )
-BAGS = "W1 of {p.of}, the mean of its tensors': {w1}, {share} of the mean difference{cast}.{blind}"
+BAGS = (
+    "W1 of {p.of}, the mean of its tensors': {w1}, {share} of the mean "
+    "difference{cast}.{blind}"
+)
 CAST = " and {times}× that of one cast to {p.yardstick}"
 IS_BLIND = (
-    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and of two "
-    "seeds shrinks with the size of a tensor. The mean difference is what the weights differ by."
+    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted "
+    "tensor, and of two "
+    "seeds shrinks with the size of a tensor. The mean difference is what the "
+    "weights differ by."
 )
 
 
@@ -78,9 +92,9 @@ def weights(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
-    """Compare every set of weights with the first, for a report in `directory`, which the caller
-    writes. Raises UsageError, before anything is read, where one is not there or the directory is
-    taken, and MeasurementError where no tensor could be compared."""
+    """Compare every set of weights with the first, for a report in `directory`, which the
+    caller writes. Raises UsageError, before anything is read, where one is not there or
+    the directory is taken, and MeasurementError where no tensor could be compared."""
     for target in targets[1:]:  # rows are told apart by the name of the set they are of
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")
@@ -127,17 +141,20 @@ def _split(
 
 
 class Comparison:
-    """The tensors of sets of weights beside the first's, and remarks on what has no place there."""
+    """The tensors of sets of weights beside the first's, and remarks on what has no place
+    there."""
 
     def __init__(self, opened: Sequence[Weights], device: str) -> None:
         self.first, *self.others = opened
         self.device = device
-        self.remarks: dict[records.Remark, None] = {}  # each once: the first set is met by all
+        # Each once: the first set is met by all
+        self.remarks: dict[records.Remark, None] = {}
 
     def measured(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[tuple[records.TensorRow, pairs.Sums]]:
-        """The row of each of `tensors`, and what adds up of it. NaN and infinity are a remark."""
+        """The row of each of `tensors`, and what adds up of it. NaN and infinity are a
+        remark."""
         costs, costed = {}, None
         for name, other, of, against in self.tensors(progress):
             if against is not costed:  # once for all others
@@ -154,7 +171,10 @@ class Comparison:
                 zero=not bool(of.any()) and not bool(against.any()),
                 **pairs.numbers(sums),
             )
-            for source, lost in ((other, row.nonfinite_of), (self.first, row.nonfinite_against)):
+            for source, lost in (
+                (other, row.nonfinite_of),
+                (self.first, row.nonfinite_against),
+            ):
                 if lost:
                     words = f"has {lost} NaN or infinite elements of {row.elements}"
                     self.remark(source, name, "not finite", words)
@@ -163,12 +183,14 @@ class Comparison:
     def tensors(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[tuple[str, Weights, Tensor, Tensor]]:
-        """A name, another set, its tensor and the first set's, on the device: whatever can be
-        compared, in the order of the first set."""
+        """A name, another set, its tensor and the first set's, on the device: whatever
+        can be compared, in the order of the first set."""
         for source in (self.first, *self.others):
             for words in source.damage:
                 self.remark(source, None, "damaged", words)
-        plan: dict[str, list[tuple[Weights, Stored, Stored]]] = {n: [] for n in self.first.tensors}
+        plan: dict[str, list[tuple[Weights, Stored, Stored]]] = {
+            n: [] for n in self.first.tensors
+        }
         for other in self.others:
             for name, theirs, ours in self.matched(other):
                 plan.setdefault(name, []).append((other, theirs, ours))
@@ -181,8 +203,8 @@ class Comparison:
                     yield name, other, of, against
 
     def matched(self, other: Weights) -> Iterator[tuple[str, Stored, Stored]]:
-        """The tensors that another set and the first have in one shape. What a damaged set lacks
-        may be in the file that cannot be read, and is not called missing."""
+        """The tensors that another set and the first have in one shape. What a damaged
+        set lacks may be in the file that cannot be read, and is not called missing."""
         first = self.first
         for name, ours in first.tensors.items():
             called = (name, *(alias for alias, its in first.tied.items() if its == name))
@@ -202,7 +224,8 @@ class Comparison:
                 self.remark(other, name, "extra", f"is not in {first.name}")
 
     def values(self, source: Weights, name: str, stored: Stored) -> Tensor | None:
-        """A tensor on the device; None, with a remark, where it has no values to measure."""
+        """A tensor on the device; None, with a remark, where it has no values to
+        measure."""
         try:
             tensor = stored.read()
         except MeasurementError as error:
@@ -213,8 +236,12 @@ class Comparison:
             return None
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
 
-    def remark(self, source: Weights, name: str | None, what: records.Matter, words: str) -> None:
-        self.remarks[records.Remark(source=source.name, tensor=name, what=what, words=words)] = None
+    def remark(
+        self, source: Weights, name: str | None, what: records.Matter, words: str
+    ) -> None:
+        self.remarks[
+            records.Remark(source=source.name, tensor=name, what=what, words=words)
+        ] = None
 
 
 def kind_of(name: str) -> str:
@@ -243,10 +270,14 @@ def _groups(
                 yield records.GroupRow(name=name, **together(own, parts))
 
 
-def together(rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]) -> dict[str, Any]:
+def together(
+    rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]
+) -> dict[str, Any]:
     """The fields of several tensors of one set, as one."""
     stored = [FORMATS[row.stored_against].precision for row in rows]
-    coarser = {name: sum(FORMATS[name].precision < p for p in stored) for name in pairs.CASTS}
+    coarser = {
+        name: sum(FORMATS[name].precision < p for p in stored) for name in pairs.CASTS
+    }
     cast = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
     ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
     apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
@@ -268,9 +299,11 @@ def together(rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]) -> d
     }
 
 
-def _answer(groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]) -> Iterator[str]:
-    """The mean difference beside what one cast of the same tensors would have changed, W1 beside
-    the mean difference, and what could not be compared, damage first."""
+def _answer(
+    groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]
+) -> Iterator[str]:
+    """The mean difference beside what one cast of the same tensors would have changed, W1
+    beside the mean difference, and what could not be compared, damage first."""
     for g in (g for g in groups if g.name == records.ALL):
         zeros = ZEROS.format(p=g) if g.zeros else ""
         if g.mean_abs is None or g.max_abs == 0:
@@ -307,5 +340,7 @@ def matters(remarks: Sequence[records.Remark]) -> Iterator[str]:
     for what in get_args(records.Matter):
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if (r.what, r.source) == (what, source)]
-            listed = some([f"{r.tensor} {r.words}" if r.tensor else r.words for r in these])
+            listed = some(
+                [f"{r.tensor} {r.words}" if r.tensor else r.words for r in these]
+            )
             yield f"{what.capitalize()} in {source}: {listed}."

@@ -1,4 +1,5 @@
-"""Sets of weights compared, shown: by kind of parameter, and what moved most beside a cast."""
+"""Sets of weights compared, shown: by kind of parameter, and what moved most beside a
+cast."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ SHOWN = 8  # tensors of a pair; rows.csv has all
 ON_PAGE = 500
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 LEGEND = (
-    "mean and max: of |difference|, element by element; rel: of the L2 norms. W1: between the bags "
-    "of a tensor's values, blind to which stands where; mean W1: of several tensors, the mean of "
+    "mean and max: of |difference|, element by element; rel: of the L2 norms. W1: "
+    "between the bags "
+    "of a tensor's values, blind to which stands where; mean W1: of several "
+    "tensors, the mean of "
     "theirs by elements, never below W1 of all their values pooled. ×bf16, ×fp16, "
-    "×fp8: mean |difference| over what casting the same tensor of the first to bfloat16, float16, "
+    "×fp8: mean |difference| over what casting the same tensor of the first to "
+    "bfloat16, float16, "
     f"float8_e4m3fn would have changed; {NONE} where that is nothing."
 )
 
@@ -27,10 +31,16 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         yield from steps_view.blocks(report)
     for pair in report.totals:
         groups = [
-            (Cell(g.name, after=f"({g.tensors})"), g) for g in report.groups if g.of == pair.of
+            (Cell(g.name, after=f"({g.tensors})"), g)
+            for g in report.groups
+            if g.of == pair.of
         ]
         yield _table("kind", groups, f"{pair.of} against {pair.against}")
-        first = f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
+        first = (
+            f"tensor, most ×{FORMATS[pair.yardstick]} first"
+            if pair.yardstick
+            else "tensor"
+        )
         moved = [(_name(row), row) for row in leading(report, pair) if row.max_abs != 0]
         yield _table(first, moved[:SHOWN], "")
     yield doc.words(
@@ -44,8 +54,8 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
 
 
 def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
-    """A pair's tensors, first those that moved most: beside a cast to its yardstick, and where that
-    says nothing by their mean difference."""
+    """A pair's tensors, first those that moved most: beside a cast to its yardstick, and
+    where that says nothing by their mean difference."""
 
     def moved(row: TensorRow) -> tuple[float, float]:
         beside = row.times(pair.yardstick) if pair.yardstick else None
@@ -63,10 +73,15 @@ def _w1(row: GroupRow | TensorRow) -> float | None:
     return row.mean_w1 if isinstance(row, GroupRow) else row.w1
 
 
-def _table(first: str, rows: Sequence[tuple[Cell, GroupRow | TensorRow]], title: str) -> doc.Table:
+def _table(
+    first: str, rows: Sequence[tuple[Cell, GroupRow | TensorRow]], title: str
+) -> doc.Table:
     casts = [f"×{name}" for name in FORMATS.values()]
     w1 = "mean W1" if first == "kind" else "W1"
-    columns = [Column(first, align="left"), *map(Column, ("mean", "max", "rel", w1, casts[0]))]
+    columns = [
+        Column(first, align="left"),
+        *map(Column, ("mean", "max", "rel", w1, casts[0])),
+    ]
     columns += [Column(name, width=110) for name in (*casts[1:], "NaN/inf")]
     cells: Iterator[tuple[str | Cell, ...]] = (
         (

@@ -1,4 +1,5 @@
-"""A registered kernel with an option, and a plain function for `--kernel module:function`."""
+"""A registered kernel with an option, and a plain function for `--kernel
+module:function`."""
 
 import torch
 
