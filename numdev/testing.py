@@ -400,7 +400,7 @@ def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Itera
         which = "" if len(cases) == every else f" ({', '.join(dict.fromkeys(cases))})"
         yield f"Skipped: {len(cases)} of {every} {what}{which}: {why.rstrip('.')}."
     ran = {r.case for r in rows if r.status == "ok"}
-    called = [case for case in report.cases if case.case in ran]
+    called = [case for case in report.attention_calls if case.case in ran]
     if function and (unset := never_set(function, called)):
         yield f"Not tested, since no call that ran sets it: {', '.join(unset)}."
     if called and (shapes := untested_shapes(called)):

@@ -13,7 +13,7 @@ from numdev.gate.judgement import Judgement, Test
 from numdev.gate.rows import Measured, check_whole
 from numdev.gate.rules import Rules
 from numdev.gate.thresholds import power_of, tests_of
-from numdev.report import AuditReport, Finding, SweepReport
+from numdev.report import AuditReport, CaseRecord, Finding, SweepReport
 from numdev.report.summary import summarise
 from numdev.studies import Judged, Kind
 
@@ -54,7 +54,8 @@ def _without_sinks(report: Measured) -> Iterator[str]:
     asked for takes them."""
     kernels = [row for row in report.rows if row.role == "kernel"]
     ran = any(row.status == "ok" for row in kernels)
-    if kernels and not ran and report.cases and all(case.sinks for case in report.cases):
+    calls = [case for case in report.cases if isinstance(case, CaseRecord)]
+    if kernels and not ran and calls and all(case.sinks for case in calls):
         yield TAKE_SINKS
 
 

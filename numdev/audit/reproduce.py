@@ -24,6 +24,7 @@ from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
 from numdev.metrics.of_rows import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
+from numdev.operations import tensor_spec
 from numdev.report import DeviationRow, Finding
 from numdev.report.foreign import plain
 from numdev.sources.opening import Source
@@ -119,7 +120,7 @@ def _shown(
     options = given(planned.options, kernel)
     shown = {"kernel": kernel, "options": options, "tensor": finding.tensor or "out"}
     if finding.rule == "runs":
-        backward = finding.tensor == "dq"
+        backward = tensor_spec(finding.tensor or "").is_gradient
 
         def fails(case: AttentionCase) -> bool:
             result = run(kernel, case, options, gradients=backward)

@@ -11,6 +11,7 @@ from typing import Any
 
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import ULPS
+from numdev.operations import tensor_spec
 from numdev.report import (
     AuditReport,
     Axis,
@@ -279,7 +280,9 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
     rows = [
         row
         for row in report.rows
-        if row.tensor == "out" and row.role in ("kernel", "baseline") and row.floor_ratio
+        if tensor_spec(row.tensor).is_output
+        and row.role in ("kernel", "baseline")
+        and row.floor_ratio
     ]
     layers = sorted({row.layer for row in rows if row.layer is not None})
     if len(layers) < 3:
@@ -322,7 +325,7 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         length = max(calls, key=lambda n: (calls[n], n))
         rows = [row for row in rows if row.length == length]
         relative = any(row.predicted for row in rows)
-        what = "key" if tensor in ("dk", "dv") else "row"
+        what = tensor_spec(tensor).row
         curves: list[Curve] = []
         for (label, role), own in grouped(rows, _kernel).items():
             errors = (_errors(row, relative) for row in own)

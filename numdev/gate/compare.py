@@ -40,10 +40,11 @@ from numdev.gate.movement import (
     pairs_of,
     same_bits,
 )
-from numdev.gate.rows import GRADIENTS, NUMBERS, Measured, Rows
+from numdev.gate.rows import NUMBERS, Measured, Rows
 from numdev.grouping import grouped
+from numdev.operations import tensor_spec
 from numdev.report import (
-    CaseRecord,
+    CallRecord,
     DeviationRow,
     Place,
     Places,
@@ -199,7 +200,7 @@ def _past(report: Measured) -> Past:
     outputs = [
         (f"{label(r)} {r.format}", r.floor_ratio)
         for r in kernels
-        if r.tensor == "out" and r.floor_ratio is not None
+        if tensor_spec(r.tensor).is_output and r.floor_ratio is not None
     ]
     by_kernel = grouped(outputs, lambda output: output[0]).items()
     return Past(
@@ -347,7 +348,7 @@ def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
 
 
 def _compared(
-    old: Rows, new: Rows, cases: Sequence[CaseRecord]
+    old: Rows, new: Rows, cases: Sequence[CallRecord]
 ) -> tuple[Names, Compared]:
     """The rows of B beside those of A. A row that is there twice counts once."""
     names, pairs = Names(old, new), pairs_of(old, new, cases)
@@ -423,7 +424,9 @@ def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
     """Another operator than before, for each kernel and pass; said by any tensor of
     it."""
     kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
-    by_pass = grouped(kernels, lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
+    by_pass = grouped(
+        kernels, lambda p: (names.kernel(p.b), tensor_spec(p.b.tensor).is_gradient)
+    )
     for passes in by_pass.values():
         calls = len({names.step(p.b) for p in passes})
         for (a, b), of_pass in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():

@@ -14,10 +14,11 @@ from operator import attrgetter
 from typing import Any, NamedTuple, assert_never
 
 from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgement, Test
-from numdev.gate.rows import FOUND, GRADIENTS, OVERFLOWS, Rows
+from numdev.gate.rows import FOUND, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import lse_error, value_of
+from numdev.operations import tensor_spec
 from numdev.report import (
     DeviationRow,
     Finding,
@@ -65,7 +66,6 @@ WRONG = {
     "": "breaks the rule `{rule}` in {tensor}: expected {limit}, got {number}",
 }
 OF_SOURCE = ("reading", "finite weights")  # rules whose reasons no kernel's verdict has
-TENSORS = {"out": "the output", "lse": "the log-sum-exp", None: ""}
 
 
 def kernel_verdicts(
@@ -225,7 +225,8 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
                 also.setdefault(first, {})[test.rule] = None
     wrong = {(label(f), fmt) for f in findings if _is_function(f) for fmt in f.formats}
     inherits = [
-        f.tensor in GRADIENTS and {(label(f), fmt) for fmt in f.formats} <= wrong
+        tensor_spec(f.tensor or "").is_gradient
+        and {(label(f), fmt) for fmt in f.formats} <= wrong
         for f in findings
     ]
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
@@ -260,7 +261,8 @@ def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int 
 
 def _is_function(finding: Finding) -> bool:
     """Whether it says that the output is that of another function."""
-    return finding.metric == "suspicion" and finding.tensor == "out"
+    of_output = finding.tensor is not None and tensor_spec(finding.tensor).is_output
+    return finding.metric == "suspicion" and of_output
 
 
 class Fault(NamedTuple):
@@ -298,7 +300,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
         mistakes = list(_by_mistake(fault.rows))
         mistakes.sort(key=lambda f: -max(_error(held.row) for _, held in f.rows))
         # Which gradients inherit
-        mistakes.sort(key=lambda f: f.rows[0][0].tensor != "out")
+        mistakes.sort(key=lambda f: not f.rows[0][0].is_of_output)
         every += mistakes
     return every
 
@@ -326,7 +328,7 @@ def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
 
 def _side(test: Test) -> str:
     """What is wrong in the output is another fault than what is wrong in a gradient."""
-    return "out " if test.tensor == "out" else "other "
+    return "output " if test.is_of_output else "other "
 
 
 def _statements(row: DeviationRow) -> Iterator[str]:
@@ -374,7 +376,7 @@ def _ordered(faults: Sequence[Fault]) -> list[Fault]:
 def _error(row: DeviationRow) -> float:
     """How far a head is off, over what is expected of it; of a log-sum-exp, over its
     size."""
-    if row.tensor == "lse":
+    if not tensor_spec(row.tensor).has_floor:
         return lse_error(row) or 0.0
     ratio = row.expected_ratio if row.expected_ratio is not None else row.baseline_ratio
     return ratio or 0.0
@@ -514,7 +516,7 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
         number=three(observed, verdict.bound)
         if isinstance(observed, float)
         else f"{observed}",
-        tensor=TENSORS.get(verdict.tensor, verdict.tensor),
+        tensor=tensor_spec(verdict.tensor or "").in_words,
         reverse=", or finite where it is infinite" if verdict.format in OVERFLOWS else "",
         median=" (median over heads)" if verdict.median else "",
         sampled=" sampled" if worst.sampled else "",
@@ -584,7 +586,7 @@ def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
 def _of_runs(test: Test, rule: str, words: str) -> Finding:
     every = test.judged + test.unjudged + test.offending
     count = test.offending or test.unjudged or test.judged
-    what = "backward passes" if test.tensor == "dq" else "calls"
+    what = "backward passes" if test.is_backward else "calls"
     why = "; ".join(test.reasons[:3])
     return Finding(
         kernel=test.kernel or "",
@@ -686,7 +688,7 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
             f"{kernel} returns {wide or instead} where {fmt} was requested "
             f"({tensors}){more}."
         )
-    other = [r for r in kernels if r.tensor == "out" and "lse_error" in r.nulls]
+    other = [r for r in kernels if "lse_error" in r.nulls]
     for kernel, own in grouped(other, attrgetter("kernel")).items():
         yield f"{kernel}: log-sum-exp not judged: {own[0].nulls['lse_error']}."
     yield from _judged_by(kernels)

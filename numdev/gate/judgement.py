@@ -13,6 +13,7 @@ from pydantic import Field, SkipValidation
 
 from numdev.gate.rules import Limit
 from numdev.metrics.of_rows import Value
+from numdev.operations import tensor_spec
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
 
 MODEL = "model"  # whose tests are of no kernel
@@ -80,6 +81,16 @@ class Test(Record):
     def runs(self) -> bool:
         """Whether it says in how many calls a kernel ran."""
         return self.rule == RUNS and self.kernel is not None
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is of gradients."""
+        return self.tensor is not None and tensor_spec(self.tensor).is_gradient
+
+    @property
+    def is_of_output(self) -> bool:
+        """Whether it is of a result that is held to its format."""
+        return self.tensor is not None and tensor_spec(self.tensor).is_output
 
     @property
     def nearness(self) -> float:

@@ -19,16 +19,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.rows import GRADIENTS, NUMBERS, Key, Rows, spelt
+from numdev.gate.rows import NUMBERS, Key, Rows, spelt
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import interval_of, value_of
-from numdev.report import CaseRecord, DeviationRow, Place
+from numdev.operations import tensor_spec
+from numdev.report import CallRecord, DeviationRow, Place
 
 LEAST = 1.05
 ALPHA = 0.01
-# The least factor for `worst_row`, an extreme value; of other tensors WORST_ELSE. How far
-# one row of dq or dk errs is luck where tokens look alike (configs/gate/default.yaml).
-WORST = {"dq": 4.0, "dk": 4.0}
+# The least factor for `worst_row`, an extreme value. How far a row errs whose elements
+# share an error (of dq, dk) is luck where tokens look alike (configs/gate/default.yaml).
+WORST_SHARED = 4.0
 WORST_ELSE = 2.0
 THRESHOLD = (
     "A change is beyond noise where chance would show one as large, anywhere among "
@@ -36,7 +37,7 @@ THRESHOLD = (
     f"numbers judged, in at most {100 * ALPHA:g} % of comparisons. A change below "
     f"{100 * LEAST - 100:g} % never is; in a worst row, none below a factor of "
     f"{WORST_ELSE:g} "
-    f"({WORST['dq']:g} for dq and dk)."
+    f"({WORST_SHARED:g} for dq and dk)."
 )
 HEADS = 4  # a call with fewer is judged by the scatter of all calls' heads
 OVERFLOW = 700.0  # e to this is nearly the largest float64
@@ -59,7 +60,6 @@ FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 EVIDENCE = ("bits", "ran")
 OF_DATA = ("suspicion_cut", "suspicion_share", "imprecision_share", "overflow")
 """Numbers that are null where there is nothing they could be of."""
-WIDTHS = {"out": "v_dim", "dv": "v_dim", "dq": "head_dim", "dk": "head_dim"}
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class Names:
 
     def step(self, row: DeviationRow) -> Key:
         """The forward or backward pass of a call."""
-        return (self.kernel(row), self.call(row), row.tensor in GRADIENTS)
+        return (self.kernel(row), self.call(row), tensor_spec(row.tensor).is_gradient)
 
     def row(self, row: DeviationRow) -> Key:
         return (self.kernel(row), self.call(row), row.tensor, row.head)
@@ -129,7 +129,7 @@ class Names:
 
     def inputs(self, row: DeviationRow) -> Key:
         """The row of the floor that tells of this row's inputs."""
-        tensor = "out" if row.tensor == "lse" else row.tensor
+        tensor = tensor_spec(row.tensor).beside or row.tensor
         return (row.format, self.call(row), tensor, row.head)
 
 
@@ -149,7 +149,7 @@ def options_of(rows: Rows) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]
     return sets
 
 
-def pairs_of(a: Rows, b: Rows, cases: Sequence[CaseRecord]) -> list[Pair]:
+def pairs_of(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
     """Rows of kernels and baselines that were measured in both reports. A row that is
     there twice counts once; `cases` tell how wide the tensors are."""
     names = Names(a, b)
@@ -157,7 +157,7 @@ def pairs_of(a: Rows, b: Rows, cases: Sequence[CaseRecord]) -> list[Pair]:
     floors = [
         {names.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides
     ]
-    width = {(c.case, t): getattr(c, name) for c in cases for t, name in WIDTHS.items()}
+    width = {(c.case, t): size.width for c in cases for t, size in c.extents().items()}
     return [
         Pair(
             sides[0][key],
@@ -190,7 +190,7 @@ def metrics_of(pair: Pair) -> tuple[str, ...]:
     reference is no more exact than a kernel."""
     if pair.b.format == "float64":
         return ()
-    if pair.b.tensor == "lse":
+    if not tensor_spec(pair.b.tensor).has_floor:
         return ("rms",)
     if pair.inputs != "other":
         return MULTIPLES
@@ -202,6 +202,13 @@ def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
     values = (value_of(row, metric)[0] for row in (pair.a, pair.b))
     a, b = (value if isinstance(value, float) else None for value in values)
     return a, b
+
+
+def _least_factor(tensor: str, metric: str) -> float:
+    """Below which a metric's change is never beyond noise."""
+    if metric != "worst_row":
+        return LEAST
+    return WORST_SHARED if tensor_spec(tensor).rows_share_error else WORST_ELSE
 
 
 def by_chance(a: int, b: int) -> bool:
@@ -264,12 +271,8 @@ class Noise:
         for metric in metrics_of(pair):
             a, b = numbers(pair, metric)
             if a is not None and b is not None:
-                worst = (
-                    WORST.get(pair.b.tensor, WORST_ELSE)
-                    if metric == "worst_row"
-                    else LEAST
-                )
-                noise = math.log(worst) + self.explained(pair, metric) if a != b else 0.0
+                factor = _least_factor(pair.b.tensor, metric)
+                noise = math.log(factor) + self.explained(pair, metric) if a != b else 0.0
                 changes.append(Change(metric, a, b, noise, least(pair, metric)))
         return changes
 

@@ -16,10 +16,10 @@ from typing import Any
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import FIELDS
-from numdev.report import AuditReport, CaseRecord, DeviationRow, PlanRecord, SweepReport
+from numdev.operations import TensorSpec, tensor_spec
+from numdev.report import AuditReport, CallRecord, DeviationRow, PlanRecord, SweepReport
 
 Measured = AuditReport | SweepReport
-GRADIENTS = ("dq", "dk", "dv")
 NOT_MEASURED = "not measured"
 # How a row's claim begins where the kernel declared none and was found to round so.
 FOUND = "as "
@@ -85,7 +85,7 @@ def check_whole(report: Measured) -> None:
     for name, seed in plan.calls:
         if name not in cases:
             raise MeasurementError(f"incomplete report: case {name} is missing")
-        heads = _heads(plan, cases[name])
+        units = _planned_units(plan, cases[name])
         floors: dict[tuple[str, int | None], DeviationRow] = {}
         calls: set[Key] = set()
         for fmt, planned in itertools.product(plan.formats, plan.kernels):
@@ -96,7 +96,7 @@ def check_whole(report: Measured) -> None:
             if planned.role == "floor":
                 floors = {(row.tensor, row.head): row for row in rows}
             beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
-            wrong = _lacking(rows, heads, plan, planned.role)
+            wrong = _lacking(rows, units, plan, planned.role)
             wrong = wrong or _of_task(rows, plan, cases[name])
             if wrong := wrong or next(
                 filter(None, itertools.starmap(_contradiction, beside)), ""
@@ -159,7 +159,7 @@ def unplanned_kernels(
             yield f"the plan lacks {kernel['name']}, which the request has"
 
 
-def _of_task(rows: Rows, plan: PlanRecord, case: CaseRecord) -> str | None:
+def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
     """What of the rows of one call of one kernel cannot be, taken together."""
     ok = [row for row in rows if row.status == "ok"]
     if any(row.tensors != ok[0].tensors or row.tensor not in row.tensors for row in ok):
@@ -169,7 +169,7 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CaseRecord) -> str | None:
     for tensor, own in grouped(ok, lambda r: r.tensor).items():
         if len({row.out_format for row in own}) > 1:
             return f"returned {tensor} in several formats"
-        length = case.kv_len if tensor in ("dk", "dv") else case.q_len
+        length = case.extents()[tensor].rows
         fewer = plan.rows is not None and plan.rows < length
         if any(row.sampled and not fewer for row in own):
             return f"has sampled rows of {tensor}, and was to measure all"
@@ -239,44 +239,57 @@ def _bare(row: DeviationRow) -> str | None:
     return None
 
 
-def _heads(plan: PlanRecord, case: CaseRecord) -> dict[str, range | list[int]]:
-    """By tensor, the heads of a call that were to be measured; with gradients whole
-    groups."""
-    group = case.heads // case.kv_heads
-    asked = set(range(case.heads) if plan.heads is None else plan.heads)
-    of = {head // group for head in asked if head < case.heads}
-    queries = [
-        h for h in range(case.heads) if h in asked or (plan.backward and h // group in of)
-    ]
-    passes = {"dq": queries, "dk": sorted(of), "dv": sorted(of)} if plan.backward else {}
-    return {"out": queries, **passes} if queries else {}
+def _planned_units(plan: PlanRecord, call: CallRecord) -> dict[str, Sequence[int]]:
+    """By tensor of a call, the units that were to be measured, also of tensors that may
+    lack. `plan.heads` are units of the output, of which a coarser tensor has one for a
+    whole group; with gradients whole groups are measured."""
+    extents = {
+        tensor: extent
+        for tensor, extent in call.extents().items()
+        if plan.backward or not tensor_spec(tensor).is_gradient
+    }
+    finest = max(extent.units for extent in extents.values())
+    group = finest // min(extent.units for extent in extents.values())
+    asked = set(range(finest) if plan.heads is None else plan.heads)
+    groups = {unit // group for unit in asked if unit < finest}
+    measured = [unit for unit in range(finest) if unit // group in groups]
+    if not plan.backward:
+        measured = [unit for unit in measured if unit in asked]
+    return {
+        tensor: sorted({unit * extent.units // finest for unit in measured})
+        for tensor, extent in extents.items()
+        if measured
+    }
 
 
 def _lacking(
-    rows: Rows, heads: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
+    rows: Rows, units: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
 ) -> str | None:
-    """What one task lacks, or should not have; None where it is whole. The lse may
-    lack."""
+    """What one task lacks, or should not have; None where it is whole."""
     cells: Counter[tuple[str, int | None]] = Counter(
         (r.tensor, r.head) for r in rows if r.status == "ok"
     )
     bare = Counter(r.tensor for r in rows if r.status != "ok")
     if twice := next((tensor for tensor, count in bare.items() if count > 1), None):
         return f"has several rows that say why there is no {twice}"
-    wanted = (
-        {}
-        if "out" in bare
-        else {"out": heads.get("out", ())}
-        if "dq" in bare
-        else dict(heads)
-    )
-    if any(tensor == "lse" for tensor, _ in cells):
-        wanted["lse"] = heads.get("out", ())
+    present = {tensor for tensor, _ in cells}
     partial = plan.rows is not None and role in ("baseline", "control")
-    for tensor, own in wanted.items():
-        if partial and tensor in ("dk", "dv") and (tensor, own[0]) not in cells:
-            continue  # of sampled queries alone there are none
-        for head in own:
-            if cells.pop((tensor, head), 0) != 1:
-                return f"has no row for {tensor} head {head}, or several"
+    for tensor, own in units.items():
+        spec = tensor_spec(tensor)
+        if not _is_wanted(spec, bare) or (spec.is_optional and tensor not in present):
+            continue
+        if partial and spec.sums_over_rows and (tensor, own[0]) not in cells:
+            continue  # of sampled rows alone there is none
+        for unit in own:
+            if cells.pop((tensor, unit), 0) != 1:
+                return f"has no row for {tensor} head {unit}, or several"
     return next((f"has a row too many, {t} head {h}," for t, h in cells), None)
+
+
+def _is_wanted(spec: TensorSpec, bare: Iterable[str]) -> bool:
+    """Whether a task has rows of a tensor, where one row says why it has none of others:
+    nothing without an output, and no gradient without one of them."""
+    specs = [tensor_spec(tensor) for tensor in bare]
+    if any(not other.is_gradient for other in specs):
+        return False
+    return not (specs and spec.is_gradient)

@@ -25,7 +25,8 @@ from pydantic import (
 from numdev.errors import closest
 from numdev.metrics.of_rows import METRICS, Value
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
-from numdev.report import DeviationRow, Phase, Tensor
+from numdev.operations import TENSOR_NAMES, tensor_spec
+from numdev.report import DeviationRow, Phase
 from numdev.report.numbers import power
 from numdev.studies import REGISTERED, kind_of
 from numdev.yamlfile import Names, Strict, as_list, bundled, parse_bundled, read_yaml
@@ -50,7 +51,7 @@ def _among(known: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Tensors = Annotated[Names, _among(get_args(Tensor))]
+Tensors = Annotated[Names, _among(TENSOR_NAMES)]
 Phases = Annotated[Names, _among(get_args(Phase))]
 
 
@@ -221,15 +222,15 @@ class Threshold(Limit):
     def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
         """As it is for a row: higher where it has few numbers. A ratio of root mean
         squares of n of them has a standard deviation of 1/√n or less; a median of N,
-        1.25/√N of that; an interval has luck. A row of dq or dk shares the error of its
-        delta, and counts as 8 numbers. Where rows count by their size (`rms_ratio`), a
-        few may be all there is."""
+        1.25/√N of that; an interval has luck. A row whose elements share an error
+        (`rows_share_error`) counts as 8 numbers. Where rows count by their size
+        (`rms_ratio`), a few may be all there is."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
         n, rows = float(row.elements), float(row.rows_measured or 0)
         if self.metric == "rms_ratio" and row.rms_rows and rows:
             n, rows = n * row.rms_rows / rows, row.rms_rows
-        if row.tensor in ("dq", "dk") and rows:
+        if tensor_spec(row.tensor).rows_share_error and rows:
             n = min(n, 8 * rows)
         luck = (1.25 if heads > 1 else 1.0) / math.sqrt(n * heads)
         allowed = math.ceil(1000 * (1 + self.scatter * luck)) / 1000

@@ -20,7 +20,6 @@ from typing import Any
 from numdev.gate.judgement import RUNS, Dose, Held, Power, Test
 from numdev.gate.rows import (
     FOUND,
-    GRADIENTS,
     NOT_MEASURED,
     Groups,
     Rows,
@@ -40,9 +39,10 @@ from numdev.metrics.of_rows import (
     value_of,
 )
 from numdev.metrics.statistics import holm
+from numdev.operations import tensor_spec
 from numdev.report import (
     NOT_PREDICTED,
-    CaseRecord,
+    CallRecord,
     DeviationRow,
     Place,
     Places,
@@ -59,7 +59,7 @@ EMPTY = "no element of this tensor could be judged"
 
 
 def tests_of(
-    rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CaseRecord]
+    rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CallRecord]
 ) -> Iterator[Test]:
     """Every rule on everything it selects, in the rules' order; which calls ran; whether
     their inputs are finite."""
@@ -69,7 +69,7 @@ def tests_of(
         yield _inputs_finite(rows, cases)
 
 
-def _inputs_finite(rows: Rows, cases: Sequence[CaseRecord]) -> Test:
+def _inputs_finite(rows: Rows, cases: Sequence[CallRecord]) -> Test:
     """Elements that depend on an input that is NaN or infinite, or becomes so when it is
     rounded to the format, are left out of every rule: what is left out is not judged."""
     known = {case.case: case for case in cases if case.nonfinite or case.overflows}
@@ -315,11 +315,17 @@ def _median(held: Sequence[Held]) -> Held:
 
 def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
     """In how many calls each kernel under audit ran, declined, or failed; forward and
-    backward apart (tensors `out` and `dq`)."""
+    backward apart."""
     call_of = attrgetter("case", "call", "seed")
     kernels = (row for row in rows if row.role == "kernel")
     passes = grouped(
-        kernels, lambda r: (r.kernel, spelt(r.options), r.format, r.tensor in GRADIENTS)
+        kernels,
+        lambda r: (
+            r.kernel,
+            spelt(r.options),
+            r.format,
+            tensor_spec(r.tensor).is_gradient,
+        ),
     )
     for (_, _, _, backward), group in passes.items():
         bare = [row for row in group if row.status != "ok"]
@@ -332,7 +338,7 @@ def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
         why = "failed" if count["failed"] else "skipped"
         reasons = [row.reason or "" for row in bare if row.status == why]
         yield run_test(
-            group[0].who, rules, "dq" if backward else "out", count, reasons,
+            group[0].who, rules, group[0].tensor, count, reasons,
             asked=plan.named or backward, empty=not any(map(something, group)),
             place=next((Place.of(row) for row in bare if row.status == "failed"), None),
         )  # fmt: skip

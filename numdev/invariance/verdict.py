@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numdev.config import AXES, Axes
-from numdev.gate.findings import TENSORS, label, listed, run_findings
+from numdev.gate.findings import label, listed, run_findings
 from numdev.gate.judgement import MODEL, Judgement, Test
 from numdev.gate.rules import AtMost, Rules, Tensors
 from numdev.gate.thresholds import run_test
@@ -19,6 +19,7 @@ from numdev.invariance.report import (
     InvarianceSummary,
     ModelRow,
 )
+from numdev.operations import tensor_spec
 from numdev.report import Finding, PlannedKernel, Standing, Tensor
 from numdev.report.numbers import labelled, ratio, si, three
 from numdev.yamlfile import Strict
@@ -378,7 +379,7 @@ def _sentence(worst: Held, also: Sequence[InvarianceRow]) -> str:
     """What is wrong, to follow the kernel's name."""
     row = worst.row
     wrong = WRONG[worst.rule].format(
-        row=row, tensor=TENSORS.get(row.tensor, row.tensor), ulps=three(row.ulps),
+        row=row, tensor=tensor_spec(row.tensor).in_words, ulps=three(row.ulps),
         number=three(worst.observed, worst.limit), limit=three(worst.limit),
         base=three(row.error_base), other=three(row.error_variant),
     )  # fmt: skip

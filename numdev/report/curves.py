@@ -22,6 +22,7 @@ from numdev.config import SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.metrics.statistics import Mean, factor, interval
+from numdev.operations import tensor_spec
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
 from numdev.report.numbers import MOST, si, times
 
@@ -67,7 +68,9 @@ def cells(
 ) -> tuple[CellRow, ...]:
     """Metrics of kernels by cell and format, in the rows' order. `axes`: places of
     cases."""
-    pooled = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
+    pooled = _pooled(
+        [r for r in rows if r.status == "ok" and tensor_spec(r.tensor).is_output], metrics
+    )
     keys = ["case", "format", "seed"]
     of = (pooled["kernel"] == baseline[0]) & (pooled["chosen"] == _chosen(baseline[1]))
     base = pooled[of][[*keys, *metrics]]

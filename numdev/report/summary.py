@@ -20,6 +20,7 @@ from numdev.metrics.statistics import (
     holm,
     noise_ratio,
 )
+from numdev.operations import tensor_spec
 from numdev.report import (
     AuditSummary,
     DeviationRow,
@@ -29,7 +30,6 @@ from numdev.report import (
     PartSummary,
     Places,
     Record,
-    Tensor,
     WorstRow,
 )
 from numdev.report.numbers import MOST, ratio
@@ -88,11 +88,13 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
 
 
 def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
-    ok = _measured(rows, "out")
+    ok = [row for row in rows if row.status == "ok" and tensor_spec(row.tensor).is_output]
     worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
     noise = [noise_ratio(row) for row in rows if row.noise is not None]
-    named: Sequence[Tensor] = ("dq", "dk", "dv")
-    gradients = ((tensor, _measured(rows, tensor)) for tensor in named)
+    names = dict.fromkeys(
+        row.tensor for row in rows if tensor_spec(row.tensor).is_gradient
+    )
+    gradients = ((tensor, _measured(rows, tensor)) for tensor in names)
     phases = dict.fromkeys(row.phase for row in ok if row.phase is not None)
     return KernelSummary(
         **rows[0].who,

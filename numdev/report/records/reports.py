@@ -20,6 +20,7 @@ from numdev.report.records.rows import (
     AttributionRow,
     CaseRecord,
     DeviationRow,
+    FunctionCallRecord,
     OfKernel,
     ProfileRow,
     Record,
@@ -276,11 +277,16 @@ class AuditReport(Report):
     kind: Literal["audit"] = "audit"
     summary: AuditSummary
     plan: PlanRecord
-    cases: tuple[CaseRecord, ...] = ()
+    cases: tuple[CaseRecord | FunctionCallRecord, ...] = ()
     rows: tuple[DeviationRow, ...]
     weights: tuple[WeightRow, ...] = ()
     attributions: tuple[AttributionRow, ...] = ()
     profiles: tuple[ProfileRow, ...] = ()
+
+    @property
+    def attention_calls(self) -> list[CaseRecord]:
+        """Its calls that are calls of attention."""
+        return [case for case in self.cases if isinstance(case, CaseRecord)]
 
     @property
     def measured(self) -> bool:
@@ -293,7 +299,7 @@ class AuditReport(Report):
 
 
 class SweepReport(Report):
-    """The result of `numdev sweep`."""
+    """The result of `numdev sweep`, which draws calls of attention."""
 
     kind: Literal["sweep"] = "sweep"
     summary: SweepSummary

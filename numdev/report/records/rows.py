@@ -4,13 +4,15 @@ JSON has no NaN: a number that means nothing is null, and its row's `nulls` says
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
-Tensor = Literal["out", "lse", "dq", "dk", "dv"]
+# The name of an operation's tensor (`numdev.operations.tensor_spec`)
+Tensor = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]{0,79}$")]
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
 # Of things; not one that only JSON can hold
@@ -28,25 +30,20 @@ class Record(BaseModel):
     )
 
 
-class CaseRecord(Record):
-    """What one attention call was. Rows name it in `case`."""
+class Extent(Record):
+    """How large one tensor of a call is: it is measured unit by unit."""
+
+    units: int
+    rows: int  # of each entry of the batch, in each unit
+    width: int = 1  # elements of a row
+
+
+class CallRecord(Record):
+    """What one call of an operation was. Rows name it in `case`."""
 
     case: str
     batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    v_dim: int
     source_format: str  # of its tensors before they were rounded to the audited formats
-    mask: Literal["none", "bool", "additive"]
-    is_causal: bool
-    causal_offset: int
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    sinks: bool
-    scale: float
     # Where the gradient with respect to its output comes from
     grad_out: str | None = None
     threads: int | None = None  # of PyTorch on a CPU: one for a small call
@@ -56,6 +53,48 @@ class CaseRecord(Record):
     overflows: dict[str, int] = Field(default_factory=dict)
     # Of a grid's cell: its value on every axis
     axes: dict[str, Any] = Field(default_factory=dict)
+
+    def extents(self) -> Mapping[str, Extent]:
+        """By tensor, also of those that an implementation may leave out."""
+        raise NotImplementedError
+
+
+class FunctionCallRecord(CallRecord):
+    """A call of a function: its tensors as they are."""
+
+    tensors: dict[str, Extent]
+
+    def extents(self) -> Mapping[str, Extent]:
+        return self.tensors
+
+
+class CaseRecord(CallRecord):
+    """What one attention call was."""
+
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_dim: int
+    mask: Literal["none", "bool", "additive"]
+    is_causal: bool
+    causal_offset: int
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: bool
+    scale: float
+
+    def extents(self) -> Mapping[str, Extent]:
+        query = Extent(units=self.heads, rows=self.q_len, width=self.head_dim)
+        key = Extent(units=self.kv_heads, rows=self.kv_len, width=self.head_dim)
+        return {
+            "out": query.model_copy(update={"width": self.v_dim}),
+            "lse": query.model_copy(update={"width": 1}),
+            "dq": query,
+            "dk": key,
+            "dv": key.model_copy(update={"width": self.v_dim}),
+        }
 
 
 class OfKernel(Record):

@@ -79,7 +79,7 @@ def _suite(test: Test) -> str:
 def _name(test: Test) -> str:
     """The rule, and of what; names hold no numbers."""
     if test.runs:
-        return f"{test.rule} ({'backward, ' if test.tensor == 'dq' else ''}{test.format})"
+        return f"{test.rule} ({'backward, ' if test.is_backward else ''}{test.format})"
     of = ", ".join(filter(None, (test.tensor, test.format)))
     return f"{test.rule} ({of})" if test.kernel is not None and of else test.rule
 

@@ -137,7 +137,7 @@ def _beside(judgement: Judgement) -> Iterator[str]:
     """What is said, and not judged."""
     for test in judgement.tests:
         if test.runs and not test.judged and test.standing is Standing.NOT_APPLICABLE:
-            what = " backward" if test.tensor == "dq" else ""
+            what = " backward" if test.is_backward else ""
             yield (
                 f"{label(test)}{what} ({test.format}) was skipped: "
                 f"{'; '.join(test.reasons[:3])}"
