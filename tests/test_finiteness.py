@@ -12,11 +12,8 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
-from numdev.metrics.finiteness import (
-    count_nonfinite,
-    nonfinite_inputs,
-    overflowing_inputs,
-)
+from numdev.metrics.finiteness import count_nonfinite
+from numdev.operations.attention.finiteness import nonfinite_inputs, overflowing_inputs
 
 FORMATS = [
     format_named(n) for n in ("float64", "float32", "bfloat16", "float16", "float8_e5m2")

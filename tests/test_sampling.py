@@ -21,12 +21,12 @@ from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, gradients, key_gradients
 from numdev.metrics.deviation import Metrics, measure, measure_plain
-from numdev.metrics.finiteness import _largest, elsewhere
 from numdev.metrics.intervals import RMS, intervals
 from numdev.metrics.row_sums import GROUPS
 from numdev.metrics.row_sums import _dealt as dealt
 from numdev.metrics.sampling import Sample, Strata
 from numdev.metrics.yardstick import Yardstick
+from numdev.operations.attention.finiteness import _largest, elsewhere
 
 
 def draw(length: int, count: int, seed: int, label: str) -> torch.Tensor | None:

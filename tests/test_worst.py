@@ -17,10 +17,10 @@ from numdev.audit.explanations import NOTABLE, SHOWN, most
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
-from numdev.metrics.row_facts import of_queries
-from numdev.metrics.row_words import NOTHING
-from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
+from numdev.operations.attention.row_facts import of_queries
+from numdev.operations.attention.row_words import NOTHING
+from numdev.operations.attention.worst_rows import worst_rows
 from numdev.report import WorstRow
 
 BFLOAT16 = FORMATS["bfloat16"]

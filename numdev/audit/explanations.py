@@ -38,8 +38,9 @@ from numdev.metrics.histogram import by_ulps
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
-from numdev.metrics.worst_rows import instances, where, worst_rows
 from numdev.metrics.yardstick import Yardstick
+from numdev.operations.attention.worst_rows import worst_rows
+from numdev.operations.places import instances, where
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.system import System
 from numdev.yamlfile import Strict, bundled, read_yaml

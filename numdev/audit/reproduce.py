@@ -24,10 +24,10 @@ from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
 from numdev.metrics.of_rows import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
-from numdev.operations import tensor_spec
 from numdev.report import DeviationRow, Finding
 from numdev.report.foreign import plain
 from numdev.sources.opening import Source
+from numdev.tensors import tensor_spec
 
 FOLDER = "reproducers"
 SECONDS = 20.0  # how long one finding is reduced

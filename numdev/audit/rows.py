@@ -22,16 +22,16 @@ from numdev.kernels.emulation.kernel import returning, unexpected
 from numdev.kernels.output import GRADIENTS
 from numdev.metrics.bits import checksums
 from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain
-from numdev.metrics.finiteness import (
+from numdev.metrics.finiteness import all_finite
+from numdev.metrics.noise import Noise, noise
+from numdev.metrics.sampling import Strata
+from numdev.operations.attention.finiteness import (
     Elsewhere,
-    all_finite,
     elsewhere,
     inputs_finite,
     nonfinite_inputs,
     overflowing_inputs,
 )
-from numdev.metrics.noise import Noise, noise
-from numdev.metrics.sampling import Strata
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
 from numdev.sources.tensorfile import kind_of
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import ULPS
-from numdev.operations import tensor_spec
 from numdev.report import (
     AuditReport,
     Axis,
@@ -31,6 +30,7 @@ from numdev.report import (
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floors
 from numdev.report.numbers import NONE, SHADES, labelled, ratio, shade, short, si
+from numdev.tensors import tensor_spec
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (

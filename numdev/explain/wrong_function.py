@@ -22,8 +22,8 @@ from numdev.explain.mistakes import scales
 from numdev.explain.probe import HEAD_KEYS, MAX_HEADS, Alternative, Probe
 from numdev.formats import format_of
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.worst_rows import in_words, instances
 from numdev.metrics.yardstick import finite
+from numdev.operations.places import in_words, instances
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
 # The least cut in the format of a finding, where a finer one has found its cause

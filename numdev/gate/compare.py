@@ -42,7 +42,6 @@ from numdev.gate.movement import (
 )
 from numdev.gate.rows import NUMBERS, Measured, Rows
 from numdev.grouping import grouped
-from numdev.operations import tensor_spec
 from numdev.report import (
     CallRecord,
     DeviationRow,
@@ -55,6 +54,7 @@ from numdev.report import (
 )
 from numdev.report.numbers import three, times
 from numdev.studies import judged_by, kind_of
+from numdev.tensors import tensor_spec
 
 MUST = (
     *(

@@ -18,7 +18,6 @@ from numdev.gate.rows import FOUND, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import lse_error, value_of
-from numdev.operations import tensor_spec
 from numdev.report import (
     DeviationRow,
     Finding,
@@ -30,6 +29,7 @@ from numdev.report import (
     worst,
 )
 from numdev.report.numbers import labelled, power, si, three
+from numdev.tensors import tensor_spec
 
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {

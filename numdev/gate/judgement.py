@@ -13,8 +13,8 @@ from pydantic import Field, SkipValidation
 
 from numdev.gate.rules import Limit
 from numdev.metrics.of_rows import Value
-from numdev.operations import tensor_spec
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
+from numdev.tensors import tensor_spec
 
 MODEL = "model"  # whose tests are of no kernel
 # Whose tests are of no kernel and no model: what was read, what is required

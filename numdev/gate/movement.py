@@ -22,8 +22,8 @@ from scipy.special import ndtri, stdtrit
 from numdev.gate.rows import NUMBERS, Key, Rows, spelt
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import interval_of, value_of
-from numdev.operations import tensor_spec
 from numdev.report import CallRecord, DeviationRow, Place
+from numdev.tensors import tensor_spec
 
 LEAST = 1.05
 ALPHA = 0.01

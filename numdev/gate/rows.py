@@ -16,8 +16,8 @@ from typing import Any
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import FIELDS
-from numdev.operations import TensorSpec, tensor_spec
 from numdev.report import AuditReport, CallRecord, DeviationRow, PlanRecord, SweepReport
+from numdev.tensors import TensorSpec, tensor_spec
 
 Measured = AuditReport | SweepReport
 NOT_MEASURED = "not measured"

@@ -25,10 +25,10 @@ from pydantic import (
 from numdev.errors import closest
 from numdev.metrics.of_rows import METRICS, Value
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
-from numdev.operations import TENSOR_NAMES, tensor_spec
 from numdev.report import DeviationRow, Phase
 from numdev.report.numbers import power
 from numdev.studies import REGISTERED, kind_of
+from numdev.tensors import TENSORS, tensor_spec
 from numdev.yamlfile import Names, Strict, as_list, bundled, parse_bundled, read_yaml
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
@@ -51,7 +51,7 @@ def _among(known: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Tensors = Annotated[Names, _among(TENSOR_NAMES)]
+Tensors = Annotated[Names, _among(tuple(TENSORS))]
 Phases = Annotated[Names, _among(get_args(Phase))]
 
 

@@ -39,7 +39,6 @@ from numdev.metrics.of_rows import (
     value_of,
 )
 from numdev.metrics.statistics import holm
-from numdev.operations import tensor_spec
 from numdev.report import (
     NOT_PREDICTED,
     CallRecord,
@@ -50,6 +49,7 @@ from numdev.report import (
     Standing,
 )
 from numdev.report.numbers import three
+from numdev.tensors import tensor_spec
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 REASONS = 5  # calls whose inputs are not finite
@@ -239,7 +239,7 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
     # Too few heads have it, or it is a sample's maximum
     if value_of(row, metric)[0] is not None:
         return True
-    if row.sampled and row.tensor in ("dk", "dv"):
+    if row.sampled and tensor_spec(row.tensor).sums_over_rows:
         return why == NOT_PREDICTED
     unclaimed = row.claim is None and row.expected_ratio is None and metric in ERRORS
     return unclaimed and not threshold.otherwise and why != NOT_MEASURED

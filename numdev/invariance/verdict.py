@@ -19,9 +19,9 @@ from numdev.invariance.report import (
     InvarianceSummary,
     ModelRow,
 )
-from numdev.operations import tensor_spec
 from numdev.report import Finding, PlannedKernel, Standing, Tensor
 from numdev.report.numbers import labelled, ratio, si, three
+from numdev.tensors import tensor_spec
 from numdev.yamlfile import Strict
 
 # What a dependence along one axis brings about along others, which are then not accused

@@ -22,9 +22,9 @@ from numdev.config import SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.metrics.statistics import Mean, factor, interval
-from numdev.operations import tensor_spec
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
 from numdev.report.numbers import MOST, si, times
+from numdev.tensors import tensor_spec
 
 METRICS = {
     "max_abs": ("max", "max error"),

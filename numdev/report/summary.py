@@ -20,7 +20,6 @@ from numdev.metrics.statistics import (
     holm,
     noise_ratio,
 )
-from numdev.operations import tensor_spec
 from numdev.report import (
     AuditSummary,
     DeviationRow,
@@ -33,6 +32,7 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.report.numbers import MOST, ratio
+from numdev.tensors import tensor_spec
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Of which a summary has the median over heads, the largest, or where that is."""

@@ -1,1 +1,1 @@
-"""Attention."""
+"""Attention: softmax(scale Q K^T + mask) V."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from numdev.report import WorstRow
 from numdev.report.numbers import power
+from numdev.tensors import tensor_spec
 
 # Usual rows it takes to say what is unusual; a tie is one beside any number of them
 LEAST = 8
@@ -91,7 +92,7 @@ PROPERTIES = {
 
 def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
     """How much the row errs, and what stands out beside the usual rows of its head."""
-    is_key = row.tensor in ("dk", "dv")
+    is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
         said = ["no query sees it" if is_key else "it sees no key"]
     else:

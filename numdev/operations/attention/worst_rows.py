@@ -2,9 +2,9 @@
 
 A kernel's error in a head is often the error of a few rows. `worst_rows` finds the head
 of a call in which a row's error is largest beside what is predicted for it, takes that
-head's worst rows, and has these recomputed in fp64 (`numdev.metrics.row_facts`). A few
-rows evenly spread over the head are recomputed too, as what is usual there
-(`numdev.metrics.row_words` says what stands out)."""
+head's worst rows, and has these recomputed in fp64 (`row_facts`). A few rows evenly
+spread over the head are recomputed too, as what is usual there (`row_words` says what
+stands out)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.metrics.row_facts import of_keys, of_queries
 from numdev.metrics.row_sums import row_ratios
-from numdev.metrics.row_words import sentence
 from numdev.metrics.yardstick import Yardstick, finite, kept
+from numdev.operations.attention.row_facts import of_keys, of_queries
+from numdev.operations.attention.row_words import sentence
 from numdev.report import WorstRow
+from numdev.tensors import tensor_spec
 
-MOST = 0.5  # of a head's rows: of more it is not said which
 TYPICAL = 32  # rows of the head that stand for what is usual there
-OF_KEYS = ("dk", "dv")
 OF_SCORES = (
     "lse",
     "tied",
@@ -75,7 +74,7 @@ def worst_rows(
     finite where the exact one, rounded once, is. Left out are empty rows, rows without an
     error, and rows that repeat a worse one at the same place of another sequence.
     `identity`: more fields of a report's row."""
-    o = output.detach().double()
+    o, spec = output.detach().double(), tensor_spec(tensor)
     bad = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)
     if predicted is not None:
@@ -114,7 +113,7 @@ def worst_rows(
         "ratio": ratio[b, i].masked_fill(without, math.nan),
         "cancellation": r / terms,
     }
-    if tensor in OF_KEYS:
+    if spec.sums_over_rows:
         assert lse is not None
         columns |= of_keys(case, heads[at], b, place, lse)
     else:
@@ -129,7 +128,7 @@ def worst_rows(
         for row in numbers
     ]
     for row in table:
-        if tensor not in OF_KEYS and not row["sees"]:
+        if not spec.sums_over_rows and not row["sees"]:
             row.update(dict.fromkeys(OF_SCORES))
     fields = {
         **vars(case.ref),
@@ -137,7 +136,7 @@ def worst_rows(
         "tensor": tensor,
         **(identity or {}),
         "head": heads[at],
-        "rows": case.kv_len if tensor in OF_KEYS else case.q_len,
+        "rows": case.kv_len if spec.sums_over_rows else case.q_len,
         "predicted": predicted is not None,
         "sentence": "",
     }
@@ -145,57 +144,6 @@ def worst_rows(
     return [
         w.model_copy(update={"sentence": sentence(w, table[len(worst) :])}) for w in found
     ]
-
-
-def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
-    """Of a head's bad rows, bool [B, rows], which they are, if one, in a row or evenly
-    spread, or which batch entry alone has them. `rows`: where these stand in the call, if
-    not all are here."""
-    entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
-    alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
-    at = of.nonzero().flatten() if rows is None else rows[of]
-    if not entries or len(at) > MOST * len(of) or len(at.diff().unique()) > 1:
-        return f"{alone} alone" if alone else None
-    return f"{in_words(at, noun)} of {alone}" if alone else in_words(at, noun)
-
-
-STRIDES = (128, 64, 32, 16)  # of rows: tiles
-
-
-def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str, ...]:
-    """What a head's bad rows, bool [B, rows], are in words that hold in calls of other
-    lengths too: one row of every tile, all from some row on; nothing where only some rows
-    are here."""
-    of = bad.any(dim=0)
-    at = of.nonzero().flatten()
-    if rows is not None or not len(at):
-        return ()
-    first, last, n = int(at[0]), int(at[-1]), len(of)
-    said = [f"{noun} {first}"] if len(at) == 1 < n else []
-    for stride in STRIDES if len(at) <= MOST * n else ():
-        every = torch.arange(first, n, stride, device=at.device)
-        if first < stride and every.equal(at):
-            said.append(f"{_every(stride)} {noun} from {first}")
-    if last == n - 1 and len(at) == n - first and first >= min(STRIDES):
-        said.append(f"all {noun}s from {first} on")
-    return tuple(said)
-
-
-def _every(stride: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(
-        stride % 10 * (stride % 100 not in (11, 12, 13))
-    )
-    return f"every {stride}{ending or 'th'}"
-
-
-def in_words(at: Tensor, noun: str = "row") -> str:
-    """`rows 64 to 99`, `every 64th row from 63`, of places [n] in order, one at least."""
-    first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
-    if steps in ([], [1]):
-        return f"{noun}s {first} to {last}" if steps else f"{noun} {first}"
-    if len(steps) > 1 or len(at) == 2:
-        return f"{len(at)} {noun}s, the first {first}, the last {last}"
-    return f"{_every(steps[0])} {noun} from {first}"
 
 
 def _worst(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:

@@ -1,14 +1,20 @@
-"""What there is to know of a tensor before it is measured."""
+"""Tensors of operations by name: what those must know of one who judge and report it.
+
+Metrics, rules and reports name no tensor; they ask `tensor_spec`. An operation adds its
+tensors to `TENSORS`. Of any other name a gradient ends in `_grad` (`x_grad` is the
+gradient with respect to x), and everything else is an output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+GRADIENT = "_grad"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """An output of an operation, or a gradient. Metrics are of one of its units at a
-    time (a head), and sum over its rows."""
+    time (of attention, a head), and sum over its rows."""
 
     name: str
     of_input: str | None = None
@@ -42,3 +48,26 @@ class TensorSpec:
     @property
     def in_words(self) -> str:
         return self.words or self.name
+
+
+# A row of dk or dv is a key, and sums over the queries that see it. delta is one number
+# for a row of dS: its error is in every element of dq and dk.
+ATTENTION = (
+    TensorSpec(name="out", words="the output"),
+    TensorSpec(name="lse", words="the log-sum-exp", beside="out", is_optional=True),
+    TensorSpec(name="dq", of_input="q", rows_share_error=True),
+    TensorSpec(
+        name="dk", of_input="k", row="key", sums_over_rows=True, rows_share_error=True
+    ),
+    TensorSpec(name="dv", of_input="v", row="key", sums_over_rows=True),
+)
+TENSORS = {spec.name: spec for spec in ATTENTION}
+
+
+def tensor_spec(name: str) -> TensorSpec:
+    """What is known of a tensor by its name."""
+    if name in TENSORS:
+        return TENSORS[name]
+    is_gradient = name.endswith(GRADIENT)
+    of_input = name.removesuffix(GRADIENT) if is_gradient else None
+    return TensorSpec(name=name, of_input=of_input)

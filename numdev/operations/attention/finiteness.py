@@ -1,0 +1,129 @@
+"""What is not finite: in a call's inputs, and in rows of an output that a sample leaves
+out.
+
+In the rows that are measured finiteness is held against the floor's, element by element.
+For all others this needs no reference as long as the inputs are finite: then the exact
+output is, being a mean of rows of V, and so is the log-sum-exp of a row that sees a key,
+and a gradient is never NaN. A gradient may overflow a narrow format rightly; where a
+bound on its size excludes that, an infinite element is wrong too, and elsewhere it stays
+open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, empty_rows
+from numdev.formats import Format, round_to
+from numdev.metrics.finiteness import all_finite, count_nonfinite, largest_magnitudes
+from numdev.metrics.yardstick import finite, widened
+from numdev.tensors import tensor_spec
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """One head, in the rows that are not measured."""
+
+    nonfinite: int  # elements that are not finite, and should be
+    unknown: str | None = None  # why more cannot be said, as a clause
+
+
+def elsewhere(
+    x: Tensor, tensor: str, case: AttentionCase, rows: Tensor | None, fmt: Format
+) -> list[Elsewhere]:
+    """Of each head of a tensor `x` [B, H, rows, ...] of `case`, in all rows but `rows`.
+
+    `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv,
+    `fmt` the format of `x`. Left out are query rows that see no key."""
+    heads = x.shape[1]
+    if not inputs_finite(case):
+        return [Elsewhere(0, "the inputs are not finite")] * heads
+    bad = ~finite(x)
+    if rows is not None:
+        bad[:, :, rows] = False
+    if not tensor_spec(tensor).sums_over_rows:
+        empty = empty_rows(case)
+        bad &= ~(empty if x.ndim == 3 else empty[..., None])
+    open_ = torch.zeros_like(bad)
+    if tensor_spec(tensor).is_gradient:
+        reach = _largest(case, tensor) >= fmt.largest
+        open_ = bad & x.isinf() & reach[None, :, None, None]
+    both = torch.stack([bad & ~open_, open_]).transpose(1, 2).flatten(2).sum(dim=2)
+    why = (
+        "elements are infinite in rows that are not measured, where the exact "
+        "gradient may"
+    )
+    return [
+        Elsewhere(
+            wrong, f"{doubtful} {why} overflow {fmt.name} too" if doubtful else None
+        )
+        for wrong, doubtful in both.T.tolist()
+    ]
+
+
+def inputs_finite(case: AttentionCase) -> bool:
+    """Whether all inputs are. An additive mask may hold -inf, which hides."""
+    return all_finite(_inputs(case).values())
+
+
+def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
+    """By tensor of a call, how many of its elements are NaN or infinite; those without
+    any are left out. -inf in an additive mask hides, and does not count."""
+    if inputs_finite(case):
+        return {}
+    counts = {name: count_nonfinite(x) for name, x in _inputs(case).items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[str, int]:
+    """By format, how many finite elements of a call's inputs it cannot hold; formats that
+    hold all are left out. A mask does not overflow: it saturates
+    (`AttentionCase.rounded_to`)."""
+    narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
+    inputs = (
+        [x for name, x in _inputs(case).items() if name != "mask"] if narrower else []
+    )
+    counts: dict[str, int] = {}
+    for x, largest in zip(inputs, largest_magnitudes(inputs), strict=True):
+        for fmt in narrower:
+            if not largest <= fmt.largest:  # NaN too: it hides how large the others are
+                wide = widened(x)
+                lost = finite(wide) & ~finite(round_to(wide, fmt))
+                counts[fmt.name] = counts.get(fmt.name, 0) + int(lost.sum())
+    return {name: count for name, count in counts.items() if count}
+
+
+def _inputs(case: AttentionCase) -> dict[str, Tensor]:
+    """The floating-point inputs of a call by name, a mask with its lowest number for
+    -inf."""
+    named = {n: getattr(case, n) for n in ("q", "k", "v", "mask", "sinks", "grad_out")}
+    inputs = {n: x for n, x in named.items() if x is not None and x.dtype != torch.bool}
+    if (mask := inputs.get("mask")) is not None:
+        inputs["mask"] = mask.clamp_min(torch.finfo(mask.dtype).min)
+    return inputs
+
+
+def _largest(case: AttentionCase, tensor: str) -> Tensor:
+    """[H]: a bound on a gradient's elements. |dP - delta| <= 2 |dO_i| max |V_j| row by
+    row, and a row of P sums to 1 at most (a soft cap's slope is at most 1)."""
+    assert case.grad_out is not None
+    q, k, v, dO = (x.double() for x in (case.q, case.k, case.v, case.grad_out))
+
+    def by_kv_head(x: Tensor) -> Tensor:
+        """[B, H, rows, features] summed over rows and the heads of a group, the largest:
+        [H_kv]."""
+        sums = x.sum(dim=2).reshape(len(x), case.kv_heads, case.group, -1).sum(dim=2)
+        return sums.amax(dim=(0, 2))
+
+    if tensor == "dv":
+        return by_kv_head(dO.abs())
+    longest_v = v.norm(dim=-1).amax(dim=-1).repeat_interleave(case.group, dim=1)
+    dX = 2 * abs(case.scale) * dO.norm(dim=-1) * longest_v[..., None]  # [B, H, q_len]
+    if tensor == "dk":
+        return by_kv_head(dX[..., None] * q.abs())
+    largest_k = k.abs().amax(dim=(2, 3)).repeat_interleave(case.group, dim=1)
+    bound: Tensor = (dX.amax(dim=-1) * largest_k).amax(dim=0)
+    return bound

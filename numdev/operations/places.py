@@ -1,0 +1,59 @@
+"""Places of rows in words, of whatever operation: `rows 64 to 99`, `every 64th row`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST = 0.5  # of a unit's rows: of more it is not said which
+
+
+def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
+    """Of a head's bad rows, bool [B, rows], which they are, if one, in a row or evenly
+    spread, or which batch entry alone has them. `rows`: where these stand in the call, if
+    not all are here."""
+    entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
+    alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
+    at = of.nonzero().flatten() if rows is None else rows[of]
+    if not entries or len(at) > MOST * len(of) or len(at.diff().unique()) > 1:
+        return f"{alone} alone" if alone else None
+    return f"{in_words(at, noun)} of {alone}" if alone else in_words(at, noun)
+
+
+STRIDES = (128, 64, 32, 16)  # of rows: tiles
+
+
+def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str, ...]:
+    """What a head's bad rows, bool [B, rows], are in words that hold in calls of other
+    lengths too: one row of every tile, all from some row on; nothing where only some rows
+    are here."""
+    of = bad.any(dim=0)
+    at = of.nonzero().flatten()
+    if rows is not None or not len(at):
+        return ()
+    first, last, n = int(at[0]), int(at[-1]), len(of)
+    said = [f"{noun} {first}"] if len(at) == 1 < n else []
+    for stride in STRIDES if len(at) <= MOST * n else ():
+        every = torch.arange(first, n, stride, device=at.device)
+        if first < stride and every.equal(at):
+            said.append(f"{_every(stride)} {noun} from {first}")
+    if last == n - 1 and len(at) == n - first and first >= min(STRIDES):
+        said.append(f"all {noun}s from {first} on")
+    return tuple(said)
+
+
+def _every(stride: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(
+        stride % 10 * (stride % 100 not in (11, 12, 13))
+    )
+    return f"every {stride}{ending or 'th'}"
+
+
+def in_words(at: Tensor, noun: str = "row") -> str:
+    """`rows 64 to 99`, `every 64th row from 63`, of places [n] in order, one at least."""
+    first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
+    if steps in ([], [1]):
+        return f"{noun}s {first} to {last}" if steps else f"{noun} {first}"
+    if len(steps) > 1 or len(at) == 2:
+        return f"{len(at)} {noun}s, the first {first}, the last {last}"
+    return f"{_every(steps[0])} {noun} from {first}"
