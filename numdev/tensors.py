@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FIRST_OUTPUT = "out"  # of every operation
 GRADIENT = "_grad"
 
 

@@ -37,8 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import numdev
 from numdev import testing
-from numdev.audit import isolation, naming
-from numdev.audit import rows as audit_rows
+from numdev.audit import bench, isolation, naming
 from numdev.audit.check import FEATURES, CheckSource, default_cases
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
@@ -208,7 +207,7 @@ def test_the_default_cases_catch_every_other_planted_fault(
 ) -> None:
     """In a tensor it shows in, in one format. (QUICK has those that one of these cases
     shows.)"""
-    monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
+    monkeypatch.setattr(bench, "suspect", lambda *given: {})
     monkeypatch.setattr(testing, "reproduce", lambda *given, **more: [])
     entry = BY_NAME[fault]
     error = failing(entry.function, formats="bfloat16")

@@ -14,8 +14,8 @@ from gate_rows import judge
 from on_bench import HERE, grouped_step, invoked, prepare, rows_on, task_of
 from recipes import drawn
 
-from numdev.audit import rows as measuring
-from numdev.audit import screening, task
+from numdev.audit import attention, screening
+from numdev.audit import bench as prepared
 from numdev.audit.bench import Bench
 from numdev.audit.explanations import examine
 from numdev.audit.task import measure_task
@@ -96,8 +96,8 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
     """Of 64 of 2048 rows and the 32 most suspicious, sound kernels pass. Faults of rows
     that were not drawn fail: every 512th row is 0, one of one head is 0 or lacks a key,
     an element is NaN."""
-    monkeypatch.setattr(task, "name", lambda *given: None)  # names take seconds
-    monkeypatch.setattr(measuring, "suspect", lambda *given: {})
+    monkeypatch.setattr(attention, "name", lambda *given: None)  # names take seconds
+    monkeypatch.setattr(prepared, "suspect", lambda *given: {})
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
     bench = prepare(case, "bfloat16", sample=Sample(count=64, seed=seed))
     at = next(i for i in range(300, 512) if i not in bench.selection.queries)  # type: ignore
@@ -138,7 +138,7 @@ def test_a_key_whose_gradient_is_zero_stands_out_among_all(
 ) -> None:
     """As rows do: one key of dk or of dv that is 0, or every 512th, fails; sound kernels
     pass."""
-    monkeypatch.setattr(task, "name", lambda *given: None)
+    monkeypatch.setattr(attention, "name", lambda *given: None)
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
     bench = prepare(case, "bfloat16", sample=Sample(count=64, seed=seed), gradients=True)
     at = next(i for i in range(300, 512) if i not in bench.selection.keys)  # type: ignore

@@ -19,18 +19,37 @@ import torch
 from torch import Tensor
 
 from numdev.audit.isolation import Failure, attempt
+from numdev.audit.operation import Distance
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase, empty_rows
-from numdev.formats import FORMATS, Format
+from numdev.explain.wrong_function import far_off, suspect
+from numdev.formats import FORMATS, Format, format_of
 from numdev.kernels import Output, find
 from numdev.kernels.emulation import backward
-from numdev.kernels.emulation.kernel import emulated_step, emulation, recipe_of
+from numdev.kernels.emulation.kernel import (
+    emulated_step,
+    emulation,
+    recipe_of,
+    returning,
+    unexpected,
+)
 from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
+from numdev.metrics.deviation import Metrics
+from numdev.metrics.finiteness import Outside, all_finite
 from numdev.metrics.sampling import Sample, Strata, membership
 from numdev.metrics.yardstick import Yardstick, widened
+from numdev.operations.attention.finiteness import (
+    elsewhere,
+    inputs_finite,
+    nonfinite_inputs,
+    overflowing_inputs,
+)
+from numdev.report import CaseRecord
+from numdev.sources.tensorfile import kind_of
+from numdev.tensors import ATTENTION
 
-KV_TENSORS = ("dk", "dv")  # of kv heads; the others are of query heads
+KV_TENSORS = tuple(spec.name for spec in ATTENTION if spec.sums_over_rows)
 # By tensor, the field of a reference with its term scale.
 TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 
@@ -274,6 +293,125 @@ class Bench:
             watch=watch,
         )
 
+    # What the loop asks (`numdev.audit.operation.PreparedCall`).
+
+    @property
+    def exact_by(self) -> str | None:
+        return self.reference.by
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.case.q.dtype
+
+    @cached_property
+    def distances(self) -> Mapping[str, Distance]:
+        return {"lse": Distance(exact=self.reference.lse, empty=self.reference.empty)}
+
+    def made(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:
+        fields: dict[str, Any] = dict(tensors)
+        return Output(**fields, ran=ran, ran_backward=ran)
+
+    def units(self, tensor: str) -> tuple[int, ...]:
+        return self.selection.heads_of(tensor)
+
+    def select(self, x: Tensor, tensor: str) -> Tensor:
+        return self.selection.select(x, tensor)
+
+    def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        return self.selection.select_heads(x, tensor)
+
+    def sampled_from(self, tensor: str) -> int | Strata | None:
+        return self.selection.sampled_from(tensor)
+
+    def drawn_rows(self, tensor: str) -> Tensor | None:
+        return self.selection.drawn_rows(tensor)
+
+    def bins(self, tensor: str) -> Tensor | None:
+        return self.selection.bins_of(tensor)
+
+    def format_of(self, x: Tensor) -> Format:
+        return returned(x, self.case)
+
+    def formats_of(self, output: Output) -> dict[str, Format]:
+        """The format of every tensor that came back and is held to one."""
+        tensors = output.tensors
+        return {
+            name: returned(tensors[name], self.case)
+            for name in self.yardsticks
+            if name in tensors
+        }
+
+    def unpredicted(self, claim: Mapping[str, Any] | None, fmt: Format) -> str | None:
+        return unexpected(claim, self.case.format, fmt)
+
+    def expected(
+        self, claim: Mapping[str, Any] | None, output: Output
+    ) -> Mapping[str, Tensor]:
+        return self.predicted(returning(claim, self.case, self.formats_of(output)))
+
+    def outside_sample(self, output: Output) -> Mapping[str, Sequence[Outside]]:
+        select = self.selection
+        if select.queries is None:
+            return {}
+        formats = self.formats_of(output)
+        if output.lse is not None:
+            formats["lse"] = format_of(output.lse.dtype)
+        whole = {
+            name: select.select_heads(output.tensors[name], name) for name in formats
+        }
+        if all_finite(whole.values()) and inputs_finite(self.case):
+            return {}
+        case = select.with_heads(self.case)
+        return {
+            name: elsewhere(x, name, case, select.drawn_rows(name), formats[name])
+            for name, x in whole.items()
+        }
+
+    def annotate(
+        self, output: Output, tensor: str, measured: Tensor, units: Sequence[Metrics]
+    ) -> None:
+        if tensor == "out":
+            self._count_in_empty_rows(units, measured)
+            self._suspect(output, units)
+            for unit in units if output.not_lse else ():
+                why = f"the kernel returned {output.not_lse}"
+                unit["nulls"] = {**unit["nulls"], "lse_error": why}
+        if tensor == "dq":
+            self._count_gradients_of_empty_rows(units, measured)
+
+    def _count_in_empty_rows(self, units: Sequence[Metrics], out: Tensor) -> None:
+        """How much is not finite in rows that see no key."""
+        if any(unit["empty_rows"] for unit in units):
+            wrong = ~out.isfinite() & self.yardsticks["out"].empty[..., None]
+            counts = wrong.sum(dim=(0, 2, 3)).tolist()
+            for unit, count in zip(units, counts, strict=True):
+                unit["empty_nonfinite"] = count
+
+    def _suspect(self, output: Output, units: Sequence[Metrics]) -> None:
+        """What heads far off seem to compute."""
+        heads = self.selection.heads
+        far = [h for h, unit in zip(heads, units, strict=True) if far_off(unit)]
+        if not far or not self.watch.searching:
+            return
+        with self.watch("names"):
+            causes = suspect(
+                self.case, output.out, self.reference, heads, far, self.selection.queries
+            )
+        for head, unit in zip(heads, units, strict=True):
+            if head in causes:
+                unit.update(causes[head].fields)
+
+    def _count_gradients_of_empty_rows(
+        self, units: Sequence[Metrics], dq: Tensor
+    ) -> None:
+        """Adds to `nonfinite` what is not finite of dq in rows that see no key: what such
+        a row returns is a convention, but nothing that follows depends on its query,
+        whose gradient is 0. It reaches the weights that make the query."""
+        wrong = ~dq.isfinite() & self.yardsticks["dq"].empty[..., None]
+        counts = wrong.sum(dim=(0, 2, 3)).tolist()
+        for unit, count in zip(units, counts, strict=True):
+            unit["nonfinite"] += count
+
     @cached_property
     def in_float32(self) -> Reference:
         """The whole call by plain attention in float32, of the measured heads."""
@@ -364,3 +502,48 @@ def part(case: AttentionCase, **kept: range) -> AttentionCase:
         moved if case.restricts_positions else 0
     )
     return dataclasses.replace(case, **parts)
+
+
+def returned(out: Tensor, case: AttentionCase) -> Format:
+    """The format an output is in: its dtype's, unless it came in the dtype that stores
+    the case's working format, or in a wider one and holds numbers of the working format
+    alone. (What a kernel computes in a wider one it must then return in a wider
+    dtype.)"""
+    narrow, wide = case.q.dtype, format_of(out.dtype)
+    if out.dtype != narrow and case.working is None and wide.contains(case.format):
+        same = out.to(narrow).to(out.dtype) == out
+        return case.format if bool((same | out.isnan()).all()) else wide
+    return case.format if out.dtype == narrow else wide
+
+
+def case_record(
+    case: AttentionCase,
+    axes: Mapping[str, Any] | None = None,
+    formats: Sequence[Format] = (),
+) -> CaseRecord:
+    """What a call was, all of its heads; `formats`: those that its inputs are rounded
+    to."""
+    same = (
+        "heads",
+        "kv_heads",
+        "q_len",
+        "kv_len",
+        "is_causal",
+        "causal_offset",
+        "window",
+    )
+    return CaseRecord(
+        case=case.ref.case,
+        batch=case.q.shape[0],
+        head_dim=case.q.shape[3],
+        v_dim=case.v.shape[3],
+        source_format=case.format.name,
+        mask=kind_of(case.mask),
+        sinks=case.sinks is not None,
+        grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
+        threads=None if case.q.is_cuda else torch.get_num_threads(),
+        axes=dict(axes or {}),
+        nonfinite=nonfinite_inputs(case),
+        overflows=overflowing_inputs(case, formats),
+        **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
+    )

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from numdev.audit.bench import case_record
 from numdev.audit.isolation import Failure, attempt, copied
 from numdev.audit.naming import Failing, conclude
 from numdev.audit.plan import Plan
-from numdev.audit.rows import bare_row, case_record
+from numdev.audit.rows import bare_row
 from numdev.audit.run import provenance
 from numdev.audit.task import Rows, as_located, measured_here
 from numdev.audit.timing import Stopwatch

@@ -22,7 +22,7 @@ from torch import Tensor
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.isolation import Failure, attempt
 from numdev.audit.plan import Task
-from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, identity
+from numdev.audit.rows import FAILS_ONE_ROW, Measured, identity
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain import attribution as fits
 from numdev.formats import Format, round_to
@@ -143,7 +143,7 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     return tuple(t for t in TERMS if is_beyond([r for r in rest if r.tensor == t]))
 
 
-def locate(measured: Measured, bench: Bench) -> None:
+def locate(measured: Measured[Bench], bench: Bench) -> None:
     """Say of each head in which rows it is beyond the default limit of a single row, or
     not finite, where these are few or of one batch entry."""
     select = (measured.bench or bench).selection
@@ -408,7 +408,7 @@ KEPT_BYTES = 1 << 30
 
 
 def explain(
-    task: Task, kernel: Kernel, measured: Measured, bench: Bench, system: System
+    task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
 ) -> list[AttributionRow]:
     """Which roundings make the errors of a measured task, by tensor its kernel returned;
     none where it returned nothing. "Unknown" where emulations predict nothing, as in
@@ -441,7 +441,7 @@ class _Compared:
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
         self.select = select
-        self.formats = formats_of(output, bench)
+        self.formats = bench.formats_of(output)
         if backward := "dq" in self.formats:
             heads, kv_heads = whole_groups(select.heads, case.group)
             some = case.select_groups(list(kv_heads))
@@ -547,7 +547,7 @@ PLACE = ("case", "layer", "call", "tensor", "head", "batch", "row")
 
 
 def examine(
-    task: Task, kernel: Kernel, measured: Measured, bench: Bench, system: System
+    task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
 ) -> list[WorstRow]:
     """The worst rows of each tensor of a measured task, beside what its rows were held
     to; none where it returned nothing, or no row is near what `most` may show."""
@@ -562,7 +562,7 @@ def examine(
         return worst
     with contextlib.suppress(*FAILS_ONE_ROW):
         claim = kernel.claims(bench.case, output, system)
-        formats = formats_of(output, bench)
+        formats = bench.formats_of(output)
         for tensor, fmt in formats.items():
             if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
                 # What a key receives comes from query heads that are not measured
@@ -602,7 +602,7 @@ def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
 OF_PROFILE = ("case", "layer", "attends", "role", "kernel", "options", "format")
 
 
-def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow]:
+def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[ProfileRow]:
     """How each tensor errs along its call, by bin of positions; none where there are no
     bins, and of planted faults. Errors are root mean squares in the unit of `row_rel`.
     Not times the floor, which is 0 where a row sees one key: its result is a row of V and

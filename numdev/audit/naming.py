@@ -30,7 +30,7 @@ from numdev.audit.explanations import (
     locate,
 )
 from numdev.audit.isolation import Failure, Runner
-from numdev.audit.rows import Measured, Runs, formats_of
+from numdev.audit.rows import Measured, Runs
 from numdev.cases import AttentionCase
 from numdev.explain.attribution import ENOUGH
 from numdev.explain.imprecise import Loss, imprecision
@@ -62,8 +62,8 @@ class Failing:
     system: System
     run: Runner
     options: Mapping[str, Any]
-    runs: Runs
-    measured: Measured
+    runs: Runs[Bench]
+    measured: Measured[Bench]
     searched: bool = False
     is_searched_first: bool = field(default=False, repr=False)
     likes_of: dict[tuple[str, ...], Mapping[str, Likeness]] = field(
@@ -76,7 +76,8 @@ class Failing:
 
     @property
     def output(self) -> Output:
-        return self.runs.runs[0]
+        output: Output = self.runs.runs[0]
+        return output
 
     @property
     def rows(self) -> list[DeviationRow]:
@@ -273,7 +274,7 @@ class Failing:
     def unnamed_formats(self) -> dict[str, Format]:
         """By tensor that computes nothing else, the format it came in."""
         named = {row.tensor for row in self.rows if row.suspicion}
-        formats = formats_of(self.output, self.bench)
+        formats = self.bench.formats_of(self.output)
         return {tensor: fmt for tensor, fmt in formats.items() if tensor not in named}
 
     @property
@@ -321,7 +322,7 @@ class Failing:
             self.hold(measured)
         return right
 
-    def hold(self, measured: Measured) -> None:
+    def hold(self, measured: Measured[Bench]) -> None:
         bare = [row for row in self.rows if row.status != "ok"]
         named = {(row.tensor, row.head): row for row in self.rows if row.suspicion}
         merged = [named.get((row.tensor, row.head), row) for row in measured.rows]

@@ -16,7 +16,7 @@ from typing import Any
 from numdev.audit.bench import KV_TENSORS, Selection, part
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Plan
-from numdev.audit.rows import given
+from numdev.audit.rows import options_set
 from numdev.audit.script import EVERYWHERE, figure_for, rendered, write
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase
@@ -117,7 +117,7 @@ def _shown(
     which, metric = ("kernel", finding.kernel, finding.options), finding.metric or ""
     planned = next(p for p in plan.kernels if (p.role, p.kernel.name, p.options) == which)
     case, kernel = whole.rounded_to(format_named(finding.formats[0])), planned.kernel
-    options = given(planned.options, kernel)
+    options = options_set(planned.options, kernel)
     shown = {"kernel": kernel, "options": options, "tensor": finding.tensor or "out"}
     if finding.rule == "runs":
         backward = tensor_spec(finding.tensor or "").is_gradient

@@ -1,39 +1,36 @@
-"""The rows of a report: those of one measured kernel, and of a case."""
+"""The rows of a report: those of one measured kernel.
+
+This is the same for every operation: what is measured, and what it is held to, is a
+`PreparedCall`'s."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic
 
-import torch
 from torch import Tensor
 
-from numdev.audit.bench import Bench
 from numdev.audit.isolation import Failure
+from numdev.audit.operation import Call, Returned
 from numdev.audit.plan import Task, recorded
-from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
-from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import Format, format_of
-from numdev.kernels import Kernel, Output
-from numdev.kernels.emulation.kernel import returning, unexpected
-from numdev.kernels.output import GRADIENTS
+from numdev.kernels import Kernel
 from numdev.metrics.bits import checksums
-from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain
-from numdev.metrics.finiteness import all_finite
+from numdev.metrics.deviation import (
+    Deviation,
+    Metrics,
+    measure,
+    measure_plain,
+    nullify,
+)
+from numdev.metrics.finiteness import Outside
 from numdev.metrics.noise import Noise, noise
 from numdev.metrics.sampling import Strata
-from numdev.operations.attention.finiteness import (
-    Elsewhere,
-    elsewhere,
-    inputs_finite,
-    nonfinite_inputs,
-    overflowing_inputs,
-)
-from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
-from numdev.sources.tensorfile import kind_of
+from numdev.report import NOT_PREDICTED, DeviationRow
+from numdev.tensors import FIRST_OUTPUT, tensor_spec
 
 if TYPE_CHECKING:
     from numdev.audit.explanations import Likeness
@@ -45,26 +42,26 @@ FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageErr
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Measured:
-    # One per head and tensor, or a single one that says why there is none
+class Measured(Generic[Call]):
+    # One per unit and tensor, or a single one that says why there is none
     rows: list[DeviationRow]
     # What the kernel returned first; None where it returned nothing
-    output: Output | None = None
+    output: Any = None
     held_to: Mapping[str, Tensor] = field(default_factory=dict)
     """By tensor, the way of rounding it was held to, where that is not its claim's."""
     along: Mapping[str, Deviation] = field(default_factory=dict)
     """By tensor, with sums by bin of positions."""
-    bench: Bench | None = None  # that it was measured on
+    bench: Call | None = None  # that it was measured on
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class Runs(Generic[Call]):
     """The runs of a task, and what they are held to: what the kernel's roundings predict,
     its claim's, or those of the way of `likes` that explains it."""
 
     task: Task
-    runs: Sequence[Output]
-    bench: Bench
+    runs: Sequence[Any]
+    bench: Call
     claim: Mapping[str, Any] | None
     likes: Mapping[str, Likeness] = field(default_factory=dict)
     repeats: dict[str, tuple[list[str], list[Noise]]] = field(
@@ -73,229 +70,187 @@ class Runs:
     """By tensor, the first run's checksums and how far runs differ: whatever they are
     held to."""
 
-    def measured(self) -> Measured:
+    @property
+    def output(self) -> Returned:
+        """Of the first run, which is measured."""
+        output: Returned = self.runs[0]
+        return output
+
+    def measured(self) -> Measured[Call]:
         """Rows of every tensor of the first run. MeasurementError where one is
         lacking."""
-        task, output, bench, select = (
-            self.task,
-            self.runs[0],
-            self.bench,
-            self.bench.selection,
-        )
-        rest = self.elsewhere()
-        trained = any(getattr(output, name) is not None for name in GRADIENTS)
-        # What was computed of sampled queries alone has no dk and dv.
-        tensors = (
-            bench.by_row if task.role in ("baseline", "control") else (*bench.yardsticks,)
-        )
-        tensors = tuple(tensors) if trained else ("out",)
-        lse = None if task.role in ("precision", "control") else output.lse
-        every = (*tensors, *(() if lse is None else ("lse",)))
+        task, bench = self.task, self.bench
+        present = self.output.tensors
+        outside = bench.outside_sample(self.output) if task.role == "kernel" else {}
+        tensors = self._to_measure()
+        by_distance = {
+            name: distance
+            for name, distance in bench.distances.items()
+            if name in present and task.role not in ("precision", "control")
+        }
         rows: list[DeviationRow] = []
         along: dict[str, Deviation] = {}
         for tensor in tensors:
-            x, y = getattr(output, tensor), bench.yardsticks[tensor]
-            if x is None:
+            if tensor not in present:
                 raise MeasurementError(f"the kernel returned no {tensor}")
             if task.role == "precision":
-                assert y.unrounded is not None
-                of = select.sampled_from(tensor)
-                moved = measure_plain(y.reference, y.unrounded, y.empty, of=of)
-                rows += self.shown(tensor, moved.heads)
+                rows += self._moved_by_rounding(tensor)
                 continue
-            chosen = select.select(x, tensor)
-            fmt = bench.format if task.role == "floor" else returned(x, bench.case)
+            chosen = bench.select(present[tensor], tensor)
+            fmt = (
+                bench.format if task.role == "floor" else bench.format_of(present[tensor])
+            )
             along[tensor] = self.deviation(tensor, chosen, fmt)
-            heads = along[tensor].heads
-            if tensor == "out" and tensor in self.likes:
-                heads = self.likes[tensor].without_its_bias(heads, y.for_format(fmt))
-            if task.role == "kernel" and tensor == "out":
-                self.suspect(heads, chosen)
-                for head in heads if output.not_lse else ():
-                    why = f"the kernel returned {output.not_lse}"
-                    head["nulls"] = {**head["nulls"], "lse_error": why}
-            if task.role == "kernel" and tensor == "dq":
-                self.count_in_empty_rows(heads, chosen)
-            self.finish(heads, tensor, rest)
-            rows += self.shown(tensor, heads, fmt)
-        if lse is not None:
-            exact, lse = bench.reference, select.select(lse)
-            heads = measure_plain(
-                lse, exact.lse, exact.empty, of=select.sampled_from("lse")
-            ).heads
-            self.finish(heads, "lse", rest)
-            rows += self.shown("lse", heads)
+            units = along[tensor].heads
+            if tensor in self.likes and not tensor_spec(tensor).is_gradient:
+                yardstick = bench.yardsticks[tensor].for_format(fmt)
+                units = self.likes[tensor].without_its_bias(units, yardstick)
+            if task.role == "kernel":
+                bench.annotate(self.output, tensor, chosen, units)
+            self._finish(units, tensor, outside)
+            rows += self._rows(tensor, units, fmt)
+        for tensor, distance in by_distance.items():
+            chosen, of = bench.select(present[tensor], tensor), bench.sampled_from(tensor)
+            units = measure_plain(chosen, distance.exact, distance.empty, of=of).heads
+            self._finish(units, tensor, outside)
+            rows += self._rows(tensor, units)
         held_to = {name: like.expected[name] for name, like in self.likes.items()}
-        rows = [row.model_copy(update={"tensors": every}) for row in rows]
+        every = (*tensors, *by_distance)
         return Measured(
-            rows=rows, output=output, held_to=held_to, along=along, bench=bench
+            rows=[row.model_copy(update={"tensors": every}) for row in rows],
+            output=self.output,
+            held_to=held_to,
+            along=along,
+            bench=bench,
         )
+
+    def _to_measure(self) -> tuple[str, ...]:
+        """The tensors to be held to rounding: no gradient where none came back, and of a
+        baseline of sampled rows what these give alone."""
+        alone = self.task.role in ("baseline", "control")
+        tensors = self.bench.by_row if alone else self.bench.yardsticks
+        trained = any(tensor_spec(name).is_gradient for name in self.output.tensors)
+        return tuple(t for t in tensors if trained or not tensor_spec(t).is_gradient)
+
+    def _moved_by_rounding(self, tensor: str) -> list[DeviationRow]:
+        """How far rounding the inputs to the format moves the exact result."""
+        yardstick = self.bench.yardsticks[tensor]
+        assert yardstick.unrounded is not None
+        moved = measure_plain(
+            yardstick.reference,
+            yardstick.unrounded,
+            yardstick.empty,
+            of=self.bench.sampled_from(tensor),
+        )
+        return self._rows(tensor, moved.heads)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
         """One tensor's metrics beside what is predicted of it."""
-        bench, select = self.bench, self.bench.selection
-        y, bins = bench.yardsticks[tensor].for_format(fmt), select.bins_of(tensor)
+        bench = self.bench
+        yardstick = bench.yardsticks[tensor].for_format(fmt)
         measured = functools.partial(
-            measure, x, y, of=select.sampled_from(tensor), bins=bins
+            measure, x, yardstick, of=bench.sampled_from(tensor), bins=bench.bins(tensor)
         )
         if self.task.role == "floor":
             return measured()
         # Of sampled keys single rows alone are judged, for no other way of rounding is
         # tried there.
         lacking = () if tensor in bench.by_row else (*AVERAGES, "baseline_ratio")
-        why = unexpected(self.claim, bench.case.format, fmt)
+        why = bench.unpredicted(self.claim, fmt)
         if why is not None:
             deviation = measured()
-            for head in deviation.heads:
-                _null(head, (*AVERAGES, "worst_row"), why)
-                _null(head, lacking, NOT_PREDICTED)
+            for unit in deviation.heads:
+                nullify(unit, (*AVERAGES, "worst_row"), why)
+                nullify(unit, lacking, NOT_PREDICTED)
             return deviation
         if (like := self.likes.get(tensor)) is None:
-            changed = returning(self.claim, bench.case, formats_of(self.runs[0], bench))
-            expected = bench.predicted(changed)[tensor]
-            whose = str((self.claim or {}).get("preset", "fa2"))
+            expected = bench.expected(self.claim, self.output)[tensor]
+            claim = str((self.claim or {}).get("preset", "fa2"))
         else:
-            expected, whose = like.expected[tensor], like.words
+            expected, claim = like.expected[tensor], like.words
         deviation = measured(expected)
-        for head in deviation.heads:
-            head["claim"] = whose
-            _null(head, lacking, NOT_PREDICTED)
-        if any(head["nonfinite"] for head in deviation.heads):
-            over = y.floor_finite & y.seen & ~x.isfinite() & ~expected.isfinite()
-            for head, count in zip(
-                deviation.heads, over.sum(dim=(0, 2, 3)).tolist(), strict=True
-            ):
-                head["nonfinite"], head["overflow"] = head["nonfinite"] - count, count
+        for unit in deviation.heads:
+            unit["claim"] = claim
+            nullify(unit, lacking, NOT_PREDICTED)
+        if any(unit["nonfinite"] for unit in deviation.heads):
+            # Where its rounding sites overflow too, that is its format's limit.
+            over = yardstick.floor_finite & yardstick.seen
+            over &= ~x.isfinite() & ~expected.isfinite()
+            counts = over.sum(dim=(0, 2, 3)).tolist()
+            for unit, count in zip(deviation.heads, counts, strict=True):
+                unit["nonfinite"], unit["overflow"] = unit["nonfinite"] - count, count
         return deviation
 
-    def elsewhere(self) -> dict[str, list[Elsewhere]]:
-        """What of a kernel's tensors is not finite in the rows that are not measured, by
-        tensor; nothing where all that came back is finite, as it should be."""
-        bench, output, select = self.bench, self.runs[0], self.bench.selection
-        if self.task.role != "kernel" or select.queries is None:
-            return {}
-        formats = formats_of(output, bench)
-        if output.lse is not None:
-            formats["lse"] = format_of(output.lse.dtype)
-        whole = {
-            name: select.select_heads(getattr(output, name), name) for name in formats
-        }
-        if all_finite(whole.values()) and inputs_finite(bench.case):
-            return {}
-        case = select.with_heads(bench.case)
-        return {
-            name: elsewhere(x, name, case, select.drawn_rows(name), formats[name])
-            for name, x in whole.items()
-        }
-
-    def suspect(self, heads: Sequence[Metrics], x: Tensor) -> None:
-        """How much is not finite in rows without a key; what heads far off seem to
-        compute."""
-        bench, select = self.bench, self.bench.selection
-        if any(head["empty_rows"] for head in heads):
-            wrong = ~x.isfinite() & bench.yardsticks["out"].empty[..., None]
-            for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
-                head["empty_nonfinite"] = count
-        far = [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]
-        if not far or not bench.watch.searching:
-            return
-        out, exact = self.runs[0].out, bench.reference
-        with bench.watch("names"):
-            causes = suspect(bench.case, out, exact, select.heads, far, select.queries)
-        for h, head in zip(select.heads, heads, strict=True):
-            if h in causes:
-                head.update(causes[h].fields)
-
-    def count_in_empty_rows(self, heads: Sequence[Metrics], dq: Tensor) -> None:
-        """Adds to `nonfinite` what is not finite of dq in rows that see no key: what such
-        a row returns is a convention, but nothing that follows depends on its query,
-        whose gradient is 0. It reaches the weights that make the query."""
-        wrong = ~dq.isfinite() & self.bench.yardsticks["dq"].empty[..., None]
-        for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
-            head["nonfinite"] += count
-
-    def finish(
+    def _finish(
         self,
-        heads: Sequence[Metrics],
+        units: Sequence[Metrics],
         tensor: str,
-        rest: Mapping[str, Sequence[Elsewhere]],
+        outside: Mapping[str, Sequence[Outside]],
     ) -> None:
         """What holds of all rows: `nonfinite`, the first run's checksum, how far runs
         differ."""
-        for head, there in zip(heads, rest.get(tensor, ()), strict=False):
-            count = head["nonfinite"] + there.nonfinite
-            head["nonfinite"] = count
-            if there.unknown and not count:
-                head["nonfinite"] = None
-                _null(head, ("nonfinite",), there.unknown)
+        for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
+            count = unit["nonfinite"] + beyond.nonfinite
+            unit["nonfinite"] = count
+            if beyond.unknown and not count:
+                unit["nonfinite"] = None
+                nullify(unit, ("nonfinite",), beyond.unknown)
         if self.task.role == "control":
             return
-        tensors = [getattr(run, tensor) for run in self.runs]
-        if any(x is None for x in tensors):
+        if any(tensor not in run.tensors for run in self.runs):
             raise MeasurementError(
                 f"runs on the same inputs differ in the kind of {tensor}"
             )
         if tensor not in self.repeats:
-            whole = [self.bench.selection.select_heads(x, tensor) for x in tensors]
+            whole = [
+                self.bench.select_units(r.tensors[tensor], tensor) for r in self.runs
+            ]
             noises = noise(whole) if len(whole) > 1 else []
             self.repeats[tensor] = checksums(whole[0]), noises
         sums, noises = self.repeats[tensor]
-        for head, bits in zip(heads, sums, strict=True):
-            head["bits"] = bits
-        for head, its in zip(heads, noises, strict=False):
-            head["noise"] = None if its.flickering else its.noise
-            if its.flickering:
+        for unit, bits in zip(units, sums, strict=True):
+            unit["bits"] = bits
+        for unit, differ in zip(units, noises, strict=False):
+            unit["noise"] = None if differ.flickering else differ.noise
+            if differ.flickering:
                 why = (
-                    f"{its.flickering} elements are finite in some runs and not in others"
+                    f"{differ.flickering} elements are finite in some runs and not in "
+                    "others"
                 )
-                _null(head, ("noise",), why)
-            elif its.noise is None:
-                _null(head, ("noise",), "no element is finite")
+                nullify(unit, ("noise",), why)
+            elif differ.noise is None:
+                nullify(unit, ("noise",), "no element is finite")
 
-    def shown(
-        self, tensor: str, heads: Sequence[Metrics], out_format: Format | None = None
+    def _rows(
+        self, tensor: str, units: Sequence[Metrics], out_format: Format | None = None
     ) -> list[DeviationRow]:
-        task, output, select = self.task, self.runs[0], self.bench.selection
-        its = getattr(output, tensor)
+        task, bench, output = self.task, self.bench, self.output
+        x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
         limited = task.format == "float64" and task.role != "precision"
         shared = {
             **identity(task),
             "tensor": tensor,
             "status": "ok",
-            "reason": self.bench.unscreened or ("reference-limited" if limited else None),
-            "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
+            "reason": bench.unscreened or ("reference-limited" if limited else None),
+            "ran": output.ran_backward if is_gradient else output.ran,
             "out_format": out_format.name if out_format else None,
-            "rows_measured": its.shape[0] * its.shape[2],
+            "rows_measured": x.shape[0] * x.shape[2],
         }
-        case = self.bench.case
-        if (
-            task.role == "kernel"
-            and out_format is case.format
-            and its.dtype != case.q.dtype
-        ):
-            shared["came_in"] = format_of(its.dtype).name
-        rows, of = select.drawn_rows(tensor), select.sampled_from(tensor)
-        if rows is not None and of is not None:
-            shared |= {"sampled": True, "rows_measured": len(rows)}
+        came_wider = out_format is bench.format and x.dtype != bench.dtype
+        if task.role == "kernel" and came_wider:
+            shared["came_in"] = format_of(x.dtype).name
+        drawn, of = bench.drawn_rows(tensor), bench.sampled_from(tensor)
+        if drawn is not None and of is not None:
+            shared |= {"sampled": True, "rows_measured": len(drawn)}
         if isinstance(of, Strata):
             shared["suspects"] = int(of.suspects.sum())
         return [
-            DeviationRow.model_validate({**shared, "head": head, **values})
-            for head, values in zip(select.heads_of(tensor), heads, strict=True)
+            DeviationRow.model_validate({**shared, "head": unit, **values})
+            for unit, values in zip(bench.units(tensor), units, strict=True)
         ]
 
 
-def _null(head: Metrics, names: Sequence[str], why: str) -> None:
-    head.update(dict.fromkeys(names))
-    head["interval"] = {
-        k: v for k, v in head.get("interval", {}).items() if k not in names
-    }
-    head["nulls"] = {**head["nulls"], **dict.fromkeys(names, why)}
-
-
-def bare_row(
-    task: Task, failure: Failure, tensor: Literal["out", "dq"] = "out"
-) -> DeviationRow:
+def bare_row(task: Task, failure: Failure, tensor: str = FIRST_OUTPUT) -> DeviationRow:
     """The only row of a task, or of its gradients, without a result."""
     return DeviationRow(
         **identity(task),
@@ -315,58 +270,7 @@ def identity(task: Task) -> dict[str, Any]:
     }
 
 
-def returned(out: Tensor, case: AttentionCase) -> Format:
-    """The format an output is in: its dtype's, unless it came in the dtype that stores
-    the case's working format, or in a wider one and holds numbers of the working format
-    alone. (What a kernel computes in a wider one it must then return in a wider
-    dtype.)"""
-    narrow, wide = case.q.dtype, format_of(out.dtype)
-    if out.dtype != narrow and case.working is None and wide.contains(case.format):
-        same = out.to(narrow).to(out.dtype) == out
-        return case.format if bool((same | out.isnan()).all()) else wide
-    return case.format if out.dtype == narrow else wide
-
-
-def formats_of(output: Output, bench: Bench) -> dict[str, Format]:
-    """The format of every tensor that came back."""
-    tensors = {name: getattr(output, name) for name in bench.yardsticks}
-    return {name: returned(x, bench.case) for name, x in tensors.items() if x is not None}
-
-
-def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
+def options_set(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
     """The options to call the kernel with: those that are not its defaults."""
     defaults = recorded(kernel.options)
     return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}
-
-
-def case_record(
-    case: AttentionCase,
-    axes: Mapping[str, Any] | None = None,
-    formats: Sequence[Format] = (),
-) -> CaseRecord:
-    """What a call was, all of its heads; `formats`: those that its inputs are rounded
-    to."""
-    same = (
-        "heads",
-        "kv_heads",
-        "q_len",
-        "kv_len",
-        "is_causal",
-        "causal_offset",
-        "window",
-    )
-    return CaseRecord(
-        case=case.ref.case,
-        batch=case.q.shape[0],
-        head_dim=case.q.shape[3],
-        v_dim=case.v.shape[3],
-        source_format=case.format.name,
-        mask=kind_of(case.mask),
-        sinks=case.sinks is not None,
-        grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
-        threads=None if case.q.is_cuda else torch.get_num_threads(),
-        axes=dict(axes or {}),
-        nonfinite=nonfinite_inputs(case),
-        overflows=overflowing_inputs(case, formats),
-        **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
-    )

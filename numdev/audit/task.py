@@ -15,23 +15,24 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from numdev.audit import rows as of_rows
-from numdev.audit.bench import Bench, Selection
-from numdev.audit.explanations import beyond, examine, explain, profile
+from numdev.audit.attention import ATTENTION
+from numdev.audit.bench import Bench, Selection, case_record
+from numdev.audit.explanations import examine, explain, profile
 from numdev.audit.isolation import Failure, Runner, attempt, fitting, threads
-from numdev.audit.naming import FAR, Failing, has_room, name
+from numdev.audit.naming import Failing
+from numdev.audit.operation import Call, Operation, PreparedCall
 from numdev.audit.plan import Plan, Planned, Task
-from numdev.audit.screening import screened
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.errors import one_line
 from numdev.formats import format_named
-from numdev.kernels import Kernel, Output
-from numdev.kernels.output import GRADIENTS
+from numdev.kernels import Kernel
 from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
 from numdev.sources.capture import Captured
 from numdev.sources.opening import Located
 from numdev.system import System
+from numdev.tensors import tensor_spec
 
 # Rows of a report by kind: row, worst, profile, attribution
 Rows = Mapping[str, Sequence[Any]]
@@ -59,7 +60,7 @@ def measured_here(
     with _threads(case):
         yield (
             f"case {located.ref.case}",
-            {"case": [of_rows.case_record(case, located.axes, plan.formats)]},
+            {"case": [case_record(case, located.axes, plan.formats)]},
             case.ref.module,
         )
         for task, rows in measure_case(case, tasks, plan, run, watch, later):
@@ -129,61 +130,54 @@ def _rows(
 def measure_task(
     task: Task,
     kernel: Kernel,
-    bench: Bench,
+    call: Call,
     system: System,
     run: Runner = attempt,
-    later: list[Failing] | None = None,
-) -> of_rows.Measured:
-    """A kernel on a prepared case. One that is missing or declines is `skipped`; one that
+    later: list[Any] | None = None,
+    operation: Operation[Any] = ATTENTION,
+) -> of_rows.Measured[Call]:
+    """A kernel on a prepared call. One that is missing or declines is `skipped`; one that
     raises, or whose output cannot be measured, is `failed`. Where the forward pass runs
-    and a training step does not, one row of dq says why there is no gradient. A kernel
-    that declared no claim and errs beyond `fa2` is held to the known way of rounding that
-    explains it, if one does."""
+    and a training step does not, one row of a gradient says why there is none."""
     if missing := kernel.missing(system):
-        return of_rows.Measured(
-            rows=[of_rows.bare_row(task, Failure("skipped", missing))]
-        )
+        why = Failure("skipped", missing)
+        return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
     try:
-        with bench.watch("metrics"):
-            runs, lacking = _runs(task, kernel, bench, run), None
-            if isinstance(runs, Failure) and task.gradients and task.role == "kernel":
-                forward = _runs(
-                    dataclasses.replace(task, gradients=False), kernel, bench, run
+        with call.watch("metrics"):
+            outputs, lacking = _outputs(task, kernel, call, run)
+            if isinstance(outputs, Failure):
+                return of_rows.Measured(rows=[of_rows.bare_row(task, outputs)])
+            if task.role == "kernel":
+                call = operation.screened(call, outputs[0])
+            claim = kernel.claims(call.case, outputs[0], system)
+            runs = of_rows.Runs(task, outputs, call, claim)
+            measured = runs.measured()
+            if task.role == "kernel":
+                options = of_rows.options_set(task.options, kernel)
+                measured = operation.explained(
+                    kernel, options, runs, measured, system, run, later
                 )
-                if not isinstance(forward, Failure):
-                    lacking, runs = runs, forward
-            if isinstance(runs, Failure):
-                return of_rows.Measured(rows=[of_rows.bare_row(task, runs)])
-            if task.role == "kernel" and bench.selection.queries is not None:
-                bench = screened(bench, runs[0])
-            claim = kernel.claims(bench.case, runs[0], system)
-            held = of_rows.Runs(task, runs, bench, claim)
-            measured = held.measured()
-            wrong = beyond(measured.rows) if task.role == "kernel" else ()
-            far = any(
-                r.tensor in wrong and (r.baseline_ratio or 0) > FAR for r in measured.rows
-            )
-            options = of_rows.given(task.options, kernel)
-            failing = Failing(kernel, system, run, options, held, measured)
-            waits = later is not None and failing.wrong and has_room(later, failing)
-            if task.role == "kernel" and later is not None and waits:
-                later.append(failing)
-            elif task.role == "kernel":
-                if (
-                    not far
-                    and not kernel.declares
-                    and not set(wrong).isdisjoint(bench.by_row)
-                ):
-                    failing.held_to_its_way()
-                name(failing)
-                measured = failing.measured
             if lacking is not None:
-                where = "in a training step: " if lacking.status == "failed" else ""
-                why = Failure(lacking.status, where + lacking.reason)
-                measured.rows.append(of_rows.bare_row(task, why, "dq"))
+                gradient = next(t for t in call.yardsticks if tensor_spec(t).is_gradient)
+                measured.rows.append(of_rows.bare_row(task, lacking, gradient))
             return measured
     except of_rows.FAILS_ONE_ROW as error:
         return of_rows.Measured(rows=[_unmeasured(task, error)])
+
+
+def _outputs(
+    task: Task, kernel: Kernel, call: PreparedCall, run: Runner
+) -> tuple[list[Any] | Failure, Failure | None]:
+    """What a kernel returns, and why there are no gradients, where its forward pass alone
+    runs."""
+    outputs = _runs(task, kernel, call, run)
+    if not (isinstance(outputs, Failure) and task.gradients and task.role == "kernel"):
+        return outputs, None
+    forward = _runs(dataclasses.replace(task, gradients=False), kernel, call, run)
+    if isinstance(forward, Failure):
+        return outputs, None
+    where = "in a training step: " if outputs.status == "failed" else ""
+    return forward, Failure(outputs.status, where + outputs.reason)
 
 
 def _unmeasured(task: Task, error: Exception) -> DeviationRow:
@@ -193,34 +187,30 @@ def _unmeasured(task: Task, error: Exception) -> DeviationRow:
 
 
 def _runs(
-    task: Task, kernel: Kernel, bench: Bench, run: Runner
-) -> list[Output] | Failure:
+    task: Task, kernel: Kernel, call: PreparedCall, run: Runner
+) -> list[Any] | Failure:
     """What the task's kernel returns, as often as asked. Floor and baseline are the
-    bench's; the output of `precision` only holds a place, since `rows` compares the two
+    call's; the output of `precision` only holds a place, since `rows` compares the two
     references."""
-    exact, y = bench.reference, bench.yardsticks
-    names = GRADIENTS if task.gradients else ()
+    yardsticks = call.yardsticks
+    names = [t for t in yardsticks if task.gradients or not tensor_spec(t).is_gradient]
     if task.role == "precision":
-        return [Output(out=exact.out, **{n: getattr(exact, n) for n in names})]
+        return [call.made({name: yardsticks[name].reference for name in names})]
     if task.role == "floor":
-        floors: dict[str, Any] = {n: y[n].floor for n in names}
-        return [Output(out=y["out"].floor, ran=exact.by, ran_backward=exact.by, **floors)]
+        floors = {name: yardsticks[name].floor for name in names}
+        return [call.made(floors, ran=call.exact_by)]
     if task.role == "baseline":
-        return bench.baseline if isinstance(bench.baseline, Failure) else [bench.baseline]
-    case = bench.restricted if task.role == "control" else bench.case
-    runs: list[Output] = []
-    with bench.watch("other" if task.role == "control" else "kernels"):
+        return call.baseline if isinstance(call.baseline, Failure) else [call.baseline]
+    options = of_rows.options_set(task.options, kernel)
+    case = call.restricted if task.role == "control" else call.case
+    outputs: list[Any] = []
+    with call.watch("other" if task.role == "control" else "kernels"):
         for _ in range(task.repeats):
-            output = run(
-                kernel,
-                case,
-                of_rows.given(task.options, kernel),
-                gradients=task.gradients,
-            )
+            output = run(kernel, case, options, gradients=task.gradients)
             if isinstance(output, Failure):
                 return output
-            runs.append(output)
-    return runs
+            outputs.append(output)
+    return outputs
 
 
 def bench_of(

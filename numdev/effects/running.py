@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Planned
-from numdev.audit.rows import given
+from numdev.audit.rows import options_set
 from numdev.cases import AttentionCase
 from numdev.effects.rounding import ATTENTION, SITES, AtSites, Places, Running
 from numdev.errors import MeasurementError, Refused
@@ -217,7 +217,7 @@ class Subject:
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             raise Refused(missing)
-        output = self.run(kernel, case, given(planned.options, kernel))
+        output = self.run(kernel, case, options_set(planned.options, kernel))
         if isinstance(output, Failure):
             raise (Refused if output.status == "skipped" else MeasurementError)(
                 output.reason

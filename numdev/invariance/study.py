@@ -30,7 +30,7 @@ from numdev.audit.isolation import (
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, Planned, digest, header, plan_formats, plan_kernels
 from numdev.audit.reproduce import written
-from numdev.audit.rows import given
+from numdev.audit.rows import options_set
 from numdev.audit.run import Progress, Say, describe, provenance
 from numdev.audit.script import folder_of
 from numdev.audit.timing import Stopwatch
@@ -457,7 +457,7 @@ class Study:
                     "skipped", "only the forward pass, in this process, is run so"
                 )
             kernel = wrapped(kernel, wrap)
-        options = given(planned.options, kernel)
+        options = options_set(planned.options, kernel)
         both = self.backward if gradients is None else gradients
         with self.watch("kernels"):
             output, declined = (

@@ -41,6 +41,14 @@ class Output:
     dv: Tensor | None = None
     ran_backward: str | None = None  # as `ran`, of the backward pass
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, those that are there."""
+        every = {
+            "out": self.out, "lse": self.lse, "dq": self.dq, "dk": self.dk, "dv": self.dv
+        }  # fmt: skip
+        return {name: x for name, x in every.items() if x is not None}
+
 
 def why_not(*reasons: tuple[object, str]) -> str | None:
     """The words behind the first condition that holds; None where none does."""

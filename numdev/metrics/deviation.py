@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,14 @@ def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
         _with_reasons(head) | ({"interval": ends} if ends is not None else {})
         for head, ends in itertools.zip_longest(heads, own)
     ]
+
+
+def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
+    """Takes numbers from a unit's metrics, with the reason."""
+    intervals = unit.get("interval", {})
+    unit.update(dict.fromkeys(names))
+    unit["interval"] = {name: x for name, x in intervals.items() if name not in names}
+    unit["nulls"] = {**unit["nulls"], **dict.fromkeys(names, why)}
 
 
 def _with_reasons(head: Metrics) -> Metrics:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from numdev.metrics.yardstick import finite, widened
+
+
+@dataclass(frozen=True)
+class Outside:
+    """One unit of a tensor, in the rows that are not measured."""
+
+    nonfinite: int  # elements that are not finite, and should be
+    unknown: str | None = None  # why more cannot be said, as a clause
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

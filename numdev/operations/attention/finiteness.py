@@ -11,36 +11,32 @@ open."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import Format, round_to
-from numdev.metrics.finiteness import all_finite, count_nonfinite, largest_magnitudes
+from numdev.metrics.finiteness import (
+    Outside,
+    all_finite,
+    count_nonfinite,
+    largest_magnitudes,
+)
 from numdev.metrics.yardstick import finite, widened
 from numdev.tensors import tensor_spec
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """One head, in the rows that are not measured."""
-
-    nonfinite: int  # elements that are not finite, and should be
-    unknown: str | None = None  # why more cannot be said, as a clause
-
-
 def elsewhere(
     x: Tensor, tensor: str, case: AttentionCase, rows: Tensor | None, fmt: Format
-) -> list[Elsewhere]:
+) -> list[Outside]:
     """Of each head of a tensor `x` [B, H, rows, ...] of `case`, in all rows but `rows`.
 
     `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv,
     `fmt` the format of `x`. Left out are query rows that see no key."""
     heads = x.shape[1]
     if not inputs_finite(case):
-        return [Elsewhere(0, "the inputs are not finite")] * heads
+        return [Outside(0, "the inputs are not finite")] * heads
     bad = ~finite(x)
     if rows is not None:
         bad[:, :, rows] = False
@@ -57,9 +53,7 @@ def elsewhere(
         "gradient may"
     )
     return [
-        Elsewhere(
-            wrong, f"{doubtful} {why} overflow {fmt.name} too" if doubtful else None
-        )
+        Outside(wrong, f"{doubtful} {why} overflow {fmt.name} too" if doubtful else None)
         for wrong, doubtful in both.T.tolist()
     ]
 
