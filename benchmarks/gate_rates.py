@@ -37,7 +37,7 @@ import torch
 from power import REGIMES, sound_kernels
 from scipy.stats import binomtest
 
-from numdev.audit import rows as audit_rows
+from numdev.audit import bench as bench_module
 from numdev.audit.bench import Bench
 from numdev.audit.isolation import Isolated, Runner, attempt
 from numdev.audit.plan import Task
@@ -140,7 +140,7 @@ def trial(
 def _no_search() -> Iterator[None]:
     """The search for what is computed instead takes most of the time, and of a faulty
     kernel could only add to what is caught. Sound ones have to stand it."""
-    with patch.object(audit_rows, "suspect", return_value={}):
+    with patch.object(bench_module, "suspect", return_value={}):
         yield
 
 

@@ -36,7 +36,7 @@ import planted
 import torch
 from power_tables import tables
 
-from numdev.audit import rows as audit_rows
+from numdev.audit import bench as bench_module
 from numdev.audit.bench import Bench
 from numdev.audit.plan import Task
 from numdev.audit.task import bench_of, measure_task
@@ -319,7 +319,7 @@ def faulty_units(on: Place) -> Iterator[Unit]:
     sound = measured(find("planted:sound"), on)
     for fault in planted.PLANTED[on.few]:
         if fault.shows(on.case):
-            with patch.object(audit_rows, "suspect", return_value={}):
+            with patch.object(bench_module, "suspect", return_value={}):
                 rows = measured(find(f"planted:{fault.name}"), on)
             on.keep("faulty", fault.name, rows)
             unit = judged(rows) or {"not_run": rows[0].reason}

@@ -13,6 +13,19 @@ GRADIENT = "_grad"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Words:
+    """What sentences call an operation, and what is part of it."""
+
+    operation: str = "operation"
+    unit: str = "unit"  # of which each has its own metrics
+    plain: str = "plain code"  # the baseline
+
+    def units(self, count: int) -> str:
+        """`1 head`, `3 heads`."""
+        return f"{count} {self.unit}{'s' * (count != 1)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """An output of an operation, or a gradient. Metrics are of one of its units at a
     time (of attention, a head), and sum over its rows."""
@@ -31,6 +44,7 @@ class TensorSpec:
     had."""
     rows_share_error: bool = False
     """Whether one error enters all elements of a row, which then count as few."""
+    of: Words = Words()
 
     @property
     def has_floor(self) -> bool:
@@ -53,15 +67,19 @@ class TensorSpec:
 
 # A row of dk or dv is a key, and sums over the queries that see it. delta is one number
 # for a row of dS: its error is in every element of dq and dk.
+_WORDS = Words(operation="attention", unit="head", plain="eager attention")
 ATTENTION = (
-    TensorSpec(name="out", words="the output"),
-    TensorSpec(name="lse", words="the log-sum-exp", beside="out", is_optional=True),
-    TensorSpec(name="dq", of_input="q", rows_share_error=True),
+    TensorSpec(name="out", words="the output", of=_WORDS),
     TensorSpec(
-        name="dk", of_input="k", row="key", sums_over_rows=True, rows_share_error=True
+        name="lse", words="the log-sum-exp", beside="out", is_optional=True, of=_WORDS
     ),
-    TensorSpec(name="dv", of_input="v", row="key", sums_over_rows=True),
-)
+    TensorSpec(name="dq", of_input="q", rows_share_error=True, of=_WORDS),
+    TensorSpec(
+        name="dk", of_input="k", row="key", sums_over_rows=True, rows_share_error=True,
+        of=_WORDS,
+    ),
+    TensorSpec(name="dv", of_input="v", row="key", sums_over_rows=True, of=_WORDS),
+)  # fmt: skip
 TENSORS = {spec.name: spec for spec in ATTENTION}
 
 

@@ -29,7 +29,7 @@ from numdev.report import (
     worst,
 )
 from numdev.report.numbers import labelled, power, si, three
-from numdev.tensors import tensor_spec
+from numdev.tensors import FIRST_OUTPUT, tensor_spec
 
 # What is wrong, by metric, as the rest of a sentence that begins with the kernel.
 WRONG = {
@@ -40,16 +40,14 @@ WRONG = {
     "{empty_nonfinite} elements "
     "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to "
     "dk and dv",
-    "suspicion": "does not compute the requested attention: {suspicion} ({removed})",
+    "suspicion": "does not compute the requested {operation}: {suspicion} ({removed})",
     "expected_ratio": "is inaccurate{errs_in}: the error of {tensor}{median}, "
     "relative to the size "
     "of each row's terms, is {number}× what {claim} predicts (limit {bound}×)",
     "rms_ratio": "is inaccurate{errs_in}: the rms of {tensor}'s error{median} is "
     "{number}× that of "
     "what {claim} predicts (limit {bound}×)",
-    "baseline_ratio": (
-        "has {number}× eager attention's error in {tensor} (limit {bound}×)"
-    ),
+    "baseline_ratio": ("has {number}× {plain}'s error in {tensor} (limit {bound}×)"),
     "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for "
     "it{errs_in} (limit {bound}×)",
     "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp "
@@ -232,10 +230,11 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
     for at, finding in enumerate(findings):
         rules = listed(f"`{rule}`" for rule in also.get(at, ()))
-        added = f" The same heads also fail {rules}." if rules else ""
+        words = tensor_spec(finding.tensor or "").of
+        added = f" The same {words.unit}s also fail {rules}." if rules else ""
         for count, rule in more.get(at, ()):
-            heads = f"{count} more head{'s' * (count > 1)}"
-            added += f" For that cause {heads} fail{'s' * (count == 1)} `{rule}`."
+            units = f"{count} more {words.unit}{'s' * (count > 1)}"
+            added += f" For that cause {units} fail{'s' * (count == 1)} `{rule}`."
         if _is_function(finding) and label(finding) in heirs:
             added += " Its gradients are wrong for the same reason."
         if not inherits[at]:
@@ -391,9 +390,10 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
     if fault.cause is not None:
         rows.sort(key=_error, reverse=True)
     place = Place.of(rows[0])
-    count = f"{len(rows)} of {judged} heads"
+    words = tensor_spec(verdict.tensor or "").of
+    count = f"{len(rows)} of {judged} {words.unit}s"
     if before:
-        count = f"{len(rows)} of {judged} heads, beside {before} of other findings"
+        count += f", beside {before} of other findings"
     where = f"{count}, worst at {named(place)}"
     observed = _observed(verdict, rows)
     cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
@@ -407,7 +407,9 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
             f" Cause: {step}. That explains {removed(share)} of the error "
             f"in {len(alike)} "
         )
-        sentence += "of these heads" + ", not in the worst." * (rows[0] not in alike)
+        sentence += f"of these {words.unit}s" + ", not in the worst." * (
+            rows[0] not in alike
+        )
         sentence = sentence.removesuffix(".") + "."
     place_known = bool(rows[0].errs_in)
     if why and not (place_known and why.startswith("its cause")):
@@ -470,7 +472,8 @@ def _removed(rows: Rows) -> str:
     }
     cut = statistics.median(row.suspicion_cut or 1.0 for row in rows)
     finer = next((row.suspicion_format for row in rows if row.suspicion_format), None)
-    median = " of the median head" if len(rows) > 1 else ""
+    unit = tensor_spec(rows[0].tensor).of.unit
+    median = f" of the median {unit}" if len(rows) > 1 else ""
     if not shares:
         return f"correcting it removes {removed(1 - 1 / cut)} of the error{median}"
     first, *others = shares.items()
@@ -507,6 +510,7 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
     }
     bias = worst.bias_size or 0.0
+    spec = tensor_spec(verdict.tensor or "")
     sentence = WRONG.get(verdict.metric or "", WRONG[""]).format(
         **sums,
         rule=verdict.rule,
@@ -516,9 +520,11 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
         number=three(observed, verdict.bound)
         if isinstance(observed, float)
         else f"{observed}",
-        tensor=tensor_spec(verdict.tensor or "").in_words,
+        tensor=spec.in_words,
+        operation=spec.of.operation,
+        plain=spec.of.plain,
         reverse=", or finite where it is infinite" if verdict.format in OVERFLOWS else "",
-        median=" (median over heads)" if verdict.median else "",
+        median=f" (median over {spec.of.unit}s)" if verdict.median else "",
         sampled=" sampled" if worst.sampled else "",
         errs_in=_place(rows),
         claim=_whose(rows),
@@ -543,13 +549,14 @@ def _place(rows: Rows) -> str:
     else where the worst does. Empty where they err all over."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
     words, count = places.most_common(1)[0] if places else ("", 0)
+    unit = tensor_spec(rows[0].tensor).of.unit
     if 2 * count > len(rows):
         return f" in {words}" + (
-            f" ({count} of {len(rows)} heads)" if count < len(rows) else ""
+            f" ({count} of {len(rows)} {unit}s)" if count < len(rows) else ""
         )
     if not rows[0].errs_in:
         return ""
-    return f" in {rows[0].errs_in}" + (" of the worst head" if len(rows) > 1 else "")
+    return f" in {rows[0].errs_in}" + (f" of the worst {unit}" if len(rows) > 1 else "")
 
 
 def _direction(row: DeviationRow) -> str:
@@ -610,8 +617,8 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
         test for test in tests if test.metric not in (None, "calls") or not test.kernel
     ]
     by_rule = grouped((t for t in of_rows if t.rule != SOMETHING), attrgetter("rule"))
-    heads = {rule: sum(test.judged for test in own) for rule, own in by_rule.items()}
-    applied = [rule for rule, count in heads.items() if count]
+    judged = {rule: sum(test.judged for test in own) for rule, own in by_rule.items()}
+    applied = [rule for rule, count in judged.items() if count]
     if not applied:
         return
     kernels, formats = (
@@ -623,14 +630,15 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
         if any(f.severity != "note" for f in findings)
         else "All applied rules passed"
     )
-    what = (
-        f"{kernels} in {formats}, {max(heads.values())} results (one per head and tensor)"
-    )
+    judged_tensors = (t.tensor for t in of_rows if t.judged and t.tensor)
+    unit = tensor_spec(next(judged_tensors, FIRST_OUTPUT)).of.unit
+    results = f"{max(judged.values())} results (one per {unit} and tensor)"
+    what = f"{kernels} in {formats}, {results}"
     sentence = f"{start}: {what}; rules: {listed(applied)}."
     lacking = []
     for rule, own in by_rule.items():
         reasons = list(dict.fromkeys(why for test in own for why in test.reasons))
-        why = f"{'partly: ' if heads[rule] else ''}{'; '.join(reasons[:2])}"
+        why = f"{'partly: ' if judged[rule] else ''}{'; '.join(reasons[:2])}"
         if any(reason.startswith(NOTHING) for reason in reasons):
             why = "no result has the metric it needs"
         lacking += [f"{rule} ({why})"] if reasons else []

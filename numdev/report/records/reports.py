@@ -29,6 +29,7 @@ from numdev.report.records.rows import (
     WorstRow,
 )
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
+from numdev.tensors import FIRST_OUTPUT, tensor_spec
 
 if TYPE_CHECKING:
     import pandas
@@ -69,6 +70,8 @@ class Places:
         }
         self._seeds = len({row.seed for row in rows}) > 1
         self._calls = len({row.call for row in rows}) > 1
+        tensors = (getattr(row, "tensor", None) for row in rows)
+        self._unit = tensor_spec(next(filter(None, tensors), FIRST_OUTPUT)).of.unit
 
     def layer(self, place: Place | DeviationRow | WorstRow) -> str:
         """Which layer's calls these are, of which phase."""
@@ -80,7 +83,7 @@ class Places:
         words = self.layer(place)
         words += f" step {place.step}" if place.step is not None else ""
         words += f" call {place.call}" if self._calls and place.call != place.step else ""
-        words += f" head {place.head}" if place.head is not None else ""
+        words += f" {self._unit} {place.head}" if place.head is not None else ""
         return words + (f", seed {place.seed}" if self._seeds else "")
 
 

@@ -17,6 +17,7 @@ from numdev.gate.judgement import Judgement, Test
 from numdev.report import Finding, Outcome, Place
 from numdev.report.foreign import plain
 from numdev.report.views.gate import number, problems_of
+from numdev.tensors import tensor_spec
 
 GATE = "numdev gate"
 COUNTS = {
@@ -97,7 +98,8 @@ def _why(test: Test, findings: Sequence[Finding]) -> list[str]:
     if test.outcome is Outcome.EXCEEDED:
         what = f"expected {test.limit}, got {number(test.observed)}"
         if test.metric == "suspicion":
-            what = f"does not compute the requested attention: {test.observed}"
+            operation = tensor_spec(test.tensor or "").of.operation
+            what = f"does not compute the requested {operation}: {test.observed}"
         message = f"{what} ({test.offending} of {test.judged} judged)"
     of = (test.rule, test.kernel, test.options, test.tensor)
     sentences = [
