@@ -212,4 +212,3 @@ def test_a_sound_norm_passes_and_a_wrong_eps_is_named(tmp_path: Path) -> None:
     assert gated.return_value == 1
     assert "eps is 1e-05" in gated.output
     assert "eps is 1e-05" in page.output
-    print(gated.output)
