@@ -9,6 +9,7 @@ within one."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def cells(
     base = pooled[of][[*keys, *metrics]]
     against = pooled[keys].merge(base, on=keys, how="left")[list(metrics)]
     over = pooled[list(metrics)] / against.where(against > 0)
-    made = []
+    cell_rows = []
     for _, cell in pooled.groupby(CELL, sort=False):
         first = cell.iloc[0]
         for metric in metrics:
@@ -90,8 +91,8 @@ def cells(
                 **_interval(interval, cell[metric], "mean", "low", "high"),
                 **_interval(factor, ratios, "ratio", "ratio_low", "ratio_high"),
             )
-            made.append(row)
-    return tuple(made)
+            cell_rows.append(row)
+    return tuple(cell_rows)
 
 
 def _interval(
@@ -146,13 +147,15 @@ class Grid:
         values: dict[str, dict[str, None]] = {}
         for name, value in (item for place in places for item in place.items()):
             values.setdefault(name, {})[str(value)] = None
-        return {name: list(own) for name, own in values.items() if len(own) > 1}
+        several = {name: x for name, x in values.items() if len(x) > 1}
+        return {name: list(distinct) for name, distinct in several.items()}
 
     def _named(self, kernel: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options that somebody gave this kernel a value for: what its label must
         say."""
         choices = (*self.request.kernels, self.request.baseline)
-        named = [name for c in choices if c.name == kernel for name in c.options]
+        of_kernel = (choice.options for choice in choices if choice.name == kernel)
+        named = itertools.chain.from_iterable(of_kernel)
         return {n: options[n] for n in named if options.get(n) is not None}
 
     @cached_property
@@ -212,15 +215,16 @@ class Grid:
         lines: Lines = {}
         for cell in cells:
             case, options = cases[cell.case], self._named(cell.kernel, cell.options)
-            own = {**case.axes, "case": case.entry, "format": cell.format}
-            place = tuple((n, str(own[n])) for n in self.axes if n != self.x and n in own)
+            coordinates = {**case.axes, "case": case.entry, "format": cell.format}
+            others = (n for n in self.axes if n != self.x and n in coordinates)
+            place = tuple((name, str(coordinates[name])) for name in others)
             label = self.label(cell.kernel, cell.options)
             key = (
                 cell.metric,
                 place,
                 "input rounding" if cell.role == "precision" else label,
             )
-            value = str({**vars(case), **options, **own}.get(self.x))
+            value = str({**vars(case), **options, **coordinates}.get(self.x))
             lines.setdefault(key, {})[value if value in values else None] = cell
         for key, at in lines.items():
             # Where the axis moves some cells of a line, the others have no place on it.
@@ -291,33 +295,47 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
         role = next(iter(cells.values())).role
         if metric != grid.request.y[0] or (role != "kernel" and label != baseline):
             continue
-        ends = [
-            (cell.mean, value, cell)
-            for value, cell in cells.items()
-            if cell.mean is not None
-        ]
-        if grid.axis.scale == "category":
-            ends.sort(key=lambda end: end[0])
-        most = max(ends, key=lambda end: end[0], default=None)
-        ends = [*ends[:1], *ends[1:][-1:]]
-        if most and most[0] > 2 * max(end[0] for end in ends):
-            ends.insert(1, most)
-        said = " to ".join(
+        ends = _ends(cells, by_size=grid.axis.scale == "category")
+        points = " to ".join(
             si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends
         )
-        said = f"{label}{_words_of(place)}: {METRICS[metric][1]} {said or 'not measured'}"
-        for _, _, cell in ends[-1:] if label != baseline else ():
-            if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:
-                continue
-            said += f"; over {baseline} {times(cell.ratio)}×"
-            if cell.ratio_low is not None:
-                said += f" [{times(cell.ratio_low)} to {times(cell.ratio_high)}]"
-        text.append(f"{said}.")
+        sentence = f"{label}{_words_of(place)}: {METRICS[metric][1]} "
+        sentence += points or "not measured"
+        if ends and label != baseline:
+            sentence += _over_baseline(ends[-1][2], baseline)
+        text.append(f"{sentence}.")
     more = len(text) - SENTENCES
     return (
         *text[:SENTENCES],
         *([f"and {more} curves more: see the figures."] if more > 0 else ()),
     )
+
+
+def _ends(
+    cells: Mapping[str | None, CellRow], *, by_size: bool
+) -> list[tuple[float, str | None, CellRow]]:
+    """Mean, value on the axis and cell of a curve's first and last point, or of its least
+    and largest; between them a peak twice as high as both."""
+    ends = [
+        (cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None
+    ]
+    if by_size:
+        ends.sort(key=lambda end: end[0])
+    most = max(ends, key=lambda end: end[0], default=None)
+    ends = [*ends[:1], *ends[1:][-1:]]
+    if most and most[0] > 2 * max(end[0] for end in ends):
+        ends.insert(1, most)
+    return ends
+
+
+def _over_baseline(cell: CellRow, baseline: str) -> str:
+    """`; over BASELINE 0.31× [0.30 to 0.32]`; nothing where the ratio says nothing."""
+    if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:
+        return ""
+    words = f"; over {baseline} {times(cell.ratio)}×"
+    if cell.ratio_low is not None:
+        words += f" [{times(cell.ratio_low)} to {times(cell.ratio_high)}]"
+    return words
 
 
 def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
@@ -335,7 +353,7 @@ def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
         if row.status != "ok":
             # A reason that names the format is the same reason in all of them.
             reason = (row.reason or "no reason given").replace(f" {row.format}", " it")
-            said = f"{row.kernel} {row.status} in {{}}: {reason}"
-            formats.setdefault(said, {})[row.format] = None
-    for said, own in formats.items():
-        yield said.replace("{}", ", ".join(own), 1)
+            sentence = f"{row.kernel} {row.status} in {{}}: {reason}"
+            formats.setdefault(sentence, {})[row.format] = None
+    for sentence, affected in formats.items():
+        yield sentence.replace("{}", ", ".join(affected), 1)

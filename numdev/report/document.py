@@ -211,9 +211,9 @@ def curve(
     """The medians at each place (its x, and what it is called); nothing where all of them
     are 0, which a logarithmic axis does not have."""
     points = tuple(
-        Point(x=x, label=name, mean=median(own), low=None, high=None)
-        for (x, name), own in numbers.items()
-        if own and median(own)
+        Point(x=x, label=name, mean=median(values), low=None, high=None)
+        for (x, name), values in numbers.items()
+        if values and median(values)
     )
     if points:
         yield Curve(label=label, role=role, points=points)

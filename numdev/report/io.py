@@ -48,17 +48,18 @@ def read(path: Path) -> Report:
     head = _Head()
     try:
         head = _Head.model_validate(from_json(bytes(text[:HEAD]), allow_partial=True))
-        for name, known in (
+        for name, accepted in (
             ("schema_version", [SCHEMA_VERSION]),
             ("kind", list(REGISTERED)),
         ):
-            if (got := getattr(head, name)) not in known or isinstance(got, float):
+            if (got := getattr(head, name)) not in accepted or isinstance(got, float):
                 raise ValueError(
-                    f"{name}: expected {', '.join(map(str, known))}, got {got!r}"
+                    f"{name}: expected {', '.join(map(str, accepted))}, got {got!r}"
                 )
         end = text.rfind(b',"digest":')
-        said, text[end:] = text[end:], b""
-        if said.rstrip() != f',"digest":"{hashlib.sha256(text).hexdigest()}"}}'.encode():
+        ending, text[end:] = text[end:], b""
+        digest = hashlib.sha256(text).hexdigest()
+        if ending.rstrip() != f',"digest":"{digest}"}}'.encode():
             raise ValueError("digest: the file was truncated or edited")
         model = kind_of(head.kind).report
         text += b"}"

@@ -90,44 +90,53 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
 def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
     ok = [row for row in rows if row.status == "ok" and tensor_spec(row.tensor).is_output]
     worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
-    noise = [noise_ratio(row) for row in rows if row.noise is not None]
-    names = dict.fromkeys(
-        row.tensor for row in rows if tensor_spec(row.tensor).is_gradient
-    )
-    gradients = ((tensor, _measured(rows, tensor)) for tensor in names)
-    phases = dict.fromkeys(row.phase for row in ok if row.phase is not None)
+    ran = _distinct(row.ran for row in rows)
+    statuses = [row.status for row in rows]
+    reasons = (row.reason for row in rows if row.reason != "reference-limited")
+    largest = max((row.max_abs for row in ok if row.max_abs is not None), default=None)
+    sampled = max((row.rows_measured or 0 for row in ok if row.sampled), default=None)
+    suspects = max((row.suspects or 0 for row in ok), default=0)
+    gradients = tuple(_of_gradients(rows, places))
+    phases = tuple(_of_phases(ok, places))
     return KernelSummary(
         **rows[0].who,
         **_over_heads(ok, KernelSummary, places),
-        skipped=sum(row.status == "skipped" for row in rows),
-        failed=sum(row.status == "failed" for row in rows),
-        reasons=_distinct(
-            row.reason for row in rows if row.reason != "reference-limited"
-        ),
-        ran=_distinct(row.ran for row in rows),
+        skipped=statuses.count("skipped"),
+        failed=statuses.count("failed"),
+        reasons=_distinct(reasons),
+        ran=ran,
         mean_abs=_mean(ok),
-        max_abs=max((row.max_abs for row in ok if row.max_abs is not None), default=None),
-        rows_measured=max(
-            (row.rows_measured or 0 for row in ok if row.sampled), default=None
-        ),
-        suspects=max((row.suspects or 0 for row in ok), default=0) or None,
+        max_abs=largest,
+        rows_measured=sampled,
+        suspects=suspects or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
-        # 0 where all runs gave the same bits
-        noise=max((x for x in noise if x is not None), default=0.0) if noise else None,
+        noise=_noise(rows),
         biased_heads=_biased(ok),
-        gradients=tuple(
-            PartSummary(tensor=tensor, **_over_heads(own, PartSummary, places))
-            for tensor, own in gradients
-            if own
-        ),
-        phases=tuple(
-            PartSummary(
-                phase=name,
-                **_over_heads([r for r in ok if r.phase == name], PartSummary, places),
-            )
-            for name in phases
-        ),
+        gradients=gradients,
+        phases=phases,
     )
+
+
+def _of_gradients(rows: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
+    gradients = (row.tensor for row in rows if tensor_spec(row.tensor).is_gradient)
+    for tensor in dict.fromkeys(gradients):
+        if measured := _measured(rows, tensor):
+            yield PartSummary(tensor=tensor, **_over_heads(measured, PartSummary, places))
+
+
+def _of_phases(ok: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
+    for phase in dict.fromkeys(row.phase for row in ok if row.phase is not None):
+        of_phase = [row for row in ok if row.phase == phase]
+        yield PartSummary(phase=phase, **_over_heads(of_phase, PartSummary, places))
+
+
+def _noise(rows: Sequence[DeviationRow]) -> float | None:
+    """The largest noise of a head; 0 where all runs gave the same bits, None where
+    nothing was repeated."""
+    noise = [noise_ratio(row) for row in rows if row.noise is not None]
+    if not noise:
+        return None
+    return max((x for x in noise if x is not None), default=0.0)
 
 
 def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
@@ -140,8 +149,9 @@ def _measured(rows: Sequence[DeviationRow], tensor: str) -> list[DeviationRow]:
 
 def _mean(ok: Sequence[DeviationRow]) -> float | None:
     """The mean error of all elements; None where no head has a number."""
-    known = [(row.mean_abs, row.elements or 0) for row in ok if row.mean_abs is not None]
-    values, weight = np.array(known, dtype=float).reshape(-1, 2).T
+    measured = (row for row in ok if row.mean_abs is not None)
+    weighted = [(row.mean_abs, row.elements or 0) for row in measured]
+    values, weight = np.array(weighted, dtype=float).reshape(-1, 2).T
     with np.errstate(over="ignore", invalid="ignore"):
         return _or_none((values * weight).sum() / weight.sum())
 

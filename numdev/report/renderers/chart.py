@@ -59,9 +59,8 @@ class Scale:
         if self.log:
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)
             steps = (1, 2, 5) if len(decades) < 6 else (1,)
-            ticks = [
-                s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high
-            ]
+            every = (step * 10.0**decade for decade in decades for step in steps)
+            ticks = [tick for tick in every if low <= tick <= high]
             if len(ticks) >= 3:
                 return ticks[:: 1 + len(decades) // 8]
         fifth = (high - low) / 5 * (1 - 1e-9)
@@ -83,7 +82,8 @@ def _scale(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Sc
 def _y_scale(figures: Sequence[Figure]) -> Scale:
     """The range of all that is drawn; with zero in it where the scale is linear."""
     points = [p for f in figures for c in f.curves for p in c.points]
-    ends = [v for p in points for v in (p.mean, p.low, p.high) if v is not None]
+    numbers = itertools.chain.from_iterable((p.mean, p.low, p.high) for p in points)
+    ends = [number for number in numbers if number is not None]
     ends += [1.0] if figures[0].relative else []
     means = [p.mean for p in points if p.mean > 0]
     log = any(f.y_scale == "log" for f in figures) and bool(means)
@@ -205,14 +205,17 @@ def _points(
 ) -> None:
     """A curve's points, each telling its number, and their intervals: bars where points
     have no order, else a band, if all have one."""
-    known = [(x, y(p.low), y(p.high)) for p, (x, _) in zip(points, places, strict=True)
-             if p.low is not None and p.high is not None]  # fmt: skip
-    for x, low, high in known if categories else ():
+    intervals = [
+        (x, y(point.low), y(point.high))
+        for point, (x, _) in zip(points, places, strict=True)
+        if point.low is not None and point.high is not None
+    ]
+    for x, low, high in intervals if categories else ():
         _path(group, "bar", [(x, low), (x, high)])
-    if not categories and len(known) == len(points) > 1:
+    if not categories and len(intervals) == len(points) > 1:
         upper, lower = (
-            [(x, high) for x, _, high in known],
-            [(x, low) for x, low, _ in known],
+            [(x, high) for x, _, high in intervals],
+            [(x, low) for x, low, _ in intervals],
         )
         _path(group, "band", [*upper, *reversed(lower)])
     for point, (x, height) in zip(points, places, strict=True):

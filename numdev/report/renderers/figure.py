@@ -33,13 +33,13 @@ def draw(
         raise UsageError(f"plot: no metric {metric!r}", hint=hint)
     every: Sequence[DeviationRow] = getattr(report, "rows", ())
     format, places = format or next((r.format for r in every), ""), Places(every)
-    told = [
+    records = [
         (labelled(row.kernel, row.options), places.layer(row), row.head or 0, abs(value))
         for row in every
         if (row.tensor, row.format) == (tensor, format) and row.role in ROLES
         if isinstance(value := getattr(row, metric), int | float) and value
     ]
-    if not told:
+    if not records:
         raise UsageError(
             f"plot: no row of {tensor} in {format or 'any format'} has {metric}"
         )
@@ -48,7 +48,7 @@ def draw(
     except ImportError:
         what = "plot needs matplotlib, which is not installed"
         raise UsageError(what, hint="pip install matplotlib") from None
-    table = pandas.DataFrame(told, columns=["kernel", "layer", "head", "size"])
+    table = pandas.DataFrame(records, columns=["kernel", "layer", "head", "size"])
     largest = table.groupby(["kernel", "layer", "head"], sort=False)["size"].max()
     layers, heads = table["layer"].unique(), sorted(table["head"].unique())
     least, most = table["size"].min(), table["size"].max()

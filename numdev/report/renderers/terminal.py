@@ -147,13 +147,13 @@ def _text(content: str, style: str = "") -> Text:
 @contextmanager
 def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr, as the callback the studies take."""
-    console, said = Console(stderr=True), time.monotonic()
+    console, shown_at = Console(stderr=True), time.monotonic()
 
     def line(what: str, done: int, total: int) -> None:
-        nonlocal said
-        if show and time.monotonic() >= said + QUIET:
+        nonlocal shown_at
+        if show and time.monotonic() >= shown_at + QUIET:
             console.print(_text(f"{done} of {total}: {what}"))
-            said = time.monotonic()
+            shown_at = time.monotonic()
 
     if not show or not console.is_terminal:
         yield line

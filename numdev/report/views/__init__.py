@@ -50,18 +50,17 @@ def document_of(
     findings = tuple(_findings(report, directory))
     lines, answer = list(verdicts(report)), [doc.headed(line) for line in summary.answer]
     lines += [replace(answer.pop(0), style=style) for style in kind.styles(report)]
-    return doc.Document(
-        str(report.request.get("title") or f"{report.kind.capitalize()}: {target}"),
-        (
-            doc.Bullets(tuple(lines), "verdicts"),
-            doc.Bullets(tuple(answer), "answer"),
-            *((doc.Heading("Findings", doc.TEXT),) if findings else ()),
-            doc.Bullets(findings, "findings"),
-            *doc.notes(report.tested),
-            *kind.blocks(report),
-            *_origin(report),
-        ),
+    title = report.request.get("title") or f"{report.kind.capitalize()}: {target}"
+    blocks = (
+        doc.Bullets(tuple(lines), "verdicts"),
+        doc.Bullets(tuple(answer), "answer"),
+        *((doc.Heading("Findings", doc.TEXT),) if findings else ()),
+        doc.Bullets(findings, "findings"),
+        *doc.notes(report.tested),
+        *kind.blocks(report),
+        *_origin(report),
     )
+    return doc.Document(str(title), blocks)
 
 
 def verdicts(report: Any) -> Iterator[doc.Item]:
@@ -78,12 +77,12 @@ def verdicts(report: Any) -> Iterator[doc.Item]:
     wide = max((len(_word(of[0])[0]) for of in lines), default=0)
     for name, of in zip(names, lines, strict=True):
         v, formats = of[0], [each.format for each in of]
-        own = [sizes.get((v.kernel, str(v.options), fmt)) for fmt in formats]
+        summaries = [sizes.get((v.kernel, str(v.options), fmt)) for fmt in formats]
         if v.finding is not None:
-            text = _led(name, v, report.findings[v.finding], own)
+            text = _led(name, v, report.findings[v.finding], summaries)
         elif v.reason is not None:
             text = v.reason
-        elif (k := own[0]) is not None and k.max_abs is not None:
+        elif (k := summaries[0]) is not None and k.max_abs is not None:
             text = _size(k)
         else:
             number = three(v.observed, v.limit)
@@ -108,14 +107,17 @@ def _line(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
 
 
 def _led(
-    name: str, v: KernelVerdict, finding: Finding, own: Sequence[KernelSummary | None]
+    name: str,
+    v: KernelVerdict,
+    finding: Finding,
+    summaries: Sequence[KernelSummary | None],
 ) -> str:
     """What a finding says of a kernel, and how far off its output is in each of these
     formats."""
     text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
     far = [
         k
-        for k in own
+        for k in summaries
         if k
         and v.outcome == "exceeded"
         and not k.nonfinite
@@ -123,7 +125,7 @@ def _led(
     ]
     if not far:
         return text
-    sizes = [_over_floor(k) + f" in {k.format}" * (len(own) > 1) for k in far]
+    sizes = [_over_floor(k) + f" in {k.format}" * (len(summaries) > 1) for k in far]
     return f"{text} The output's rms error: {'; '.join(sizes)}."
 
 

@@ -76,24 +76,21 @@ def document(
     if len(problems) > room:
         items.append(doc.Item(f"and {len(problems) - room} more"))
     declined = [finding.sentence for finding in findings if finding.severity == "note"]
-    return doc.Document(
-        "numdev gate",
-        (
-            doc.Paragraph(
-                f"{judgement.outcome.word} by the {judgement.rules} rules.",
-                style_of(judgement.outcome),
-            ),
-            doc.Bullets(tuple(lines), "verdicts"),
-            doc.Bullets(tuple(items)),
-            _beyond(judgement.tests, place),
-            doc.words(
-                ("rule", "outcome", "judged", "worst", "limit", "in"), _rules(judgement)
-            ),
-            _doses(judgement.power),
-            *doc.notes((*declined, *tested, *_beside(judgement))),
-            *(() if judgement.power or not plants else doc.notes((NO_POWER,))),
-        ),
+    verdict = f"{judgement.outcome.word} by the {judgement.rules} rules."
+    columns = ("rule", "outcome", "judged", "worst", "limit", "in")
+    notes = [*declined, *tested, *_beside(judgement)]
+    if plants and not judgement.power:
+        notes.append(NO_POWER)
+    blocks: tuple[doc.Node, ...] = (
+        doc.Paragraph(verdict, style_of(judgement.outcome)),
+        doc.Bullets(tuple(lines), "verdicts"),
+        doc.Bullets(tuple(items)),
+        _beyond(judgement.tests, place),
+        doc.words(columns, _rules(judgement)),
+        _doses(judgement.power),
+        *doc.notes(notes),
     )
+    return doc.Document("numdev gate", blocks)
 
 
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
@@ -117,11 +114,11 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
         for t in lacking
         if t.rule != SOMETHING and not t.rule.startswith(f"{REQUIRED} ")
     )
-    for (rule, limit, reasons), own in grouped(
+    for (rule, limit, reasons), tests in grouped(
         rules, lambda t: (t.rule, t.limit, t.reasons)
     ).items():
-        who = dict.fromkeys(f" of {_of(test)}" for test in own if test.kernel)
-        rows = sum(test.unjudged for test in own)
+        who = dict.fromkeys(f" of {_of(test)}" for test in tests if test.kernel)
+        rows = sum(test.unjudged for test in tests)
         where = f"{f' in {rows} heads' if rows else ''}{','.join(who)}"
         named = f"{rule} ({limit})" if limit else rule
         sentence = f"{named} could not be judged{where}: {'; '.join(reasons[:3])}."
@@ -155,11 +152,11 @@ def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
     of_rules = (
         test for test in judgement.tests if not test.runs and test.rule != SOMETHING
     )
-    for rule, own in grouped(of_rules, attrgetter("rule")).items():
-        nearest = min(own, key=lambda test: (order.index(test.outcome), -test.nearness))
+    for rule, tests in grouped(of_rules, attrgetter("rule")).items():
+        nearest = min(tests, key=lambda test: (order.index(test.outcome), -test.nearness))
         judged, bad = (
-            sum(test.judged for test in own),
-            sum(test.offending for test in own),
+            sum(test.judged for test in tests),
+            sum(test.offending for test in tests),
         )
         yield (
             rule,
@@ -178,21 +175,20 @@ def number(observed: float | str | None) -> str:
 
 def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
     """A line for each row that is beyond a limit, the one farthest beyond first."""
-    beyond = [
-        (held, test) for test in tests for held in test.beyond if isinstance(held, Held)
-    ]
+    every = ((offender, test) for test in tests for offender in test.beyond)
+    beyond = [(offender, test) for offender, test in every if isinstance(offender, Held)]
     beyond.sort(key=lambda pair: -pair[0].excess)
     rows = [
         (
-            f"{three(held.excess)}×" if math.isfinite(held.excess) else "-",
+            f"{three(offender.excess)}×" if math.isfinite(offender.excess) else "-",
             label(test),
             f"{test.tensor} {test.format}",
-            place(Place.of(held.row)),
-            number(held.row.suspicion if held.limit.absent else held.value),
-            str(held.limit),
+            place(Place.of(offender.row)),
+            number(offender.row.suspicion if offender.limit.absent else offender.value),
+            str(offender.limit),
             test.rule,
         )
-        for held, test in beyond[:SHOWN]
+        for offender, test in beyond[:SHOWN]
     ]
     more = f", the first {SHOWN} of {len(beyond)}" if len(beyond) > SHOWN else ""
     columns = ("over", "kernel", "in", "where", "number", "limit", "rule")
@@ -204,8 +200,8 @@ def _doses(power: Sequence[Power]) -> doc.Table:
     rows = []
     for each in power:
         by = dict.fromkeys(rule for dose in each.doses for rule in dose.by)
-        known = any(dose.outcome != "unmeasured" for dose in each.doses)
-        never = "at no dose" if known else "not measured"
+        is_measured = any(dose.outcome != "unmeasured" for dose in each.doses)
+        never = "at no dose" if is_measured else "not measured"
         since = never if each.caught_from is None else f"{each.caught_from:g}"
         sizes = (
             " ".join(f"{dose.dose:g}" for dose in each.doses if dose.outcome == outcome)
