@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from numdev.audit.plan import Task
 from numdev.audit.script import name_of
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import audit_request
+from numdev.config import AuditRequest, audit_request
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate import compare as comparing
 from numdev.gate.compare_report import CompareReport
@@ -33,7 +34,12 @@ from numdev.report.renderers import html
 from numdev.sources import capture as capturing
 from numdev.sources.checkpoint import InMemory
 from numdev.sources.loss import find_upstream
-from numdev.sources.opening import CheckpointSource, GivenSource
+from numdev.sources.opening import (
+    CallsSource,
+    CheckpointSource,
+    Source,
+    open_source,
+)
 from numdev.system import System
 
 # Of a forward pass, by name or in order
@@ -100,75 +106,101 @@ def audit(
         x if isinstance(x, str | Mapping | Kernel) else of_function(name_of(x), x)
         for x in _several(kernels)
     ]
-    own = {x.name: x for x in chosen if isinstance(x, Kernel)}
-    names = [x.name for x in chosen if isinstance(x, Kernel)]
-    if twice := next((n for n in own if names.count(n) > 1), None):
-        raise UsageError(f"kernels: two functions are named {twice!r}", hint="rename one")
+    functions = _by_name([x for x in chosen if isinstance(x, Kernel)])
+    audited = _audited(target if cases is None else cases, inputs)
     flags = {
-        **options, "backward": backward, "rows": rows, "device": device, "seed": seed,
+        **options, "backward": backward, "rows": rows, "seed": seed,
+        "device": device or audited.device, "inputs": audited.inputs,
         "kernels": [x.name if isinstance(x, Kernel) else x for x in chosen] or None,
         "formats": _several(formats) or None,
         "layers": None if layers is None else tuple(layers),
-    } | ({"reproducers": 0} if output is None else {})  # fmt: skip
-    given: Any = target if cases is None else cases
-    name, how = "calls in memory", dict[str, Any]()
-    fields: dict[str, Any] | None = None
-    if isinstance(given, nn.Module):
-        memory = InMemory(model=given, inputs=named_inputs(given, inputs))
-        name, fields = type(given).__name__, {"checkpoint": memory.name}
-        how["opened"] = partial(CheckpointSource, given=memory)
-        flags["device"] = device or next(
-            (p.device.type for p in given.parameters()), None
-        )
-    elif given is None or isinstance(given, str | Path):
-        if not isinstance(inputs, str | Path | None):
-            what = "inputs: expected a safetensors file beside a target that is no model"
-            raise UsageError(f"{what}, got a {type(inputs).__name__}")
-        name, flags["inputs"] = (
-            str(given or "demo"),
-            None if inputs is None else str(inputs),
-        )
-    elif inputs is not None:
-        raise UsageError(
-            "inputs: expected none beside attention calls, which have their own"
-        )
-    elif isinstance((first := [*_several(given), None][0]), AttentionCase):
-        fields, how["opened"] = (
-            {"checkpoint": name},
-            partial(GivenSource, given=_several(given)),
-        )
-        flags["device"] = device or first.q.device.type
-    else:
-        name, each = "cases", enumerate(_several(given))
-        fields = {"cases": [{"name": f"case {i}", **x} for i, x in each]}
-    request = audit_request(name, flags, fields)
+    }  # fmt: skip
+    if output is None:
+        flags["reproducers"] = 0
+    request = audit_request(audited.name, flags, audited.fields)
     cluster = cluster_of(workers, scheduler)
     place = temporary.folder() if output is None else nullcontext(Path(output))
     with place as directory, sharing(cluster, request.device):
         refuse_other_kind(directory, "audit")
-        found = run.audit(
+        report = run.audit(
             request,
             directory,
             command="numdev.audit",
             say=say,
             overwrite=overwrite,
-            own=own,
+            own=functions,
             workers=cluster,
             save_cases=Path(save_cases) if save_cases else None,
-            **how,
+            opened=audited.opened,
         )
         if output is not None:
-            reports.write(found, directory)
-            html.write(found, directory)
-    if not found.measured:
-        raise MeasurementError(found.unmeasured, hint="the rows' reasons say why")
-    return found
+            reports.write(report, directory)
+            html.write(report, directory)
+    if not report.measured:
+        raise MeasurementError(report.unmeasured, hint="the rows' reasons say why")
+    return report
 
 
-def _several(given: Any) -> list[Any]:
-    """What may be given alone as a list."""
-    alone = isinstance(given, str | Mapping | AttentionCase | Kernel) or callable(given)
-    return [given] if alone else list(given)
+@dataclass(frozen=True, kw_only=True)
+class _Audited:
+    """What an audit is of, as a request names it, and what opens it."""
+
+    name: str
+    fields: Mapping[str, Any] | None = None  # the request's; None: `name` has them
+    inputs: str | None = None  # a file of what the model reads
+    device: str | None = None  # where it is
+    opened: Callable[[AuditRequest, System], Source] = open_source
+
+
+def _audited(subject: Any, inputs: Any) -> _Audited:
+    """A target or cases, told apart by their types. Raises UsageError for inputs that do
+    not belong to them."""
+    if isinstance(subject, nn.Module):
+        memory = InMemory(model=subject, inputs=named_inputs(subject, inputs))
+        return _Audited(
+            name=type(subject).__name__,
+            fields={"checkpoint": memory.name},
+            device=next((p.device.type for p in subject.parameters()), None),
+            opened=partial(CheckpointSource, in_memory=memory),
+        )
+    if subject is None or isinstance(subject, str | Path):
+        if not isinstance(inputs, str | Path | None):
+            what = "inputs: expected a safetensors file beside a target that is no model"
+            raise UsageError(f"{what}, got a {type(inputs).__name__}")
+        file = None if inputs is None else str(inputs)
+        return _Audited(name=str(subject or "demo"), inputs=file)
+    if inputs is not None:
+        raise UsageError(
+            "inputs: expected none beside attention calls, which have their own"
+        )
+    several = _several(subject)
+    if several and isinstance(several[0], AttentionCase):
+        name = "calls in memory"
+        return _Audited(
+            name=name,
+            fields={"checkpoint": name},
+            device=several[0].q.device.type,
+            opened=partial(CallsSource, calls=several),
+        )
+    named = [{"name": f"case {i}", **x} for i, x in enumerate(several)]
+    return _Audited(name="cases", fields={"cases": named})
+
+
+def _by_name(kernels: Sequence[Kernel]) -> dict[str, Kernel]:
+    """Functions that are measured as kernels, by name. Raises UsageError for two of one
+    name."""
+    names = [kernel.name for kernel in kernels]
+    if twice := next((n for n in names if names.count(n) > 1), None):
+        raise UsageError(f"kernels: two functions are named {twice!r}", hint="rename one")
+    return {kernel.name: kernel for kernel in kernels}
+
+
+def _several(argument: Any) -> list[Any]:
+    """A list of kernels, cases or names; one alone becomes a list of one."""
+    alone = isinstance(argument, str | Mapping | AttentionCase | Kernel) or callable(
+        argument
+    )
+    return [argument] if alone else list(argument)
 
 
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -179,9 +211,9 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
     if inputs is None or isinstance(inputs, str | Path):
         what = "inputs: expected the model's inputs (token ids or tensors)"
         raise UsageError(f"{what}, got {'none' if inputs is None else repr(str(inputs))}")
-    given = (inputs,) if isinstance(inputs, Tensor) else inputs
+    positional = (inputs,) if isinstance(inputs, Tensor) else inputs
     try:
-        return dict(inspect.signature(model.forward).bind(*given).arguments)
+        return dict(inspect.signature(model.forward).bind(*positional).arguments)
     except TypeError as error:
         hint = "give tensors in the order of forward's arguments, or a mapping"
         raise UsageError(f"inputs: {error}", hint=hint) from error
@@ -203,12 +235,12 @@ def capture(
     Raises MeasurementError for a call that is no function of its inputs (dropout: use
     `model.eval()`), for inputs it fails on, and where attention ran unseen, or none
     did."""
-    found: list[AttentionCase] = []
+    calls: list[AttentionCase] = []
     inputs = named_inputs(model, inputs)
     upstream = find_upstream(model, inputs, seed) if backward else None
-    keep = lambda case: found.append(copied(case))  # noqa: E731
+    keep = lambda case: calls.append(copied(case))  # noqa: E731
     capturing.capture(model, inputs, keep, source=type(model).__name__, upstream=upstream)
-    return found
+    return calls
 
 
 @checked
@@ -276,7 +308,7 @@ def measure(
         raise UsageError("q: expected a tensor with values, got one on the device meta")
     fmt = case.format.name
     task = Task(case=case.ref, role="kernel", kernel=kernel.name, format=fmt)
-    found = measure_one(task, kernel, case, System.here("cpu"))
-    if found[0].status != "ok":
-        raise MeasurementError(f"out cannot be measured: {found[0].reason}")
-    return tuple(found)
+    rows = measure_one(task, kernel, case, System.here("cpu"))
+    if rows[0].status != "ok":
+        raise MeasurementError(f"out cannot be measured: {rows[0].reason}")
+    return tuple(rows)

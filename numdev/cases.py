@@ -292,9 +292,9 @@ def empty_rows(case: AttentionCase) -> Tensor:
     """bool [batch, heads, q_len]: rows that see no key, as a convention decides their
     value."""
     b, h, n = case.q.shape[:3]
-    found = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
+    empty = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     if case.mask is None and not case.restricts_positions:
-        return found
+        return empty
     for first in range(0, n, EMPTY_BLOCK):
         rows, keys = slice(first, min(first + EMPTY_BLOCK, n)), slice(0, case.kv_len)
         shown, added = visible(case, rows, keys), additive(case, rows, keys)
@@ -302,8 +302,8 @@ def empty_rows(case: AttentionCase) -> Tensor:
             above = added > -math.inf
             shown = above if shown is None else shown & above
         if shown is not None:
-            found[:, :, rows] = ~shown.any(dim=-1)
-    return found
+            empty[:, :, rows] = ~shown.any(dim=-1)
+    return empty
 
 
 def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
@@ -398,7 +398,7 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
 
 def _problems(case: AttentionCase) -> Iterator[str]:
     """What is wrong with a case's parts, the first of which makes the others moot."""
-    q, k, v, mask, at = case.q, case.k, case.v, case.mask, case.positions
+    q, k, v, at = case.q, case.k, case.v, case.positions
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or 0 in x.shape:
             yield (
@@ -444,17 +444,17 @@ def _problems(case: AttentionCase) -> Iterator[str]:
         yield f"grad_out: expected the output's shape, got {list(case.grad_out.shape)}"
     if at is not None and (at.shape != (q.shape[2],) or at.dtype != torch.int64):
         yield f"positions: expected int64 [{q.shape[2]}], got {at.dtype} {list(at.shape)}"
-    if mask is not None:
-        full = (*q.shape[:3], case.kv_len)
-        padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        fits = all(m in (1, f) for m, f in zip(padded, full, strict=False))
-        if not (1 <= mask.ndim <= 4 and fits):
-            yield (
-                f"mask has shape {list(mask.shape)}, which does not broadcast to "
-                f"{list(full)}"
-            )
-        if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-            yield (
-                "mask: expected bool or an additive floating-point mask, got "
-                f"{mask.dtype}"
-            )
+    if case.mask is not None:
+        yield from _mask_problems(case, case.mask)
+
+
+def _mask_problems(case: AttentionCase, mask: Tensor) -> Iterator[str]:
+    full = (*case.q.shape[:3], case.kv_len)
+    padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    fits = all(m in (1, f) for m, f in zip(padded, full, strict=False))
+    if not (1 <= mask.ndim <= 4 and fits):
+        yield (
+            f"mask has shape {list(mask.shape)}, which does not broadcast to {list(full)}"
+        )
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        yield f"mask: expected bool or an additive floating-point mask, got {mask.dtype}"

@@ -444,13 +444,13 @@ def invariance_request(target: str, flags: Mapping[str, Any]) -> InvarianceReque
 
 
 def audit_request(
-    target: str | None, flags: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    target: str | None, flags: Mapping[str, Any], fields: Mapping[str, Any] | None = None
 ) -> AuditRequest:
     """What `target` names (None: configs/audit/default.yaml), and what was asked of it
-    beside. `given`: its fields, where it is no file but what somebody has in memory."""
+    beside. `fields`: the request's, where the target is no file but in memory."""
     path = str(bundled("audit/default.yaml") if target is None else target)
     named = (
-        (str(target), dict(given)) if given is not None else _target(path, AuditConfig)
+        (str(target), dict(fields)) if fields is not None else _target(path, AuditConfig)
     )
     return validated(
         {**named[1], **_asked(flags), "target": named[0]}, AuditRequest, path

@@ -59,11 +59,11 @@ def first_line(text: str) -> str:
     return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """A hint that names the known word nearest to `name`, else all of them."""
+def closest(name: str, candidates: Iterable[str]) -> str:
+    """A hint that names the candidate nearest to `name`, else all of them."""
     import difflib  # a millisecond that `--help` need not wait for
 
-    words = sorted(known)
+    words = sorted(candidates)
     near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
     return (
         f"did you mean {near[0]!r}?" if near else f"known: {', '.join(words) or 'none'}"

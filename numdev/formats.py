@@ -89,15 +89,17 @@ class Format:
 # float8_e4m3fn: bias 7 as an IEEE format of that shape would have, but the top exponent
 # is used for numbers, all but its last code (OCP OFP8, section 5): hence emax 8, no
 # infinity, largest 448.
-_CATALOGUE = (
-    Format(name="float64", precision=53, emin=-1022, emax=1023),
-    Format(name="float32", precision=24, emin=-126, emax=127),
-    Format(name="tf32", precision=11, emin=-126, emax=127),
-    Format(name="bfloat16", precision=8, emin=-126, emax=127),
-    Format(name="float16", precision=11, emin=-14, emax=15),
-    Format(name="float8_e4m3fn", precision=4, emin=-6, emax=8, has_infinity=False),
-    Format(name="float8_e5m2", precision=3, emin=-14, emax=15),
+FLOAT8_E4M3FN = Format(
+    name="float8_e4m3fn", precision=4, emin=-6, emax=8, has_infinity=False
 )
+FLOAT8_E5M2 = Format(name="float8_e5m2", precision=3, emin=-14, emax=15)
+FLOAT16 = Format(name="float16", precision=11, emin=-14, emax=15)
+BFLOAT16 = Format(name="bfloat16", precision=8, emin=-126, emax=127)
+TF32 = Format(name="tf32", precision=11, emin=-126, emax=127)
+FLOAT32 = Format(name="float32", precision=24, emin=-126, emax=127)
+FLOAT64 = Format(name="float64", precision=53, emin=-1022, emax=1023)
+# Messages list them in this order
+_CATALOGUE = (FLOAT64, FLOAT32, TF32, BFLOAT16, FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 FORMATS: Mapping[str, Format] = {format.name: format for format in _CATALOGUE}
 
 # Bare "fp8", "fp8_e4m3" and "float8_e4m3" are left out on purpose: they mean different
@@ -218,15 +220,15 @@ def round_to(
     device = wide.device.type
     if mode == "stochastic" and (generator is None or generator.device.type != device):
         raise UsageError(f"stochastic rounding: expected a generator on {device}")
-    here = format_of(wide.dtype)
-    if format.contains(here):
+    storage = format_of(wide.dtype)
+    if format.contains(storage):
         return wide.clone()
     uniform = None
     # 53 random bits, whatever the dtype of x, so that it changes none
     if mode == "stochastic":
         shape, on = wide.shape, wide.device
         uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=on)
-    if here.contains(format) and here.emin <= format.emin:
+    if storage.contains(format) and storage.emin <= format.emin:
         return _rounded(wide, format, mode, uniform)
     # A float32 x and a format with more bits or exponents, on either side, than float32
     # has.

@@ -68,15 +68,15 @@ def attention_check(
     """`numdev.check_attention`, with reproducers in the test's own temporary directory,
     the gate file of --numdev-thresholds, and a report where --numdev-report says."""
 
-    def check(function: Callable[..., Any], **given: Any) -> CheckResult:
+    def check(function: Callable[..., Any], **options: Any) -> CheckResult:
         __tracebackhide__ = True
         from numdev.testing import CheckFailed
         from numdev.testing import check as checked
 
-        given.setdefault("reproducers", tmp_path / "numdev")
-        if given.get("thresholds") is None:
-            given["thresholds"] = request.config.getoption("--numdev-thresholds")
-        result = checked(function, **given)
+        options.setdefault("reproducers", tmp_path / "numdev")
+        if options.get("thresholds") is None:
+            options["thresholds"] = request.config.getoption("--numdev-thresholds")
+        result = checked(function, **options)
         _keep(result, request)
         if not result.passed:
             raise CheckFailed(result)

@@ -73,41 +73,26 @@ class System:
             raise UsageError(f"device: expected auto, cpu or cuda, got {device!r}")
         if device == "cuda" and not has_cuda:
             raise UsageError("no CUDA device is available here", hint="use --device cpu")
-        gpu: dict[str, Any] = {"device": "cpu"}
-        if has_cuda and device != "cpu":
-            cudnn = torch.backends.cudnn.version()
-            gpu = {
-                "device": "cuda",
-                "gpu": torch.cuda.get_device_name(),
-                "capability": torch.cuda.get_device_capability(),
-                "processors": torch.cuda.get_device_properties(
-                    "cuda"
-                ).multi_processor_count,
-                "devices": torch.cuda.device_count(),
-                "driver": _found(_VERSION_FILE, _MODULE),
-                "cuda": torch.version.cuda,
-                "cudnn": str(cudnn) if cudnn else None,
-            }
+        on_gpu = has_cuda and device != "cpu"
+        settings = {name: read() for name, (read, _) in switches().items()}
+        # In place of its own
+        settings["flash_attention_impl"] = current_flash_attention_impl()
+        model_name = _first_match(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.*\S)")
         return cls(
-            **gpu,
-            cpu=_found(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.*\S)")
-            or platform.machine(),
+            **(_gpu() if on_gpu else {"device": "cpu"}),
+            cpu=model_name or platform.machine(),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
             python=platform.python_version(),
             platform=f"{platform.system()} {platform.machine()}",
             packages=_packages(),
-            settings={
-                **{name: read() for name, (read, _) in switches().items()},
-                # In place of its own
-                "flash_attention_impl": current_flash_attention_impl(),
-            },
+            settings=settings,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """As a report records it: of the packages, those that matter to every audit."""
-        kept = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
-        return {**asdict(self), "packages": kept}
+        recorded = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
+        return {**asdict(self), "packages": recorded}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +106,17 @@ class Requirement:
 
     def missing(self, system: System) -> str | None:
         """The first thing `system` lacks, as a sentence; None when nothing is missing."""
-        here = f"but this run is on {system.device.upper()}"
+        actual = f"but this run is on {system.device.upper()}"
         if self.devices and system.devices < self.devices:
             return f"needs {self.devices} CUDA devices, found {system.devices}"
         if self.device and system.device != self.device:
-            return f"needs {self.device.upper()}, {here}"
+            return f"needs {self.device.upper()}, {actual}"
         if self.capability and (system.capability or (0, 0)) < self.capability:
             need = (
                 f"needs compute capability {'.'.join(map(str, self.capability))} or newer"
             )
             if system.capability is None:
-                return f"{need}, {here}"
+                return f"{need}, {actual}"
             return f"{need}; {system.gpu} has {'.'.join(map(str, system.capability))}"
         if self.package and _normalised(self.package) not in system.packages:
             return f"needs the package {self.package}, which is not installed"
@@ -201,8 +186,26 @@ def switches() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]
     }
 
 
-def _found(path: Path, pattern: str) -> str | None:
-    """What a file of `/proc` has for a pattern's group; None without it."""
+def _gpu() -> dict[str, Any]:
+    """What a snapshot says of the CUDA device."""
+    import torch
+
+    cudnn = torch.backends.cudnn.version()
+    properties = torch.cuda.get_device_properties("cuda")
+    return {
+        "device": "cuda",
+        "gpu": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(),
+        "processors": properties.multi_processor_count,
+        "devices": torch.cuda.device_count(),
+        "driver": _first_match(_VERSION_FILE, _MODULE),
+        "cuda": torch.version.cuda,
+        "cudnn": str(cudnn) if cudnn else None,
+    }
+
+
+def _first_match(path: Path, pattern: str) -> str | None:
+    """The first match of a pattern's group in a file of `/proc`; None without one."""
     with contextlib.suppress(OSError):
         match = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
         return match[1] if match else None

@@ -30,7 +30,7 @@ from numdev.cases import AttentionCase
 from numdev.config import AXES
 from numdev.errors import UsageError, closest
 from numdev.gate.findings import listed, remarks
-from numdev.gate.judgement import Judgement
+from numdev.gate.judgement import Judgement, Test
 from numdev.gate.judging import check_system, judgement_of
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.kernels import Kernel, find, of_function
@@ -141,17 +141,7 @@ def check(
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed,
     or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
     rules made for another system."""
-    if isinstance(function, Kernel):
-        kernel, name = function, function.name
-    elif callable(function):
-        name = name_of(function)
-        kernel = of_function(name, function)
-    else:
-        hint = "numdev.audit takes names of kernels"
-        raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
-    if claims is not None:
-        find("emulated").with_options(claims)  # refuses what is no option
-        kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
+    name, kernel = _kernel_of(function, claims)
     named: Any = (
         [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
     )
@@ -160,10 +150,7 @@ def check(
     rules = _rules(thresholds)
     if not formats:
         raise UsageError("formats: expected at least one, got none")
-    names = (invariant,) if isinstance(invariant, str) else tuple(invariant)
-    if unknown := [name for name in names if name not in AXES]:
-        what = f"invariant: expected an axis of invariance, got {unknown[0]!r}"
-        raise UsageError(what, hint=closest(unknown[0], AXES))
+    axes = _axes_of(invariant)
     system = System.here(device)
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
@@ -190,39 +177,68 @@ def check(
     report, judgement = measured(source, plan, rules, asked)
     ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
     lacking = backward is True and not any(row.tensor in GRADIENTS for row in ok)
-    passed = judgement.outcome is Outcome.PASSED and not lacking
-    said: list[str] = []
+    messages: list[str] = []
     scripts: list[Path] = []
+    if wanted := _to_reproduce(report):
+        where = _directory(reproducers, name)
+        scripts = reproduce(
+            wanted,
+            source,
+            plan,
+            attempt,
+            where,
+            messages.append,
+            count=1,
+            seconds=SECONDS,
+        )
+    if lacking:
+        messages.append("backward=True asks for gradients, and none could be measured.")
+    left_out = tuple(_left_out(report, kernel.adapted))
+    changes, untried = _changes(planned, source, plan, axes, rules) if axes else ((), [])
+    sound = judgement.outcome is Outcome.PASSED and not lacking
+    words = _verdict_words(name, report, judgement, sound, changes, untried)
+    notes = (*(() if scripts else dict.fromkeys(messages)), *remarks(report.rows))
+    return CheckResult(
+        kernel=name, passed=sound and not (changes or untried), report=report,
+        judgement=judgement, changes=tuple(changes), untried=tuple(untried),
+        skipped=left_out, notes=notes, reproducer=next(iter(scripts), None),
+        words=_laid_out(words, scripts, (*notes, *left_out)),
+    )  # fmt: skip
+
+
+def _kernel_of(
+    function: Callable[..., Any] | Kernel, claims: Mapping[str, Any] | None
+) -> tuple[str, Kernel]:
+    """What a check calls a function, and the function as a kernel with these claims."""
+    if isinstance(function, Kernel):
+        kernel, name = function, function.name
+    elif callable(function):
+        name = name_of(function)
+        kernel = of_function(name, function)
+    else:
+        hint = "numdev.audit takes names of kernels"
+        raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
+    if claims is not None:
+        find("emulated").with_options(claims)  # refuses what is no option
+        kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
+    return name, kernel
+
+
+def _axes_of(invariant: str | Sequence[str]) -> tuple[str, ...]:
+    """The axes of `invariant`. Raises UsageError for what is none."""
+    axes = (invariant,) if isinstance(invariant, str) else tuple(invariant)
+    if unknown := [name for name in axes if name not in AXES]:
+        what = f"invariant: expected an axis of invariance, got {unknown[0]!r}"
+        raise UsageError(what, hint=closest(unknown[0], AXES))
+    return axes
+
+
+def _to_reproduce(report: AuditReport) -> list[Finding]:
+    """The gravest finding of which a script can show the error, alone; else nothing."""
     # Of a row that sees no key there is no truth that a script could show an error
     # against.
     serious = (f for f in report.findings if f.place and f.metric != "empty_nonfinite")
-    if wanted := [f for f in serious if f.severity != "note"][:1]:
-        where = _directory(reproducers, name)
-        scripts = reproduce(
-            wanted, source, plan, attempt, where, said.append, count=1, seconds=SECONDS
-        )
-    if lacking:
-        said.append("backward=True asks for gradients, and none could be measured.")
-    left_out = tuple(_left_out(report, kernel.adapted))
-    changes, untried = (
-        _changes(planned, source, plan, names, rules) if names else ((), [])
-    )
-    words = _failure(name, report, judgement)
-    if passed:
-        words = [f"{name} passes the rules {rules.name}: {_tested(report)}."]
-    if changes or untried:
-        words = [*(words if not passed else ()), *(f.sentence for f in changes), *untried]
-        passed = False
-    told = (*(() if scripts else dict.fromkeys(said)), *remarks(report.rows))
-    every = (*words, *told, *left_out)
-    filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in every]
-    shows = [f"To reproduce:\n  python {script}" for script in scripts]
-    text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
-    return CheckResult(
-        kernel=name, passed=passed, report=report, judgement=judgement,
-        changes=tuple(changes), untried=tuple(untried), skipped=left_out, notes=told,
-        reproducer=next(iter(scripts), None), words=text,
-    )  # fmt: skip
+    return [f for f in serious if f.severity != "note"][:1]
 
 
 def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> CheckResult:
@@ -259,14 +275,8 @@ def _changes(
     }
     strict = rules.model_copy(update={"limits": {**rules.limits, "invariance": limits}})
     judgement = judgement_of(report, strict)
-    untried = [
-        f"{planned.kernel.name}: {why}."
-        for test in judgement.tests
-        if test.outcome is Outcome.NOT_JUDGED
-        and test.kernel is not None
-        and not test.runs
-        for why in test.reasons[:1]
-    ]
+    unjudged = (t for t in _unjudged(judgement) if t.reasons)
+    untried = [f"{planned.kernel.name}: {test.reasons[0]}." for test in unjudged]
     wrong = [f for f in findings(judgement, report)[0] if f.severity == "exceeded"]
     return wrong, untried
 
@@ -280,12 +290,12 @@ def _rules(thresholds: Thresholds) -> Rules:
     return read_rules(Path(thresholds))
 
 
-def _directory(given: str | Path | None, name: str) -> Path:
+def _directory(parent: str | Path | None, name: str) -> Path:
     """A folder of its own for this check."""
-    if given is not None:
-        Path(given).mkdir(parents=True, exist_ok=True)
-    prefix = re.sub(r"[^\w.-]+", "-", name if given else "numdev-check")
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=given))
+    if parent is not None:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    prefix = re.sub(r"[^\w.-]+", "-", name if parent else "numdev-check")
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
 
 
 # --- in words, for pytest, which indents them in 80 columns ---------------------------
@@ -301,6 +311,36 @@ CLAIM = (
     'of `emulated`: claims={"preset": "eager"}.'
 )
 DESIGNED = 10.0  # times what `fa2` predicts: no sound way of rounding errs so much
+
+
+def _verdict_words(
+    name: str,
+    report: AuditReport,
+    judgement: Judgement,
+    sound: bool,
+    changes: Sequence[Finding],
+    untried: Sequence[str],
+) -> list[str]:
+    """The paragraphs that say how a check ended: that it passed, or all that is wrong."""
+    if not sound:
+        words = _failure(name, report, judgement)
+    elif changes or untried:
+        words = []
+    else:
+        words = [f"{name} passes the rules {judgement.rules}: {_tested(report)}."]
+    return [*words, *(f.sentence for f in changes), *untried]
+
+
+def _laid_out(
+    words: Sequence[str], scripts: Sequence[Path], remarks: Sequence[str]
+) -> str:
+    """The paragraphs of a check, filled to WIDTH: its verdict, how to reproduce it, then
+    what else is to be said."""
+    filled = [
+        textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *remarks)
+    ]
+    shows = [f"To reproduce:\n  python {script}" for script in scripts]
+    return "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
 
 
 def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str]:
@@ -359,6 +399,14 @@ def _tested(report: AuditReport) -> str:
     return f"{tensors} in {count} case{'s' * (count != 1)}, {ran}"
 
 
+def _unjudged(judgement: Judgement) -> Iterator[Test]:
+    """The tests of a kernel's numbers that could not be judged."""
+    for test in judgement.tests:
+        not_judged = test.outcome is Outcome.NOT_JUDGED
+        if not_judged and test.kernel is not None and not test.runs:
+            yield test
+
+
 def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
     """What had to be judged and could not be."""
     return [
@@ -368,8 +416,7 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
                 f"{t.rule} of {t.tensor} ({t.format}) could not be judged: "
                 f"{'; '.join(t.reasons[:2])}."
             )
-            for t in judgement.tests
-            if t.outcome is Outcome.NOT_JUDGED and t.kernel is not None and not t.runs
+            for t in _unjudged(judgement)
         ),
     ]
 

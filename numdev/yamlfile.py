@@ -83,8 +83,8 @@ def read_yaml(path: Path, model: type[M]) -> M:
     """A YAML file as a validated model; raises UsageError that names the file, line and
     key."""
     try:
-        own = path.is_relative_to(bundled("gate/default.yaml").parent.parent)
-        loader = (_Trusted if own else _Loader)(path.read_text(encoding="utf-8"))
+        is_bundled = path.is_relative_to(bundled("gate/default.yaml").parent.parent)
+        loader = (_Trusted if is_bundled else _Loader)(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         raw = loader.construct_document(node) if node is not None else None
     except FileNotFoundError as error:

@@ -338,10 +338,10 @@ SAYS = {
 def test_the_driver_is_what_its_module_says(tmp_path: Path) -> None:
     """And none where there is no module."""
     path = tmp_path / "version"
-    assert system._found(path, system._MODULE) is None
+    assert system._first_match(path, system._MODULE) is None
     for text, version in SAYS.items():
         path.write_text(text)
-        assert system._found(path, system._MODULE) == version
+        assert system._first_match(path, system._MODULE) == version
 
 
 def test_this_machine_is_as_torch_has_it_now() -> None:

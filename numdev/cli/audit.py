@@ -63,14 +63,14 @@ def audit(
         Path(request.target).stem or "audit", request.model_dump()
     )
     more = {"workers": cluster, "save_cases": save_cases, "say": results.say}
-    told = None if effects is None else _effects(effects, request)
+    answer = None if effects is None else _effects(effects, request)
     with sharing(cluster, request.device):
-        found = results.judged(verdict, run, request, directory, **more)
-    if told:
-        summary = found.summary.model_copy(update={"effects": told})
-        found = found.model_copy(update={"summary": summary})
+        report = results.judged(verdict, run, request, directory, **more)
+    if answer:
+        summary = report.summary.model_copy(update={"effects": answer})
+        report = report.model_copy(update={"summary": summary})
     scripts = functools.partial(reproducers, request=request, workers=cluster)
-    results.hand_over(found, directory, scripts, verdict)
+    results.hand_over(report, directory, scripts, verdict)
 
 
 def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
@@ -84,10 +84,12 @@ def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
         raise UsageError(
             f"--effects {path}: expected a report of effects, got one of {other.kind}"
         )
-    mine, its = request.checkpoint, other.request["checkpoint"]
-    if not mine or (mine != its and Path(mine).resolve() != Path(its).resolve()):
+    audited, measured = request.checkpoint, other.request["checkpoint"]
+    if not audited or (
+        audited != measured and Path(audited).resolve() != Path(measured).resolve()
+    ):
         raise UsageError(
-            f"--effects {path}: is of checkpoint {its}, and this audit of {mine}"
+            f"--effects {path}: is of checkpoint {measured}, and this audit of {audited}"
         )
     return tuple(other.summary.answer)
 
@@ -129,11 +131,11 @@ def sweep(
         if dry_run:
             return
         directory = results.directory(config.stem, request.measured())
-        found = results.judged(
+        report = results.judged(
             verdict, run, planned, directory, workers=cluster, say=results.say
         )
     opened = planned.source, planned.plan
     scripts = functools.partial(
         reproducers, request=planned.request, opened=opened, workers=cluster
     )
-    results.hand_over(found, directory, scripts, verdict)
+    results.hand_over(report, directory, scripts, verdict)

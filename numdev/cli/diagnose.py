@@ -64,12 +64,12 @@ def diagnose(
 
 
 def attention_options(
-    preset: str | None, given: Sequence[str], flag: str = "--attention"
+    preset: str | None, pairs: Sequence[str], flag: str = "--attention"
 ) -> dict[str, Scalar]:
-    """A preset and what was given as `flag` NAME=VALUE, as options of `emulated`. Raises
+    """A preset and the `pairs` NAME=VALUE of a `flag`, as options of `emulated`. Raises
     UsageError for what is no such pair, and for two different values of one name."""
     options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
-    for item in given:
+    for item in pairs:
         name, equals, value = map(str.strip, item.partition("="))
         try:
             chosen = yaml.safe_load(value)  # a number, true, or a word

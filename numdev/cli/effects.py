@@ -37,7 +37,7 @@ def effects(
     name = f"effects-{Path(request.target).stem or 'model'}"
     directory = results.directory(name, request.model_dump(mode="json"))
     with sharing(cluster, request.device):
-        found = results.judged(
+        report = results.judged(
             verdict, run, request, directory, workers=cluster, say=results.say
         )
-    results.hand_over(found, directory, reproducers, verdict)
+    results.hand_over(report, directory, reproducers, verdict)

@@ -48,7 +48,7 @@ class Verdict:
 
         return read_rules(self.rules) if self.rules else default_rules()
 
-    def of(self, found: Any, show: Literal["page", "json", "nothing"]) -> int:
+    def of(self, report: Any, show: Literal["page", "json", "nothing"]) -> int:
         """Judge a report, `show` the verdict on stdout and write it as asked; its exit
         code."""
         from numdev.gate.judging import judge_report
@@ -56,10 +56,10 @@ class Verdict:
         from numdev.report.views.gate import page_of
         from numdev.studies import judged_by
 
-        judged = judge_report(found, self.limits)
-        findings, _ = judged_by(found.kind).findings(judged, found)
+        judged = judge_report(report, self.limits)
+        findings, _ = judged_by(report.kind).findings(judged, report)
         click.get_current_context().find_root().obj = judged.exit_code
-        page = page_of(judged, found)
+        page = page_of(judged, report)
         if show == "json":
             data = judged.model_dump(mode="json") | {"exit_code": judged.exit_code}
             data["findings"] = [finding.model_dump(mode="json") for finding in findings]
@@ -99,9 +99,11 @@ def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     @click.option("--github", is_flag=True, help=GITHUB)
     @functools.wraps(function)
-    def with_verdict(*args: Any, **given: Any) -> Any:
-        asked = Verdict(**{part.name: given.pop(part.name) for part in fields(Verdict)})
-        return function(*args, verdict=asked, **given)
+    def with_verdict(*args: Any, **parameters: Any) -> Any:
+        asked = Verdict(
+            **{part.name: parameters.pop(part.name) for part in fields(Verdict)}
+        )
+        return function(*args, verdict=asked, **parameters)
 
     return with_verdict
 
@@ -113,11 +115,11 @@ def gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--gate", is_flag=True, help=GATE)
     @verdict_options
     @functools.wraps(function)
-    def with_gate(*args: Any, verdict: Verdict, gate: bool, **given: Any) -> Any:
+    def with_gate(*args: Any, verdict: Verdict, gate: bool, **parameters: Any) -> Any:
         asked = gate or any(vars(verdict).values())
         if asked:
             _ = verdict.limits  # refuse a wrong file before anything is measured
-        return function(*args, verdict=verdict if asked else None, **given)
+        return function(*args, verdict=verdict if asked else None, **parameters)
 
     return with_gate
 
@@ -171,8 +173,8 @@ def gate(
     gc.disable()  # a sixth of the time of a large report, whose records all stay
     from numdev.report import read
 
-    found = read(path)
-    context.exit(verdict.of(found, "json" if as_json else "page"))
+    report = read(path)
+    context.exit(verdict.of(report, "json" if as_json else "page"))
 
 
 def _write(path: Path, text: str) -> None:

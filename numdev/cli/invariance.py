@@ -34,6 +34,6 @@ def invariance(
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"
     directory = results.directory(name, request.model_dump(mode="json"))
-    found = results.judged(verdict, run, request, directory, say=results.say)
+    report = results.judged(verdict, run, request, directory, say=results.say)
     scripts = functools.partial(reproducers, request=request)
-    results.hand_over(found, directory, scripts, verdict)
+    results.hand_over(report, directory, scripts, verdict)

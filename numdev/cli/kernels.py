@@ -51,7 +51,7 @@ def shown(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
     rows = []
     for kernel in kernels:
         missing = kernel["missing"]
-        here = (
+        availability = (
             Cell(f"no: {missing}", style="warn")
             if missing
             else Cell("available", style="good")
@@ -60,5 +60,5 @@ def shown(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
             f" Options: {', '.join(kernel['options'])}." if kernel["options"] else ""
         )
         name = Cell(kernel["name"], style="strong")
-        rows.append((name, here, Cell(kernel["summary"] + options)))
+        rows.append((name, availability, Cell(kernel["summary"] + options)))
     return Document(title, (words(("kernel", "here", "what it is"), rows, title=title),))

@@ -73,8 +73,10 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
     is not given on the command line is None, or ()."""
 
     def decorate(function: F) -> F:
-        own = (n for n in model.__annotations__ if n in model.model_fields)
-        for name in reversed(names or tuple(dict.fromkeys((*own, *model.model_fields)))):
+        declared = (n for n in model.__annotations__ if n in model.model_fields)
+        for name in reversed(
+            names or tuple(dict.fromkeys((*declared, *model.model_fields)))
+        ):
             field = model.model_fields[name]
             option = next((m for m in field.metadata if isinstance(m, Option)), None)
             if option is not None:

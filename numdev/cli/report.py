@@ -32,20 +32,20 @@ def report(path: Path, form: str | None, as_json: bool) -> None:
         raise UsageError(
             f"--json and --format {form} exclude each other", hint="give one of them"
         )
-    found, form = read(path), "json" if as_json else form
+    finished, form = read(path), "json" if as_json else form
     if form == "json":
-        text = text_of(found)
+        text = text_of(finished)
     elif form == "html":
         # Where its scripts are
-        text = html.page(found, path if path.is_dir() else path.parent)
+        text = html.page(finished, path if path.is_dir() else path.parent)
     elif form == "markdown":
-        text = markdown.page(found)
+        text = markdown.page(finished)
     elif form == "csv":
         file = io.StringIO(newline="")
-        write_csv(file, next((rows for rows in found.tables().values() if rows), ()))
+        write_csv(file, next((rows for rows in finished.tables().values() if rows), ()))
         text = file.getvalue()
     else:
-        terminal.show(found)
+        terminal.show(finished)
         return
     click.echo(text, nl=not text.endswith("\n"))
 
@@ -77,18 +77,18 @@ def compare(
     itself, a kernel failed, or something could not be compared."""
     from numdev.gate.compare import compare as run
 
-    found = run(*reports, allow=allow, by_date=by_date, command=command_line())
-    directory = results.claim("compare", found.request)
-    context.find_root().obj = found.exit_code
-    results.hand_over(found, directory)
-    if found.exit_code == 3:
-        if not found.failed:
-            count = found.summary.unjudged
+    comparison = run(*reports, allow=allow, by_date=by_date, command=command_line())
+    directory = results.claim("compare", comparison.request)
+    context.find_root().obj = comparison.exit_code
+    results.hand_over(comparison, directory)
+    if comparison.exit_code == 3:
+        if not comparison.failed:
+            count = comparison.summary.unjudged
             what = (
                 f"{count} row{'s differ' if count != 1 else ' differs'} and "
                 "could not be judged"
             )
             raise MeasurementError(what, hint=f"{directory}/report.json says why")
-        first = found.failed[0]
+        first = comparison.failed[0]
         raise MeasurementError(f"{first.kernel} failed {first.why}")
-    context.exit(found.exit_code)
+    context.exit(comparison.exit_code)

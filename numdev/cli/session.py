@@ -87,7 +87,7 @@ class Results:
 
     def hand_over(
         self,
-        found: Any,
+        report: Any,
         directory: Path,
         scripts: Callable[..., list[Path]] | None = None,
         verdict: Verdict | None = None,
@@ -101,22 +101,22 @@ class Results:
         from numdev.report.io import text_of
         from numdev.report.renderers import html, terminal
 
-        reports.write(found, directory)
-        html.write(found, directory)
+        reports.write(report, directory)
+        html.write(report, directory)
         if self.as_json:
-            click.echo(text_of(found))
+            click.echo(text_of(report))
         elif not self.quiet and not verdict:
-            terminal.show(found)
+            terminal.show(report)
         if verdict:
-            code = verdict.of(found, "nothing" if self.quiet or self.as_json else "page")
-        if scripts and self.watched(scripts, found, directory=directory, say=self.say):
-            html.write(found, directory)  # which shows them
+            code = verdict.of(report, "nothing" if self.quiet or self.as_json else "page")
+        if scripts and self.watched(scripts, report, directory=directory, say=self.say):
+            html.write(report, directory)  # which shows them
         if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
         failed = verdict and code == Outcome.EXCEEDED.exit_code  # which is certain
-        if not found.measured and not failed:
+        if not report.measured and not failed:
             raise MeasurementError(
-                found.unmeasured, hint=f"{directory}/report.json says why"
+                report.unmeasured, hint=f"{directory}/report.json says why"
             )
         if verdict:
             click.get_current_context().exit(code)
@@ -150,19 +150,19 @@ def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
     report."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
-        named = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
+        as_command = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
         if "results" not in inspect.signature(function).parameters:
-            return named(function)
+            return as_command(function)
 
         @functools.wraps(function)
-        def with_results(*args: Any, **given: Any) -> Any:
+        def with_results(*args: Any, **parameters: Any) -> Any:
             results = Results(
-                **{part.name: given.pop(part.name) for part in fields(Results)}
+                **{part.name: parameters.pop(part.name) for part in fields(Results)}
             )
-            return function(*args, results=results, **given)
+            return function(*args, results=results, **parameters)
 
-        made = named(with_results)
-        made.params += [
+        report_command = as_command(with_results)
+        report_command.params += [
             click.Option(["--output", "-o"], type=FILE, help=OUTPUT),
             click.Option(
                 ["--overwrite"], is_flag=True, help="Replace the directory's results."
@@ -174,7 +174,7 @@ def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
                 ["--quiet", "-q"], is_flag=True, help="Print nothing but errors."
             ),
         ]
-        return made
+        return report_command
 
     return decorate
 

@@ -45,9 +45,9 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
 
     request = resolve(read_yaml(config, TrainConfig), config.name, **flags)
     directory = results.directory(config.stem, request.measured())
-    found = results.study(run, request, directory, stop_after=stop_after)
-    if found is not None:
-        results.hand_over(found, directory)
+    report = results.study(run, request, directory, stop_after=stop_after)
+    if report is not None:
+        results.hand_over(report, directory)
     else:
         results.say(f"Stopped, and saved in {directory}; continue with the same command.")
 
@@ -87,13 +87,13 @@ def weights(
         directory = results.directory(
             f"weights-{name}", [list(targets), list(nulls), device]
         )
-        found = results.study(over_steps, targets, directory, nulls=nulls, **asked)
+        report = results.study(over_steps, targets, directory, nulls=nulls, **asked)
     else:
         directory = results.directory(name, [list(targets), device])
-        found = results.study(compare, targets, directory, **asked)
-    results.hand_over(found, directory)
-    if found.damage:
-        first = found.damage[0]
+        report = results.study(compare, targets, directory, **asked)
+    results.hand_over(report, directory)
+    if report.damage:
+        first = report.damage[0]
         what = f"{first.tensor} {first.words}".strip()
         raise MeasurementError(
             what, hint=f"the rest was compared; see {directory}/report.json"
@@ -109,6 +109,6 @@ def bounds(run: Path, results: Results) -> None:
     GPU. Distances between weights are proxies."""
     from numdev.training.bounds import study
 
-    found = study.bounds(run, command=command_line())
-    directory = results.claim(f"bounds-{found.request['target']}", found.request)
-    results.hand_over(found, directory)
+    report = study.bounds(run, command=command_line())
+    directory = results.claim(f"bounds-{report.request['target']}", report.request)
+    results.hand_over(report, directory)

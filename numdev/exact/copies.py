@@ -76,8 +76,10 @@ def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
         base = base.resolve_neg()
     base = widened(base).clone() if is_floating(base) else base.clone()
     copies: dict[int, Tensor] = {}
-    for x, own in zip(group, values, strict=True):
-        view = base.as_strided(own.shape, own.stride(), own.storage_offset() - begin)
+    for x, value in zip(group, values, strict=True):
+        view = base.as_strided(
+            value.shape, value.stride(), value.storage_offset() - begin
+        )
         if is_floating(x):
             view = Wide.of(view, x.dtype, is_weight=isinstance(x, Wide) and x.is_weight)
             view.requires_grad_(x.requires_grad)

@@ -240,16 +240,16 @@ class TensorFileSource(Source):
         }
 
 
-class GivenSource(Source):
+class CallsSource(Source):
     """Calls in memory; with a drawn grad_out where gradients are asked for and a call has
     none."""
 
     def __init__(
-        self, request: AuditRequest, system: System, *, given: Sequence[AttentionCase]
+        self, request: AuditRequest, system: System, *, calls: Sequence[AttentionCase]
     ) -> None:
         refuse_options(request, "calls in memory", {*FOR_CHECKPOINTS, "generate"})
-        layers, self.given = capturing.Layers(request.layers), given
-        names = [case.ref.case for case in given]
+        layers, self.calls = capturing.Layers(request.layers), calls
+        names = [case.ref.case for case in calls]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             what = f"{names.count(twice[0])} cases are named {twice[0]!r}"
             raise UsageError(what, hint="give each a `ref` with another name")
@@ -260,7 +260,7 @@ class GivenSource(Source):
 
         self.cases = [
             capturing.Captured(ref=case.ref, load=partial(loaded, case))
-            for case in given
+            for case in calls
             if layers.choose(case.ref.layer)
         ]
         self.notes = layers.notes(request.target)
@@ -268,15 +268,15 @@ class GivenSource(Source):
     def describe(self) -> dict[str, Any]:
         parts = {
             f"{case.ref.case} {field.name}": getattr(case, field.name)
-            for case in self.given
+            for case in self.calls
             for field in fields(case)
         }
         return {
             "tensors": "calls in memory",
             "sha256": stored.digest_of(parts),
-            "cases": len(self.given),
+            "cases": len(self.calls),
             "captured_from": ", ".join(
-                dict.fromkeys(case.ref.source for case in self.given)
+                dict.fromkeys(case.ref.source for case in self.calls)
             ),
         }
 
@@ -292,9 +292,9 @@ class CheckpointSource(Source):
         system: System,
         *,
         projections: bool = False,
-        given: stored.InMemory | None = None,
+        in_memory: stored.InMemory | None = None,
     ) -> None:
-        if given is not None:
+        if in_memory is not None:
             refuse_options(request, "a model in memory", FOR_CHECKPOINTS)
         if request.backward and request.generate:
             raise UsageError(
@@ -302,7 +302,7 @@ class CheckpointSource(Source):
             )
         self.request, self.projections, self.device = request, projections, system.device
         opened, dtype = (
-            given or self._opened(),
+            in_memory or self._opened(),
             dtype_of(format_named(request.model_dtype)),
         )
         self.identified = opened.identifying()  # while the weights are loaded
@@ -404,7 +404,7 @@ class CheckpointSource(Source):
         return capturing.handed_over(self._run)
 
     def _run(self, handle: Callable[[Located], None]) -> None:
-        made, layers = Projections(), capturing.Layers(self.request.layers)
+        projections, layers = Projections(), capturing.Layers(self.request.layers)
         numbers, ends = set(self.numbers), False
         # A streamed run ends with its last call, so that no later weight is read: unless
         # a layer may run twice, or the model writes, which takes its head.
@@ -416,7 +416,7 @@ class CheckpointSource(Source):
 
         def chosen(case: AttentionCase) -> None:
             if layers.choose(case.ref.layer):
-                projection = partial(made.of, case) if self.projections else None
+                projection = partial(projections.of, case) if self.projections else None
                 load = partial(case.detached, self.device)
                 handle(capturing.Captured(ref=case.ref, load=load, projection=projection))
             if ends and wanted <= layers.met:
@@ -430,7 +430,7 @@ class CheckpointSource(Source):
                 source=self.checkpoint.name,
                 generate=self.request.generate,
                 upstream=self.upstream,
-                on_met=made.met if self.projections else None,
+                on_met=projections.met if self.projections else None,
             )
         self.notes += layers.notes(self.request.target)
         if drawn:
