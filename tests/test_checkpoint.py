@@ -258,7 +258,7 @@ def test_fp8_weights_are_read_times_their_scales(llama: Path, stream: bool) -> N
     found = load(llama).state_dict()
     if stream:
         streamed = opened.deferred_model(dtype=torch.float32).named_parameters()
-        found = {n: x.made(torch.device("cpu")) for n, x in streamed}
+        found = {n: x.make(torch.device("cpu")) for n, x in streamed}
     assert all(torch.equal(found[n], x) for n, x in expected.items())
     edit(llama / "config.json", quantization_config={"quant_method": "fp8"})
     failure(llama, MeasurementError, "is fp8 with one scale a tensor or channel")

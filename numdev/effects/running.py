@@ -301,7 +301,7 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
 
 def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> Any:
     with _disable_current_modes():  # it may be read from disk while the model runs
-        values = values.made(device) if isinstance(values, Deferred) else values.detach()
+        values = values.make(device) if isinstance(values, Deferred) else values.detach()
         wide = Wide.of(widened(values.to(device)), dtype, is_weight=True)
         return nn.Parameter(wide, requires_grad=False) if is_parameter else wide
 

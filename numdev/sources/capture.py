@@ -243,9 +243,15 @@ def unaudited(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
 def layer_of(module: nn.Module, name: str) -> int | None:
     """transformers' number of a module, else the one number in its name; None without
     one."""
-    own = getattr(module, "layer_idx", None)
+    layer_idx = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return own if isinstance(own, int) else numbers[0] if len(numbers) == 1 else None
+    return (
+        layer_idx
+        if isinstance(layer_idx, int)
+        else numbers[0]
+        if len(numbers) == 1
+        else None
+    )
 
 
 @contextmanager
@@ -516,8 +522,8 @@ class _Interceptor(TorchFunctionMode):
         # Without weights `is_causal` would stand for the mask; with them the mask is
         # applied.
         out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
-        own, weights = original(*args, **kwargs)
-        return (own if self.step is None else out), weights
+        answer, weights = original(*args, **kwargs)
+        return (answer if self.step is None else out), weights
 
 
 def multi_head_with(sdpa: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -606,14 +612,14 @@ def _attention(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    given = {name: x for name, x in kwargs.items() if x is not None}
-    beside = given.keys() & {"softcap", "s_aux", "sliding_window"}
-    chosen = given.keys() & {"indices", "block_indices"}
+    passed = {name: x for name, x in kwargs.items() if x is not None}
+    beside = passed.keys() & {"softcap", "s_aux", "sliding_window"}
+    chosen = passed.keys() & {"indices", "block_indices"}
     # What transformers' SDPA function acts on.
     itself = (
-        given.keys() & {"is_causal", "position_bias"} & signature(sdpa).parameters.keys()
+        passed.keys() & {"is_causal", "position_bias"} & signature(sdpa).parameters.keys()
     )
-    if unknown := some(sorted(given.keys() - beside - chosen - itself - WITHOUT_EFFECT)):
+    if unknown := some(sorted(passed.keys() - beside - chosen - itself - WITHOUT_EFFECT)):
         what = f"passes its attention an argument numdev does not know: {unknown}"
         raise MeasurementError(
             f"{type(module).__name__} {what}", hint="please report the model"
@@ -625,11 +631,11 @@ def _attention(
         (mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None
     )
     interceptor = active or _Interceptor(lambda case: None)
-    interceptor.passed = {"query": query, **{name: given[name] for name in beside}}
-    on = {name: given[name] for name in itself}
+    interceptor.passed = {"query": query, **{name: passed[name] for name in beside}}
+    on = {name: passed[name] for name in itself}
     for name in chosen:
         shown = chosen_keys(
-            module, query, key, given[name], blocks=name == "block_indices"
+            module, query, key, passed[name], blocks=name == "block_indices"
         )
         if attention_mask is None and on.get(
             "is_causal", getattr(module, "is_causal", True)

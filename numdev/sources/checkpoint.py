@@ -92,16 +92,16 @@ class Weights:
     prefix: str = ""  # What is taken off all names
 
     @classmethod
-    def opened(cls, path: Path, **own: Any) -> Self:
+    def opened(cls, path: Path, **fields: Any) -> Self:
         """The weights at a path: in its files, or a distributed checkpoint."""
         if is_distributed(path):
-            nesting, split, own["files"] = storage.open_distributed(path)
-            own |= {
+            nesting, split, fields["files"] = storage.open_distributed(path)
+            fields |= {
                 "split": split,
                 "nesting": nesting,
                 "prefix": storage.common_prefix([*split]),
             }
-        return cls(path=path, name=name_of(path), **own)
+        return cls(path=path, name=name_of(path), **fields)
 
     @property
     def vocab_size(self) -> int | None:
@@ -128,8 +128,8 @@ class Weights:
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
         code = "not run" if self.config.get("auto_map") else ""
-        said = {"prefix_removed": self.nesting + self.prefix, "auto_map": code}
-        return {name: text for name, text in said.items() if text}
+        details = {"prefix_removed": self.nesting + self.prefix, "auto_map": code}
+        return {name: text for name, text in details.items() if text}
 
     def fitted(self, model: nn.Module) -> Self:
         """The same under this model's names: with the prefix where its own names have
@@ -378,9 +378,9 @@ def size(config: Mapping[str, Any], *names: str) -> int | None:
     config."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
-    held = (place.get(name) for place in places for name in names)
+    sizes = (place.get(name) for place in places for name in names)
     return next(
-        (int(number) for number in held if isinstance(number, int) and number > 0), None
+        (int(number) for number in sizes if isinstance(number, int) and number > 0), None
     )
 
 
@@ -440,18 +440,22 @@ class StateDict(Weights):
         """Raises MeasurementError unless the stored weights are the model's own, name by
         name. A tied weight may have one of its names, and a buffer that is computed be
         left over."""
-        own = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+        expected = {
+            name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)
+        }
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         named |= dict(model.named_buffers(remove_duplicate=False))
         stored = {id(x) for name, x in named.items() if name in state}
         tied = {name for name, x in named.items() if id(x) in stored}
         both = [
-            (name, state[name].shape, x.shape) for name, x in own.items() if name in state
+            (name, state[name].shape, x.shape)
+            for name, x in expected.items()
+            if name in state
         ]
         storage.refuse_misfits(
             self.path,
             f"{type(model).__name__} of {self.factory}",
-            missing=own.keys() - state.keys() - tied,
+            missing=expected.keys() - state.keys() - tied,
             unused=state.keys()
             - model.state_dict().keys()
             - dict(model.named_buffers()).keys(),
@@ -482,14 +486,16 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         )
     elif beside.is_file():
         config = read_config(beside)
-    own: dict[str, Any] = {"factory": factory, "build": build, "config": config}
+    model: dict[str, Any] = {"factory": factory, "build": build, "config": config}
     if is_distributed(path):
-        return StateDict.opened(path, **own)
+        return StateDict.opened(path, **model)
     files = storage.shards(path) if path.name.endswith(INDEX) else (path,)
     names = [name for file in files for name, _ in storage.read(file)]
     if not names:
         raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
-    return StateDict.opened(path, files=files, prefix=storage.common_prefix(names), **own)
+    return StateDict.opened(
+        path, files=files, prefix=storage.common_prefix(names), **model
+    )
 
 
 # --- a model whose weights stay on disk: a layer's are read when it runs, and let go af
@@ -512,15 +518,15 @@ def read_on(file: Path, name: str, device: torch.device | str = "cpu") -> Tensor
 
 
 class Deferred(Tensor):
-    """A tensor without values; `made` makes them. `sealed` names whose place it holds
+    """A tensor without values; `make` makes them. `sealed` names whose place it holds
     free: no operation may use such a one. Only out-of-place operations are recorded."""
 
-    made: Callable[[torch.device], Tensor]  # the tensor itself, on a device
+    make: Callable[[torch.device], Tensor]  # the tensor itself, on a device
     sealed: str
     _empty: Tensor
 
     @staticmethod
-    def of(empty: Tensor, made: Any, *, device: Any = "cpu", sealed: str = "") -> Any:
+    def of(empty: Tensor, make: Any, *, device: Any = "cpu", sealed: str = "") -> Any:
         """One like `empty` (on the meta device) that says it is on `device`."""
         x: Any = Tensor._make_wrapper_subclass(
             Deferred,
@@ -529,7 +535,7 @@ class Deferred(Tensor):
             dtype=empty.dtype,
             device=device,
         )
-        x._empty, x.made, x.sealed = empty, made, sealed
+        x._empty, x.make, x.sealed = empty, make, sealed
         return x
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -550,7 +556,7 @@ class Deferred(Tensor):
 
         def output(i: int, device: torch.device) -> Any:
             values, named = tree_map_only(
-                Deferred, lambda x: x.made(device), (args, kwargs)
+                Deferred, lambda x: x.make(device), (args, kwargs)
             )
             return tree_flatten(func(*values, **named))[0][i]
 
@@ -588,7 +594,7 @@ class Streamed:
                         empty = empties.setdefault(
                             id(x),
                             Deferred.of(
-                                x._empty, x.made, device=self.device, sealed=path
+                                x._empty, x.make, device=self.device, sealed=path
                             ),
                         )
                         empty._is_param = kind == "_parameters"
@@ -617,7 +623,7 @@ class Streamed:
     @torch.no_grad()
     def _fill(self, slots: Sequence[Slot]) -> None:
         for places, name, weight, empty in slots:
-            value = weight.made(self.device)
+            value = weight.make(self.device)
             places[name] = (
                 nn.Parameter(value, requires_grad=False) if empty._is_param else value
             )

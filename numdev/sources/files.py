@@ -169,10 +169,10 @@ def plain(path: Path, name: str, x: Tensor) -> Tensor:
 def common_prefix(names: Sequence[str]) -> str:
     """The known prefixes that all names have, in whichever order they stand."""
     taken = ""
-    while found := next(
+    while prefix := next(
         (p for p in PREFIXES if all(n.startswith(taken + p) for n in names)), None
     ):
-        taken += found
+        taken += prefix
     return taken
 
 
@@ -242,12 +242,12 @@ def refuse_misfits(
             f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen
         ],
     }
-    said = ", and ".join(
+    words = ", and ".join(
         f"{what} {some(sorted(of))}" for what, of in problems.items() if of
     )
-    if said:
+    if words:
         raise MeasurementError(
-            f"{path}: {model} {said}", hint="is it the model of these weights?"
+            f"{path}: {model} {words}", hint="is it the model of these weights?"
         )
 
 
@@ -417,12 +417,14 @@ def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         return False
     blocks = [list(zip(p.start, p.shape, strict=True)) for p in pieces]
     within = all(a + n <= m for b in blocks for (a, n), m in zip(b, shape, strict=True))
-    apart = all(
+    disjoint = all(
         any(a + n <= b or b + m <= a for (a, n), (b, m) in zip(p, q, strict=True))
         for p, q in itertools.combinations(blocks, 2)
     )
     return (
-        within and apart and sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
+        within
+        and disjoint
+        and sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
     )
 
 
@@ -459,9 +461,9 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
                 place = places.get((str(name), start)) or places[str(name), ()]
                 pieces.append(Piece(start=start, shape=shape, **place))
             way = tuple(map(str, keys.get(name) or (name,)))
-            own: Any = {"path": way, "dtype": dtype, "shape": _sizes(stored.size)}
+            fields: Any = {"path": way, "dtype": dtype, "shape": _sizes(stored.size)}
             tensor = SplitTensor(
-                directory=directory, name=str(name), pieces=tuple(pieces), **own
+                directory=directory, name=str(name), pieces=tuple(pieces), **fields
             )
             tensors.append(tensor)
     if not tensors:

@@ -75,11 +75,11 @@ def in_words(mixers: Iterator[tuple[int | None, str, nn.Module]]) -> str:
     """`layers 0, 1, 2 (MambaMixer)`: the layers of mixers, each with its name, by their
     kinds."""
     parts = []
-    for kind, own in grouped(mixers, lambda of: type(of[2]).__name__).items():
-        numbers = [layer for layer, _, _ in own]
+    for kind, members in grouped(mixers, lambda of: type(of[2]).__name__).items():
+        numbers = [layer for layer, _, _ in members]
         if None in numbers:
-            where = ", ".join(name for _, name, _ in own)
+            where = ", ".join(name for _, name, _ in members)
         else:
-            where = f"layer{'s' * (len(own) > 1)} {', '.join(map(str, numbers))}"
+            where = f"layer{'s' * (len(members) > 1)} {', '.join(map(str, numbers))}"
         parts.append(f"{where} ({kind})")
     return " and ".join(parts)

@@ -92,14 +92,16 @@ class PipelineSource:
             )
             takes = inspect.signature(cls.__init__).parameters
             dtype = dtype_of(format_named(request.model_dtype))
-            given = {
+            components = {
                 **dict.fromkeys(NOT_NEEDED),
                 **settings,
                 "requires_safety_checker": False,
             }
-            given |= {name: self._part(name, dtype) for name in self.parts}
+            components |= {name: self._part(name, dtype) for name in self.parts}
             with blaming(self.path / INDEX, f"build {self.kind}"):
-                pipeline = cls(**{name: x for name, x in given.items() if name in takes})
+                pipeline = cls(
+                    **{name: x for name, x in components.items() if name in takes}
+                )
                 pipeline.set_progress_bar_config(disable=True)
                 self.pipeline = pipeline.to(system.device)
         self.denoiser: nn.Module = getattr(self.pipeline, self.part)
@@ -264,14 +266,14 @@ class PipelineSource:
         def run() -> None:
             scheduler.step = step
             generator = torch.Generator().manual_seed(seed)
-            given = {
+            arguments = {
                 "num_inference_steps": self.steps,
                 "generator": generator,
                 **self.arguments,
             }
             try:
                 with quiet(self.chatter), torch.no_grad():
-                    self.pipeline(**given)
+                    self.pipeline(**arguments)
             finally:
                 del scheduler.step  # that of the class comes forth again
 
@@ -438,18 +440,21 @@ def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
     """By what the module was given: nothing beside the image, or something, which joins
     it as keys, or stands in its place. Both are [batch, positions, channels], or
     pictures."""
-    given = (
+    arguments = (
         inspect.signature(frame.module.forward)
         .bind(*frame.arguments, **frame.named)
         .arguments
     )
-    first, told = given.get("hidden_states"), given.get("encoder_hidden_states")
-    if told is None or told is first:
+    first, encoded = (
+        arguments.get("hidden_states"),
+        arguments.get("encoder_hidden_states"),
+    )
+    if encoded is None or encoded is first:
         return "self" if case.q_len == case.kv_len else "cross"
     if first is None:
         return "cross"
     positions = (
-        x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3] for x in (first, told)
+        x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3] for x in (first, encoded)
     )
     return "joint" if case.kv_len == sum(positions) else "cross"
 

@@ -75,7 +75,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     """Run a copy of the frame's module, in fp64 and without its hooks, up to the call."""
     ran: list[tuple[str, nn.Module, Tensor, Tensor]] = []
     kind = type(frame.module).__name__
-    given = _changed(lambda x: x.double() if x.is_floating_point() else x, frame)
+    call = _changed(lambda x: x.double() if x.is_floating_point() else x, frame)
 
     def cut(name: str, layer: nn.Module, args: Any, out: Tensor) -> Tensor:
         """Note a linear layer's run; the module goes on with its output alone."""
@@ -92,7 +92,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
             if _is_linear(part):
                 part.register_forward_hook(partial(cut, name))
         with torch.enable_grad():
-            again = first_call(lambda: twin(*given["arguments"], **given["named"]))
+            again = first_call(lambda: twin(*call["arguments"], **call["named"]))
     except Exception as error:  # a module's own code: whatever it raises is a reason
         raise _none(
             case, f"{kind} does not run again in fp64: {one_line(error)}"
@@ -112,13 +112,15 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(q.shape, generator=generator, dtype=q.dtype).to(q.device) + 0.5
     grads = _vjp(q, [out for *_, out in ran], spread)
-    made = [
+    linears = [
         (*layer, grad) for layer, grad in zip(ran, grads, strict=True) if grad is not None
     ]
-    if len(made) != 1:
-        names = ", ".join(name for name, *_ in made) or "none"
-        raise _none(case, f"q is made by {len(made)} linear layers ({names}), not by one")
-    name, layer, x, out, grad = made[0]
+    if len(linears) != 1:
+        names = ", ".join(name for name, *_ in linears) or "none"
+        raise _none(
+            case, f"q is made by {len(linears)} linear layers ({names}), not by one"
+        )
+    name, layer, x, out, grad = linears[0]
     features = _by_head(q, out, spread, _touched(grad))
     batch, heads, length, head_dim = q.shape
     if features is None or x.numel() != batch * length * x.shape[-1]:
@@ -179,5 +181,5 @@ def _changed(change: Callable[[Tensor], Tensor], frame: Frame) -> dict[str, Any]
     def leaf(x: Any) -> Any:
         return change(x) if isinstance(x, Tensor) else None if is_cache(x) else x
 
-    given = {"arguments": frame.arguments, "named": frame.named}
-    return cast(dict[str, Any], tree_map(leaf, given, is_leaf=is_cache))
+    call = {"arguments": frame.arguments, "named": frame.named}
+    return cast(dict[str, Any], tree_map(leaf, call, is_leaf=is_cache))

@@ -93,11 +93,11 @@ def model_inputs(
             what = "the sequences differ in length and the model takes no attention_mask"
             raise UsageError(what, hint="give a smaller --length")
         return dataclasses.replace(text, inputs=inputs)
-    given = parts[0].inputs if parts else {}
-    needs = wanted(model, given=given, generates=request.generate is not None)
+    in_file = parts[0].inputs if parts else {}
+    needs = wanted(model, present=in_file, generates=request.generate is not None)
     if request.text and "input_ids" not in needs:
         raise UsageError(f"{type(model).__name__} reads no text", hint="leave --text out")
-    count = next((len(x) for x in given.values()), request.sequences)
+    count = next((len(x) for x in in_file.values()), request.sequences)
     read_by_encoder = None
     for name in needs:
         if name == "input_ids":
@@ -140,8 +140,8 @@ def _text(
         fields = (
             x if isinstance(x, Mapping) else getattr(x, "__dict__", {}) for x in holders
         )
-        own = (limit for x in fields if (limit := size(x, *LENGTHS)))
-        vocab_size, room = vocab_size or next(tables, None), room or next(own, None)
+        limits = (limit for x in fields if (limit := size(x, *LENGTHS)))
+        vocab_size, room = vocab_size or next(tables, None), room or next(limits, None)
     writes_on = request.generate and not checkpoint.config.get("is_encoder_decoder")
     if room and writes_on:
         positions = room
@@ -258,9 +258,9 @@ def read_text(file: Path) -> str:
 
 
 def wanted(
-    model: nn.Module, *, given: Collection[str] = (), generates: bool = False
+    model: nn.Module, *, present: Collection[str] = (), generates: bool = False
 ) -> list[str]:
-    """The arguments that a transformers model needs beside the `given` ones."""
+    """The arguments that a transformers model needs beside those that are `present`."""
     takes, _ = arguments(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
     # In a model of text and vision without two towers side by side, images replace
@@ -271,7 +271,7 @@ def wanted(
         names.append("pixel_values")
     if config.is_encoder_decoder and "decoder_input_ids" in takes and not generates:
         names.append("decoder_input_ids")
-    return [name for name in dict.fromkeys(names) if name not in given]
+    return [name for name in dict.fromkeys(names) if name not in present]
 
 
 def read(path: Path, model: nn.Module) -> Prompt:

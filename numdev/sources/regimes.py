@@ -60,12 +60,12 @@ class Draws:
     def _by_head(
         self, law: str, name: str, shape: tuple[int, ...], dtype: Any, *of: int
     ) -> Tensor:
-        batch, heads, *rest = shape
+        batch, heads, *trailing = shape
         numbers = np.empty(shape, dtype=dtype)
 
         def fill(head: int) -> None:
             numbers[:, head] = getattr(self._stream(name, head), law)(
-                *of, size=(batch, *rest)
+                *of, size=(batch, *trailing)
             )
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -312,13 +312,13 @@ def biased_rounding(
     k = draws.normal("k", shapes.k) * NOISE
     chance = draws.uniform("share", shapes.q[:3])
     q[..., 0] = torch.where(chance < share, math.sqrt(shapes.head_dim), 0.0).float()
-    apart = UNSEEN
+    gap = UNSEEN
     if tail and others:  # noise in the scores raises the mean of their exp
-        apart = (
+        gap = (
             math.log(tail / others)
             - NOISE**4 * (shapes.head_dim - 1) / shapes.head_dim / 2
         )
-    k[..., 0] = level + apart
+    k[..., 0] = level + gap
     k[:, :, :tied] = 0.0
     k[:, :, :tied, 0] = level
     v = _significands("v", shapes.v, v_bits, draws)
@@ -391,18 +391,18 @@ def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
     repeats = shapes.head_dim // bits
     size = math.ceil(math.log2(margin * math.sqrt(shapes.head_dim) / (2 * repeats)))
-    known = min(distinct, 2**bits)
+    coded = min(distinct, 2**bits)
 
-    code = draws.permutation("code", known)
-    sign = (((code[:, None] >> torch.arange(bits)) & 1) * 2 - 1).float()  # [known, bits]
+    code = draws.permutation("code", coded)
+    sign = (((code[:, None] >> torch.arange(bits)) & 1) * 2 - 1).float()  # [coded, bits]
     patterns = torch.zeros((distinct, shapes.head_dim), dtype=torch.float32, device="cpu")
-    patterns[:known, : bits * repeats] = sign.repeat(1, repeats)
+    patterns[:coded, : bits * repeats] = sign.repeat(1, repeats)
     flips = draws.normal("flips", (*shapes.k[:2], 1, shapes.head_dim)).sign()
     keys = patterns[torch.arange(shapes.kv_len) % distinct] * flips
 
     last = torch.arange(shapes.q_len) + max(0, shapes.kv_len - shapes.q_len)
     choice = draws.uniform("target", shapes.q[:3])
-    target = (choice * (last.clamp_max(shapes.kv_len - 1) + 1)).long() % distinct % known
+    target = (choice * (last.clamp_max(shapes.kv_len - 1) + 1)).long() % distinct % coded
     flips = flips.repeat_interleave(shapes.heads // shapes.kv_heads, dim=1)
     half = size // 2
     return Inputs(
@@ -469,8 +469,8 @@ def draw(
     try:
         inputs = regime(shapes, draws, **options)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        what = f"input regime {name} does not work with {given}: {error}"
+        written = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        what = f"input regime {name} does not work with {written}: {error}"
         raise UsageError(what, hint="its parameters must be numbers") from error
     grad_out = inputs.grad_out if gradients else None
     if gradients and grad_out is None:

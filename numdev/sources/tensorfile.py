@@ -303,10 +303,8 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
         by_call: dict[int, list[str]] = {}
         for name in file.keys():  # noqa: SIM118  # no mapping
             if not (numbered := NUMBERED.fullmatch(name)):
-                known = ", ".join(REQUIRED + OPTIONAL)
-                what = (
-                    f"{path}: expected tensors INDEX.NAME, NAME of {known}, got {name!r}"
-                )
+                expected = f"INDEX.NAME, NAME of {', '.join(REQUIRED + OPTIONAL)}"
+                what = f"{path}: expected tensors {expected}, got {name!r}"
                 raise UsageError(what, hint="see docs/inputs.md")
             by_call.setdefault(int(numbered[1]), []).append(numbered[2])
     calls = (Call(),) * len(by_call) if header.calls is None else header.calls
@@ -509,8 +507,8 @@ def varlen_cases(
         or not lists
         or len(counts) < n
     ):
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-        shapes = ", ".join("none" if x is None else str(list(x.shape)) for x in given)
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+        shapes = ", ".join("none" if x is None else str(list(x.shape)) for x in tensors)
         what = (
             f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}"
         )
@@ -525,8 +523,8 @@ def varlen_cases(
         window = (left, 0 if causal else right)
     cases = []
     for i, (start, end) in enumerate(itertools.pairwise(rows)):
-        count, own = counts[i], q[start:end]
-        if not len(own):
+        count, queries = counts[i], q[start:end]
+        if not len(queries):
             continue
         if block_table is not None:
             keys = [_gathered(x, block_table[i], count) for x in (k, v)]
@@ -540,16 +538,16 @@ def varlen_cases(
             module=module,
             layer=layer,
             call=call,
-            phase="decode" if len(own) == 1 and count > 1 else "prefill",
+            phase="decode" if len(queries) == 1 and count > 1 else "prefill",
         )
         case = AttentionCase(
             ref=ref,
-            q=_alone(own),
+            q=_alone(queries),
             k=_alone(keys[0]),
             v=_alone(keys[1]),
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
             is_causal=causal,
-            causal_offset=count - len(own),
+            causal_offset=count - len(queries),
             window=window,
             softcap=softcap or None,
             sinks=None if sinks is None else sinks.detach().to("cpu", copy=True),
