@@ -369,7 +369,7 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
         same = dict.fromkeys(
             ["q", "q_s", "k", "k_s", "v", "dO", "O", "L", "m", "l", "shift"], x
         )
-        given = backward.Given(r=r, scale_in="scores", over=None, **same)
+        given = backward.BackwardInputs(r=r, scale_in="scores", over=None, **same)
         for blocks in (tiles, list(backward.blocks(given))):
             count = torch.zeros(shown.shape)
             for rows, keys in blocks:

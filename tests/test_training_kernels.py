@@ -173,7 +173,7 @@ def deltas(**options: Any) -> tuple[Tensor, Tensor]:
         given, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16()
     )
     r = backward.rounder(given, recipe(dp="working", **options))
-    read = backward.kept(r).with_upstream(given.grad_out)
+    read = backward.run_forward(r).with_upstream(given.grad_out)
     blocks = [(slice(0, given.q_len), slice(0, given.kv_len))]
     other = backward.rounder(given, recipe(dp="working", delta_from="dP*P"))
     even = backward.delta_of(dataclasses.replace(read, r=other), blocks)

@@ -31,7 +31,7 @@ from numdev.diagnose.passes import Computed, Truth
 from numdev.diagnose.report import HeadRow
 from numdev.diagnose.statistics import Columns
 from numdev.kernels.emulation import forward as fwd
-from numdev.kernels.emulation.backward import Kept
+from numdev.kernels.emulation.backward import SavedForward
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.reference.blocked import nonzero, row_blocks
@@ -100,7 +100,7 @@ def diagnosed(
     return Diagnosis(truth=truth, found=found, heads=heads)
 
 
-def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
+def _ties(r: Rounder, kept: SavedForward, truth: Truth) -> Columns:
     """Ties, and what P is where it meets V: means of every head over the rows that count,
     or of `one_signed` over those nearly tied.
 
@@ -121,7 +121,9 @@ def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
     }
 
 
-def _ties_of(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor, ...]:
+def _ties_of(
+    r: Rounder, kept: SavedForward, truth: Truth, rows: slice
+) -> tuple[Tensor, ...]:
     """Of each row of a block, [B, H, rows]: keys whose S is the largest, keys within NEAR
     of it, the share of V's features that have one sign over these, keys with P-bar
     exactly 1, and the probability of keys at which P is an exact power of two.
@@ -129,7 +131,7 @@ def _ties_of(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
     A key counts as a one only where the maximum that P was taken under is the row's
     largest of all: in a recipe whose every tile has a maximum of its own, each would have
     a one."""
-    case, made = r.case, r.made
+    case, made = r.case, r.recipe
     width = made.tile(kept.q.shape[-1], case.kv_len)[1]
     seen = key_range(case, rows)
     keys = slice(seen.start - seen.start % width, seen.stop)  # whole tiles

@@ -21,7 +21,7 @@ from numdev.cases import AttentionCase, additive, key_range, visible
 from numdev.diagnose.statistics import norm, rms
 from numdev.kernels.emulation import backward as bwd
 from numdev.kernels.emulation import forward as fwd
-from numdev.kernels.emulation.backward import Given, Kept
+from numdev.kernels.emulation.backward import BackwardInputs, SavedForward
 from numdev.kernels.emulation.recipe import EXACT, SITES, Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, rounding
 from numdev.kernels.output import upstream
@@ -112,7 +112,7 @@ class Computed:
     Sums are over the keys that a row sees, [B, H, q_len] in fp64."""
 
     made: Recipe
-    kept: Kept
+    kept: SavedForward
     out: Tensor
     # P-bar V, or P V where P is normalised first; None of split keys
     product: Tensor | None
@@ -144,14 +144,16 @@ def computed(case: AttentionCase, made: Recipe) -> Computed:
     """Both passes of the recipe, without autograd. Raises Refused for a case that the
     recipe's `compute` dtype does not hold, and for one without grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        kept = bwd.kept(rounder(case, made))
+        kept = bwd.run_forward(rounder(case, made))
         r, product = kept.r, kept.product
         given = kept.with_upstream(upstream(case))
         dq, dk, dv = bwd.cast(r, *bwd.backward(given))
         without = dataclasses.replace(
             made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)}
         )
-        exact = None if product is None else bwd.kept(rounder(case, without)).product
+        exact = (
+            None if product is None else bwd.run_forward(rounder(case, without)).product
+        )
         asked = dataclasses.replace(given, r=rounder(case, made))
         delta = bwd.delta_of(asked, bwd.blocks(asked))
         ds, ds_size, weighed, weights = _row_sums(given, delta)
@@ -162,7 +164,7 @@ def computed(case: AttentionCase, made: Recipe) -> Computed:
         )  # fmt: skip
 
 
-def _row_sums(given: Given, delta: Tensor) -> Tensor:
+def _row_sums(given: BackwardInputs, delta: Tensor) -> Tensor:
     """[4, B, H, q_len]: the sums of dS, |dS|, dP o P and P over the keys that a row
     sees."""
     case = given.r.case
@@ -171,7 +173,7 @@ def _row_sums(given: Given, delta: Tensor) -> Tensor:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(given.shift).double()).exp()
         sums[3] = P if given.over is None else P / blocked.nonzero(given.over).double()
-    given = dataclasses.replace(given, r=rounder(case, given.r.made))
+    given = dataclasses.replace(given, r=rounder(case, given.r.recipe))
     for rows, keys in bwd.blocks(given):
         P, dP, tanh = bwd.again(given, rows, keys)
         P = given.r("p_for_ds", P)

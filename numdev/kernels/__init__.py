@@ -123,10 +123,10 @@ class Kernel:
         """Why it cannot run on `system`, as a sentence; None when it can."""
         return self.broken or self.requires.missing(system)
 
-    def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options with `given` in force; raises UsageError for an unknown option or
-        value."""
-        for name, value in given.items():
+    def with_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """All options with the `chosen` ones in force; raises UsageError for an unknown
+        option or value."""
+        for name, value in chosen.items():
             if name not in self.options:
                 hint = (
                     closest(name, self.options) if self.options else "it has no options"
@@ -144,7 +144,7 @@ class Kernel:
                 raise UsageError(
                     f"{what}: expected an integer of at least {values}, got {value!r}"
                 )
-        options = {**self.options, **given}
+        options = {**self.options, **chosen}
         if self.validate is not None:
             self.validate(options)
         return options
@@ -203,13 +203,13 @@ def kernel(
     Raises UsageError for a name that is taken by another function, and for an option
     without a default."""
 
-    known = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
-    if wrong := sorted(fields.keys() - known):
+    names = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
+    if wrong := sorted(fields.keys() - names):
         what = (
             f"kernel {name!r}: expected a field of numdev.kernels.Kernel, got "
             f"{wrong[0]!r}"
         )
-        raise UsageError(what, hint=closest(wrong[0], known))
+        raise UsageError(what, hint=closest(wrong[0], names))
 
     def register(function: Function) -> Function:
         expect("function", function, Callable[..., Any])

@@ -9,14 +9,14 @@ bottom-right: query i at key i + kv_len − q_len."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, Requirement, kernel, like_fa2
-from numdev.kernels.output import why_not
+from numdev.kernels.output import Reason, why_not
 from numdev.kernels.sdpa import flash_attention_2
 from numdev.system import System
 
@@ -38,26 +38,24 @@ class Version(NamedTuple):
 
     def unsupported(self, case: AttentionCase) -> str | None:
         """Why it cannot run the case, on any GPU."""
+        reason = why_not(*self._limits(case))
+        return reason and f"flash-attn {self.number} {reason}"
+
+    def _limits(self, case: AttentionCase) -> Iterator[Reason]:
         d, d_v, multiple = case.q.shape[-1], case.v.shape[-1], self.multiple
         sinks = None if case.sinks is None else case.sinks.dtype
-        own, package = case.kv_len - case.q_len, f"flash-attn {self.number}"
-        elsewhere = case.restricts_positions and case.causal_offset != own
+        offset, at = case.kv_len - case.q_len, case.causal_offset
+        elsewhere = case.restricts_positions and at != offset
         negative = any(side is not None and side < 0 for side in case.window or ())
-        reason = why_not(
-            (sinks and self.number != 4, "has no attention sinks"),
-            (sinks != torch.bfloat16 and sinks, "takes sinks in bfloat16 only"),
-            (multiple == 1 and d_v != d, "takes V of the head dimension of Q"),
-            (d % multiple or d_v % multiple, "takes multiples of 8 features"),
-            (case.format.name not in HALVES, "takes float16 and bfloat16"),
-            (case.mask is not None, "takes no mask"),
-            (d > MOST_HEAD_DIM, f"takes head dimensions up to {MOST_HEAD_DIM}"),
-            (
-                elsewhere,
-                f"aligns bottom-right, an offset of {own}, not {case.causal_offset}",
-            ),
-            (negative, "takes a side of a window below 0 for one without a limit"),
-        )
-        return reason and f"{package} {reason}"
+        yield sinks and self.number != 4, "has no attention sinks"
+        yield sinks != torch.bfloat16 and sinks, "takes sinks in bfloat16 only"
+        yield multiple == 1 and d_v != d, "takes V of the head dimension of Q"
+        yield d % multiple or d_v % multiple, "takes multiples of 8 features"
+        yield case.format.name not in HALVES, "takes float16 and bfloat16"
+        yield case.mask is not None, "takes no mask"
+        yield d > MOST_HEAD_DIM, f"takes head dimensions up to {MOST_HEAD_DIM}"
+        yield elsewhere, f"aligns bottom-right, an offset of {offset}, not {at}"
+        yield negative, "takes a side of a window below 0 for one without a limit"
 
     def attend(self, case: AttentionCase, **options: Any) -> Output:
         left, right = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.kernels import Claim, Output, Requirement, kernel
-from numdev.kernels.output import refuse, why_not
+from numdev.kernels.output import Reason, refuse, why_not
 from numdev.system import System
 
 WORKSPACE = 256 << 20  # bytes for the parts of split keys
@@ -29,31 +30,23 @@ MERGED = 1024  # features of V that are merged at once
 
 
 def _unsupported(case: AttentionCase) -> str | None:
-    own, mask, (left, right) = (
-        case.kv_len - case.q_len,
-        case.mask,
-        case.window or (None, None),
-    )
+    return why_not(*_limits(case))
+
+
+def _limits(case: AttentionCase) -> Iterator[Reason]:
+    mask, (left, right) = case.mask, case.window or (None, None)
+    offset, head_dims = case.kv_len - case.q_len, (case.q.shape[-1], case.v.shape[-1])
+    elsewhere = case.restricts_positions and case.causal_offset != offset
     of_heads = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
-    return why_not(
-        (
-            (case.q.shape[-1], case.v.shape[-1]) not in HEAD_DIMS,
-            f"takes head_dim {HEAD_DIMS}",
-        ),
-        (case.format.name not in HALVES, "takes float16 and bfloat16"),
-        (case.sinks is not None, "has no attention sinks"),
-        (mask is not None and mask.dtype != torch.bool, "takes masks of bool"),
-        (of_heads, "takes one mask for all heads"),
-        ((left or 0) < 0 or (right or 0) < 0, "takes no side of a window below 0"),
-        (
-            right is not None and not case.is_causal,
-            "takes the left side of a window alone",
-        ),
-        (
-            case.restricts_positions and case.causal_offset != own,
-            f"aligns bottom-right, an offset of {own}",
-        ),
-    )
+    yield head_dims not in HEAD_DIMS, f"takes head_dim {HEAD_DIMS}"
+    yield case.format.name not in HALVES, "takes float16 and bfloat16"
+    yield case.sinks is not None, "has no attention sinks"
+    yield mask is not None and mask.dtype != torch.bool, "takes masks of bool"
+    yield of_heads, "takes one mask for all heads"
+    yield (left or 0) < 0 or (right or 0) < 0, "takes no side of a window below 0"
+    bounded_right = right is not None and not case.is_causal
+    yield bounded_right, "takes the left side of a window alone"
+    yield elsewhere, f"aligns bottom-right, an offset of {offset}"
 
 
 def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
@@ -91,52 +84,23 @@ def flashinfer(
     """FlashInfer's attention of a batch: keys ragged, or in pages of `page_size`
     tokens."""
     module: Any = importlib.import_module("flashinfer")
-    (b, h, n, d), m, device = case.q.shape, case.kv_len, case.q.device
+    b, n, device = case.q.shape[0], case.q_len, case.q.device
     refuse((backend == "fa3" and case.mask is not None, "its fa3 kernels take no mask"))
-    left = (case.window or (None, None))[0]
-    mask = None if case.mask is None else explicit_mask(case)
-    how: dict[str, Any] = {
-        "head_dim_vo": case.v.shape[-1],
-        "causal": case.is_causal,
-        "sm_scale": case.scale,
-        "window_left": -1 if left is None else left,
-        "logits_soft_cap": case.softcap or 0.0,
-        "q_data_type": case.q.dtype,
-        "kv_data_type": case.k.dtype,
+    how = _plan_arguments(case) | {
         "fixed_split_size": fixed_split_size,
         "disable_split_kv": disable_split_kv,
     }
-    if mask is not None:  # which holds what positions hide
-        shown = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)[:, 0].expand(b, n, m)
-        how |= {"custom_mask": shown.flatten(), "causal": False, "window_left": -1}
-    sequences = torch.arange(b + 1, dtype=torch.int32, device=device)
-    q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
-    flat = q.flatten(0, 1).contiguous()
+    flat = case.q.transpose(1, 2).flatten(0, 1).contiguous()
     if page_size is None:
         wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(
             _workspace(device), backend=backend
         )
-        wrapper.plan(sequences * n, sequences * m, h, case.kv_heads, d, **how)
-        keys: Any = tuple(x.flatten(0, 1).contiguous() for x in (k, v))
+        keys = _plan_ragged(wrapper, case, how)
     else:
-        pages, last = -(-m // page_size), (m - 1) % page_size + 1
-        lasts = torch.full((b,), last, dtype=torch.int32, device=device)
-        places = torch.arange(b * pages, dtype=torch.int32, device=device)
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(
             _workspace(device), backend=backend
         )
-        of = (
-            sequences * n,
-            sequences * pages,
-            places,
-            lasts,
-            h,
-            case.kv_heads,
-            d,
-            page_size,
-        )
-        wrapper.plan(*of, **how)
-        keys = (tuple(_paged(x, pages * page_size, page_size) for x in (k, v)),)
+        keys = _plan_paged(wrapper, case, page_size, how)
     out, lse = wrapper.run(flat, *keys, return_lse=True)
     return Output(
         out=out.unflatten(0, (b, n)).transpose(1, 2),
@@ -147,6 +111,53 @@ def flashinfer(
             "splits": _splits(wrapper, case),
         },
     )
+
+
+def _plan_arguments(case: AttentionCase) -> dict[str, Any]:
+    """What `plan` is told of a case in either layout of the keys."""
+    b, n, m = case.q.shape[0], case.q_len, case.kv_len
+    left = (case.window or (None, None))[0]
+    mask = None if case.mask is None else explicit_mask(case)
+    how: dict[str, Any] = {
+        "head_dim_vo": case.v.shape[-1],
+        "causal": case.is_causal,
+        "sm_scale": case.scale,
+        "window_left": -1 if left is None else left,
+        "logits_soft_cap": case.softcap or 0.0,
+        "q_data_type": case.q.dtype,
+        "kv_data_type": case.k.dtype,
+    }
+    if mask is not None:  # which holds what positions hide
+        shown = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)[:, 0].expand(b, n, m)
+        how |= {"custom_mask": shown.flatten(), "causal": False, "window_left": -1}
+    return how
+
+
+def _plan_ragged(
+    wrapper: Any, case: AttentionCase, how: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """K and V one sequence after the other, [tokens, kv_heads, head_dim]."""
+    b, h, n, d = case.q.shape
+    sequences = torch.arange(b + 1, dtype=torch.int32, device=case.q.device)
+    rows, tokens = sequences * n, sequences * case.kv_len
+    wrapper.plan(rows, tokens, h, case.kv_heads, d, **how)
+    k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (case.k, case.v))
+    return k, v
+
+
+def _plan_paged(
+    wrapper: Any, case: AttentionCase, page_size: int, how: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """K and V in pages, each sequence from a page of its own."""
+    (b, h, n, d), m, device = case.q.shape, case.kv_len, case.q.device
+    sequences = torch.arange(b + 1, dtype=torch.int32, device=device)
+    pages, last = -(-m // page_size), (m - 1) % page_size + 1
+    lasts = torch.full((b,), last, dtype=torch.int32, device=device)
+    places = torch.arange(b * pages, dtype=torch.int32, device=device)
+    rows, starts = sequences * n, sequences * pages
+    wrapper.plan(rows, starts, places, lasts, h, case.kv_heads, d, page_size, **how)
+    k, v = (x.transpose(1, 2) for x in (case.k, case.v))
+    return (tuple(_paged(x, pages * page_size, page_size) for x in (k, v)),)
 
 
 def _splits(wrapper: Any, case: AttentionCase) -> int:

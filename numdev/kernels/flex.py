@@ -172,11 +172,11 @@ def _call(
     """Output, log-sum-exp, and whether this is compiled: a constant that the compiler
     sets."""
     attend: Any = flex_attention
-    here = torch.compiler.is_dynamo_compiling()
+    compiled = torch.compiler.is_dynamo_compiling()
     if not with_lse:
-        return attend(*qkv, **arguments), None, here
+        return attend(*qkv, **arguments), None, compiled
     out, more = attend(*qkv, return_aux=AuxRequest(lse=True), **arguments)
-    return out, more.lse, here
+    return out, more.lse, compiled
 
 
 @functools.cache

@@ -50,12 +50,15 @@ class Output:
         return {name: x for name, x in every.items() if x is not None}
 
 
-def why_not(*reasons: tuple[object, str]) -> str | None:
+Reason = tuple[object, str]  # a condition, and what is wrong where it holds
+
+
+def why_not(*reasons: Reason) -> str | None:
     """The words behind the first condition that holds; None where none does."""
     return next((words for holds, words in reasons if holds), None)
 
 
-def refuse(*reasons: tuple[object, str]) -> None:
+def refuse(*reasons: Reason) -> None:
     """Raises Refused with the words behind the first condition that holds."""
     if words := why_not(*reasons):
         raise Refused(words)

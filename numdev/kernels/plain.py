@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,34 +66,15 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     }  # fmt: skip
     if parameters and parameters[0].name == "case":
         return Kernel(function=function, options=options_of(function), **same)
-    rest = {
+    named = {
         p.name: p
         for p in parameters[3:]
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    roles = {
-        role: next((n for n in names if n in rest), None) for role, names in NAMES.items()
-    }
-    others = [p for p in rest.values() if p.name not in roles.values()]
-    first, unknown = parameters[:3], [p.name for p in others if p.default is p.empty]
-    misplaced = [
-        p.name for p in first if any(p.name in names for names in NAMES.values())
-    ]
-    few = len(first) < 3 or any(p.kind not in POSITIONAL for p in first)
-    wrong = why_not(
-        (few, "q, k and v must be its first three arguments"),
-        (misplaced, f"expected q, k or v, got {', '.join(misplaced[:1])}"),
-        (unknown, f"numdev does not know what to pass for {', '.join(unknown)}"),
-    )
-    if wrong:
-        what = f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}"
-        known = "q, k, v and arguments with known names or defaults"
-        hint = (
-            f"a kernel is a function of {known}, or of a numdev AttentionCase "
-            "named 'case'"
-        )
-        raise UsageError(what, hint=hint)
-    required = {p.name for p in rest.values() if p.default is p.empty}
+    roles = _roles(named)
+    others = [p for p in named.values() if p.name not in roles.values()]
+    _refuse_misfits(name, parameters, [p.name for p in others if p.default is p.empty])
+    required = {p.name for p in named.values() if p.default is p.empty}
 
     def run(case: AttentionCase, **options: Any) -> Any:
         k, v = (case.k, case.v) if roles["gqa"] else repeated(case)
@@ -119,29 +101,67 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     )
 
 
+def _roles(names: Container[str]) -> dict[str, str | None]:
+    """For each of NAMES the first way to write it among these names; None without
+    one."""
+    return {
+        role: next((way for way in ways if way in names), None)
+        for role, ways in NAMES.items()
+    }
+
+
+def _refuse_misfits(
+    name: str, parameters: Sequence[inspect.Parameter], unknown: Sequence[str]
+) -> None:
+    """Raises UsageError for parameters that are not those of a function of q, k and v;
+    `unknown` are those that need a value and have no name that numdev knows."""
+    first = parameters[:3]
+    ways = set(itertools.chain.from_iterable(NAMES.values()))
+    misplaced = [p.name for p in first if p.name in ways]
+    few = len(first) < 3 or any(p.kind not in POSITIONAL for p in first)
+    wrong = why_not(
+        (few, "q, k and v must be its first three arguments"),
+        (misplaced, f"expected q, k or v, got {', '.join(misplaced[:1])}"),
+        (unknown, f"numdev does not know what to pass for {', '.join(unknown)}"),
+    )
+    if wrong:
+        what = f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}"
+        accepted = "q, k, v and arguments with known names or defaults"
+        hint = (
+            f"a kernel is a function of {accepted}, or of a numdev AttentionCase "
+            "named 'case'"
+        )
+        raise UsageError(what, hint=hint)
+
+
 def parameters(function: Callable[..., Any]) -> dict[str, str]:
     """What a plain function takes of NAMES, with its names for it."""
-    own = inspect.signature(function).parameters
-    every = {
-        role: next((n for n in names if n in own), None) for role, names in NAMES.items()
-    }
-    return {role: name for role, name in every.items() if name}
+    roles = _roles(inspect.signature(function).parameters)
+    return {role: name for role, name in roles.items() if name}
 
 
 def never_set(function: Callable[..., Any], cases: Collection[CaseRecord]) -> list[str]:
     """The parameters of a plain function whose meaning no case calls for."""
-    calls: Mapping[str, Callable[[CaseRecord], bool]] = {
-        "causal": lambda c: c.is_causal and not c.causal_offset,
-        "scale": lambda c: not math.isclose(c.scale, c.head_dim**-0.5),
-        "mask": lambda c: c.mask != "none" or c.causal_offset != 0,
-        "window": lambda c: c.window is not None,
-        "softcap": lambda c: c.softcap is not None,
-        "sinks": lambda c: c.sinks,
-        "gqa": lambda c: c.kv_heads < c.heads,
-    }
-    return [
-        n for role, n in parameters(function).items() if not any(map(calls[role], cases))
-    ]
+    needed = set(itertools.chain.from_iterable(map(_needed, cases)))
+    return [name for role, name in parameters(function).items() if role not in needed]
+
+
+def _needed(case: CaseRecord) -> Iterator[str]:
+    """The roles without which a function computes something else than the case."""
+    if case.is_causal and not case.causal_offset:
+        yield "causal"
+    if not math.isclose(case.scale, case.head_dim**-0.5):
+        yield "scale"
+    if case.mask != "none" or case.causal_offset != 0:
+        yield "mask"
+    if case.window is not None:
+        yield "window"
+    if case.softcap is not None:
+        yield "softcap"
+    if case.sinks:
+        yield "sinks"
+    if case.kv_heads < case.heads:
+        yield "gqa"
 
 
 def _positions_by_name(case: AttentionCase, roles: Roles) -> bool:
@@ -157,15 +177,17 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     """What the case needs and the function has no parameter for."""
     by_mask = case.restricts_positions and not _positions_by_name(case, roles)
     by_mask = (by_mask or case.mask is not None) and not roles["mask"]
-    causal = case.mask is None and case.window is None and roles["causal"] is None
+    masked, windowed = case.mask is not None, case.window is not None
+    causal = not masked and not windowed and roles["causal"] is None
+    # d ** -0.5 and 1 / sqrt(d) may differ in the last bit.
+    usual = math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-15)
     needs = {
-        "window": by_mask and case.window is not None,
+        "window": by_mask and windowed,
         "causal": by_mask and causal,
-        "mask": by_mask and (case.mask is not None or case.window is None) and not causal,
+        "mask": by_mask and (masked or not windowed) and not causal,
         "softcap": case.softcap is not None,
         "sinks": case.sinks is not None,
-        # d ** -0.5 and 1 / sqrt(d) may differ in the last bit.
-        "scale": not math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-15),
+        "scale": not usual,
     }
     if lacking := [
         role for role, needed in needs.items() if needed and roles[role] is None

@@ -120,7 +120,7 @@ def _called(case: AttentionCase) -> Tensor:
 def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     """One SDPA call on `backend` alone. Raises Refused."""
     with (
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(record=True) as caught,
         forced(backend),
         OperatorLog() as log,
     ):
@@ -133,11 +133,13 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
             # PyTorch's own reasons, which it gives as warnings, without source locations
             # and without the backends that are off only because another one is forced.
             texts = [
-                str(w.message).split(" (Triggered internally")[0].strip() for w in said
+                str(w.message).split(" (Triggered internally")[0].strip() for w in caught
             ]
-            own = [t for t in texts if not t.endswith(("because:", "runtime disabled."))]
+            reasons = [
+                t for t in texts if not t.endswith(("because:", "runtime disabled."))
+            ]
             none = "PyTorch refuses this case and gives no reason"
-            raise Refused(" ".join(dict.fromkeys(own)) or none) from error
+            raise Refused(" ".join(dict.fromkeys(reasons)) or none) from error
     ran = log.first(FUSED)
     chosen = FUSED.get(ran, SDPBackend.MATH)
     if backend is not None and chosen != backend:
@@ -156,11 +158,11 @@ def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
     log = OperatorLog()
     done = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
     forward = (done.ran or "").partition(" ")[0]
-    own = f"{forward}_backward" if forward in FUSED else "math"
+    expected = f"{forward}_backward" if forward in FUSED else "math"
     ran = log.first({f"{name}_backward" for name in FUSED})
-    if backend is not None and ran != own:
+    if backend is not None and ran != expected:
         raise MeasurementError(
-            f"{forward} ran forward, and {ran} instead of {own} backward"
+            f"{forward} ran forward, and {ran} instead of {expected} backward"
         )
     return dataclasses.replace(done, ran_backward=_named(ran))
 

@@ -189,16 +189,21 @@ def part(case: AttentionCase, step: Step) -> AttentionCase:
     by_position = hides or case.window is not None
     # The same chunks on both sides keep their order, so that causality stays what it was.
     moved = 0 if rows == keys else rows[0].start - keys[0].start
+    mask, grad_out = case.mask, case.grad_out
+    if mask is not None:
+        mask = mask_block(mask, rows[0], keys[0])
+    if grad_out is not None:
+        grad_out = taken(grad_out, rows)
     return dataclasses.replace(
         case,
         q=taken(case.q, rows),
         k=taken(case.k, keys),
         v=taken(case.v, keys),
-        mask=None if case.mask is None else mask_block(case.mask, rows[0], keys[0]),
+        mask=mask,
         is_causal=hides,
         causal_offset=case.causal_offset + moved if by_position else 0,
         sinks=None,
-        grad_out=None if case.grad_out is None else taken(case.grad_out, rows),
+        grad_out=grad_out,
     )
 
 

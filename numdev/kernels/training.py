@@ -104,9 +104,9 @@ class _Step(torch.autograd.Function):
         return run(ctx.case).out
 
     @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        with torch.autocast(given[0].device.type, enabled=False):
+    def backward(ctx: Any, *upstreams: Any) -> Any:
+        with torch.autocast(upstreams[0].device.type, enabled=False):
             gradients = zip(
-                ctx.behind(ctx.case, given[0]), ctx.saved_tensors, strict=True
+                ctx.behind(ctx.case, upstreams[0]), ctx.saved_tensors, strict=True
             )
             return *(gradient.to(x.dtype) for gradient, x in gradients), None, None, None

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,33 +18,29 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, Requirement, kernel
-from numdev.kernels.output import refuse, why_not
+from numdev.kernels.output import Reason, refuse, why_not
 
 MODULE = "torch.nn.attention.varlen"
 
 
 def _unsupported(case: AttentionCase) -> str | None:
-    own, mask = case.kv_len - case.q_len, case.mask
+    return why_not(*_limits(case))
+
+
+def _limits(case: AttentionCase) -> Iterator[Reason]:
+    offset, mask = case.kv_len - case.q_len, case.mask
     shape = () if mask is None or mask.dtype != torch.bool else mask.shape
     of_keys = mask is None or (len(shape) == 4 and shape[1:3] == (1, 1))
-    return why_not(
-        (importlib.util.find_spec(MODULE) is None, "this PyTorch has no varlen_attn"),
-        (
-            case.softcap is not None or case.sinks is not None,
-            "it has no soft cap and no sinks",
-        ),
-        (
-            any(x.stride(-1) != 1 for x in (case.q, case.k, case.v)),
-            "a last dimension with a stride",
-        ),
-        (case.window is not None, "its windows differ between versions"),
-        (not of_keys, "of masks it takes lengths alone: [batch, 1, 1, keys], bool"),
-        (mask is not None and case.is_causal, "lengths would move its causal diagonal"),
-        (
-            case.is_causal and case.causal_offset != own,
-            f"aligns bottom-right, an offset of {own}",
-        ),
-    )
+    elsewhere = case.is_causal and case.causal_offset != offset
+    has_stride = any(x.stride(-1) != 1 for x in (case.q, case.k, case.v))
+    has_more = case.softcap is not None or case.sinks is not None
+    yield importlib.util.find_spec(MODULE) is None, "this PyTorch has no varlen_attn"
+    yield has_more, "it has no soft cap and no sinks"
+    yield has_stride, "a last dimension with a stride"
+    yield case.window is not None, "its windows differ between versions"
+    yield not of_keys, "of masks it takes lengths alone: [batch, 1, 1, keys], bool"
+    yield mask is not None and case.is_causal, "lengths would move its causal diagonal"
+    yield elsewhere, f"aligns bottom-right, an offset of {offset}"
 
 
 @kernel(
@@ -59,7 +56,7 @@ def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
     module: Any = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)
-    given = {
+    arguments = {
         "is_causal": case.is_causal,  # before the windows of 2.12
         "window_size": (-1, 0 if case.is_causal else -1),
         "scale": case.scale,
@@ -88,7 +85,7 @@ def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
     out, lse = module.varlen_attn(
         *(q, k, v, rows, ends, n, int(lengths.max())),
         return_aux=module.AuxRequest(lse=True),
-        **{name: x for name, x in given.items() if name in takes},
+        **{name: x for name, x in arguments.items() if name in takes},
     )
     return Output(
         out=out.unflatten(0, (b, n)).transpose(1, 2)[place],

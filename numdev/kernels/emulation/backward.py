@@ -52,7 +52,7 @@ for it."""
 
 
 def gradients(
-    case: AttentionCase, made: Recipe, *, at_once: bool = False
+    case: AttentionCase, recipe: Recipe, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype, without
     autograd. A row that sees no key gives and gets nothing. Memory is O(length *
@@ -60,23 +60,23 @@ def gradients(
     the recipe allows it and all is finite; that waits for the device once. Raises Refused
     for a case without grad_out, or with one that the `compute` dtype does not hold, and
     as `emulated` does."""
-    r = rounder(case, made)
+    r = rounder(case, recipe)
     at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        saved = kept(r, at_once=at_once)
+        saved = run_forward(r, at_once=at_once)
         sums = backward(saved.with_upstream(upstream(case)), at_once=at_once)
         if not at_once or all_finite([saved.O, *sums]):
             return r("out", saved.O), saved.L, *cast(r, *sums)
-    return gradients(case, made)
+    return gradients(case, recipe)
 
 
 def of_keys(
-    case: AttentionCase, made: Recipe, keys: Tensor, O: Tensor, L: Tensor
+    case: AttentionCase, recipe: Recipe, keys: Tensor, O: Tensor, L: Tensor
 ) -> Gradients:
     """dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them where
     forward rounded nowhere and gave O and L: O(q_len keys). Raises as `gradients`
     does."""
-    r = rounder(case, dataclasses.replace(made, delta_from="dO*O", delta_sign="own"))
+    r = rounder(case, dataclasses.replace(recipe, delta_from="dO*O", delta_sign="own"))
     return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
 
 
@@ -88,28 +88,30 @@ def from_forward(
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
-        kept = Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=L, l=torch.ones_like(L))
-        given = dataclasses.replace(kept.with_upstream(upstream(r.case)), some=keys)
-        return cast(r, *backward(given))
+        saved = SavedForward(
+            r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=L, l=torch.ones_like(L)
+        )
+        inputs = dataclasses.replace(saved.with_upstream(upstream(r.case)), some=keys)
+        return cast(r, *backward(inputs))
 
 
 def is_at_once(r: Rounder) -> bool:
     """Whether large blocks are what a recipe says of backward, to fp32 rounding."""
     sums = [site for x in ("dq", "dk", "dv") for site in (x, f"{x}_product")]
-    if r.made.splits not in (None, 1):
+    if r.recipe.splits not in (None, 1):
         sums.append("dq_partial")
-    if r.made.q_splits not in (None, 1):
+    if r.recipe.q_splits not in (None, 1):
         sums += ["dk_partial", "dv_partial"]
     return fwd.in_any_order(r) and not r.rounds(*sums)
 
 
-def rounder(case: AttentionCase, made: Recipe) -> Rounder:
+def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
     """What rounds in both passes; raises Refused as `gradients` does."""
-    r = Rounder(made, case)
+    r = Rounder(recipe, case)
     if case.grad_out is None:
         raise Refused("the case has no gradient with respect to its output (grad_out)")
     if not format_of(r.dtype).contains(format_of(case.grad_out.dtype)):
-        raise Refused(f"computing in {made.compute} would round grad_out")
+        raise Refused(f"computing in {recipe.compute} would round grad_out")
     return r
 
 
@@ -120,7 +122,7 @@ def cast(r: Rounder, *sums: Tensor) -> Gradients:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Kept:
+class SavedForward:
     """What forward leaves for backward."""
 
     r: Rounder
@@ -134,23 +136,32 @@ class Kept:
     l: Tensor
     product: Tensor | None = None  # O before it was normalised (`forward.State`)
 
-    def with_upstream(self, dO: Tensor) -> Given:
+    def with_upstream(self, dO: Tensor) -> BackwardInputs:
         """What backward reads, once the gradient of the output is there."""
-        r, by_lse, again = self.r, self.r.made.p_from == "lse", self.r.made.scale_again
+        r, by_lse, again = (
+            self.r,
+            self.r.recipe.p_from == "lse",
+            self.r.recipe.scale_again,
+        )
         shift = r("lse_read", self.L if by_lse else self.m)
         over = None if by_lse else r("lse_read", self.l)
-        own = {**vars(self), "q_s": self.q_s if again == "same" else self.q}
+        fields = {**vars(self), "q_s": self.q_s if again == "same" else self.q}
         k_s = (
             r("k_scaled", self.k * (r.case.scale * fwd.LOG2_E))
             if again == "k_log2"
             else self.k
         )
-        scale_in, dO = r.made.scale_in if again == "same" else again, dO.to(self.q.dtype)
-        return Given(**own, k_s=k_s, scale_in=scale_in, dO=dO, shift=shift, over=over)
+        scale_in, dO = (
+            r.recipe.scale_in if again == "same" else again,
+            dO.to(self.q.dtype),
+        )
+        return BackwardInputs(
+            **fields, k_s=k_s, scale_in=scale_in, dO=dO, shift=shift, over=over
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Given(Kept):
+class BackwardInputs(SavedForward):
     """What backward reads: of forward Q, K, V and O alone."""
 
     k_s: Tensor  # K as it meets Q again
@@ -161,7 +172,7 @@ class Given(Kept):
     # The keys that dK and dV are of, where not of all; dQ is 0 then
     some: Tensor | None = None
 
-    def of_group(self, place: int) -> Given:
+    def of_group(self, place: int) -> BackwardInputs:
         """The query heads at one place of their groups: one for every kv head."""
         r, heads = copy.copy(self.r), slice(place, None, self.r.case.group)
         r.case = r.case.one_of_each_group(place)
@@ -170,52 +181,60 @@ class Given(Kept):
         return dataclasses.replace(self, r=r, **some)
 
 
-def kept(r: Rounder, *, at_once: bool = False) -> Kept:
+def run_forward(r: Rounder, *, at_once: bool = False) -> SavedForward:
     """A forward pass, with what backward needs."""
     q, q_s, k, v = fwd.operands_of(r)
     m, l, O, product = fwd.forward(r, q_s, k, v, at_once=at_once)
     L = r("lse", m + l.log())
-    if r.made.softmax == "stabilised":
+    if r.recipe.softmax == "stabilised":
         l = l.masked_fill(fwd.lost(m, l), math.nan)
-    return Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=m, l=l, product=product)
+    return SavedForward(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=m, l=l, product=product)
 
 
-def backward(given: Given, *, at_once: bool = False) -> Gradients:
+def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
     """dQ, and of every kv head dK and dV, from its query heads one after the other; with
     `at_once` from all of them together, where the recipe `is_at_once`."""
-    r, made, q_len, group = given.r, given.r.made, given.r.case.q_len, given.r.case.group
+    r, recipe, case = inputs.r, inputs.r.recipe, inputs.r.case
+    q_len, group = case.q_len, case.group
     if at_once and is_at_once(r):
-        return _at_once(given)
-    width = -(-q_len // (made.q_splits or 1))
+        return _at_once(inputs)
+    width = -(-q_len // (recipe.q_splits or 1))
     parts = [slice(first, min(first + width, q_len)) for first in range(0, q_len, width)]
     deltas = dict[int, Tensor]()
-    of = slice(None) if given.some is None else given.some
-    dQ, dK, dV = map(torch.zeros_like, (given.q, given.k[:, :, of], given.v[:, :, of]))
+    of = slice(None) if inputs.some is None else inputs.some
+    dQ, dK, dV = map(torch.zeros_like, (inputs.q, inputs.k[:, :, of], inputs.v[:, :, of]))
     for rows in parts:
-        with _apart(r, dK, dV, len(parts) > 1) as (dK_p, dV_p):
+        with _partial_sums(r, dK, dV, len(parts) > 1) as (dK_p, dV_p):
             for place in range(group):
-                head = given.of_group(place)
+                head = inputs.of_group(place)
                 if place not in deltas:
                     deltas[place] = delta_of(head, blocks(head))
-                separate = group > 1 and made.group_sum == "separate"
-                with _apart(r, dK_p, dV_p, separate) as own:
+                separate = group > 1 and recipe.group_sum == "separate"
+                with _partial_sums(r, dK_p, dV_p, separate) as sums:
                     dQ[:, place::group, rows] = _add_gradients(
-                        head, deltas[place], rows, *own
+                        head, deltas[place], rows, *sums
                     )
     return dQ, dK, dV
 
 
-def _at_once(given: Given) -> Gradients:
+def _at_once(inputs: BackwardInputs) -> Gradients:
     """What `backward` returns, for a recipe that `is_at_once`."""
-    r, case, q, k, v, dO = given.r, given.r.case, given.q, given.k, given.v, given.dO
+    r, case, q, k, v, dO = (
+        inputs.r,
+        inputs.r.case,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.dO,
+    )
 
     def blocks() -> Iterator[Block]:
         for rows, pieces in fwd.wide_blocks(r, WIDE_BYTES):
             yield from ((rows, keys) for keys in pieces)
 
-    delta = delta_of(given, blocks())
-    scale_q, scale_k, q_k, k_q = _scales(given)
-    heads = case.heads if r.made.group_sum == "separate" else case.kv_heads
+    delta = delta_of(inputs, blocks())
+    scale_q, scale_k, q_k, k_q = _scales(inputs)
+    heads = case.heads if r.recipe.group_sum == "separate" else case.kv_heads
 
     def over_rows(left: Tensor, right: Tensor) -> Tensor:
         """leftᵀ right [B, heads, X, Y]: with kv heads, a sum over the heads of a group
@@ -226,9 +245,9 @@ def _at_once(given: Given) -> Gradients:
     dQ = torch.zeros_like(q)
     dK, dV = (x.new_zeros(x.shape[0], heads, *x.shape[2:]) for x in (k, v))
     for rows, keys in blocks():
-        P, dP, tanh = again(given, rows, keys)
+        P, dP, tanh = again(inputs, rows, keys)
         dV[:, :, keys].add_(over_rows(r("p_for_dv", P), dO[:, :, rows]))
-        dS = of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh)
+        dS = of_products(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh)
         dK[:, :, keys].add_(over_rows(dS, q_k[:, :, rows]))
         dQ[:, :, rows].add_(fwd.times(case, dS, k_q[:, :, keys]))
     dQ, dK = dQ.mul_(scale_q), dK.mul_(scale_k)
@@ -240,46 +259,46 @@ def _at_once(given: Given) -> Gradients:
 
 
 @contextlib.contextmanager
-def _apart(
-    r: Rounder, dK: Tensor, dV: Tensor, apart: bool
+def _partial_sums(
+    r: Rounder, dK: Tensor, dV: Tensor, separate: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Where to add gradients up: the sums given, or others, rounded before they join
     these."""
-    if not apart:
+    if not separate:
         yield dK, dV
         return
-    own = torch.zeros_like(dK), torch.zeros_like(dV)
-    yield own
-    dK += r("dk_partial", own[0])
-    dV += r("dv_partial", own[1])
+    partial = torch.zeros_like(dK), torch.zeros_like(dV)
+    yield partial
+    dK += r("dk_partial", partial[0])
+    dV += r("dv_partial", partial[1])
 
 
 def _add_gradients(
-    given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
+    inputs: BackwardInputs, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
 ) -> Tensor:
     """dQ of some rows; adds to dK and dV. As many query heads as kv heads."""
-    r, q, dO = given.r, given.q, given.dO
-    scale_q, scale_k, q_k, k_q = _scales(given)
-    apart = r.made.splits is not None and r.rounds("dq", "dq_product", "dq_partial")
-    split = fwd.split_width(r) if apart else r.case.kv_len
+    r, q, dO = inputs.r, inputs.q, inputs.dO
+    scale_q, scale_k, q_k, k_q = _scales(inputs)
+    is_split = r.recipe.splits is not None and r.rounds("dq", "dq_product", "dq_partial")
+    split = fwd.split_width(r) if is_split else r.case.kv_len
     totals = [torch.zeros_like(q[:, :, of_rows]) for _ in range(0, r.case.kv_len, split)]
-    for rows, keys in blocks(given, of_rows):
-        at = keys if given.some is None else slice(None)
-        here = slice(rows.start - of_rows.start, rows.stop - of_rows.start)
-        P, dP, tanh = again(given, rows, keys)
-        dS = of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh)
+    for rows, keys in blocks(inputs, of_rows):
+        at = keys if inputs.some is None else slice(None)
+        within = slice(rows.start - of_rows.start, rows.stop - of_rows.start)
+        P, dP, tanh = again(inputs, rows, keys)
+        dS = of_products(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh)
         _add_over_rows(r, "dv", dV[:, :, at], r("p_for_dv", P), dO[:, :, rows])
         _add_over_rows(r, "dk", dK[:, :, at], dS, q_k[:, :, rows], scale_k)
-        if given.some is not None:
+        if inputs.some is not None:
             continue
         # dS K, one tile of keys after the other, each to the total of its split.
         width = r.tile[1] if r.rounds("dq", "dq_product") else split
         for tile in in_order(r, _cut(keys, width)):
-            dQ = totals[tile.start // split][:, :, here]
+            dQ = totals[tile.start // split][:, :, within]
             of_tile = dS[..., tile.start - keys.start : tile.stop - keys.start]
             product = (of_tile @ k_q[:, :, tile]).mul_(scale_q)
             dQ.copy_(r("dq", dQ + r("dq_product", product)))
-    if r.made.algorithm == "plain":
+    if r.recipe.algorithm == "plain":
         dK.copy_(r("dk", r("dk_product", dK)))
         dV.copy_(r("dv", r("dv_product", dV)))
     if len(totals) == 1:
@@ -296,57 +315,61 @@ def _cut(keys: slice, width: int) -> list[slice]:
     return [slice(*ends) for ends in zip(starts, [*starts[1:], keys.stop], strict=True)]
 
 
-def again(given: Given, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+def again(
+    inputs: BackwardInputs, rows: slice, keys: slice
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """P and dP of a block, and under a soft cap its tanh."""
-    r = given.r
-    S, tanh = fwd.scores(r, given.q_s, given.k_s, rows, keys, given.scale_in)
-    P = r("p_backward", r("s", S).sub_(finite(given.shift[:, :, rows, None])))
+    r = inputs.r
+    S, tanh = fwd.scores(r, inputs.q_s, inputs.k_s, rows, keys, inputs.scale_in)
+    P = r("p_backward", r("s", S).sub_(finite(inputs.shift[:, :, rows, None])))
     P = r("p_backward", P.exp_())
-    if given.over is not None:
-        P = r("p_backward", P.div_(nonzero(given.over[:, :, rows, None])))
-    dP = fwd.times(r.case, given.dO[:, :, rows], given.v[:, :, keys].transpose(-1, -2))
+    if inputs.over is not None:
+        P = r("p_backward", P.div_(nonzero(inputs.over[:, :, rows, None])))
+    dP = fwd.times(r.case, inputs.dO[:, :, rows], inputs.v[:, :, keys].transpose(-1, -2))
     return P, r("dp", dP), tanh
 
 
-def delta_of(given: Given, blocks: Iterable[Block]) -> Tensor:
+def delta_of(inputs: BackwardInputs, blocks: Iterable[Block]) -> Tensor:
     """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `blocks` has
     them."""
-    r, delta_P = given.r, given.q.new_zeros(given.q.shape[:3])
-    if r.made.delta_from == "dP*P":  # a pass of its own before that of the gradients
+    r, delta_P = inputs.r, inputs.q.new_zeros(inputs.q.shape[:3])
+    if r.recipe.delta_from == "dP*P":  # a pass of its own before that of the gradients
         width = r.tile[1] if r.rounds("delta") else r.case.kv_len
         for rows, keys in blocks:
-            P, dP, _ = again(given, rows, keys)
+            P, dP, _ = again(inputs, rows, keys)
             for tile in in_order(r, r("delta_product", dP.mul_(P)).split(width, dim=-1)):
                 delta_P[:, :, rows] = r("delta", delta_P[:, :, rows] + tile.sum(dim=-1))
         return delta_P
-    delta = r("delta", r("delta_product", given.dO * r("delta_o", given.O)).sum(dim=-1))
-    if r.made.delta_sign == "own":
+    delta = r("delta", r("delta_product", inputs.dO * r("delta_o", inputs.O)).sum(dim=-1))
+    if r.recipe.delta_sign == "own":
         return delta
     # rowsum(dP o P) of the P and dP that backward has: with it each row of dS sums to
     # zero.
     for rows, keys in blocks:
-        P, dP, _ = again(given, rows, keys)
+        P, dP, _ = again(inputs, rows, keys)
         delta_P[:, :, rows] += dP.mul_(P).sum(dim=-1)
     return r("delta", delta_P + r.signs(delta) * (delta - delta_P))
 
 
-def _scales(given: Given) -> tuple[float, float, Tensor, Tensor]:
+def _scales(inputs: BackwardInputs) -> tuple[float, float, Tensor, Tensor]:
     """By what the products for dQ and for dK are multiplied, the Q of the latter and the
     K of the former. Where dS, Q or K has the scale they need it no more."""
-    scale, q, k = given.r.case.scale, given.q, given.k
-    if given.r.made.ds_scale == "before":
+    scale, q, k = inputs.r.case.scale, inputs.q, inputs.k
+    if inputs.r.recipe.ds_scale == "before":
         return 1.0, 1.0, q, k
     return {
         "scores": (scale, scale, q, k),
-        "q": (scale, 1.0, given.q_s, k),
-        "q_log2": (scale, 1 / fwd.LOG2_E, given.q_s, k),
-        "k_log2": (1 / fwd.LOG2_E, scale, q, given.k_s),
-    }[given.scale_in]
+        "q": (scale, 1.0, inputs.q_s, k),
+        "q_log2": (scale, 1 / fwd.LOG2_E, inputs.q_s, k),
+        "k_log2": (1 / fwd.LOG2_E, scale, q, inputs.k_s),
+    }[inputs.scale_in]
 
 
-def of_products(given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> Tensor:
+def of_products(
+    inputs: BackwardInputs, P: Tensor, less: Tensor, tanh: Tensor | None
+) -> Tensor:
     """dS, as it is multiplied with K and Q, of P and `less` = dP - delta."""
-    r = given.r
+    r = inputs.r
     less = r("dp_minus_delta", less)
     dS = r("ds_softmax", r("p_for_ds", P) * less)
     cap = r.case.softcap
@@ -354,7 +377,7 @@ def of_products(given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> T
         dS = r("ds_softcap", dS * cap)
         dS = r("ds_softcap", dS * (1.0 - tanh**2))
         dS = r("ds_softcap", dS / cap)
-    if r.made.ds_scale == "before":
+    if r.recipe.ds_scale == "before":
         dS = r("ds_scaled", dS * r.case.scale)
     return r("ds", dS)
 
@@ -365,7 +388,7 @@ def _add_over_rows(
     """total [B, H, keys, X] += scale leftᵀ right, one tile of rows after the other. In
     `plain` the sum over all rows is one product, and is rounded when the last one is in
     it."""
-    exact = r.made.algorithm == "plain" or not r.rounds(name, f"{name}_product")
+    exact = r.recipe.algorithm == "plain" or not r.rounds(name, f"{name}_product")
     width = left.shape[2] if exact else r.tile[0]
     for weights, x in zip(
         left.split(width, dim=2), right.split(width, dim=2), strict=True
@@ -376,19 +399,19 @@ def _add_over_rows(
         )
 
 
-def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
+def blocks(inputs: BackwardInputs, of_rows: slice | None = None) -> Iterator[Block]:
     """(rows, keys) that hold every pair visible by position once, of some rows or of all:
     whole tiles, and as many of them as memory allows, rows ascending and keys in the
     recipe's order."""
-    r, case, (block_q, block_kv) = given.r, given.r.case, given.r.tile
+    r, case, (block_q, block_kv) = inputs.r, inputs.r.case, inputs.r.tile
     of_rows = of_rows or slice(0, case.q_len)
     cells = fwd.BLOCK_BYTES[case.q.device.type] // (8 * case.q.shape[0] * case.heads)
     wide = min(block_kv * max(1, math.isqrt(cells) // block_kv), case.kv_len)
     high = block_q * max(1, cells // (wide * block_q))
     for first in range(of_rows.start, of_rows.stop, high):
         rows = slice(first, min(first + high, of_rows.stop))
-        if given.some is not None:
-            yield rows, given.some
+        if inputs.some is not None:
+            yield rows, inputs.some
             continue
         seen = key_range(case, rows)
         for start in in_order(r, range(seen.start - seen.start % wide, seen.stop, wide)):
@@ -396,7 +419,7 @@ def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
 
 
 def attended(
-    case: AttentionCase, made: Recipe, generator: torch.Generator | None = None
+    case: AttentionCase, recipe: Recipe, generator: torch.Generator | None = None
 ) -> Tensor:
     """O [B, H, q_len, v_dim] inside a network that learns, in a dtype that holds its
     site's format, connected to q, k and v, whose gradients come in their own dtypes; in
@@ -404,29 +427,29 @@ def attended(
     both passes; without one every call draws the same numbers, from the recipe's seed.
     Nothing waits for the device, so where V holds infinity or NaN a row may meet them
     through keys that it does not see."""
-    given = (case.q, case.k, case.v, case, made, generator)
-    out: Tensor = _Attend.apply(*given)  # type: ignore[no-untyped-call]
+    arguments = (case.q, case.k, case.v, case, recipe, generator)
+    out: Tensor = _Attend.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, case: Any, made: Recipe, generator: Any
+        ctx: Any, q: Any, k: Any, v: Any, case: Any, recipe: Recipe, generator: Any
     ) -> Any:
         case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
-        r = Rounder(made, case, generator)
+        r = Rounder(recipe, case, generator)
         with plain_arithmetic(q.device):
-            ctx.kept = kept(r, at_once=True)
-            out = r.stored("out", r("out", ctx.kept.O), q.dtype)
+            ctx.saved = run_forward(r, at_once=True)
+            out = r.stored("out", r("out", ctx.saved.O), q.dtype)
         # What is returned gets a place in the graph, which must not hold itself.
-        return out.clone() if out is ctx.kept.O else out
+        return out.clone() if out is ctx.saved.O else out
 
     @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        r, of = ctx.kept.r, (ctx.kept.r.case.q, ctx.kept.r.case.k, ctx.kept.r.case.v)
-        with torch.no_grad(), plain_arithmetic(given[0].device):
-            done = cast(r, *backward(ctx.kept.with_upstream(given[0]), at_once=True))
+    def backward(ctx: Any, *upstreams: Any) -> Any:
+        r, of = ctx.saved.r, (ctx.saved.r.case.q, ctx.saved.r.case.k, ctx.saved.r.case.v)
+        with torch.no_grad(), plain_arithmetic(upstreams[0].device):
+            done = cast(r, *backward(ctx.saved.with_upstream(upstreams[0]), at_once=True))
         results = zip(CASTS, done, of, strict=True)
         return (
             *(r.stored(site, x, y.dtype).to(y.dtype) for site, x, y in results),

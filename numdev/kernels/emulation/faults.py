@@ -53,7 +53,7 @@ class Control:
     # Whether the output is sound, and only gradients show it
     in_backward_only: bool = False
 
-    def said(self, dose: float) -> str:
+    def describe(self, dose: float) -> str:
         return self.words.format(dose=dose, percent=100 * dose, fewer=dose - 1)
 
     def kernel(self) -> Kernel:
@@ -62,7 +62,7 @@ class Control:
         return Kernel(
             name=PREFIX + self.name,
             function=partial(self._run, names=("out",)),
-            summary=f"fa2 as emulated, but {self.said(self.doses[0])}",
+            summary=f"fa2 as emulated, but {self.describe(self.doses[0])}",
             options={"dose": 0.0},
             any_format=True,
             any_rows=True,
@@ -82,8 +82,8 @@ class Control:
             name: round_to(x, case.format, planted.cast).to(case.q.dtype)
             for name, x in planted.spoil({n: getattr(result, n) for n in names}).items()
         }
-        said = self.said(dose) if dose else "nothing planted"
-        return dataclasses.replace(result, **cast, ran=f"{said}; else {result.ran}")
+        words = self.describe(dose) if dose else "nothing planted"
+        return dataclasses.replace(result, **cast, ran=f"{words}; else {result.ran}")
 
 
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:
@@ -107,15 +107,15 @@ def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
 def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
     """The last keys left out; positions stay, and the gradient of what was dropped is
     0."""
-    kept, rows = case.kv_len - int(dose), (0, 0, 0, int(dose))
-    if kept < 1:
+    count, rows = case.kv_len - int(dose), (0, 0, 0, int(dose))
+    if count < 1:
         raise Refused(f"the case has {case.kv_len} keys, so {dose:g} cannot be dropped")
     mask = case.mask
     if mask is not None and mask.shape[-1] > 1:
-        mask = mask[..., :kept]
+        mask = mask[..., :count]
     return Planted(
         dataclasses.replace(
-            case, k=case.k[:, :, :kept], v=case.v[:, :, :kept], mask=mask
+            case, k=case.k[:, :, :count], v=case.v[:, :, :count], mask=mask
         ),
         spoil=lambda results: {
             name: pad(x, rows) if name in ("dk", "dv") else x
@@ -160,71 +160,62 @@ def _delta_small(case: AttentionCase, dose: float) -> Planted:
     return Planted(case, spoil=spoil)
 
 
+def _wrong_scale(case: AttentionCase, dose: float) -> Planted:
+    return Planted(dataclasses.replace(case, scale=case.scale * (1 + dose)))
+
+
+def _p_bits(case: AttentionCase, dose: float) -> Planted:
+    narrow = _narrowed(case.format, int(dose))
+    return Planted(case, {"p": narrow, "p_for_dv": narrow})
+
+
+def _truncated(case: AttentionCase, dose: float) -> Planted:
+    """At dose 2 every rounding is. O / l is exact, else the cast would find it
+    rounded."""
+    options = {"normalised": "exact"}
+    if dose >= 2:
+        options["rounding"] = "toward_zero"
+    return Planted(case, options, cast="toward_zero")
+
+
+def _one_head(case: AttentionCase, dose: float) -> Planted:
+    return _times(case, 1 + dose, heads=FIRST)
+
+
+def _dq_unscaled(case: AttentionCase, dose: float) -> Planted:
+    return _times(case, abs(case.scale) ** -dose, "dq")
+
+
+_CONTROLS = (
+    Control("scale", "the scale is {percent:g} % too large", RELATIVE, _wrong_scale),
+    Control("p-bits", "P has {dose:g} bits fewer than the format", BITS, _p_bits),
+    Control(
+        "l-rounded", "l is rounded to the format less {fewer:g} bits", BITS, _l_rounded
+    ),
+    Control(
+        "truncated",
+        "the output is rounded toward zero (2: so is P)",
+        (1.0, 2.0),
+        _truncated,
+    ),
+    Control(
+        "keys-dropped",
+        "the last {dose:g} keys are dropped",
+        (1.0, 4.0, 16.0, 64.0),
+        _keys_dropped,
+    ),
+    Control("one-head", "the first head is {percent:g} % too large", RELATIVE, _one_head),
+)
+_CONTROLS_OF_BACKWARD = (
+    Control("dq-unscaled", "dQ lacks the scale", (1.0,), _dq_unscaled, True),
+    Control(
+        "delta-small",
+        "delta is {percent:g} % too small",
+        (0.01, 0.1, 1.0),
+        _delta_small,
+        True,
+    ),
+)
 CONTROLS: Mapping[str, Control] = {
-    control.name: control
-    for control in (
-        Control(
-            "scale",
-            "the scale is {percent:g} % too large",
-            RELATIVE,
-            lambda case, dose: Planted(
-                dataclasses.replace(case, scale=case.scale * (1 + dose))
-            ),
-        ),
-        Control(
-            "p-bits",
-            "P has {dose:g} bits fewer than the format",
-            BITS,
-            lambda case, dose: Planted(
-                case, dict.fromkeys(("p", "p_for_dv"), _narrowed(case.format, int(dose)))
-            ),
-        ),
-        Control(
-            "l-rounded",
-            "l is rounded to the format less {fewer:g} bits",
-            BITS,
-            _l_rounded,
-        ),
-        Control(
-            "truncated",
-            "the output is rounded toward zero (2: so is P)",
-            (1.0, 2.0),
-            # At dose 2 every rounding is. O / l is exact, else the cast would find it
-            # rounded.
-            lambda case, dose: Planted(
-                case,
-                {
-                    "normalised": "exact",
-                    **({"rounding": "toward_zero"} if dose >= 2 else {}),
-                },
-                cast="toward_zero",
-            ),
-        ),
-        Control(
-            "keys-dropped",
-            "the last {dose:g} keys are dropped",
-            (1.0, 4.0, 16.0, 64.0),
-            _keys_dropped,
-        ),
-        Control(
-            "one-head",
-            "the first head is {percent:g} % too large",
-            RELATIVE,
-            lambda case, dose: _times(case, 1 + dose, heads=FIRST),
-        ),
-        Control(
-            "dq-unscaled",
-            "dQ lacks the scale",
-            (1.0,),
-            lambda case, dose: _times(case, abs(case.scale) ** -dose, "dq"),
-            True,
-        ),
-        Control(
-            "delta-small",
-            "delta is {percent:g} % too small",
-            (0.01, 0.1, 1.0),
-            _delta_small,
-            True,
-        ),
-    )
+    control.name: control for control in (*_CONTROLS, *_CONTROLS_OF_BACKWARD)
 }

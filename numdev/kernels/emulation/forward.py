@@ -84,29 +84,29 @@ class State(NamedTuple):
 
 
 def attend(
-    case: AttentionCase, made: Recipe, *, at_once: bool = False
+    case: AttentionCase, recipe: Recipe, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor]:
     """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute`
     dtype, without autograd. With `at_once` many tiles together, to fp32 rounding, where
     the recipe allows it; that waits for the device once. Raises Refused as `emulated`
     does."""
-    r = Rounder(made, case)
+    r = Rounder(recipe, case)
     at_once = at_once and is_at_once(r)
     with torch.no_grad(), plain_arithmetic(case.q.device):
         _, *operands = operands_of(r)
         m, l, O, _ = forward(r, *operands, at_once=at_once)
         if not at_once or all_finite([O]):
             return r("out", O), r("lse", m + l.log())
-    return attend(case, made)
+    return attend(case, recipe)
 
 
 def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, q as it meets K (with the scale in it where the recipe says so), k and v."""
     case = r.case
     q, k, v = (x.to(r.dtype) for x in (case.q, case.k, case.v))
-    if r.made.scale_in == "scores":
+    if r.recipe.scale_in == "scores":
         return q, q, k, v
-    by = case.scale * (LOG2_E if r.made.scale_in == "q_log2" else 1.0)
+    by = case.scale * (LOG2_E if r.recipe.scale_in == "q_log2" else 1.0)
     return q, r("q_scaled", q * by), k, v
 
 
@@ -114,10 +114,10 @@ def in_any_order(r: Rounder) -> bool:
     """Whether it is no matter to a prediction in which order fp32 sums are added up, and
     random numbers drawn. Where inputs are in float32, such sums are all that there is to
     predict."""
-    in_fp32 = r.made.compute == "float32" and not r.case.format.contains(
+    in_fp32 = r.recipe.compute == "float32" and not r.case.format.contains(
         FORMATS["float32"]
     )
-    return in_fp32 and r.made.rounding == "nearest"
+    return in_fp32 and r.recipe.rounding == "nearest"
 
 
 def is_at_once(r: Rounder) -> bool:
@@ -127,9 +127,9 @@ def is_at_once(r: Rounder) -> bool:
     makes a whole ulp of a last bit wherever the exact output is a number of the
     format."""
     between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
-    if r.made.loop_order == "kv":
+    if r.recipe.loop_order == "kv":
         between.append("state")
-    plainly = r.made.algorithm == "fa2" and r.made.softmax == "plain"
+    plainly = r.recipe.algorithm == "fa2" and r.recipe.softmax == "plain"
     return plainly and in_any_order(r) and not r.rounds(*between)
 
 
@@ -156,23 +156,23 @@ def forward(
 
 def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
     """The keys of one split, tile by tile."""
-    made = r.made
+    recipe = r.recipe
     w = _guard(r)
     m, l, O, _ = start(r, q, v, split)
     l = l if w is None else l * w
-    product = torch.zeros_like(O) if made.algorithm == "fa1" else O
+    product = torch.zeros_like(O) if recipe.algorithm == "fa1" else O
     for rows, keys in tiles(r, split):
         S, _ = scores(r, q, k, rows, keys)
         before = State(m[:, :, rows], l[:, :, rows], O[:, :, rows])
         w_rows = None if w is None else w[rows]
         m[:, :, rows], l[:, :, rows], new, _ = _step(r, S, v[:, :, keys], before, w_rows)
-        if made.algorithm == "fa1":
+        if recipe.algorithm == "fa1":
             product[:, :, rows] = new
             new = r("normalised", new / nonzero(l[:, :, rows])[..., None])
-        O[:, :, rows] = r("state", new) if made.loop_order == "kv" else new
-    if made.algorithm == "fa2":
+        O[:, :, rows] = r("state", new) if recipe.loop_order == "kv" else new
+    if recipe.algorithm == "fa2":
         O = r("normalised", O / nonzero(l)[..., None])
-    if made.softmax == "stabilised":
+    if recipe.softmax == "stabilised":
         O = O.masked_fill(lost(m, l)[..., None], math.nan)
     return State(m, l if w is None else l / w, O, product)
 
@@ -199,7 +199,7 @@ def scores(
     """S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden. Beside it,
     under a soft cap, the tanh, from which backward has its derivative. `scale_in`: if it
     is not the recipe's."""
-    case, scale_in = r.case, scale_in or r.made.scale_in
+    case, scale_in = r.case, scale_in or r.recipe.scale_in
     S = r("scores", times(case, q[:, :, rows], k[:, :, keys].transpose(-1, -2)))
     if scale_in != "q":
         S = r("scaled", S.mul_(case.scale if scale_in == "scores" else 1 / LOG2_E))
@@ -220,20 +220,20 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
     `fa1`: FlashAttention, Algorithm 1, lines 10 to 13, where P has the tile's own maximum
     and O is not yet normalised here. `plain`: softmax over all keys, then P V; at most a
     sink came before."""
-    case, made = r.case, r.made
+    case, recipe = r.case, r.recipe
     m_old, l_old, O_old, _ = before
-    own = maximum(r, S)
-    m = moved(r, m_old, own)
+    tile_max = maximum(r, S)
+    m = moved(r, m_old, tile_max)
     a = _factor(r, m_old, m)
-    b = _factor(r, own, m) if made.algorithm == "fa1" else None
-    P = exponential(r, S, m if b is None else own, w)
-    if made.algorithm == "plain":
+    b = _factor(r, tile_max, m) if recipe.algorithm == "fa1" else None
+    P = exponential(r, S, m if b is None else tile_max, w)
+    if recipe.algorithm == "plain":
         l = r("row_sum", r("rescale", a * l_old) + r("tile_sum", P.sum(dim=-1)))
         P_V = r("p", r("normalised", P / nonzero(l)[..., None]))
         return State(m, l, r("accumulator", r("pv", times(case, P_V, V))))
     P_V = r("p", P)
     al = r("rescale", a * l_old)
-    tile_sum = r("tile_sum", (P_V if made.l_from == "rounded" else P).sum(dim=-1))
+    tile_sum = r("tile_sum", (P_V if recipe.l_from == "rounded" else P).sum(dim=-1))
     if b is None:
         l = r("row_sum", al + tile_sum)
         O = r("accumulator", a[..., None] * O_old)
@@ -244,25 +244,25 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
     return State(m, l, r("accumulator", O.add_(new)))
 
 
-def moved(r: Rounder, m_old: Tensor, own: Tensor) -> Tensor:
+def moved(r: Rounder, m_old: Tensor, tile_max: Tensor) -> Tensor:
     """The running maximum after a tile: where it lags, the old one if it has not grown
     enough."""
-    m, lag = torch.maximum(m_old, own), r.made.max_lag
+    m, lag = torch.maximum(m_old, tile_max), r.recipe.max_lag
     return m if lag is None else torch.where((m - m_old) * LOG2_E > lag, m, m_old)
 
 
 def maximum(r: Rounder, S: Tensor) -> Tensor:
     """What a tile adds to m, [B, H, rows]: its maximum, or the stabilised softmax's
     shift."""
-    if r.made.beta is None or r.made.tie_tolerance is None:
+    if r.recipe.beta is None or r.recipe.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
     # The smallest normal number that P may be on its way to V.
     formats = [
-        r.made.format_at(site, r.case.format) or format_of(r.dtype)
+        r.recipe.format_at(site, r.case.format) or format_of(r.dtype)
         for site in ("exp", "p")
     ]
     smallest = max(fmt.smallest_normal for fmt in formats)
-    return r("max", stabilised_shift(S, r.made.beta, r.made.tie_tolerance, smallest))
+    return r("max", stabilised_shift(S, r.recipe.beta, r.recipe.tie_tolerance, smallest))
 
 
 def stabilised_shift(
@@ -305,10 +305,10 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 def _guard(r: Rounder) -> Tensor | None:
     """The guarded softmax's weights; None under another one. Refused where a format
     rounds them."""
-    if r.made.softmax != "guarded":
+    if r.recipe.softmax != "guarded":
         return None
     for site in ("exp", "p"):
-        fmt = r.made.format_at(site, r.case.format)
+        fmt = r.recipe.format_at(site, r.case.format)
         if fmt is not None and fmt.precision < GUARD_BITS:
             raise Refused(
                 f"the guarded softmax needs {GUARD_BITS} bits, and {site} is in "
@@ -327,7 +327,7 @@ def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Te
     """exp(S - m), or w times that, for m without the last axis of S. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
     exp = {"exact": Tensor.exp_, "fexp_u20": _fexp_u20, "cubic": _cubic, "fa4": _fa4}
-    P = exp[r.made.exponential](x)
+    P = exp[r.recipe.exponential](x)
     return r("exp", P if w is None else P.mul_(w[:, None]))
 
 
@@ -397,12 +397,12 @@ def split_width(r: Rounder) -> int:
     """The keys of a split: whole tiles, the same number for each but the last."""
     block_kv = r.tile[1]
     tiles = -(-r.case.kv_len // block_kv)
-    return -(-tiles // (r.made.splits or 1)) * block_kv
+    return -(-tiles // (r.recipe.splits or 1)) * block_kv
 
 
 def in_order(r: Rounder, tiles: Sequence[T]) -> Sequence[T]:
     """Tiles of keys, in the order in which a row meets them."""
-    return tiles[::-1] if r.made.kv_order == "descending" else tiles
+    return tiles[::-1] if r.recipe.kv_order == "descending" else tiles
 
 
 def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
@@ -499,13 +499,13 @@ def _add_tiles(
         S, V = pad(S, (0, missing), value=-math.inf), pad(V, (0, 0, 0, missing))
     S = S.unflatten(-1, (parts, each // block_kv, block_kv))
     m, maxima = m_old, []
-    for own in in_order(r, r("max", S.amax(dim=-1)).unbind(dim=-1)):
-        m = moved(r, m, own)
+    for tile_max in in_order(r, r("max", S.amax(dim=-1)).unbind(dim=-1)):
+        m = moved(r, m, tile_max)
         maxima.append(m)
     met = torch.stack(list(in_order(r, maxima)), dim=-1)
     P = exponential(r, S, met)
     P_V = r("p", P)
-    sums = (P_V if r.made.l_from == "rounded" else P).sum(dim=-1)
+    sums = (P_V if r.recipe.l_from == "rounded" else P).sum(dim=-1)
     last = finite(m)
     factor, a = (met - last[..., None]).exp_(), (m_old - last).exp_()
     l = (a * l_old).add_(sums.mul_(factor).sum(dim=-1))

@@ -33,9 +33,9 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     """Both passes of a training step, under the options of `emulated`: out, lse, dq, dk,
     dv, each in a dtype that holds its site's format. Raises as `emulated` does, Refused
     without grad_out."""
-    made = recipe(**options)
-    O, L, *dQKV = backward.gradients(case, made)
-    r = Rounder(made, case)
+    rounding_model = recipe(**options)
+    O, L, *dQKV = backward.gradients(case, rounding_model)
+    r = Rounder(rounding_model, case)
     sites = zip(("out", *backward.CASTS), (O, *dQKV), strict=True)
     out, dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
     lse, ran = r.stored("lse", L, torch.float32), _ran(r)
@@ -64,19 +64,19 @@ def emulated(case: AttentionCase, **options: Any) -> Output:
     infinity propagate as the arithmetic has it; a format without infinity overflows to
     NaN. Raises UsageError for an unknown name, Refused where the case's format cannot do
     what the recipe asks."""
-    made = recipe(**options)
-    O, L = attend(case, made)
-    r = Rounder(made, case)
+    rounding_model = recipe(**options)
+    O, L = attend(case, rounding_model)
+    r = Rounder(rounding_model, case)
     out, lse = r.stored("out", O, case.q.dtype), r.stored("lse", L, torch.float32)
     return Output(out=out, lse=lse, ran=_ran(r))
 
 
 def _ran(r: Rounder) -> str:
     """What ran, with everything that was left to the preset filled in."""
-    options = {name: getattr(r.made, name) for name in FIELDS}
+    options = {name: getattr(r.recipe, name) for name in FIELDS}
     options |= zip(("block_q", "block_kv"), r.tile, strict=True)
     words = (f"{name}={value}" for name, value in options.items() if value is not None)
-    return f"{r.made.preset}: {' '.join(words)}"
+    return f"{r.recipe.preset}: {' '.join(words)}"
 
 
 # --- what a claim predicts ------------------------------------------------------------

@@ -218,40 +218,37 @@ def _column(place: int) -> dict[str, str]:
     }
 
 
-PRESETS: Mapping[str, Recipe] = {
-    made.preset: made
-    for made in (
-        Recipe(preset="fa2", sites=_column(0)),
-        Recipe(preset="fa2-consistent", sites=_column(0), l_from="rounded"),
-        Recipe(
-            preset="fa4",
-            sites={**_column(0), "dk_partial": WIDE, "dv_partial": WIDE},
-            tiling="fa4",
-            kv_order="descending",
-            max_lag=8,
-            exponential="fa4",
-        ),
-        Recipe(
-            preset="eager",
-            sites=_column(1),
-            algorithm="plain",
-            tiling="whole",
-            p_from="m_and_l",
-            delta_from="dP*P",
-            ds_scale="before",
-        ),
-        Recipe(
-            preset="golden2024",
-            sites=dict.fromkeys(SITES, WORKING),
-            algorithm="fa1",
-            loop_order="kv",
-            tiling="fa1",
-            p_from="m_and_l",
-        ),
-        Recipe(preset="qiu2025", sites=_column(2), tiling="qiu2025", ds_scale="before"),
-        Recipe(preset="exact", sites=dict.fromkeys(SITES, EXACT)),
-    )
-}
+FA2 = Recipe(preset="fa2", sites=_column(0))
+FA2_CONSISTENT = Recipe(preset="fa2-consistent", sites=_column(0), l_from="rounded")
+FA4 = Recipe(
+    preset="fa4",
+    sites={**_column(0), "dk_partial": WIDE, "dv_partial": WIDE},
+    tiling="fa4",
+    kv_order="descending",
+    max_lag=8,
+    exponential="fa4",
+)
+EAGER = Recipe(
+    preset="eager",
+    sites=_column(1),
+    algorithm="plain",
+    tiling="whole",
+    p_from="m_and_l",
+    delta_from="dP*P",
+    ds_scale="before",
+)
+GOLDEN2024 = Recipe(
+    preset="golden2024",
+    sites=dict.fromkeys(SITES, WORKING),
+    algorithm="fa1",
+    loop_order="kv",
+    tiling="fa1",
+    p_from="m_and_l",
+)
+QIU2025 = Recipe(preset="qiu2025", sites=_column(2), tiling="qiu2025", ds_scale="before")
+UNROUNDED = Recipe(preset="exact", sites=dict.fromkeys(SITES, EXACT))
+_ALL = (FA2, FA2_CONSISTENT, FA4, EAGER, GOLDEN2024, QIU2025, UNROUNDED)
+PRESETS: Mapping[str, Recipe] = {preset.preset: preset for preset in _ALL}
 
 
 def recipe(preset: str = "fa2", **options: Any) -> Recipe:
@@ -271,41 +268,48 @@ def changed(
 ) -> Recipe:
     """The recipe with some of its parts replaced; arguments and errors are those of
     `recipe`."""
-    given = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
-    for name, value in given.items():
+    parts = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
+    for name, value in parts.items():
         _check(name, value)
-    values = {name: given.pop(name) for name in SITES if name in given}
-    if given.get("algorithm") == "plain":
-        given["tiling"] = "whole"
-    if "memory" in given:
-        given["tiling"] = "fa1"
-    if "softmax" in given:
-        of_it = STABILISED if given["softmax"] == "stabilised" else {}
-        given = {**dict.fromkeys(STABILISED), **of_it, **given}
-    made = dataclasses.replace(start, **given, sites={**start.sites, **values})
-    check_stabilised(vars(made))
-    plain, width = made.algorithm == "plain", made.block_kv is not None
-    cut = width or made.tiling != "whole" or made.splits is not None
-    early = made.softmax == "guarded" or made.l_from == "rounded"
-    no_error = made.delta_sign == "random" and made.delta_from == "dP*P"
-    contradictions = {  # options of which one would be ignored
+    values = {name: parts.pop(name) for name in SITES if name in parts}
+    if parts.get("algorithm") == "plain":
+        parts["tiling"] = "whole"
+    if "memory" in parts:
+        parts["tiling"] = "fa1"
+    if "softmax" in parts:
+        of_it = STABILISED if parts["softmax"] == "stabilised" else {}
+        parts = {**dict.fromkeys(STABILISED), **of_it, **parts}
+    result = dataclasses.replace(start, **parts, sites={**start.sites, **values})
+    check_stabilised(vars(result))
+    for why, contradicts in _contradictions(result, parts).items():
+        if contradicts:
+            raise UsageError(why, hint="leave out one of them")
+    return result
+
+
+def _contradictions(result: Recipe, parts: Mapping[str, Any]) -> dict[str, bool]:
+    """Options of which one would be ignored, in words, and whether the recipe has them.
+    `parts` are the options that were asked for."""
+    plain, width = result.algorithm == "plain", result.block_kv is not None
+    cut = width or result.tiling != "whole" or result.splits is not None
+    early = result.softmax == "guarded" or result.l_from == "rounded"
+    no_error = result.delta_sign == "random" and result.delta_from == "dP*P"
+    lags = bool(result.max_lag) and result.algorithm != "fa2"
+    return {
         (
             "delta_sign with delta_from dP*P: delta has no error whose sign could be "
             "random"
         ): no_error,
-        "max_lag with an algorithm other than fa2": made.max_lag
-        and made.algorithm != "fa2",
-        "block_kv, memory or splits with algorithm plain, which has a single tile": plain
-        and cut,
-        "softmax guarded or l_from rounded with algorithm plain, which divides P by "
-        "l before P is "
-        "rounded and meets V": plain and early,
-        "memory and block_kv both set the tile": "memory" in given and width,
+        "max_lag with an algorithm other than fa2": lags,
+        "block_kv, memory or splits with algorithm plain, which has a single tile": (
+            plain and cut
+        ),
+        (
+            "softmax guarded or l_from rounded with algorithm plain, which divides P by "
+            "l before P is rounded and meets V"
+        ): plain and early,
+        "memory and block_kv both set the tile": "memory" in parts and width,
     }
-    for why, wrong in contradictions.items():
-        if wrong:
-            raise UsageError(why, hint="leave out one of them")
-    return made
 
 
 def _check(name: str, value: Any) -> None:

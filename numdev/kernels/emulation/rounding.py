@@ -19,36 +19,39 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Rounder:
-    """`r(site, x)`: x rounded to the format that the recipe `made` gives the site on this
+    """`r(site, x)`: x rounded to the format that the recipe gives the site on this
     case. May return x itself. What is random is drawn from `generator`, or from one of
     the recipe's seed. Raises Refused where the recipe's arithmetic or the case's format
     cannot."""
 
     def __init__(
-        self, made: Recipe, case: AttentionCase, generator: torch.Generator | None = None
+        self,
+        recipe: Recipe,
+        case: AttentionCase,
+        generator: torch.Generator | None = None,
     ) -> None:
-        self.made, self.case = made, case
-        self.dtype = torch.float64 if made.compute == "float64" else torch.float32
-        self.tile = made.tile(case.q.shape[-1], case.kv_len)
-        here = format_of(self.dtype)
-        if not here.contains(case.format):
+        self.recipe, self.case = recipe, case
+        self.dtype = torch.float64 if recipe.compute == "float64" else torch.float32
+        self.tile = recipe.tile(case.q.shape[-1], case.kv_len)
+        compute = format_of(self.dtype)
+        if not compute.contains(case.format):
             raise Refused(
-                f"computing in {here.name} would round inputs in {case.format.name}"
+                f"computing in {compute.name} would round inputs in {case.format.name}"
             )
         # None can be seeded while a CUDA graph is recorded: only what needs one has it.
-        if generator is None and made.draws:
-            generator = torch.Generator(case.q.device).manual_seed(made.seed)
+        if generator is None and recipe.draws:
+            generator = torch.Generator(case.q.device).manual_seed(recipe.seed)
         self.generator = generator
         self.steps: dict[str, Step | None] = {}
         for name, site in SITES.items():
-            fmt = made.format_at(name, case.format)
-            if fmt is not None and not here.contains(fmt):
+            fmt = recipe.format_at(name, case.format)
+            if fmt is not None and not compute.contains(fmt):
                 raise Refused(
-                    f"computing in {here.name} cannot round {name} to {fmt.name}"
+                    f"computing in {compute.name} cannot round {name} to {fmt.name}"
                 )
             if fmt is not None and site.may_hide and not fmt.has_infinity:
                 raise Refused(f"{name} must hold -inf, which {fmt.name} does not have")
-            self.steps[name] = rounding(fmt, self.dtype, made.rounding, generator)
+            self.steps[name] = rounding(fmt, self.dtype, recipe.rounding, generator)
 
     def __call__(self, site: str, x: Tensor) -> Tensor:
         step = self.steps[site]
@@ -57,7 +60,7 @@ class Rounder:
     def stored(self, site: str, x: Tensor, preferred: torch.dtype) -> Tensor:
         """x in a dtype that holds the values of the site's format: the preferred one if
         it does."""
-        fmt = self.made.format_at(site, self.case.format)
+        fmt = self.recipe.format_at(site, self.case.format)
         for dtype in (preferred, torch.float32):
             if fmt is not None and format_of(dtype).contains(fmt):
                 return x.to(dtype)

@@ -64,14 +64,14 @@ class Gradients(Reference):
 def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference:
     """See `reference.attend`; computed in `dtype`."""
     q, k, v = (x.detach().to(dtype) for x in (case.q, case.k, case.v))
-    found = _room(q, v)
+    reference = _room(q, v)
     # V and |V| side by side: output and term scale come from one product.
     values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(v)
     for rows in row_blocks(case):
         keys = key_range(case, rows)
         S = scores(case, _products(case, q, k, rows, keys), rows, keys)
-        _attend(found, case, S, rows, values[:, :, keys], weigh)
-    return found
+        _attend(reference, case, S, rows, values[:, :, keys], weigh)
+    return reference
 
 
 def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradients:
@@ -81,7 +81,7 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
         torch.zeros_like(x) for x in (q, q, k, k, v, v)
     )
     unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=q.device)
-    found = Gradients(
+    sums = Gradients(
         **vars(_room(q, v)), dq=dq, dk=dk, dv=dv, dq_terms=dq_terms, dk_terms=dk_terms,
         dv_terms=dv_terms, delta=q.new_empty(q.shape[:3]), unseen=unseen,
     )  # fmt: skip
@@ -92,30 +92,30 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
         slope = _slope(case, X)
         S = scores(case, X, rows, keys)
         hidden = S.eq(-math.inf)
-        found.unseen[:, :, keys] &= _per_kv_head(case, hidden).all(dim=2)
-        P, l = _attend(found, case, S, rows, values[:, :, keys], weigh)
+        sums.unseen[:, :, keys] &= _per_kv_head(case, hidden).all(dim=2)
+        P, l = _attend(sums, case, S, rows, values[:, :, keys], weigh)
         # In a row of NaN exp(-inf - NaN) is NaN too, and yet what is hidden is hidden.
         P = P.div_(nonzero(l)[..., None]).masked_fill_(hidden, 0.0)
-        dO_O = dO[:, :, rows] * found.out[:, :, rows]
-        delta = dO_O.sum(dim=-1).masked_fill_(found.empty[:, :, rows], 0.0)
-        found.delta[:, :, rows] = delta
+        dO_O = dO[:, :, rows] * sums.out[:, :, rows]
+        delta = dO_O.sum(dim=-1).masked_fill_(sums.empty[:, :, rows], 0.0)
+        sums.delta[:, :, rows] = delta
         Q_i, dO_i, P_i = (
             _per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P)
         )
         K_j = k[:, :, keys]
         dX, terms = _score_gradient(case, P, dO_i, v[:, :, keys], delta, slope)
 
-        found.dq[:, :, rows] = weigh(dX, K_j, P_i).view_as(q[:, :, rows])
-        found.dq_terms[:, :, rows] = weigh(terms, K_j.abs(), P_i).view_as(q[:, :, rows])
-        found.dk[:, :, keys] += weigh(dX.mT, Q_i, P_i.mT)
-        found.dk_terms[:, :, keys] += weigh(terms.mT, Q_i.abs(), P_i.mT)
-        found.dv[:, :, keys] += weigh(P_i.mT, dO_i, P_i.mT)
-        found.dv_terms[:, :, keys] += weigh(P_i.mT, dO_i.abs(), P_i.mT)
-    for x in (found.dq, found.dk):
+        sums.dq[:, :, rows] = weigh(dX, K_j, P_i).view_as(q[:, :, rows])
+        sums.dq_terms[:, :, rows] = weigh(terms, K_j.abs(), P_i).view_as(q[:, :, rows])
+        sums.dk[:, :, keys] += weigh(dX.mT, Q_i, P_i.mT)
+        sums.dk_terms[:, :, keys] += weigh(terms.mT, Q_i.abs(), P_i.mT)
+        sums.dv[:, :, keys] += weigh(P_i.mT, dO_i, P_i.mT)
+        sums.dv_terms[:, :, keys] += weigh(P_i.mT, dO_i.abs(), P_i.mT)
+    for x in (sums.dq, sums.dk):
         x.mul_(case.scale)
-    for x in (found.dq_terms, found.dk_terms):
+    for x in (sums.dq_terms, sums.dk_terms):
         x.mul_(abs(case.scale))
-    return found
+    return sums
 
 
 def gradients_of_keys(
@@ -143,8 +143,8 @@ def gradients_of_keys(
         dk_terms.add_(weigh(terms.mT, Q_i.abs(), P_i.mT), alpha=abs(case.scale))
         dv.add_(weigh(P_i.mT, dO_i, P_i.mT))
         dv_terms.add_(weigh(P_i.mT, dO_i.abs(), P_i.mT))
-    found = {"dk": dk, "dv": dv, "dk_terms": dk_terms, "dv_terms": dv_terms}
-    return {**found, "unseen": unseen}
+    sums = {"dk": dk, "dv": dv, "dk_terms": dk_terms, "dv_terms": dv_terms}
+    return {**sums, "unseen": unseen}
 
 
 def _room(q: Tensor, v: Tensor) -> Reference:
@@ -196,7 +196,7 @@ def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor
 
 
 def _attend(
-    found: Reference,
+    reference: Reference,
     case: AttentionCase,
     S: Tensor,
     rows: slice,
@@ -205,7 +205,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Fill in these rows of what is found; `values` are V and |V| of the keys. Returns
     exp(S - m), which overwrites S, and its row sum."""
-    found.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
+    reference.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
     m = S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
     sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
     if sink is not None:
@@ -216,12 +216,12 @@ def _attend(
     l = P.sum(dim=-1)
     if sink is not None:
         l = l + (sink - shift).exp()
-    found.lse[:, :, rows], P_i = shift + l.log(), _per_kv_head(case, P)
+    reference.lse[:, :, rows], P_i = shift + l.log(), _per_kv_head(case, P)
     O = (
         weigh(P_i, values, P_i).view(*P.shape[:3], values.shape[-1])
         / nonzero(l)[..., None]
     )
-    found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
+    reference.out[:, :, rows], reference.term_scale[:, :, rows] = O.chunk(2, dim=-1)
     return P, l
 
 
@@ -235,11 +235,11 @@ def _score_gradient(
 ) -> tuple[Tensor, Tensor]:
     """dX, and the sum of its absolute terms, by kv head; 0 where P is."""
     dP = (dO_i @ V.mT).view_as(P)
-    apart = P == 0
+    unweighted = P == 0
     weight = P if slope is None else P * slope
     terms = dP.abs().add_(delta.abs()[..., None]).mul_(weight)
     dX = dP.sub_(delta[..., None]).mul_(weight)
-    dX, terms = (_per_kv_head(case, x.masked_fill(apart, 0.0)) for x in (dX, terms))
+    dX, terms = (_per_kv_head(case, x.masked_fill(unweighted, 0.0)) for x in (dX, terms))
     return dX, terms
 
 

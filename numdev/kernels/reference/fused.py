@@ -109,10 +109,10 @@ def _in_parts(
     """What `compute` makes of each group of heads and its query heads, put together."""
     whole: Results = {}
     for part, heads, kv_heads in _parts(case):
-        here = compute(part, heads)
+        of_part = compute(part, heads)
         if part is case:
-            return here
-        for name, x in here.items():
+            return of_part
+        for name, x in of_part.items():
             by_query = name in BY_QUERY
             if name not in whole:
                 count = case.heads if by_query else case.kv_heads
@@ -169,19 +169,20 @@ class _Operands:
             strides = mask.stride()
         cap = torch.tensor(case.softcap or 1.0, dtype=torch.float64, device=case.q.device)
         at = case.q if positions is None else positions.int()
+        flags = {
+            "LOW": low is not None,
+            "HIGH": high is not None,
+            "MASKED": mask is not None,
+            "SOFTCAP": case.softcap is not None,
+            "AT": positions is not None,
+        }
         return cls(
             q=q.mul_(case.scale * (1.0 if case.softcap else LOG2E)),
             k=k,
             v=v,
             masks=(low or 0, high or 0, *strides),
             pointers=(case.q if mask is None else mask, at, cap),
-            flags={
-                "LOW": low is not None,
-                "HIGH": high is not None,
-                "MASKED": mask is not None,
-                "SOFTCAP": case.softcap is not None,
-                "AT": positions is not None,
-            },
+            flags=flags,
         )
 
     def bounded(self, case: AttentionCase) -> bool:
@@ -239,17 +240,19 @@ def _forward(case: AttentionCase) -> Results:
     k, v = at.k, at.v
     if upper:
         k, v = (x.view(torch.int32)[..., 1::2].contiguous() for x in (k, v))
-    bounded = at.bounded(case)
+    bounded, stages = at.bounded(case), tile.stages if upper else max(1, tile.stages - 1)
+    # Pays with few keys
+    whole = bounded and not at.flags["MASKED"] and tile.block_kv < 32
+    operands = (at.q, k, v, *_scaled(at.v), *at.pointers, sinks, out, terms, lse, empty)
+    sizes = (h, case.group, n, case.kv_len, span, *at.masks)
     launch(
         forward,
         (*grid, parts),
-        at.q, k, v, *_scaled(at.v), *at.pointers, sinks, out, terms, lse, empty,
-        h, case.group, n, case.kv_len, span, *at.masks,
+        *operands,
+        *sizes,
         D=at.q.shape[-1], D_V=d_v, BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv,
-        STAGES=tile.stages if upper else max(1, tile.stages - 1), num_warps=tile.warps,
-        BOUNDED=bounded, SINK=case.sinks is not None, UPPER=upper,
-        # Pays with few keys
-        WHOLE=bounded and not at.flags["MASKED"] and tile.block_kv < 32,
+        STAGES=stages, num_warps=tile.warps,
+        BOUNDED=bounded, SINK=case.sinks is not None, UPPER=upper, WHOLE=whole,
         PART=d_v // 2 if d_v == 128 else d_v, **at.flags,
     )  # fmt: skip
     out, terms, lse = _merged(out, terms, lse)
@@ -322,8 +325,8 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
     seen = torch.zeros(pairs, case.kv_len, dtype=torch.int32, device=k.device)
     for rows in _runs(case):
         keys = _keys(case, rows)
-        given = (dO, lse, delta, *at.pointers, unit)
-        P, dX, P16, dX16 = _score_gradients(case, at, given, seen, rows, keys)
+        operands = (dO, lse, delta, *at.pointers, unit)
+        P, dX, P16, dX16 = _score_gradients(case, at, operands, seen, rows, keys)
         q_i, dO_i, q16_i, dO16_i = (
             x[:, :, rows].reshape(pairs, -1, x.shape[-1]) for x in (at.q, dO, q16, dO16)
         )
@@ -337,14 +340,17 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
         del P, dX, P16, dX16
     # Q came scaled, for the scores: this is what remains of the scale in dK = scale dX^T
     # Q.
-    rest = 1.0 if case.softcap else LN2
+    scale_left = 1.0 if case.softcap else LN2
+    dq_terms = dq_terms.double().div_(unit * of_k).mul_(abs(case.scale))
+    dk_terms = dk_terms.double().div_(unit * of_q).mul_(scale_left)
+    dv_terms = dv_terms.double().div_(of_dO)
     results = {
         "dq": dq.mul_(case.scale),
-        "dq_terms": dq_terms.double().div_(unit * of_k).mul_(abs(case.scale)),
-        "dk": dk.mul_(rest).view_as(at.k),
-        "dk_terms": dk_terms.double().div_(unit * of_q).mul_(rest).view_as(at.k),
+        "dq_terms": dq_terms,
+        "dk": dk.mul_(scale_left).view_as(at.k),
+        "dk_terms": dk_terms.view_as(at.k),
         "dv": dv.view_as(at.v),
-        "dv_terms": dv_terms.double().div_(of_dO).view_as(at.v),
+        "dv_terms": dv_terms.view_as(at.v),
     }
     results = {name: x[..., : d_v if "dv" in name else d] for name, x in results.items()}
     return {**results, "delta": delta, "unseen": _unseen(case, at, seen)}
@@ -353,7 +359,7 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
 def _score_gradients(
     case: AttentionCase,
     at: _Operands,
-    given: Sequence[Tensor],
+    operands: Sequence[Tensor],
     seen: Tensor,
     rows: slice,
     keys: slice,
@@ -366,24 +372,15 @@ def _score_gradients(
     shape = (2, case.q.shape[0] * case.kv_heads, case.group * count, width)
     results = (*at.q.new_empty(shape), *at.q.new_empty(shape, dtype=torch.bfloat16))
     heads = case.q.shape[0] * case.heads
+    of_rows = (rows.start, count, case.q_len)
+    of_keys = (keys.start, width, case.kv_len)
+    grid = (-(-width // tile.block_kv), -(-count // tile.block_q), heads)
+    tensors = (at.q, at.k, at.v, *operands, *results, seen)
     launch(
         score_gradients,
-        (-(-width // tile.block_kv), -(-count // tile.block_q), heads),
-        at.q,
-        at.k,
-        at.v,
-        *given,
-        *results,
-        seen,
-        case.heads,
-        case.group,
-        rows.start,
-        count,
-        case.q_len,
-        keys.start,
-        width,
-        case.kv_len,
-        *at.masks,
+        grid,
+        *tensors,
+        *(case.heads, case.group, *of_rows, *of_keys, *at.masks),
         D=at.q.shape[-1],
         D_V=at.v.shape[-1],
         BLOCK_Q=tile.block_q,

@@ -59,7 +59,7 @@ def of_queries(
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
     l = tl.load(L + lines + i, mask=i < size.q_len, other=0.0)
     l = finite(l * LOG2_E if PLAN.folded else l)
-    begin, full, rest, end = within(
+    begin, full, tail, end = within(
         start,
         tl.minimum(start + BLOCK_Q, size.q_len),
         size.kv_len,
@@ -89,8 +89,8 @@ def of_queries(
         zero = d
         if PLAN.left:
             d = over_keys(d, zero, common, begin, full, True, True, BLOCK_KV, PLAN)
-        d = over_keys(d, zero, common, full, rest, True, False, BLOCK_KV, PLAN)
-        d = over_keys(d, zero, common, rest, end, True, True, BLOCK_KV, PLAN)
+        d = over_keys(d, zero, common, full, tail, True, False, BLOCK_KV, PLAN)
+        d = over_keys(d, zero, common, tail, end, True, True, BLOCK_KV, PLAN)
     else:
         o = block_of(
             O, o_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide
@@ -101,8 +101,8 @@ def of_queries(
     dq = tl.zeros([BLOCK_Q, WIDE], tl.float32)
     if PLAN.left:
         dq = over_keys(dq, d, common, begin, full, False, True, BLOCK_KV, PLAN)
-    dq = over_keys(dq, d, common, full, rest, False, False, BLOCK_KV, PLAN)
-    dq = over_keys(dq, d, common, rest, end, False, True, BLOCK_KV, PLAN)
+    dq = over_keys(dq, d, common, full, tail, False, False, BLOCK_KV, PLAN)
+    dq = over_keys(dq, d, common, tail, end, False, True, BLOCK_KV, PLAN)
     at = head_of(dQ, dq_strides, batch, head)
     store_rows(
         at, dq_strides, start, size.q_len, dq * scale, BLOCK_Q, PLAN.head_dim, PLAN.wide
@@ -172,7 +172,7 @@ def of_keys(
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
     # Row i sees keys i + first to i + last, so key j is seen by rows j - last to j -
     # first.
-    begin, full, rest, end = within(
+    begin, full, tail, end = within(
         start,
         tl.minimum(start + BLOCK_KV, size.kv_len),
         size.q_len,
@@ -201,8 +201,8 @@ def of_keys(
     dv = tl.zeros([BLOCK_KV, V_WIDE], tl.float32)
     if PLAN.right:
         dk, dv = over_rows(dk, dv, common, begin, full, True, BLOCK_Q, PLAN)
-    dk, dv = over_rows(dk, dv, common, full, rest, False, BLOCK_Q, PLAN)
-    dk, dv = over_rows(dk, dv, common, rest, end, True, BLOCK_Q, PLAN)
+    dk, dv = over_rows(dk, dv, common, full, tail, False, BLOCK_Q, PLAN)
+    dk, dv = over_rows(dk, dv, common, tail, end, True, BLOCK_Q, PLAN)
     at = head_of(dK, dk_strides, batch, head)
     store_rows(
         at, dk_strides, start, size.kv_len, dk * scale, BLOCK_KV, PLAN.head_dim, PLAN.wide

@@ -99,11 +99,11 @@ def scores(
             + i.to(tl.int64) * mask_strides.row
             + j.to(tl.int64) * mask_strides.column
         )
-        given = tl.load(at, mask=(i < size.q_len) & (j < size.kv_len), other=0)
+        loaded = tl.load(at, mask=(i < size.q_len) & (j < size.kv_len), other=0)
         if PLAN.mask == "bool":
-            S = tl.where(given != 0, S, float("-inf"))
+            S = tl.where(loaded != 0, S, float("-inf"))
         else:
-            added = given.to(tl.float32)
+            added = loaded.to(tl.float32)
             S = tl.where(added == PLAN.hidden, float("-inf"), S + added)
     if PARTIAL:
         shown = j < size.kv_len
@@ -159,20 +159,20 @@ def within(
     """What lines [start, stop) of the score matrix have to do with the `total` of the
     other kind.
 
-    Line x meets x + first to x + last. Returns the places (begin, full, rest, end): tiles
-    of BLOCK from `begin` on meet some line; those in [full, rest) meet all, and so need
+    Line x meets x + first to x + last. Returns the places (begin, full, tail, end): tiles
+    of BLOCK from `begin` on meet some line; those in [full, tail) meet all, and so need
     no check; the last one that meets any ends at or after `end`. All but `end` are
     multiples of BLOCK."""
-    begin, full, rest, end = 0, 0, total // BLOCK * BLOCK, total
+    begin, full, tail, end = 0, 0, total // BLOCK * BLOCK, total
     if LEFT:
         begin = tl.minimum(tl.maximum(start + first, 0), total) // BLOCK * BLOCK
         full = tl.cdiv(tl.minimum(tl.maximum(stop - 1 + first, 0), total), BLOCK) * BLOCK
     if RIGHT:
-        rest = tl.minimum(tl.maximum(start + last + 1, 0), total) // BLOCK * BLOCK
+        tail = tl.minimum(tl.maximum(start + last + 1, 0), total) // BLOCK * BLOCK
         end = tl.minimum(tl.maximum(stop + last, 0), total)
     end = tl.maximum(end, begin)
     full = tl.minimum(full, tl.cdiv(end, BLOCK) * BLOCK)
-    return begin, full, tl.maximum(rest, full), end
+    return begin, full, tl.maximum(tail, full), end
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def forward(
         m = tl.zeros([BLOCK_Q], tl.float32) + (sink * LOG2_E if PLAN.folded else sink)
         l = l + (weight(i, size) if PLAN.guarded else 1.0)
     o = tl.zeros([BLOCK_Q, V_WIDE], tl.float32)
-    begin, full, rest, end = within(
+    begin, full, tail, end = within(
         start,
         tl.minimum(start + BLOCK_Q, size.q_len),
         size.kv_len,
@@ -220,15 +220,15 @@ def forward(
     )
     common = (q, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale)
     if PLAN.descending:
-        m, l, o = sweep(m, l, o, common, rest, end, True, BLOCK_KV, PLAN)
-        m, l, o = sweep(m, l, o, common, full, rest, False, BLOCK_KV, PLAN)
+        m, l, o = sweep(m, l, o, common, tail, end, True, BLOCK_KV, PLAN)
+        m, l, o = sweep(m, l, o, common, full, tail, False, BLOCK_KV, PLAN)
         if PLAN.left:
             m, l, o = sweep(m, l, o, common, begin, full, True, BLOCK_KV, PLAN)
     else:
         if PLAN.left:
             m, l, o = sweep(m, l, o, common, begin, full, True, BLOCK_KV, PLAN)
-        m, l, o = sweep(m, l, o, common, full, rest, False, BLOCK_KV, PLAN)
-        m, l, o = sweep(m, l, o, common, rest, end, True, BLOCK_KV, PLAN)
+        m, l, o = sweep(m, l, o, common, full, tail, False, BLOCK_KV, PLAN)
+        m, l, o = sweep(m, l, o, common, tail, end, True, BLOCK_KV, PLAN)
 
     # A row that saw no key is 0. One whose every P was lost is 0 / 0.
     o = o / tl.where(m == float("-inf"), 1.0, l)[:, None]

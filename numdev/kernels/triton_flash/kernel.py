@@ -112,23 +112,32 @@ def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> Any:
     folded = options["exponential"] == "exp2" and not additive
     unit = LOG2_E if folded else 1.0
     p_dtype = torch.float32 if options["p"] == "float32" else case.q.dtype
+    hidden = torch.finfo(mask.dtype).min if mask is not None and additive else 0.0
+    largest_shift = -math.log(torch.finfo(p_dtype).tiny) * unit
+    kind = "none" if mask is None else "additive" if additive else "bool"
     head_dim, v_dim = case.q.shape[-1], case.v.shape[-1]
+    flags = {flag: options[name] == word for flag, (name, word) in FLAGS.items()}
     return Plan(
         head_dim=head_dim,
         v_dim=v_dim,
-        wide=max(16, 1 << (head_dim - 1).bit_length()),
-        v_wide=max(16, 1 << (v_dim - 1).bit_length()),
+        wide=_wide(head_dim),
+        v_wide=_wide(v_dim),
         left=first is not None,
         right=last is not None,
-        mask="none" if mask is None else "additive" if additive else "bool",
-        hidden=torch.finfo(mask.dtype).min if mask is not None and additive else 0.0,
+        mask=kind,
+        hidden=hidden,
         sinks=case.sinks is not None,
         folded=folded,
         beta=float(options["beta"]),
         tie_tolerance=options["tie_tolerance"] * unit,
-        largest_shift=-math.log(torch.finfo(p_dtype).tiny) * unit,
-        **{flag: options[name] == word for flag, (name, word) in FLAGS.items()},
+        largest_shift=largest_shift,
+        **flags,
     )
+
+
+def _wide(dim: int) -> int:
+    """The power of two, 16 or more, that a matrix product takes in place of `dim`."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 class Strides(NamedTuple):
@@ -267,10 +276,12 @@ class Call:
         first, second = (
             tiles(name, self.plan, q.dtype) for name in ("of_queries", "of_keys")
         )
-        kept = q.dtype if case.group == 1 else torch.float32
+        sum_dtype = q.dtype if case.group == 1 else torch.float32
         delta = q.new_empty(q.shape[:3], dtype=torch.float32)
         dQ = q.new_empty(q.shape)
-        dK, dV = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=kept) for x in (k, v))
+        dK, dV = (
+            q.new_empty(*q.shape[:2], *x.shape[2:], dtype=sum_dtype) for x in (k, v)
+        )
         scales = (Size.of(case), case.scale, self._scores_scale)
         of_queries[self._programs(first.block_q, q)](
             q, k, v, O, dO, lse, delta, dQ, self.mask,
@@ -361,8 +372,8 @@ class _Trained(torch.autograd.Function):
         return done.out
 
     @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        return *ctx.call.backward(*ctx.saved_tensors, given[0]), None
+    def backward(ctx: Any, *upstreams: Any) -> Any:
+        return *ctx.call.backward(*ctx.saved_tensors, upstreams[0]), None
 
 
 @kernel(
