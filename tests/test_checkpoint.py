@@ -11,14 +11,16 @@ import pickle
 import resource
 import socket
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import factories
 import models
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.sources import files
+from numdev.sources import containers, files
 from numdev.sources.capture import NAME
 from numdev.sources.checkpoint import (
     Checkpoint,
@@ -38,8 +40,10 @@ from numdev.sources.checkpoint import (
     open_state_dict,
     read_config,
 )
-from numdev.sources.files import read, read_metadata
+from numdev.sources.containers import StoredTensor, read
+from numdev.sources.distributed import read_metadata
 from numdev.sources.prompts import model_inputs, read_text
+from numdev.training.weights.files import open_weights
 
 WAYS = ["whole", "shards", "pickle", "old pickle"]
 
@@ -126,7 +130,7 @@ def test_opening_says_how_much_the_model_reads() -> None:
     read."""
 
     def opened(**config: Any) -> Checkpoint:
-        return Checkpoint(path=Path(), name="", config=config, files=())
+        return Checkpoint(path=Path(), name="", config=config, containers=())
 
     roberta = {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}
     for config, length in (
@@ -489,6 +493,58 @@ def built(path: Path, factory: str = "gpt") -> Any:
 def torch_saved(path: Path, content: Any) -> Path:
     torch.save(content, path)
     return path
+
+
+@dataclass(frozen=True)
+class ArraysFile:
+    """A kind of file that numdev does not know: a NumPy archive."""
+
+    path: Path
+    suffixes: ClassVar[tuple[str, ...]] = (".npz",)
+    is_lazy: ClassVar[bool] = False
+    is_joined: ClassVar[bool] = False
+    has_more: ClassVar[bool] = False
+    nesting: str = ""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    @classmethod
+    def holds(cls, path: Path) -> bool:
+        return path.suffix in cls.suffixes
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        for name, array in np.load(self.path).items():
+            x = torch.from_numpy(array)
+            yield StoredTensor(name=name, shape=tuple(x.shape), read=x.clone)
+
+    def beside(self) -> None:
+        return None
+
+
+def test_another_container_is_one_class_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its name in CONTAINERS a file is opened as a state dict, alone or in a
+    directory as weights to compare, and has an identity; without it it is refused by what
+    it is."""
+    path, expected = tmp_path / "w.npz", state()
+    np.savez(path, **{name: x.numpy() for name, x in expected.items()})
+    fails(lambda: built(path), UsageError, "got a NumPy archive")
+    monkeypatch.setattr(containers, "CONTAINERS", (*containers.CONTAINERS, ArraysFile))
+    model = built(path).state_dict()
+    assert all(torch.equal(model[name], x) for name, x in expected.items())
+    opened = open_state_dict(path, "factories:gpt")
+    assert opened.identity() == files.identity([path])
+    for target in (path, tmp_path):
+        weights = open_weights(str(target))
+        assert weights.files == (path,)
+        assert not weights.damage
+        assert {n: x.shape for n, x in weights.tensors.items()} == {
+            n: x.shape for n, x in expected.items()
+        }
+        assert all(torch.equal(weights.tensors[n].read(), x) for n, x in expected.items())
 
 
 def report(directory: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from numdev import report
 from numdev.errors import MeasurementError
 from numdev.report.numbers import times
-from numdev.sources.files import read_metadata
+from numdev.sources.distributed import read_metadata
 from numdev.training.weights.files import open_weights
 from numdev.training.weights.pairs import CASTS, cast_costs, numbers, pooled
 from numdev.training.weights.pairs import compare as compared

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -30,14 +31,17 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation, followed
-from numdev.sources.files import (
-    SplitTensor,
-    blaming,
-    is_distributed,
-    name_of,
-    quiet,
-    read_json,
+from numdev.sources.containers import (
+    INDEX,
+    SUFFIXES,
+    Container,
+    StoredTensor,
+    container_at,
+    containers_at,
+    containers_of_model,
+    is_weights,
 )
+from numdev.sources.files import blaming, name_of, quiet, read_json
 from numdev.sources.foreign import (
     file_format,
     refuse_config,
@@ -63,8 +67,6 @@ MANY = re.compile(r'"\w*(?:layers?|depths?|experts|blocks)": \[?\d{5,}')
 LABELS = re.compile(r'"num_labels": (\d+)')
 FEW_LABELS = 1 << 16  # take megabytes, whatever is stored: a model may lack its head
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-SUFFIXES = (".safetensors", *storage.PICKLES)
-INDEX = ".index.json"
 # Where training scripts put the model's configuration: nanoGPT, Lightning, and others.
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
@@ -79,29 +81,24 @@ POSITIONS_AFTER_PADDING = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
-    """The stored weights of a model: its files, or the tensors of a distributed
-    checkpoint."""
+class StoredWeights:
+    """The stored weights of a model."""
 
     path: Path
     name: str
-    files: tuple[Path, ...]
+    containers: tuple[Container, ...]
     config: Mapping[str, Any] = field(default_factory=dict)  # Stored with the weights
-    split: Mapping[str, SplitTensor] = field(default_factory=dict)
-    nesting: str = ""  # The keys that stood before all names in a distributed checkpoint
     prefix: str = ""  # What is taken off all names
 
-    @classmethod
-    def opened(cls, path: Path, **fields: Any) -> Self:
-        """The weights at a path: in its files, or a distributed checkpoint."""
-        if is_distributed(path):
-            nesting, split, fields["files"] = storage.open_distributed(path)
-            fields |= {
-                "split": split,
-                "nesting": nesting,
-                "prefix": storage.common_prefix([*split]),
-            }
-        return cls(path=path, name=name_of(path), **fields)
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """By whose names and contents the weights are identified."""
+        return tuple(file for container in self.containers for file in container.files)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more may be stored with them (an optimiser's state)."""
+        return any(container.has_more for container in self.containers)
 
     @property
     def vocab_size(self) -> int | None:
@@ -128,7 +125,8 @@ class Weights:
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
         code = "not run" if self.config.get("auto_map") else ""
-        details = {"prefix_removed": self.nesting + self.prefix, "auto_map": code}
+        nesting = "".join(container.nesting for container in self.containers)
+        details = {"prefix_removed": nesting + self.prefix, "auto_map": code}
         return {name: text for name, text in details.items() if text}
 
     def fitted(self, model: nn.Module) -> Self:
@@ -145,27 +143,17 @@ class Weights:
         format; `tied` ones, which share storage as only a pickle can hold them, once or
         by each name. Raises MeasurementError for one that is no array, and for weights
         that are no reals."""
-        for name, split in self.split.items():
-            yield (
-                name.removeprefix(self.prefix),
-                storage.plain(self.path, name, split.read()),
-            )
-        for path in () if self.split else self.files:
+        for container in self.containers:
             seen = set()
-            for name, tensor in storage.read(path):
-                place = (
-                    storage.held_at(tensor) if path.suffix in storage.PICKLES else None
-                )
-                if tied or place is None or place not in seen:
-                    seen.add(place)
-                    yield (
-                        name.removeprefix(self.prefix),
-                        storage.plain(path, name, tensor),
-                    )
+            for stored in container.tensors():
+                if tied or stored.tie is None or stored.tie not in seen:
+                    seen.add(stored.tie)
+                    tensor = storage.plain(container.path, stored.name, stored.read())
+                    yield stored.name.removeprefix(self.prefix), tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Weights):
+class Checkpoint(StoredWeights):
     """An opened checkpoint: its config is read, its weight files are found and can be
     opened."""
 
@@ -182,7 +170,7 @@ class Checkpoint(Weights):
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
         """The same model on the CPU with a `Deferred` for every stored weight. Raises as
         `load_model`, and UsageError where it cannot be streamed."""
-        if self.split or any(file.suffix in storage.PICKLES for file in self.files):
+        if not all(container.is_lazy for container in self.containers):
             what = f"{self.path}: --stream: expected safetensors files"
             raise UsageError(what, hint="save_pretrained writes them")
         if find_spec("accelerate") is None:
@@ -190,10 +178,12 @@ class Checkpoint(Weights):
                 "--stream needs accelerate", hint="pip install 'numdev[large]'"
             )
         empty, deferred = {}, {}
-        for file in self.files:
-            for name, x in storage.read(file):
-                empty[name] = torch.empty_like(storage.plain(file, name, x), device=META)
-                deferred[name] = Deferred.of(empty[name], partial(read_on, file, name))
+        for container in self.containers:
+            for stored in container.tensors():
+                x = storage.plain(container.path, stored.name, stored.read())
+                empty[stored.name] = torch.empty_like(x, device=META)
+                make = partial(read_on, stored)
+                deferred[stored.name] = Deferred.of(empty[stored.name], make)
         # Once all on the meta device, to find out what is missing: values are drawn for
         # that, in the memory of a model that has none.
         self._built(empty, dtype, device_map={"": META})
@@ -342,11 +332,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     refuse_config(stored, config)
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
     try:
-        files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
+        containers = containers_of_model(path, WHOLE, hint)
     except UsageError:
         refuse_directory(path)
         raise
-    return Checkpoint.opened(path, files=files, config=config)
+    opened = Checkpoint(
+        path=path, name=name_of(path), containers=containers, config=config
+    )
+    # transformers' own files have transformers' names
+    if not opened.has_more:
+        return opened
+    return replace(opened, prefix=storage.common_prefix(_names_in(containers)))
+
+
+def _names_in(containers: Sequence[Container]) -> list[str]:
+    stored = itertools.chain.from_iterable(x.tensors() for x in containers)
+    return [tensor.name for tensor in stored]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -385,7 +386,7 @@ def size(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateDict(Weights):
+class StateDict(StoredWeights):
     """Opened weights and the factory of their model."""
 
     factory: str
@@ -467,7 +468,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     """Open the weights at `path`, and import the factory of their model. Raises
     UsageError where there are none or no factory, MeasurementError for a file that is
     damaged or holds none."""
-    if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
+    if not is_weights(path):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         got = file_format(path)
         what = f"{path}: expected {accepted}" + f", got {got}" * bool(got)
@@ -479,22 +480,26 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     build = imported(factory, "model")
     config: Mapping[str, Any] = {}
     beside = (path if path.is_dir() else path.parent) / "config.json"
-    if path.suffix in storage.PICKLES:
-        content = storage.read_pickle(path)
+    container = container_at(path)
+    content = None if container is None else container.beside()
+    if content is not None:
         config = next(
             (c for key in CONFIGS if isinstance(c := content.get(key), dict)), {}
         )
     elif beside.is_file():
         config = read_config(beside)
-    model: dict[str, Any] = {"factory": factory, "build": build, "config": config}
-    if is_distributed(path):
-        return StateDict.opened(path, **model)
-    files = storage.shards(path) if path.name.endswith(INDEX) else (path,)
-    names = [name for file in files for name, _ in storage.read(file)]
+    containers = containers_at(path)
+    names = _names_in(containers)
     if not names:
         raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
-    return StateDict.opened(
-        path, files=files, prefix=storage.common_prefix(names), **model
+    return StateDict(
+        path=path,
+        name=name_of(path),
+        containers=containers,
+        config=config,
+        prefix=storage.common_prefix(names),
+        factory=factory,
+        build=build,
     )
 
 
@@ -510,11 +515,8 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
 CANNOT = "this model cannot be streamed; load it whole, without --stream"
 
 
-def read_on(file: Path, name: str, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor of a safetensors file, on a device."""
-    with storage.open_safetensors(file) as opened:
-        value: Tensor = opened.get_tensor(name)
-        return value.to(device)
+def read_on(stored: StoredTensor, device: torch.device) -> Tensor:
+    return stored.read().to(device)
 
 
 class Deferred(Tensor):
@@ -647,7 +649,7 @@ class InMemory:
 
     model: nn.Module
     inputs: Mapping[str, Any]
-    split: bool = False
+    has_more: bool = False
 
     @property
     def name(self) -> str:

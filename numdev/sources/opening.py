@@ -16,11 +16,13 @@ from torch import nn
 
 from numdev.cases import AttentionCase, CaseRef, laid_out, transposed
 from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import capture as capturing
 from numdev.sources import checkpoint as stored
-from numdev.sources.files import FETCH, is_distributed, some
+from numdev.sources.containers import container_at
+from numdev.sources.distributed import refuse_unfinished
+from numdev.sources.files import some
 from numdev.sources.loss import Upstream, drawn_from, find_upstream, with_drawn
 from numdev.sources.mixers import in_words
 from numdev.sources.pipeline import PipelineSource, is_pipeline
@@ -346,7 +348,7 @@ class CheckpointSource(Source):
         if prefix := described.get("prefix_removed"):
             whose = (
                 "The model's weights are stored"
-                if self.checkpoint.split
+                if self.checkpoint.has_more
                 else "All weights are"
             )
             self.notes += (
@@ -449,18 +451,12 @@ class CheckpointSource(Source):
 
     def _opened(self) -> stored.Checkpoint | stored.StateDict:
         """The request's weights, not loaded. A directory says itself which model it is; a
-        file or a bare distributed checkpoint needs a factory."""
+        file or a bare directory of weights needs a factory."""
         path, request = _path(self.request), self.request
-        distributed = is_distributed(path)
-        if path.is_dir() and not distributed and any(path.glob("*.distcp")):
-            what = (
-                f"{path}: .metadata is missing, the last file of a distributed checkpoint"
-            )
-            raise MeasurementError(
-                what, hint=f"{FETCH}, or take one whose save has ended"
-            )
-        bare = distributed and not (path / "config.json").is_file()
-        if path.is_file() or bare or (request.model and distributed):
+        refuse_unfinished(path)
+        is_container = path.is_dir() and container_at(path) is not None
+        is_bare = is_container and not (path / "config.json").is_file()
+        if path.is_file() or is_bare or (request.model and is_container):
             opened = stored.open_state_dict(path, request.model)
             if request.stream:
                 raise UsageError(

@@ -36,6 +36,7 @@ from numdev.formats import dtype_of, format_named, format_of
 from numdev.sources import capture as capturing
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import VARIADIC
+from numdev.sources.containers import containers_of_model
 from numdev.sources.files import blaming, name_of, naming, quiet
 from numdev.sources.foreign import refuse_pointer
 from numdev.sources.loss import drawn_from, with_drawn
@@ -153,8 +154,9 @@ class PipelineSource:
         return len(self.modules) * len(self.request.steps or range(self.steps))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for path in storage.weight_files(self.path / self.part, WEIGHTS, WRITTEN_BY):
-            yield from storage.read(path)
+        for container in containers_of_model(self.path / self.part, WEIGHTS, WRITTEN_BY):
+            for stored in container.tensors():
+                yield stored.name, stored.read()
 
     def __iter__(self) -> Iterator[capturing.Captured]:
         return capturing.handed_over(self._run)
@@ -169,7 +171,7 @@ class PipelineSource:
         if library == "transformers":
             options["trust_remote_code"] = False
         if model := issubclass(cls, nn.Module):
-            storage.weight_files(directory, WEIGHTS, WRITTEN_BY)
+            containers_of_model(directory, WEIGHTS, WRITTEN_BY)
             options |= {
                 "dtype": dtype,
                 "use_safetensors": True,

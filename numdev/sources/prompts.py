@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest, one_line
 from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
+from numdev.sources.containers import read as read_tensors
 from numdev.sources.files import plain, some
-from numdev.sources.files import read as read_tensors
 from numdev.sources.foreign import refuse_pointer
 
 PROMPT = "prompt.txt"  # what the demo reads, beside its weights

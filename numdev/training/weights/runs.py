@@ -19,8 +19,7 @@ from typing import Any
 
 from numdev import report as reports
 from numdev.errors import UsageError
-from numdev.sources.checkpoint import SUFFIXES
-from numdev.sources.files import is_distributed
+from numdev.sources.containers import SUFFIXES, container_at
 from numdev.training.bounds.report import BoundsReport
 from numdev.training.checkpoints import FOLDER
 from numdev.training.report import VariantRole
@@ -197,7 +196,7 @@ def _inside(path: Path) -> Iterator[tuple[int, Path]]:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
         step = step_of(place)
-        holds = is_distributed(place) or any(
+        holds = container_at(place) is not None or any(
             x.suffix in SUFFIXES for x in place.iterdir()
         )
         if step is not None and holds:

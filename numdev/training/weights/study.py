@@ -20,11 +20,12 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS
 from numdev.report.io import claim
 from numdev.report.numbers import si, times
+from numdev.sources.containers import StoredTensor
 from numdev.sources.files import identity, some
 from numdev.system import System
 from numdev.training.weights import pairs
 from numdev.training.weights import report as records
-from numdev.training.weights.files import Stored, Weights, open_weights
+from numdev.training.weights.files import Weights, open_weights
 
 _LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
 _NORM = re.compile(r"norm|layrnorm|^ln(_|\d|$)|^bn\d*$", re.IGNORECASE)
@@ -188,7 +189,7 @@ class Comparison:
         for source in (self.first, *self.others):
             for words in source.damage:
                 self.remark(source, None, "damaged", words)
-        plan: dict[str, list[tuple[Weights, Stored, Stored]]] = {
+        plan: dict[str, list[tuple[Weights, StoredTensor, StoredTensor]]] = {
             n: [] for n in self.first.tensors
         }
         for other in self.others:
@@ -202,7 +203,7 @@ class Comparison:
                 if of is not None and against is not None:
                     yield name, other, of, against
 
-    def matched(self, other: Weights) -> Iterator[tuple[str, Stored, Stored]]:
+    def matched(self, other: Weights) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
         """The tensors that another set and the first have in one shape. What a damaged
         set lacks may be in the file that cannot be read, and is not called missing."""
         first = self.first
@@ -223,7 +224,7 @@ class Comparison:
             if name not in known and not first.damage:
                 self.remark(other, name, "extra", f"is not in {first.name}")
 
-    def values(self, source: Weights, name: str, stored: Stored) -> Tensor | None:
+    def values(self, source: Weights, name: str, stored: StoredTensor) -> Tensor | None:
         """A tensor on the device; None, with a remark, where it has no values to
         measure."""
         try:

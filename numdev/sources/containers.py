@@ -1,0 +1,277 @@
+"""What holds tensors on disk, behind one protocol, and the one place that tells the kinds
+apart.
+
+A set of weights is one container or several: a file alone, the files that an index names,
+a directory. To read another kind, write a class that is a `Container`, and name it in
+CONTAINERS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from numdev.errors import MeasurementError, UsageError
+from numdev.sources.distributed import METADATA, SplitTensor, open_distributed
+from numdev.sources.files import (
+    DISTRUST,
+    FETCH,
+    NESTED,
+    is_plain,
+    open_safetensors,
+    read_json,
+    read_pickle,
+    some,
+)
+
+INDEX = ".index.json"  # how the name of a file ends that names the shards of a set
+SHARDS = (".safetensors", ".bin")  # what transformers names in an index
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a container: its shape (none of a nested one), and how to read it as it
+    is stored, on the CPU. Reading raises MeasurementError, naming the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    # Tensors of one container whose values are the same ones have equal ties
+    tie: tuple[Any, ...] | None = None
+
+
+class Container(Protocol):
+    """Tensors by name, in a file or a directory. It is made of a path alone: nothing is
+    opened before its tensors, its files or its nesting are asked for."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+    """How the names of such files end; none of a directory."""
+    is_lazy: ClassVar[bool]
+    """Whether a tensor can be read by itself whenever it is needed, so that a model's
+    weights may stay on disk."""
+    is_joined: ClassVar[bool]
+    """Whether all the files of this kind in a directory without an index are one set of
+    weights; else each is a set."""
+    has_more: ClassVar[bool]
+    """Whether there may be more in it than a model's weights (an optimiser's state)."""
+
+    def __init__(self, path: Path) -> None: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """By whose names and contents it is identified (`files.identity`)."""
+
+    @property
+    def nesting(self) -> str:
+        """The keys that stood before all its names, and were taken off."""
+
+    @classmethod
+    def holds(cls, path: Path) -> bool:
+        """Whether a path is of this kind, told by names alone."""
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """In the order in which they are stored. Raises MeasurementError for a container
+        that is damaged."""
+
+    def beside(self) -> Mapping[str, Any] | None:
+        """What is saved with the tensors; None where a container holds nothing else."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """A container that is a file, known by how its name ends."""
+
+    path: Path
+    suffixes: ClassVar[tuple[str, ...]]
+    has_more: ClassVar[bool] = False
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    @property
+    def nesting(self) -> str:
+        return ""
+
+    @classmethod
+    def holds(cls, path: Path) -> bool:
+        return path.suffix in cls.suffixes
+
+
+@dataclass(frozen=True)
+class SafetensorsFile(_File):
+    """A safetensors file. Its tensors are mapped one by one: what was read through a map
+    counts as the process's memory until it is gone."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".safetensors",)
+    is_lazy: ClassVar[bool] = True
+    is_joined: ClassVar[bool] = True
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        with open_safetensors(self.path) as file:
+            names = file.offset_keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        for name, shape in shapes.items():
+            yield StoredTensor(name=name, shape=shape, read=partial(self._read, name))
+
+    def beside(self) -> Mapping[str, Any] | None:
+        return None
+
+    def _read(self, name: str) -> Tensor:
+        with open_safetensors(self.path) as file:
+            value: Tensor = file.get_tensor(name)
+            return value
+
+
+@dataclass(frozen=True)
+class TorchFile(_File):
+    """A file that torch.save wrote: a state dict, itself or under a key of NESTED. It is
+    read whole, mapped where it is a zip archive."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".pt", ".pth")
+    is_lazy: ClassVar[bool] = False
+    is_joined: ClassVar[bool] = False
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        content = read_pickle(self.path)
+        for state in (*(content.get(key) for key in NESTED), content):
+            named = state.items() if isinstance(state, dict) else ()
+            if tensors := [(str(name), x) for name, x in named if isinstance(x, Tensor)]:
+                for name, x in tensors:
+                    shape = () if x.is_nested else tuple(x.shape)
+                    yield StoredTensor(name=name, shape=shape, read=x.detach, tie=_tie(x))
+                return
+        what = (
+            f"{self.path}: holds no state dict (but "
+            f"{some(list(map(repr, content))) or 'nothing'})"
+        )
+        hint = f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}"
+        raise MeasurementError(what, hint=hint)
+
+    def beside(self) -> Mapping[str, Any]:
+        return read_pickle(self.path)
+
+
+def _tie(x: Tensor) -> tuple[Any, ...] | None:
+    """What views of the same values have in common; None without elements or a plain
+    array."""
+    if not is_plain(x) or x.numel() == 0:
+        return None
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype)
+
+
+@dataclass(frozen=True)
+class DistributedCheckpoint:
+    """A directory that `torch.distributed.checkpoint` wrote. Its metadata is the last
+    file written: without it a save did not end."""
+
+    path: Path
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    is_lazy: ClassVar[bool] = False
+    is_joined: ClassVar[bool] = False
+    has_more: ClassVar[bool] = True
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        _, _, files = self._opened
+        return files
+
+    @property
+    def nesting(self) -> str:
+        nesting, _, _ = self._opened
+        return nesting
+
+    @classmethod
+    def holds(cls, path: Path) -> bool:
+        return (path / METADATA).is_file()
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        _, tensors, _ = self._opened
+        for name, x in tensors.items():
+            yield StoredTensor(name=name, shape=x.shape, read=x.read)
+
+    def beside(self) -> Mapping[str, Any] | None:
+        return None
+
+    @cached_property
+    def _opened(self) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
+        return open_distributed(self.path)
+
+
+CONTAINERS: tuple[type[Container], ...] = (
+    DistributedCheckpoint,
+    SafetensorsFile,
+    TorchFile,
+)
+SUFFIXES = tuple(suffix for kind in CONTAINERS for suffix in kind.suffixes)
+
+
+def container_at(path: Path) -> Container | None:
+    """The container that a path is by its name, be it there or not; None for others. A
+    directory is one whatever its own name ends with."""
+    for kind in CONTAINERS:
+        if kind.holds(path) and not (kind.suffixes and path.is_dir()):
+            return kind(path)
+    return None
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a path is of a container, or an index of several."""
+    return container_at(path) is not None or path.name.endswith(INDEX)
+
+
+def containers_at(path: Path, *, lack: bool = False) -> tuple[Container, ...]:
+    """What is at a path that `is_weights`: a container, or those an index names; they are
+    there, unless they may `lack`."""
+    container = container_at(path)
+    return shards(path, lack=lack) if container is None else (container,)
+
+
+def containers_of_model(
+    directory: Path, names: Sequence[str], hint: str
+) -> tuple[Container, ...]:
+    """The weights in a model's directory: the directory itself where it is a container,
+    else the first of these files that is there, whole or sharded with an index. Raises
+    UsageError where there are none."""
+    if container := container_at(directory):
+        return (container,)
+    for name in names:
+        for file in (directory / name, directory / f"{name}{INDEX}"):
+            if file.is_file():
+                return containers_at(file)
+    raise UsageError(f"{directory}: has no weights that numdev reads", hint=hint)
+
+
+def shards(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
+    """The files an index names, all in its own directory, and present unless they may
+    `lack`."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)
+    for name in map(str, named.values()):
+        if Path(name).name != name or Path(name).suffix not in SHARDS:
+            what = f"{index}: {name!r} is not the name of a weight file beside it"
+            raise MeasurementError(what, hint=DISTRUST)
+    files = sorted({index.parent / name for name in named.values()})
+    missing = [file.name for file in files if not lack and not file.is_file()]
+    if missing:
+        raise MeasurementError(
+            f"{index}: the shard {some(missing)} is missing", hint=FETCH
+        )
+    return tuple(map(_of_file, files))
+
+
+def read(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file and their names, in the file's order."""
+    for stored in _of_file(path).tensors():
+        yield stored.name, stored.read()
+
+
+def _of_file(path: Path) -> Container:
+    """A file as a container; one of no known name is taken for safetensors."""
+    return container_at(path) or SafetensorsFile(path)
