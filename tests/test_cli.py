@@ -27,7 +27,7 @@ from numdev.audit.journal import JOURNAL
 from numdev.cli import check
 from numdev.cli.gate import gated
 from numdev.cli.main import COMMANDS, FOREIGN, cli
-from numdev.cli.session import Results, watching
+from numdev.cli.session import Session, watching
 from numdev.config import demo_checkpoint
 from numdev.gate import judging
 from numdev.gate.rules import Rules
@@ -592,10 +592,10 @@ def test_a_check_says_how_many_findings_it_does_not_show() -> None:
 
 def test_each_request_has_a_directory_of_its_own() -> None:
     """By its name and all that it asks for; the same request goes where it went."""
-    results = Results(output=None, overwrite=False, as_json=False, quiet=True)
+    session = Session(output=None, overwrite=False, as_json=False, quiet=True)
     with click.Context(click.Command("audit"), info_name="audit"):
         one, same, other = (
-            results.directory("demo", request)
+            session.directory("demo", request)
             for request in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3})
         )
     assert one == same != other
@@ -604,10 +604,10 @@ def test_each_request_has_a_directory_of_its_own() -> None:
 
 def test_the_rules_of_a_verdict_go_into_the_run() -> None:
     """Those that were asked for; none where there is no verdict."""
-    results = Results(output=None, overwrite=True, as_json=False, quiet=True)
+    session = Session(output=None, overwrite=True, as_json=False, quiet=True)
     asked: Any = SimpleNamespace(limits="mine")
     for verdict, rules in ((asked, "mine"), (None, None)):
-        given = results.judged(verdict, lambda *args, **more: (args, more), "a")
+        given = session.judged(verdict, lambda *args, **more: (args, more), "a")
         assert given[0] == ("a",)
         assert (given[1]["rules"], given[1]["overwrite"]) == (rules, True)
 

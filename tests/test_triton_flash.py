@@ -19,7 +19,7 @@ from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulated, emulated_step
 from numdev.kernels.output import Output
 from numdev.kernels.reference import floor_of, gradients
-from numdev.kernels.triton_flash.kernel import Call, tiles
+from numdev.kernels.triton_flash.kernel import KernelCall, tiles
 from numdev.system import System
 
 KERNEL = find("triton-flash")
@@ -34,8 +34,8 @@ def case(**changes: Any) -> AttentionCase:
     )
 
 
-def call(here: AttentionCase, **options: Any) -> Call:
-    return Call.of(here, KERNEL.with_options(options))
+def call(here: AttentionCase, **options: Any) -> KernelCall:
+    return KernelCall.of(here, KERNEL.with_options(options))
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -78,7 +78,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         yield from doc.notes(
             [f"At the model's output: {x}" for x in summary.effects] or [note]
         )
-    yield doc.Choice(tuple(maps(report)))
+    yield doc.TableChoice(tuple(maps(report)))
     yield from by_layer(report)
     yield from spread(report.profiles)
     if figures := tuple(positions(report.profiles)):

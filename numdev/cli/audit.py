@@ -10,7 +10,7 @@ import click
 
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of, seed_option
-from numdev.cli.session import FILE, Results, command
+from numdev.cli.session import FILE, Session, command
 from numdev.config import (
     AuditConfig,
     AuditRequest,
@@ -36,7 +36,7 @@ from numdev.errors import UsageError
 @gated
 def audit(
     target: str | None,
-    results: Results,
+    session: Session,
     verdict: Verdict | None,
     save_cases: Path | None,
     effects: Path | None,
@@ -59,18 +59,18 @@ def audit(
     from numdev.audit.run import reproducers
 
     request, cluster = audit_request(target, flags), cluster_of(workers, scheduler)
-    directory = results.directory(
+    directory = session.directory(
         Path(request.target).stem or "audit", request.model_dump()
     )
-    more = {"workers": cluster, "save_cases": save_cases, "say": results.say}
+    more = {"workers": cluster, "save_cases": save_cases, "say": session.say}
     answer = None if effects is None else _effects(effects, request)
     with sharing(cluster, request.device):
-        report = results.judged(verdict, run, request, directory, **more)
+        report = session.judged(verdict, run, request, directory, **more)
     if answer:
         summary = report.summary.model_copy(update={"effects": answer})
         report = report.model_copy(update={"summary": summary})
     scripts = functools.partial(reproducers, request=request, workers=cluster)
-    results.hand_over(report, directory, scripts, verdict)
+    session.hand_over(report, directory, scripts, verdict)
 
 
 def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
 @gated
 def sweep(
     config: Path,
-    results: Results,
+    session: Session,
     verdict: Verdict | None,
     dry_run: bool,
     workers: int | None,
@@ -126,16 +126,16 @@ def sweep(
     request, cluster = sweep_request(config, flags), cluster_of(workers, scheduler)
     with sharing(cluster, request.device):
         planned = plan(request)
-        if dry_run or not results.quiet:
+        if dry_run or not session.quiet:
             click.echo(planned.size, err=not dry_run)
         if dry_run:
             return
-        directory = results.directory(config.stem, request.measured())
-        report = results.judged(
-            verdict, run, planned, directory, workers=cluster, say=results.say
+        directory = session.directory(config.stem, request.measured())
+        report = session.judged(
+            verdict, run, planned, directory, workers=cluster, say=session.say
         )
     opened = planned.source, planned.plan
     scripts = functools.partial(
         reproducers, request=planned.request, opened=opened, workers=cluster
     )
-    results.hand_over(report, directory, scripts, verdict)
+    session.hand_over(report, directory, scripts, verdict)

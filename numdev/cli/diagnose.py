@@ -10,7 +10,7 @@ import click
 import yaml
 
 from numdev.cli.options import options_of
-from numdev.cli.session import Results, command
+from numdev.cli.session import Session, command
 from numdev.config import DiagnoseRequest
 from numdev.errors import UsageError
 from numdev.yamlfile import Scalar, validated
@@ -35,7 +35,7 @@ from numdev.yamlfile import Scalar, validated
 @options_of(DiagnoseRequest)
 def diagnose(
     targets: tuple[str, ...],
-    results: Results,
+    session: Session,
     preset: str | None,
     attention: tuple[str, ...],
     **flags: Any,
@@ -59,8 +59,8 @@ def diagnose(
     }
     request = validated(asked, DiagnoseRequest, "numdev diagnose")
     name = f"diagnose-{Path(request.target).stem or 'series'}"
-    directory = results.directory(name, request.model_dump(mode="json"))
-    results.hand_over(results.study(run, request, directory, say=results.say), directory)
+    directory = session.directory(name, request.model_dump(mode="json"))
+    session.hand_over(session.study(run, request, directory, say=session.say), directory)
 
 
 def attention_options(

@@ -9,7 +9,7 @@ import click
 
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of
-from numdev.cli.session import Results, command
+from numdev.cli.session import Session, command
 from numdev.config import EffectsRequest, effects_request
 
 
@@ -19,7 +19,7 @@ from numdev.config import EffectsRequest, effects_request
 @cluster_options
 @gated
 def effects(
-    target: str, results: Results, verdict: Verdict | None, workers: int | None,
+    target: str, session: Session, verdict: Verdict | None, workers: int | None,
     scheduler: str | None, **flags: Any,
 ) -> None:  # fmt: skip
     """Say what rounding does to a model's output, and how much of that is attention's.
@@ -35,9 +35,9 @@ def effects(
 
     request, cluster = effects_request(target, flags), cluster_of(workers, scheduler)
     name = f"effects-{Path(request.target).stem or 'model'}"
-    directory = results.directory(name, request.model_dump(mode="json"))
+    directory = session.directory(name, request.model_dump(mode="json"))
     with sharing(cluster, request.device):
-        report = results.judged(
-            verdict, run, request, directory, workers=cluster, say=results.say
+        report = session.judged(
+            verdict, run, request, directory, workers=cluster, say=session.say
         )
-    results.hand_over(report, directory, reproducers, verdict)
+    session.hand_over(report, directory, reproducers, verdict)

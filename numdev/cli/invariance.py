@@ -10,7 +10,7 @@ import click
 
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import options_of
-from numdev.cli.session import Results, command
+from numdev.cli.session import Session, command
 from numdev.config import InvarianceConfig, invariance_request
 
 
@@ -19,7 +19,7 @@ from numdev.config import InvarianceConfig, invariance_request
 @options_of(InvarianceConfig)
 @gated
 def invariance(
-    target: str, results: Results, verdict: Verdict | None, **flags: Any
+    target: str, session: Session, verdict: Verdict | None, **flags: Any
 ) -> None:
     """Ask whether the same tokens give the same numbers another way, and if not, why.
 
@@ -33,7 +33,7 @@ def invariance(
 
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"
-    directory = results.directory(name, request.model_dump(mode="json"))
-    report = results.judged(verdict, run, request, directory, say=results.say)
+    directory = session.directory(name, request.model_dump(mode="json"))
+    report = session.judged(verdict, run, request, directory, say=session.say)
     scripts = functools.partial(reproducers, request=request)
-    results.hand_over(report, directory, scripts, verdict)
+    session.hand_over(report, directory, scripts, verdict)

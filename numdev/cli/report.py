@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from numdev.cli.session import FILE, Results, command, command_line
+from numdev.cli.session import FILE, Session, command, command_line
 from numdev.errors import MeasurementError, UsageError
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
@@ -63,7 +63,7 @@ def compare(
     reports: tuple[Path, ...],
     allow: tuple[str, ...],
     by_date: bool,
-    results: Results,
+    session: Session,
 ) -> None:
     """Show what changed between reports A and B of audits: across versions, machines or
     kernel commits. Or of two sweeps, both run with `keep: head`; of effects; of
@@ -78,9 +78,9 @@ def compare(
     from numdev.gate.compare import compare as run
 
     comparison = run(*reports, allow=allow, by_date=by_date, command=command_line())
-    directory = results.claim("compare", comparison.request)
+    directory = session.claim("compare", comparison.request)
     context.find_root().obj = comparison.exit_code
-    results.hand_over(comparison, directory)
+    session.hand_over(comparison, directory)
     if comparison.exit_code == 3:
         if not comparison.failed:
             count = comparison.summary.unjudged

@@ -28,7 +28,9 @@ OUTPUT = "Directory for the results.  [default: numdev-reports/NAME-HASH]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
+class Session:
+    """One run of a command that writes a report: where it goes, and what is shown."""
+
     output: Path | None
     overwrite: bool
     as_json: bool
@@ -146,22 +148,22 @@ def watching() -> Iterator[Callable[[], None]]:
 
 
 def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of `numdev`. With `results` it has the options of those that write a
+    """A command of `numdev`. With `session` it has the options of those that write a
     report."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         as_command = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
-        if "results" not in inspect.signature(function).parameters:
+        if "session" not in inspect.signature(function).parameters:
             return as_command(function)
 
         @functools.wraps(function)
-        def with_results(*args: Any, **parameters: Any) -> Any:
-            results = Results(
-                **{part.name: parameters.pop(part.name) for part in fields(Results)}
+        def with_session(*args: Any, **parameters: Any) -> Any:
+            session = Session(
+                **{part.name: parameters.pop(part.name) for part in fields(Session)}
             )
-            return function(*args, results=results, **parameters)
+            return function(*args, session=session, **parameters)
 
-        report_command = as_command(with_results)
+        report_command = as_command(with_session)
         report_command.params += [
             click.Option(["--output", "-o"], type=FILE, help=OUTPUT),
             click.Option(

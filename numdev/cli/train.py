@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from numdev.cli.options import device_option, seed_option
-from numdev.cli.session import FILE, Results, command, command_line
+from numdev.cli.session import FILE, Session, command, command_line
 from numdev.errors import MeasurementError, UsageError
 
 STEPS = "Steps to take instead of the file's."
@@ -31,7 +31,7 @@ STOP = "Stop after this time with everything saved; the same command resumes."
 )
 @seed_option
 @device_option
-def train(config: Path, results: Results, stop_after: float | None, **flags: Any) -> None:
+def train(config: Path, session: Session, stop_after: float | None, **flags: Any) -> None:
     """Train small networks side by side, and measure how far their weights drift apart.
 
     CONFIG is a YAML file. Its variants (another attention kernel, format, seed,
@@ -44,12 +44,12 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
     from numdev.yamlfile import read_yaml
 
     request = resolve(read_yaml(config, TrainConfig), config.name, **flags)
-    directory = results.directory(config.stem, request.measured())
-    report = results.study(run, request, directory, stop_after=stop_after)
+    directory = session.directory(config.stem, request.measured())
+    report = session.study(run, request, directory, stop_after=stop_after)
     if report is not None:
-        results.hand_over(report, directory)
+        session.hand_over(report, directory)
     else:
-        results.say(f"Stopped, and saved in {directory}; continue with the same command.")
+        session.say(f"Stopped, and saved in {directory}; continue with the same command.")
 
 
 @command("weights run-1/checkpoint run-2/checkpoint")
@@ -57,7 +57,7 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
 @click.option("--null", "nulls", multiple=True, metavar="RUN", help=NULL)
 @device_option
 def weights(
-    targets: tuple[str, ...], nulls: tuple[str, ...], device: str | None, results: Results
+    targets: tuple[str, ...], nulls: tuple[str, ...], device: str | None, session: Session
 ) -> None:
     """Compare sets of weights tensor by tensor: B, and any further ones, with A.
 
@@ -84,14 +84,14 @@ def weights(
     name = Path(targets[0]).stem or "weights"
     asked: dict[str, Any] = {"device": device or "auto"}
     if by_step:
-        directory = results.directory(
+        directory = session.directory(
             f"weights-{name}", [list(targets), list(nulls), device]
         )
-        report = results.study(over_steps, targets, directory, nulls=nulls, **asked)
+        report = session.study(over_steps, targets, directory, nulls=nulls, **asked)
     else:
-        directory = results.directory(name, [list(targets), device])
-        report = results.study(compare, targets, directory, **asked)
-    results.hand_over(report, directory)
+        directory = session.directory(name, [list(targets), device])
+        report = session.study(compare, targets, directory, **asked)
+    session.hand_over(report, directory)
     if report.damage:
         first = report.damage[0]
         what = f"{first.tensor} {first.words}".strip()
@@ -102,7 +102,7 @@ def weights(
 
 @command("bounds numdev-reports/proxy-1234abcd")
 @click.argument("run", type=FILE)
-def bounds(run: Path, results: Results) -> None:
+def bounds(run: Path, session: Session) -> None:
     """Compare how far flash moves weights with low precision, another seed, and chance.
 
     RUN is the report of a `numdev train`, or its directory. Needs neither torch nor a
@@ -110,5 +110,5 @@ def bounds(run: Path, results: Results) -> None:
     from numdev.training.bounds import study
 
     report = study.bounds(run, command=command_line())
-    directory = results.claim(f"bounds-{report.request['target']}", report.request)
-    results.hand_over(report, directory)
+    directory = session.claim(f"bounds-{report.request['target']}", report.request)
+    session.hand_over(report, directory)

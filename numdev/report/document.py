@@ -119,7 +119,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TableChoice:
     """Tables of which a page shows the one that is chosen, by its title; other media the
     first."""
 
@@ -127,7 +127,7 @@ class Choice:
     only: tuple[Medium, ...] = MEDIA
 
 
-Node = Heading | Paragraph | Bullets | Table | Figures | Choice
+Node = Heading | Paragraph | Bullets | Table | Figures | TableChoice
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,15 @@ class Document(_Titled):
     def shown_in(self, medium: Medium) -> Iterator[Node]:
         """The nodes of a medium, on a page alone with figures and a choice; tables
         without a row and lists without an item are none."""
-        parts = {Table: "rows", Bullets: "items", Figures: "figures", Choice: "tables"}
+        parts = {
+            Table: "rows",
+            Bullets: "items",
+            Figures: "figures",
+            TableChoice: "tables",
+        }
         for node in self.blocks:
             if medium in node.only and getattr(node, parts.get(type(node), "only")):
-                if medium != "html" and isinstance(node, Figures | Choice):
+                if medium != "html" and isinstance(node, Figures | TableChoice):
                     yield from (
                         tables_of(node) if isinstance(node, Figures) else node.tables[:1]
                     )

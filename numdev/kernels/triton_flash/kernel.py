@@ -210,7 +210,7 @@ def tiles(kernel: str, plan: Any, dtype: torch.dtype) -> Launch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class KernelCall:
     """A case and its options, as the device code takes them."""
 
     case: AttentionCase
@@ -221,7 +221,7 @@ class Call:
     launch: Launch
 
     @classmethod
-    def of(cls, case: AttentionCase, options: Mapping[str, Any]) -> Call:
+    def of(cls, case: AttentionCase, options: Mapping[str, Any]) -> KernelCall:
         """`options` are all, of which None are chosen here."""
         options = {
             n: STABILISED[n] if x is None and n in STABILISED else x
@@ -354,7 +354,7 @@ def step(case: AttentionCase, **options: Any) -> Output:
     """Both passes of a training step: out, lse, dq, dk and dv. dO is brought to the
     inputs' dtype. Raises UsageError for a case without grad_out."""
     dO = upstream_in(case, case.q.dtype)
-    call = Call.of(case, options)
+    call = KernelCall.of(case, options)
     done, O = call.forward()
     dq, dk, dv = call.backward(O, done.lse, dO)
     return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=done.ran)
@@ -365,7 +365,7 @@ class _Trained(torch.autograd.Function):
     again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Tensor:
         done, O = call.forward()
         ctx.save_for_backward(O, done.lse)
         ctx.call = call
@@ -386,9 +386,9 @@ class _Trained(torch.autograd.Function):
     claims=_claims,
     backward=step,
     training=lambda case, **options: _Trained.apply(  # type: ignore[no-untyped-call]
-        case.q, case.k, case.v, Call.of(case, options)
+        case.q, case.k, case.v, KernelCall.of(case, options)
     ),
 )
 def triton_flash(case: AttentionCase, **options: Any) -> Output:
     """Flash attention in Triton, with its roundings and orders as options."""
-    return Call.of(case, options).forward()[0]
+    return KernelCall.of(case, options).forward()[0]

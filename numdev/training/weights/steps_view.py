@@ -52,7 +52,7 @@ LEGEND = (
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     for of_run in grouped(report.standings, lambda s: s.variant).values():
-        yield doc.Choice(tuple(_tables(of_run, report.early))[:ON_PAGE])
+        yield doc.TableChoice(tuple(_tables(of_run, report.early))[:ON_PAGE])
     yield from _quantiles(report)
     yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
     if axis := report.summary.axis:
