@@ -193,42 +193,11 @@ class Checkpoint(StoredWeights):
         self, state: dict[str, Tensor], dtype: torch.dtype, **options: Any
     ) -> nn.Module:
         """transformers' model of these weights, checked."""
-        if many := MANY.search(json.dumps(dict(self.config))):
-            what = f"config.json: asks for {many[0]}, more than numdev builds"
-            raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
-        # transformers names every label one by one as soon as it reads the config.
-        largest = max((n for x in state.values() for n in x.shape), default=0)
-        for labels in map(int, LABELS.findall(json.dumps(dict(self.config)))):
-            if labels > max(largest, FEW_LABELS):
-                what = (
-                    f"num_labels: expected at most {largest:,}, the longest side "
-                    "of a tensor"
-                )
-                what = f"config.json: {what} that is stored, got {labels:,}"
-                raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
+        self._refuse_counts(state)
         cls, config = self._class_and_config()
-        # What is far larger than all that is stored would fill the memory before it does
-        # not fit.
-        stored, needs = sum(x.numel() for x in state.values()), 0
-        with quiet(), suppress(Exception), META:
-            needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
-        if needs > 2 * stored + (1 << 20):  # each tied weight is stored once
-            what = (
-                f"config.json asks for {needs:,} parameters, but {stored:,} "
-                "values are stored"
-            )
-            raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
+        self._refuse_larger(cls, config, state)
         with quiet(), blaming(self.path, "build the model with transformers"):
-            block: Any = (self.config.get("quantization_config") or {}).get(
-                "weight_block_size"
-            )
-            for name in [n for n in state if block and n.endswith("_scale_inv")]:
-                sizes = state[name.removesuffix("_scale_inv")].shape[-2:]
-                for axis, n, b in zip((-2, -1), sizes, block, strict=True):
-                    if n % b:  # transformers would divide the weight into equal blocks
-                        state[name] = (
-                            state[name].repeat_interleave(b, axis).narrow(axis, 0, n)
-                        )
+            self._even_out_blocks(state)
             model, loaded = cls.from_pretrained(
                 None,
                 config=config,
@@ -252,6 +221,49 @@ class Checkpoint(StoredWeights):
         # one.
         model.config.get_text_config().use_cache = False
         return cast(nn.Module, model)
+
+    def _refuse_counts(self, state: Mapping[str, Tensor]) -> None:
+        """Raises MeasurementError for a config whose counts alone would take all memory,
+        or forever."""
+        if many := MANY.search(json.dumps(dict(self.config))):
+            what = f"config.json: asks for {many[0]}, more than numdev builds"
+            raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
+        # transformers names every label one by one as soon as it reads the config.
+        largest = max((n for x in state.values() for n in x.shape), default=0)
+        for labels in map(int, LABELS.findall(json.dumps(dict(self.config)))):
+            if labels > max(largest, FEW_LABELS):
+                what = (
+                    f"num_labels: expected at most {largest:,}, the longest side "
+                    "of a tensor"
+                )
+                what = f"config.json: {what} that is stored, got {labels:,}"
+                raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
+
+    def _refuse_larger(self, cls: Any, config: Any, state: Mapping[str, Tensor]) -> None:
+        """Raises MeasurementError for a model that is far larger than all that is stored:
+        it would fill the memory before it does not fit."""
+        stored, needs = sum(x.numel() for x in state.values()), 0
+        with quiet(), suppress(Exception), META:
+            needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
+        if needs > 2 * stored + (1 << 20):  # each tied weight is stored once
+            what = (
+                f"config.json asks for {needs:,} parameters, but {stored:,} "
+                "values are stored"
+            )
+            raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
+
+    def _even_out_blocks(self, state: dict[str, Tensor]) -> None:
+        """Give each row and column of a quantised weight a scale where its blocks are not
+        of one size: transformers would divide it into equal ones."""
+        quantisation: Any = self.config.get("quantization_config") or {}
+        block = quantisation.get("weight_block_size")
+        for name in [n for n in state if block and n.endswith("_scale_inv")]:
+            sizes = state[name.removesuffix("_scale_inv")].shape[-2:]
+            for axis, n, b in zip((-2, -1), sizes, block, strict=True):
+                if n % b:
+                    state[name] = (
+                        state[name].repeat_interleave(b, axis).narrow(axis, 0, n)
+                    )
 
     def _class_and_config(self) -> tuple[Any, Any]:
         """The config's first architecture, and the config as transformers has it."""
@@ -453,13 +465,12 @@ class StateDict(StoredWeights):
             for name, x in expected.items()
             if name in state
         ]
+        places = model.state_dict().keys() | dict(model.named_buffers()).keys()
         storage.refuse_misfits(
             self.path,
             f"{type(model).__name__} of {self.factory}",
             missing=expected.keys() - state.keys() - tied,
-            unused=state.keys()
-            - model.state_dict().keys()
-            - dict(model.named_buffers()).keys(),
+            unused=state.keys() - places,
             misshapen=[(name, old, new) for name, old, new in both if old != new],
         )
 

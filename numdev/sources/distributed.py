@@ -11,6 +11,7 @@ import io
 import itertools
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,15 +114,21 @@ def open_distributed(
     NESTED that holds any, named as they are in it, after what stood before their names;
     else all. And its files, the metadata first."""
     stored = read_metadata(directory)
-    keys = (*NESTED, "app")
-    heads = (
-        x.path[: x.path.index(k) + 1] for k in keys for x in stored if k in x.path[:-1]
-    )
-    head = next(heads, ())
+    head = _head_of([x.path for x in stored])
     inside = [x for x in stored if x.path[: len(head)] == head]
     names = {".".join(x.path[len(head) :]) if head else x.name: x for x in inside}
     files = (directory / METADATA, *sorted(directory.glob("*.distcp")))
     return "".join(f"{key}." for key in head), names, files
+
+
+def _head_of(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The keys that lead to the model's weights, the first of NESTED that any path has
+    last; none where the weights stand alone."""
+    for key in (*NESTED, "app"):
+        for path in paths:
+            if key in path[:-1]:
+                return path[: path.index(key) + 1]
+    return ()
 
 
 def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:

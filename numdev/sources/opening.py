@@ -152,16 +152,16 @@ class Drawn:
         drawn = draw(
             inputs.name, shapes, options=inputs.options, gradients=self.gradients, **how
         )
-        mask = None if config.mask is None else draw_mask(config.mask, shapes, **how)
-        sinks = (
-            Draws(self.seed, config.entry)
-            .normal("sinks", (1, config.heads))[0]
-            .to(self.device)
-        )
-        device, grad_out = self.device, drawn.grad_out
-        if grad_out is not None and config.layout != "contiguous":
+        device, mask, sinks, grad_out = self.device, None, None, drawn.grad_out
+        if config.mask is not None:
+            mask = draw_mask(config.mask, shapes, **how).to(device)
+        if config.sinks:
+            draws = Draws(self.seed, config.entry)
+            sinks = draws.normal("sinks", (1, config.heads))[0].to(device)
+        if grad_out is not None:
             # The gradient of [batch, length, heads * dim]
-            grad_out = transposed(grad_out)
+            in_line = config.layout != "contiguous"
+            grad_out = (transposed(grad_out) if in_line else grad_out).to(device)
         q, k, v = laid_out(config.layout, *(x.to(device) for x in drawn))
         side = None if config.window is None else config.window - 1
         return AttentionCase(
@@ -169,14 +169,14 @@ class Drawn:
             q=q,
             k=k,
             v=v,
-            grad_out=None if grad_out is None else grad_out.to(device),
-            mask=None if mask is None else mask.to(device),
+            grad_out=grad_out,
+            mask=mask,
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             is_causal=config.causal,
             causal_offset=config.causal_offset,
             window=None if side is None else (side, 0 if config.causal else side),
             softcap=config.softcap,
-            sinks=sinks if config.sinks else None,
+            sinks=sinks,
         )
 
 
@@ -303,21 +303,10 @@ class CheckpointSource(Source):
                 f"--generate {request.generate}: a generation has no backward pass"
             )
         self.request, self.projections, self.device = request, projections, system.device
-        opened, dtype = (
-            in_memory or self._opened(),
-            dtype_of(format_named(request.model_dtype)),
-        )
+        opened = in_memory or self._opened()
         self.identified = opened.identifying()  # while the weights are loaded
         self.streamed: stored.Streamed | None = None
-        self.model: nn.Module
-        if request.stream and isinstance(opened, stored.Checkpoint):
-            self.streamed = stored.Streamed(
-                opened.deferred_model(dtype=dtype), device=system.device
-            )
-            self.model = self.streamed.model  # to be run within `Streamed.running`
-            self.notes = ("The model's weights are streamed from disk, layer by layer.",)
-        else:
-            self.model = opened.load_model(dtype=dtype, device=system.device)
+        self.model = self._model_of(opened)
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
             raise UsageError(
@@ -336,57 +325,71 @@ class CheckpointSource(Source):
         ]
         self.numbers = [] if None in layers else layers
         self.others = in_words(capturing.unaudited(self.model))
+        self.upstream = self._upstream_of(request)
+        self.notes = tuple(self._notes())
+
+    def _model_of(
+        self, opened: stored.Checkpoint | stored.StateDict | stored.InMemory
+    ) -> nn.Module:
+        """The model of opened weights; with --stream, one to be run within
+        `Streamed.running`."""
+        dtype = dtype_of(format_named(self.request.model_dtype))
+        if self.request.stream and isinstance(opened, stored.Checkpoint):
+            deferred = opened.deferred_model(dtype=dtype)
+            self.streamed = stored.Streamed(deferred, device=self.device)
+            return self.streamed.model
+        return opened.load_model(dtype=dtype, device=self.device)
+
+    def _upstream_of(self, request: AuditRequest) -> Upstream | None:
+        """Where gradients of outputs come from; None where none are asked for."""
+        if not request.backward:
+            return None
+        if not self.streamed:
+            return find_upstream(self.model, self.prompt.inputs, request.seed)
+        why_not = (
+            "the model's own loss needs the graph of the whole model, which was streamed"
+        )
+        return Upstream(seed=request.seed, why_not=why_not)
+
+    def _notes(self) -> Iterator[str]:
+        """What the user is told before the model runs."""
         described = self.checkpoint.describe()
+        if self.streamed:
+            yield "The model's weights are streamed from disk, layer by layer."
         if "auto_map" in described:
-            which = (
-                f"{type(self.model).__name__} of "
-                f"{type(self.model).__module__.split('.')[0]}"
-            )
-            self.notes += (
-                f"The checkpoint's own code (auto_map) is not run: it is {which}.",
-            )
+            library = type(self.model).__module__.partition(".")[0]
+            which = f"{type(self.model).__name__} of {library}"
+            yield f"The checkpoint's own code (auto_map) is not run: it is {which}."
         if prefix := described.get("prefix_removed"):
             whose = (
                 "The model's weights are stored"
                 if self.checkpoint.has_more
                 else "All weights are"
             )
-            self.notes += (
-                f"{whose} under names that begin with {prefix!r}; it was taken off.",
-            )
-        self.upstream = None
-        if request.backward:
-            why_not = (
-                "the model's own loss needs the graph of the whole model, "
-                "which was streamed"
-            )
-            self.upstream = Upstream(seed=request.seed, why_not=why_not)
-            if not self.streamed:
-                self.upstream = find_upstream(
-                    self.model, self.prompt.inputs, request.seed
-                )
+            yield f"{whose} under names that begin with {prefix!r}; it was taken off."
+        if self.upstream:
             evaluates = self.upstream.loss and not self.model.training
             mode = ", in eval mode (no dropout)" if evaluates else ""
-            self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
+            yield f"Upstream gradients: {self.upstream.describe()}{mode}."
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "checkpoint": self.checkpoint.name,
-            **({"streamed": "layer by layer"} if self.streamed else {}),
-            "sha256": self.identified(),
-            **self.checkpoint.describe(),
-            **(
-                {"not_audited": f"{self.others}: no softmax attention"}
-                if self.others
-                else {}
-            ),
+        """What a report says of the source."""
+        described: dict[str, Any] = {"checkpoint": self.checkpoint.name}
+        if self.streamed:
+            described["streamed"] = "layer by layer"
+        described |= {"sha256": self.identified(), **self.checkpoint.describe()}
+        if self.others:
+            described["not_audited"] = f"{self.others}: no softmax attention"
+        described |= {
             "architecture": type(self.model).__name__,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "prompt": self.prompt.description,
             **self.prompt.counts(),
             "prompt_sha256": stored.digest_of(self.prompt.inputs),
-            **({"grad_out": self.upstream.describe()} if self.upstream else {}),
         }
+        if self.upstream:
+            described["grad_out"] = self.upstream.describe()
+        return described
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """The model once more, in another format; with deferred weights where it is

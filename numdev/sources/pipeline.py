@@ -122,33 +122,35 @@ class PipelineSource:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
     def describe(self) -> dict[str, Any]:
-        kinds = (".json", ".safetensors", ".txt", ".model")
-        stored = [
-            file for part in sorted(self.parts) for file in (self.path / part).iterdir()
-        ]
-        stored = [
-            file for file in sorted(stored) if file.is_file() and file.suffix in kinds
-        ]
+        """What a report says of the source."""
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
-        return {
+        described: dict[str, Any] = {
             "checkpoint": name_of(self.path),
-            "sha256": storage.identity((self.path / INDEX, *stored)),
+            "sha256": storage.identity((self.path / INDEX, *self._files())),
             "pipeline": f"{self.kind} of diffusers {version('diffusers')}",
             "architecture": type(self.denoiser).__name__,
             "parameters": sum(p.numel() for p in self.denoiser.parameters()),
             "scheduler": type(self.pipeline.scheduler).__name__,
             "denoising_steps": self.steps,
-            **({"not_audited": f"the attention of {self.others}"} if self.others else {}),
+        }
+        if self.others:
+            described["not_audited"] = f"the attention of {self.others}"
+        described |= {
             "prompt": self.prompt,
             "sequences_asked": self.request.sequences,
             "sequences_read": len(next(iter(self.arguments.values()))),
             "prompt_sha256": hashlib.sha256(arguments).hexdigest(),
-            **(
-                {"grad_out": drawn_from(self.request.seed)}
-                if self.request.backward
-                else {}
-            ),
         }
+        if self.request.backward:
+            described["grad_out"] = drawn_from(self.request.seed)
+        return described
+
+    def _files(self) -> list[Path]:
+        """The files of its parts that decide what it computes."""
+        kinds = (".json", ".safetensors", ".txt", ".model")
+        parts = (self.path / name for name in sorted(self.parts))
+        every = sorted(file for part in parts for file in part.iterdir())
+        return [file for file in every if file.is_file() and file.suffix in kinds]
 
     def count(self) -> int:
         return len(self.modules) * len(self.request.steps or range(self.steps))

@@ -71,9 +71,14 @@ def _none(case: AttentionCase, why: str) -> MeasurementError:
     )
 
 
-def _replayed(frame: Frame, case: AttentionCase) -> Projection:
-    """Run a copy of the frame's module, in fp64 and without its hooks, up to the call."""
-    ran: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+# A linear layer that ran: its name, itself, its input, and its output cut off from there
+Run = tuple[str, nn.Module, Tensor, Tensor]
+
+
+def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
+    """A copy of the frame's module, run in fp64 and without its hooks up to the call: the
+    call's queries, which must be the case's, and the linear layers that ran."""
+    ran: list[Run] = []
     kind = type(frame.module).__name__
     call = _changed(lambda x: x.double() if x.is_floating_point() else x, frame)
 
@@ -107,6 +112,12 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
         (q.detach() - case.q.double()).abs().max() > allowed
     ):
         raise _none(case, f"{kind} makes other queries when it is run again")
+    return q, ran
+
+
+def _replayed(frame: Frame, case: AttentionCase) -> Projection:
+    """The one linear layer that makes the call's queries."""
+    q, ran = _run_again(frame, case)
     # The gradient that shows on which q depends has no pattern, so that no sum of it is
     # zero.
     generator = torch.Generator().manual_seed(0)

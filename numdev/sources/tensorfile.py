@@ -74,7 +74,7 @@ Layouts = Annotated[str | dict[str, str], AfterValidator(_checked)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
-class Call(Strict):
+class CallHeader(Strict):
     """What a header says of one call. Defaults: docs/inputs.md."""
 
     case: str | None = None  # `MODULE#CALL` where there is a module, else `FILE#INDEX`
@@ -108,7 +108,7 @@ class Header(Strict):
     versions: dict[str, str] = Field(default_factory=dict)
     layout: Layouts = AXES
     # Of tensors `i.*`; without it all have the defaults
-    calls: tuple[Call, ...] | None = None
+    calls: tuple[CallHeader, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class StoredCase:
 
     path: Path
     index: int
-    call: Call  # with the file's defaults filled in
+    call: CallHeader  # with the file's defaults filled in
     tensors: tuple[str, ...]
     many_heads: bool = False  # more than keys
     device: str = "cpu"
@@ -307,7 +307,7 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
                 what = f"{path}: expected tensors {expected}, got {name!r}"
                 raise UsageError(what, hint="see docs/inputs.md")
             by_call.setdefault(int(numbered[1]), []).append(numbered[2])
-    calls = (Call(),) * len(by_call) if header.calls is None else header.calls
+    calls = (CallHeader(),) * len(by_call) if header.calls is None else header.calls
     if not calls or max(by_call, default=0) >= len(calls):
         what = (
             f"{path}: holds tensors of call {max(by_call, default=0)}, got "
@@ -469,69 +469,19 @@ def varlen_cases(
     key; `softcap` 0 is none. Cases are `MODULE#CALL/seqI`, their phase decode for one
     query before more than one key, else prefill. Raises UsageError for what does not fit
     together."""
-    paged = block_table is not None
-    for name, x, axes in (
-        ("q", q, 3),
-        ("k", k, 4 if paged else 3),
-        ("v", v, 4 if paged else 3),
-    ):
-        if (
-            x.ndim != axes
-            or x.layout is not torch.strided
-            or x.is_meta
-            or 0 in x.shape[1:]
-        ):
-            what = f"{name}: expected a dense tensor of {axes} axes, got {list(x.shape)}"
-            raise UsageError(what, hint="docs/inputs.md has their shapes")
-    for name, places, axes in (
-        ("cu_seqlens_q", cu_seqlens_q, 1), ("cu_seqlens_k", cu_seqlens_k, 1),
-        ("seqused_k", seqused_k, 1), ("block_table", block_table, 2),
-    ):  # fmt: skip
-        if places is not None:
-            _refuse_no_integers(name, places, axes)
-    if sinks is not None and (sinks.is_meta or sinks.layout is not torch.strided):
-        raise UsageError(f"sinks: expected a dense tensor of values, got {sinks.device}")
-    rows, packed = _begins(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
-    if cu_seqlens_k is not None:
-        packed = _begins(cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k))
-    used = (
-        [b - a for a, b in itertools.pairwise(packed)] if seqused_k is None else seqused_k
-    )
-    counts, n = [int(count) for count in used], len(rows) - 1
-    lists = len(packed) == n + 1
-    if block_table is not None:
-        lists = block_table.ndim == 2 and len(block_table) >= n
-    if (
-        q.ndim != 3
-        or not k.ndim == v.ndim == (4 if paged else 3)
-        or not lists
-        or len(counts) < n
-    ):
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-        shapes = ", ".join("none" if x is None else str(list(x.shape)) for x in tensors)
-        what = (
-            f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}"
-        )
-        raise UsageError(what, hint="docs/inputs.md has their shapes")
-    window: Window | None = None
-    if window_size is not None and any(side >= 0 for side in window_size):
-        if len(window_size) != 2:
-            raise UsageError(
-                f"window_size: expected (left, right), got {list(window_size)}"
-            )
-        left, right = (None if side < 0 else int(side) for side in window_size)
-        window = (left, 0 if causal else right)
+    places = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k,
+        "block_table": block_table,
+    }
+    _refuse_misshapen(q, k, v, places, sinks)
+    packing = _Packing.of(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    window = _window(window_size, causal=causal)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     cases = []
-    for i, (start, end) in enumerate(itertools.pairwise(rows)):
-        count, queries = counts[i], q[start:end]
-        if not len(queries):
-            continue
-        if block_table is not None:
-            keys = [_gathered(x, block_table[i], count) for x in (k, v)]
-        else:
-            keys = [x[packed[i] : packed[i + 1]][:count] for x in (k, v)]
-        if any(len(x) != count for x in keys):
-            raise UsageError(f"sequence {i}: expected {count} keys, got {len(keys[0])}")
+    for i, queries, keys, values in packing.sequences(q, k, v):
+        count = len(keys)
         ref = CaseRef(
             case=f"{module}#{call}/seq{i}",
             source=source,
@@ -543,9 +493,9 @@ def varlen_cases(
         case = AttentionCase(
             ref=ref,
             q=_alone(queries),
-            k=_alone(keys[0]),
-            v=_alone(keys[1]),
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+            k=_alone(keys),
+            v=_alone(values),
+            scale=scale,
             is_causal=causal,
             causal_offset=count - len(queries),
             window=window,
@@ -554,6 +504,101 @@ def varlen_cases(
         )
         cases.append(case)
     return cases
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Where the sequences of a packed call lie: in q their rows begin at `rows`, in k and
+    v their keys at `starts`, or in the pages of `block_table`."""
+
+    rows: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]  # keys that count, of each
+    block_table: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
+        seqused_k: Tensor | None,
+        block_table: Tensor | None,
+    ) -> _Packing:
+        """Raises UsageError for what does not fit together."""
+        paged = block_table is not None
+        rows, starts = _begins(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
+        if cu_seqlens_k is not None:
+            starts = _begins(cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k))
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        counts = [int(count) for count in (lengths if seqused_k is None else seqused_k)]
+        n = len(rows) - 1
+        lists = len(starts) == n + 1
+        if block_table is not None:
+            lists = block_table.ndim == 2 and len(block_table) >= n
+        fits = q.ndim == 3 and k.ndim == v.ndim == (4 if paged else 3)
+        if not fits or not lists or len(counts) < n:
+            tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+            shapes = ", ".join(
+                "none" if x is None else str(list(x.shape)) for x in tensors
+            )
+            names = "q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table"
+            raise UsageError(
+                f"{names}: got {shapes}", hint="docs/inputs.md has their shapes"
+            )
+        return cls(rows, starts, counts, block_table)
+
+    def sequences(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Number, queries, keys and values of each sequence that has queries."""
+        for i, (start, end) in enumerate(itertools.pairwise(self.rows)):
+            if start == end:
+                continue
+            keys, values = (self._of_sequence(x, i) for x in (k, v))
+            count = self.counts[i]
+            if len(keys) != count or len(values) != count:
+                raise UsageError(f"sequence {i}: expected {count} keys, got {len(keys)}")
+            yield i, q[start:end], keys, values
+
+    def _of_sequence(self, x: Tensor, i: int) -> Tensor:
+        """The keys or values of a sequence, [keys, kv_heads, dim]."""
+        if self.block_table is not None:
+            return _gathered(x, self.block_table[i], self.counts[i])
+        return x[self.starts[i] : self.starts[i + 1]][: self.counts[i]]
+
+
+def _refuse_misshapen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Mapping[str, Tensor | None],
+    sinks: Tensor | None,
+) -> None:
+    """Raises UsageError for tensors that are not dense, or have other axes."""
+    paged = places["block_table"] is not None
+    for name, x, axes in (("q", q, 3), ("k", k, 3 + paged), ("v", v, 3 + paged)):
+        dense = x.layout is torch.strided and not x.is_meta
+        if x.ndim != axes or not dense or 0 in x.shape[1:]:
+            what = f"{name}: expected a dense tensor of {axes} axes, got {list(x.shape)}"
+            raise UsageError(what, hint="docs/inputs.md has their shapes")
+    for name, numbers in places.items():
+        if numbers is not None:
+            _refuse_no_integers(name, numbers, 2 if name == "block_table" else 1)
+    if sinks is not None and (sinks.is_meta or sinks.layout is not torch.strided):
+        raise UsageError(f"sinks: expected a dense tensor of values, got {sinks.device}")
+
+
+def _window(window_size: Sequence[int] | None, *, causal: bool) -> Window | None:
+    """flash-attention's window (left, right), where a negative side is no limit."""
+    if window_size is None or not any(side >= 0 for side in window_size):
+        return None
+    if len(window_size) != 2:
+        raise UsageError(f"window_size: expected (left, right), got {list(window_size)}")
+    left, right = (None if side < 0 else int(side) for side in window_size)
+    return left, 0 if causal else right
 
 
 def _refuse_no_integers(name: str, x: Tensor, axes: int) -> None:
