@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     given = vars(parser.parse_args())
     given["kv_heads"] = given["kv_heads"] or given["heads"]
-    system = System.here(given["device"])
+    system = System.probe(given["device"])
     shape = (given["batch"], given["heads"], given["length"], given["head_dim"])
     print(
         f"{system.gpu or f'{system.cpu} ({system.cpu_capability}, {system.threads} threads)'}, "

@@ -165,7 +165,7 @@ def calibrate(
 ) -> dict[str, Tally]:
     """Kernel name to what `reports` independent reports say of it."""
     tallies = {kernel.name: Tally() for kernel in kernels}
-    system = System.here(device)
+    system = System.probe(device)
     for seed in range(reports):
         config = CaseConfig(
             name="calibration",

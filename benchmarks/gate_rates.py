@@ -90,7 +90,7 @@ def drawn(regime: str, seed: int, *, causal: bool) -> AttentionCase:
 @functools.cache
 def here() -> System:
     """Asked once: it reads the metadata of all packages."""
-    return System.here("cpu")
+    return System.probe("cpu")
 
 
 def benches(seed: int) -> list[Bench]:

@@ -152,13 +152,13 @@ def main() -> None:
         "--no-times", action="store_true", help="without milliseconds a call"
     )
     given = parser.parse_args()
-    device = System.here(given.device).device
+    device = System.probe(given.device).device
     cases = CASES if given.full or device == "cuda" else SHORT
     cases = {n: x for n, x in cases.items() if given.case is None or n in given.case}
     kernels = list(given.kernel or KERNELS[device])
     print(
         f"torch {torch.__version__} on "
-        f"{System.here(device).gpu or System.here(device).cpu}"
+        f"{System.probe(device).gpu or System.probe(device).cpu}"
     )
     for group in (
         [k for k in kernels if k not in COMPILED],

@@ -252,7 +252,7 @@ def units(
     every format in three shapes, and faulty ones in one, which change from one regime to
     the next. At the end stand the same rows by kernel and format, as if all were one
     report. `small`: one kernel and fault in one case and format."""
-    system = System.here("cpu")
+    system = System.probe("cpu")
     pooled: dict[Any, list[DeviationRow]] = {}
     few = slice(1 if small else None)
     regimes = list(enumerate(REGIMES))[few]

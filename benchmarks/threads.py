@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the first size alone")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    here = System.here("cpu")
+    here = System.probe("cpu")
     print(
         f"{here.cpu}, {given.threads} threads, torch {torch.__version__}, load "
         f"{given.load}\n"

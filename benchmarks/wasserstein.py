@@ -51,7 +51,7 @@ def main() -> None:
 
 def on_cpu(repeats: int, count: int) -> Iterator[tuple[str, ...]]:
     """Against scipy."""
-    here = System.here("cpu")
+    here = System.probe("cpu")
     versions = (
         f"numpy {np.__version__}, scipy {scipy.__version__}, torch {torch.__version__}"
     )

@@ -308,7 +308,7 @@ def measure(
         raise UsageError("q: expected a tensor with values, got one on the device meta")
     fmt = case.format.name
     task = Task(case=case.ref, role="kernel", kernel=kernel.name, format=fmt)
-    rows = measure_one(task, kernel, case, System.here("cpu"))
+    rows = measure_one(task, kernel, case, System.probe("cpu"))
     if rows[0].status != "ok":
         raise MeasurementError(f"out cannot be measured: {rows[0].reason}")
     return tuple(rows)

@@ -222,7 +222,7 @@ class _Observer(TorchFunctionMode):
         how: Any = {"scale": scale, "mask": attn_mask, "is_causal": is_causal}
         case, system = (
             AttentionCase(ref=ref, q=q, k=k, v=v, **how),
-            System.here(q.device.type),
+            System.probe(q.device.type),
         )
         turn, count = self.step // owner.every, owner.heads
         heads, at = (

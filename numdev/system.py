@@ -1,6 +1,6 @@
 """The machine, as data.
 
-`System.here` is the only place that probes the machine. Everything that depends on
+`System.probe` is the only place that probes the machine. Everything that depends on
 hardware or on installed software asks the snapshot, so "which kernels are available" is a
 pure function. Imports torch only where it probes; optional packages are looked up, never
 imported."""
@@ -62,7 +62,7 @@ class System:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, device: str = "auto") -> System:
+    def probe(cls, device: str = "auto") -> System:
         """Probe this machine. `device` is `auto`, `cpu` or `cuda`; raises UsageError if
         absent."""
         import torch

@@ -151,7 +151,7 @@ def check(
     if not formats:
         raise UsageError("formats: expected at least one, got none")
     axes = _axes_of(invariant)
-    system = System.here(device)
+    system = System.probe(device)
     source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
     planned = Planned(role="kernel", kernel=declining(kernel), options=options)

@@ -20,7 +20,7 @@ from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
 from numdev.system import System
 
-HERE = System.here("cpu")
+HERE = System.probe("cpu")
 
 
 def prepare(

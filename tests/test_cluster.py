@@ -33,7 +33,7 @@ CASES = [{"name": "a", "heads": 2, "head_dim": 8, "seq_len": [8, 16]}]
 
 def source_of(seeds: tuple[int, ...] = (0, 1)) -> ConfigSource:
     configs = validated({"cases": CASES}, AuditConfig, "here").cases
-    return ConfigSource("here", configs, seeds, System.here("cpu"))
+    return ConfigSource("here", configs, seeds, System.probe("cpu"))
 
 
 def plan_of(
@@ -43,7 +43,7 @@ def plan_of(
     planned += plan_kernels([Choice(name="emulated", options={"preset": "eager"})])[3:]
     planned += plan_controls(gradients=False)[:1]
     chosen = plan_formats(formats, planned)
-    return Plan(system=System.here("cpu"), formats=chosen, kernels=planned, **changes)
+    return Plan(system=System.probe("cpu"), formats=chosen, kernels=planned, **changes)
 
 
 def header_of(plan: Plan) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_threads_are_shared_out_and_given_back(monkeypatch: pytest.MonkeyPatch) 
         UsageError, match="at most 3, the number of processors here, got 4"
     ):
         sharing(Cluster(workers=4), "cpu").__enter__()
-    monkeypatch.setattr(System, "here", lambda device: System(device="cuda"))
+    monkeypatch.setattr(System, "probe", lambda device: System(device="cuda"))
     monkeypatch.setattr(cluster, "visible_gpus", lambda: ["3", "5"])
     with pytest.raises(UsageError, match="at most 2, the number of GPUs here, got 3"):
         sharing(Cluster(workers=3), "cuda").__enter__()

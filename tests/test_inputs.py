@@ -47,7 +47,7 @@ def case_of(inputs: Inputs, fmt: str = "float64") -> AttentionCase:
 
 
 def source_of(configs: Any) -> ConfigSource:
-    return ConfigSource("t", configs, (0,), System.here("cpu"), gradients=True)
+    return ConfigSource("t", configs, (0,), System.probe("cpu"), gradients=True)
 
 
 @pytest.mark.parametrize("name", REGIMES)

@@ -346,13 +346,13 @@ def test_the_driver_is_what_its_module_says(tmp_path: Path) -> None:
 
 def test_this_machine_is_as_torch_has_it_now() -> None:
     """Versions, the instruction set of its kernels, the precision of products in fp32."""
-    here, before = System.here("cpu"), torch.get_float32_matmul_precision()
+    here, before = System.probe("cpu"), torch.get_float32_matmul_precision()
     assert here.packages["torch"] == importlib.metadata.version("torch")
     assert here.cpu_capability == torch.backends.cpu.get_cpu_capability()
     try:
         for precision in ("medium", "highest"):
             torch.set_float32_matmul_precision(precision)
-            settings = System.here("cpu").settings
+            settings = System.probe("cpu").settings
             assert settings["float32_matmul_precision"] == precision
     finally:
         torch.set_float32_matmul_precision(before)

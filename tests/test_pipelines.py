@@ -41,7 +41,7 @@ def request(path: Path, **given: Any) -> AuditRequest:
 
 def captured(path: Path, **given: Any) -> list[AttentionCase]:
     """Every case that the pipeline's source hands over."""
-    return [x.load() for x in open_source(request(path, **given), System.here("cpu"))]
+    return [x.load() for x in open_source(request(path, **given), System.probe("cpu"))]
 
 
 def edited(path: Path, to: Path, **changes: Any) -> Path:
@@ -72,7 +72,7 @@ def test_every_call_of_the_unet_at_every_step(unet: Path) -> None:
 def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
     """The denoiser is given, and answers, the very bits of an unwatched run with these
     arguments; in the wrong order of steps the comparison fails."""
-    source: Any = open_source(request(unet), System.here("cpu"))
+    source: Any = open_source(request(unet), System.probe("cpu"))
     answers: list[torch.Tensor] = []
     source.denoiser.register_forward_hook(
         lambda m, a, out: answers.append(out[0].clone())
@@ -105,7 +105,7 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
     keys."""
     (tmp_path / "p.txt").write_text("a red cat\n\n  a small house \n")
     given = {"sequences": 3, "denoise": 1, "text": (str(tmp_path / "p.txt"),)}
-    source: Any = open_source(request(unet, **given), System.here("cpu"))
+    source: Any = open_source(request(unet, **given), System.probe("cpu"))
     assert source.arguments == {"prompt": ["a red cat", "a small house", "a red cat"]}
     assert source.describe()["prompt"] == "3 images, prompts: 2 of p.txt"
     cross = [c for c in captured(unet, **given) if c.ref.attends == "cross"]

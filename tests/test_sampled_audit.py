@@ -222,7 +222,7 @@ def test_a_long_call_fits() -> None:
     case = drawn(131072, heads=4, dtype=torch.float32, is_causal=True, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     bench = prepare(case, "bfloat16", sample=Sample(count=256))
-    rows = rows_on(bench, find("sdpa-flash"), System.here("cuda"))
+    rows = rows_on(bench, find("sdpa-flash"), System.probe("cuda"))
     assert torch.cuda.max_memory_allocated() < 40e9
     assert {r.status for r in rows} == {"ok"}
     assert all(r.baseline_ratio and 0.9 < (r.expected_ratio or 0) < 1.1 for r in rows[:4])

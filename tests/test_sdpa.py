@@ -125,13 +125,13 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_replaced_implementation_is_recorded(replaced: None) -> None:
     """What was activated in place of PyTorch's flash kernels stands in the settings, and
     in what ran of both passes of flash attention; the math path is not touched by it."""
-    assert System.here("cpu").settings["flash_attention_impl"] == "ZEROS"
+    assert System.probe("cpu").settings["flash_attention_impl"] == "ZEROS"
     for name in ("sdpa-flash", "sdpa-default"):
         found = find(name).gradients(step(kv_len=4))
         assert found.ran == f"{CPU_FLASH} (ZEROS)"
         assert found.ran_backward == f"{CPU_FLASH}_backward (ZEROS)"
         assert not found.out.any()
-        assert find(name).claims(step(kv_len=4), found, System.here("cpu")) == {
+        assert find(name).claims(step(kv_len=4), found, System.probe("cpu")) == {
             "preset": "fa2"
         }
     assert find("sdpa-math").attend(make_case()).ran == "math"
@@ -240,7 +240,7 @@ def test_claims_of_flex(fields: Any, did: Any, system: System, claim: Any) -> No
 
 def ratios(name: str, case: AttentionCase, **options: Any) -> list[float]:
     """The size of each head's error by that of its claim."""
-    fmt, system = case.format.name, System.here(case.q.device.type)
+    fmt, system = case.format.name, System.probe(case.q.device.type)
     task = Task(case=case.ref, role="kernel", kernel=name, format=fmt, options=options)
     rows = measured_rows(task, find(name), case, system)
     assert not [row.reason for row in rows if row.reason]
@@ -321,7 +321,7 @@ def test_backends_round_where_they_claim_to(name: str, shape: Any, regime: str) 
     case = there(length, regime, head_dim=head_dim, is_causal=causal)
     assert ratios(name, case) == pytest.approx([1.0] * 4, abs=0.05)
     found, exact = find(name).attend(case), attend(case).out
-    claim = find(name).claims(case, found, System.here("cuda")) or {}
+    claim = find(name).claims(case, found, System.probe("cuda")) or {}
     error = found.out.double() - exact
     assert (error - (emulation(case, claim) - exact)).norm() <= 0.5 * error.norm()
 

@@ -33,7 +33,7 @@ from numdev.system import System
 SHARDED = find("sharded")
 WHOLE_QUERIES = ("sequential", "tree", "simultaneous")
 TENSORS = ("out", "dq", "dk", "dv")
-SYSTEM = System.here("cpu")
+SYSTEM = System.probe("cpu")
 
 
 def drawn(length: int = 256, kv_len: int | None = None, **fields: Any) -> AttentionCase:

@@ -213,7 +213,7 @@ def test_options_compute_what_they_claim(
     are eight times as dense, and fp32 arithmetic carries more over them.)"""
     here = on_gpu("whole tiles", dtype, is_causal=True)
     found, exact = KERNEL.gradients(here, **options), gradients(here)
-    claim = KERNEL.claims(here, found, System.here())
+    claim = KERNEL.claims(here, found, System.probe())
     for tensor, expected in emulated_step(here, claim).items():
         r = getattr(exact, tensor)
         error, predicted = (x.double() - r for x in (getattr(found, tensor), expected))

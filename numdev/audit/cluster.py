@@ -102,7 +102,7 @@ def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
     if cluster is None or cluster.workers is None:
         yield
         return
-    on_cpu = System.here(device).device == "cpu"
+    on_cpu = System.probe(device).device == "cpu"
     most = (os.cpu_count() or 1) if on_cpu else len(visible_gpus())
     if cluster.workers > most:
         what = f"{most}, the number of {'processors' if on_cpu else 'GPUs'} here"
@@ -362,7 +362,7 @@ def check_here(expected: Mapping[str, Any]) -> None:
     """Take over torch's settings. Raises UsageError where anything else is different
     here, but for the number of GPUs: a worker mostly sees one."""
     set_torch(expected["torch"])
-    system = System.here(expected["environment"]["device"])
+    system = System.probe(expected["environment"]["device"])
     here = json.loads(json.dumps(environment(system), default=str))
     there = {**expected["environment"], "devices": here["devices"]}
     if here != there:

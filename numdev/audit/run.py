@@ -57,7 +57,7 @@ def audit(
     are kernels by name that are not registered, `how` is what `run_plan` takes. Raises
     UsageError, before anything is measured, for a request that cannot be run here, and
     MeasurementError when a sound one could not be carried out."""
-    system = System.here(request.device)
+    system = System.probe(request.device)
     watch = Stopwatch(system.device)
     plan, rules = Plan.of(request, system, own), rules or default_rules()
     check_system(system.as_dict(), rules)
@@ -253,7 +253,7 @@ def reproducers(
         return []
     if opened is None:
         assert isinstance(request, AuditRequest)
-        system = System.here(request.device)
+        system = System.probe(request.device)
         opened = open_source(request, system), Plan.of(request, system)
     isolated = request.isolate or workers is not None
     with (

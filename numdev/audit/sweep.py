@@ -42,7 +42,7 @@ class SweepPlan:
 
 def plan(request: SweepRequest) -> SweepPlan:
     """Check a request against this machine and what is registered; raises UsageError."""
-    system = System.here(request.device)
+    system = System.probe(request.device)
     plan = Plan.of(request, system)
     request = request.model_copy(
         update={"formats": tuple(fmt.name for fmt in plan.formats)}

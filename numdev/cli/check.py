@@ -88,7 +88,7 @@ def check(
 
     with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
         kernel = find(target)
-        if missing := kernel.missing(System.here(device)):
+        if missing := kernel.missing(System.probe(device)):
             raise MeasurementError(f"{kernel.name} cannot run here: {missing}")
         result = run(
             kernel,

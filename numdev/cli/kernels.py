@@ -27,7 +27,7 @@ def kernels(device: str, as_json: bool) -> None:
     from numdev.report.renderers import terminal
     from numdev.system import System
 
-    system = System.here(device)
+    system = System.probe(device)
     table = [
         {
             "name": k.name,

@@ -80,7 +80,7 @@ def diagnose(
     `say` is told what a user should know at once. Raises UsageError for a request that
     cannot be run here, before anything is measured, and MeasurementError where no call
     could be diagnosed."""
-    system, fmt = System.here(request.device), format_named(request.format)
+    system, fmt = System.probe(request.device), format_named(request.format)
     # Names the closest of an unknown option.
     made = recipe(**find("emulated").with_options(request.attention))
     kernels, notes = _kernels(request, system)

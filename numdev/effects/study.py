@@ -99,9 +99,9 @@ def effects(
     rules (the default ones). Raises UsageError for what cannot be run here, and
     MeasurementError where the model cannot be run exactly."""
     rules = rules or default_rules()
-    check_system(System.here(request.device).as_dict(), rules)
+    check_system(System.probe(request.device).as_dict(), rules)
     watch = Stopwatch(
-        System.here(request.device).device, ("model", "runs", "checks", "other")
+        System.probe(request.device).device, ("model", "runs", "checks", "other")
     )
     runner = (
         Isolated(request.time_limit)
@@ -185,7 +185,7 @@ class Study:
     """An opened request: the model, what it reads, and all ways in which it is to run."""
 
     def __init__(self, request: EffectsRequest, run: Runner) -> None:
-        self.request, self.run, self.system = request, run, System.here(request.device)
+        self.request, self.run, self.system = request, run, System.probe(request.device)
         choices = (Choice(name=request.against), *request.kernels)
         if always := {"floor", "reference"} & {choice.name for choice in choices}:
             raise UsageError(

@@ -89,7 +89,7 @@ def invariance(
     """Run `request`, journalling into `directory`; returns the report, held to the rules
     (the default ones), which the caller writes. Raises UsageError for a request that
     cannot be run."""
-    system = System.here(request.device)
+    system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
     kernels = [

@@ -70,7 +70,9 @@ def train(
         request.batch * model.context * max(model.hidden, model.heads * model.context)
     )
     with deterministic(wanted=request.deterministic), threads(fitting(numbers)):
-        system = System.here(request.device)  # starts CUDA, when cuBLAS reads its setting
+        system = System.probe(
+            request.device
+        )  # starts CUDA, when cuBLAS reads its setting
         watch = Stopwatch(system.device, ("training", "metrics", "saving", "other"))
         plan = list(_planned(request, system))
         device = torch.device(system.device)

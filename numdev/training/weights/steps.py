@@ -73,7 +73,7 @@ def over_steps(
     where no tensor could be compared."""
     runs = kept(targets, nulls)
     request = {"targets": list(targets), "nulls": list(nulls), "device": device}
-    system = System.here(device)
+    system = System.probe(device)
     claim(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
     cells: list[records.CellRow] = []

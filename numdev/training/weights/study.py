@@ -100,7 +100,7 @@ def weights(
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")
     request = {"targets": list(targets), "device": device}
-    system = System.here(device)
+    system = System.probe(device)
     opened = [open_weights(target) for target in targets]
     claim(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
