@@ -3,7 +3,7 @@
 # make thorough   set up, then the tests that take a compiler, minutes, or thousands of inputs
 # make test-all   both
 # make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
-# make check      set up, then lint, format, types, layers, lines by package, and the docs built strictly
+# make check      set up, then lint, format, types, layers, reading limits, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site
 # make wheel      set up, then build the wheel and try it where nothing else is installed
 # make oldest     the model tests against the oldest supported transformers
@@ -47,7 +47,8 @@ check: $(SETUP) docs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python scripts/budget.py
+	$(BIN)/python scripts/limits.py
+	$(BIN)/python scripts/walk.py
 
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -51,7 +51,8 @@ QUICK = {
     ),
     "benchmarks/suspicion_rates.py": ("--small", "| sdpa-math | 1 |"),
     "benchmarks/wasserstein.py": ("--repeats 1 --count 1000", "0.001 M"),
-    "scripts/budget.py": ("", "numdev/metrics"),
+    "scripts/limits.py": ("", "numdev/metrics"),
+    "scripts/walk.py": ("", "functions"),
     "scripts/golden.py": (
         "compare tests/data/reports tests/data/reports",
         "0 differences",

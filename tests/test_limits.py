@@ -1,0 +1,69 @@
+"""The reading limits count what they say they count."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from loaded import load
+
+limits = load("scripts/limits.py")
+Counted = Callable[[ast.Module], Iterator[tuple[int, str]]]
+
+
+def lines_of(count: Counted, code: str) -> list[int]:
+    return [line for line, _ in count(ast.parse(code))]
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("found = 1\nrows = 2", [1]),
+        ("def said(given, *, kept=0): ...", [1, 1, 1]),
+        ("lambda here: here", [1]),
+        ("for its in rows: ...", [1]),
+        (
+            "self.found = 1\ncall(found=1)\nprint(found)",
+            [],
+        ),  # no names of this code's own
+    ],
+)
+def test_names_that_say_nothing(code: str, lines: list[int]) -> None:
+    assert lines_of(limits.banned_names, code) == lines
+
+
+def test_long_functions() -> None:
+    body = "    x = 1\n"
+    assert lines_of(limits.long_functions, "def f():\n" + 59 * body) == []
+    assert lines_of(limits.long_functions, "def f():\n" + 60 * body) == [1]
+    assert lines_of(limits.long_functions, "@triton.jit\ndef f():\n" + 60 * body) == []
+
+
+@pytest.mark.parametrize(("terms", "count"), [(20, 0), (21, 1)])
+def test_large_expressions(terms: int, count: int) -> None:
+    """n names, n - 1 additions and as many operators: 58 and 61 nodes."""
+    code = "total = " + " + ".join(["a"] * terms)
+    assert len(lines_of(limits.large_expressions, code)) == count
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("[x for y in z for x in y]", 0),
+        ("[x for x in z if x]", 0),
+        ("{x for y in z for x in y if x}", 1),
+    ],
+)
+def test_dense_comprehensions(code: str, count: int) -> None:
+    assert len(lines_of(limits.dense_comprehensions, code)) == count
+
+
+def test_a_figure_above_its_limit_is_an_error(monkeypatch: Any, capsys: Any) -> None:
+    tighter = tuple(limit._replace(limit=-1) for limit in limits.LIMITS)
+    monkeypatch.setattr("sys.argv", ["limits.py"])
+    assert limits.main() == 0
+    monkeypatch.setattr(limits, "LIMITS", tighter)
+    assert limits.main() == 1
+    assert "above a reading limit" in capsys.readouterr().err
