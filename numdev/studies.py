@@ -8,16 +8,20 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from numdev.gate.compare_report import Compared
     from numdev.gate.judgement import Judgement, Test
     from numdev.gate.rules import Rules
     from numdev.report.document import Node, Style
     from numdev.report.records.reports import Finding, Report
+
+R = TypeVar("R", bound="Report")
 
 REGISTERED: Mapping[str, str] = {
     "audit": "numdev.audit.kind:AUDIT",
@@ -33,50 +37,50 @@ REGISTERED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class Judged(Generic[R]):
     """How reports of a kind are held to rules. All are pure functions of the report, and
     read its plan and rows, never its summary."""
 
-    check: Callable[[Any], None]
+    check: Callable[[R], None]
     """Raises MeasurementError for a report that contradicts its plan, or itself."""
-    tests: Callable[[Any, Rules], Iterator[Test]]
+    tests: Callable[[R, Rules], Iterator[Test]]
     """Exactly one for each thing planned."""
-    findings: Callable[[Judgement, Any], tuple[Sequence[Finding], Sequence[str]]]
+    findings: Callable[[Judgement, R], tuple[Sequence[Finding], Sequence[str]]]
     """What is wrong, the gravest first; and sentences on what was tested and what was
     not."""
-    summarised: Callable[[Any], Any]
+    summarised: Callable[[R], R]
     """A report that has its findings, with all else that follows from its rows: its
     summary."""
-    beside: Callable[[Any, Rules], Mapping[str, Any]] = lambda report, rules: {}
+    beside: Callable[[R, Rules], Mapping[str, Any]] = lambda report, rules: {}
     """Further fields of a Judgement: `power`, `fa_rule`."""
-    passing: Callable[[Any, Sequence[Test]], str | None] = lambda report, tests: None
+    passing: Callable[[R, Sequence[Test]], str | None] = lambda report, tests: None
     """What to say of a kernel that passed, in a sentence; None where a view has
     better."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    report: type[Report]
-    blocks: Callable[[Any], Iterator[Node]]
+class Kind(Generic[R]):
+    report: type[R]
+    blocks: Callable[[R], Iterator[Node]]
     """What is shown of a report below its verdicts."""
-    styles: Callable[[Any], Sequence[Style]] = lambda report: ()
-    """Of the first sentences of its answer, where these are verdicts."""
-    judged: Judged | None = None
-    moves: Callable[[Any, Any], tuple[Any, Compared]] | None = None
+    styles: Callable[[R], Sequence[Style]] = lambda report: ()
+    """The styles of the first sentences of its answer, where these are verdicts."""
+    judged: Judged[R] | None = None
+    moves: Callable[[R, R], tuple[Any, Compared]] | None = None
     """What moved from an older report to a newer one."""
     has_map: bool = False  # of cells, on its page, that findings link to
-    limits: type[Any] | None = None
+    limits: type[BaseModel] | None = None
     """The model of the limits that a rules file has under the kind's name."""
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> Kind[Any]:
     """A registered kind."""
     module, _, attribute = REGISTERED[name].partition(":")
-    kind: Kind = getattr(importlib.import_module(module), attribute)
+    kind: Kind[Any] = getattr(importlib.import_module(module), attribute)
     return kind
 
 
-def judged_by(name: str) -> Judged:
+def judged_by(name: str) -> Judged[Any]:
     """How reports of a kind are judged. Raises UsageError for those that are not."""
     judged = kind_of(name).judged
     if judged is None:

@@ -90,7 +90,8 @@ class System:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As a report records it: of the packages, those that matter to every audit."""
+        """The snapshot as a report records it: of the packages, those that matter to
+        every audit."""
         recorded = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
         return {**asdict(self), "packages": recorded}
 

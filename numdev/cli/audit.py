@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -42,7 +41,7 @@ def audit(
     effects: Path | None,
     workers: int | None,
     scheduler: str | None,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Audit the attention of a model, of captured tensors, or of the shapes in a YAML
     file.
@@ -79,7 +78,7 @@ def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
     from numdev.effects.report import EffectsReport
     from numdev.report import read
 
-    other: Any = read(path)
+    other = read(path)
     if not isinstance(other, EffectsReport):
         raise UsageError(
             f"--effects {path}: expected a report of effects, got one of {other.kind}"
@@ -110,7 +109,7 @@ def sweep(
     dry_run: bool,
     workers: int | None,
     scheduler: str | None,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Measure how deviation depends on length, format, tile size, inputs or kernel.
 

@@ -7,7 +7,7 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -109,7 +109,7 @@ def check(
     context.exit(code)
 
 
-def as_data(result: CheckResult) -> dict[str, Any]:
+def as_data(result: CheckResult) -> dict[str, object]:
     """What a program asks for first, then the whole report."""
     from numdev.report import Places
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
@@ -38,7 +37,7 @@ def diagnose(
     session: Session,
     preset: str | None,
     attention: tuple[str, ...],
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Find the heads whose rounding errors do not cancel, show why, and what each cure
     changes.

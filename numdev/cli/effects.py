@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -20,7 +19,7 @@ from numdev.config import EffectsRequest, effects_request
 @gated
 def effects(
     target: str, session: Session, verdict: Verdict | None, workers: int | None,
-    scheduler: str | None, **flags: Any,
+    scheduler: str | None, **flags: object,
 ) -> None:  # fmt: skip
     """Say what rounding does to a model's output, and how much of that is attention's.
 

@@ -19,6 +19,7 @@ from numdev.errors import UsageError
 
 if TYPE_CHECKING:
     from numdev.gate.rules import Rules
+    from numdev.report import Report
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
@@ -48,7 +49,7 @@ class Verdict:
 
         return read_rules(self.rules) if self.rules else default_rules()
 
-    def of(self, report: Any, show: Literal["page", "json", "nothing"]) -> int:
+    def of(self, report: Report, show: Literal["page", "json", "nothing"]) -> int:
         """Judge a report, `show` the verdict on stdout and write it as asked; its exit
         code."""
         from numdev.gate.judging import judge_report
@@ -89,7 +90,7 @@ class Verdict:
         return judged.exit_code
 
 
-def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def verdict_options(function: Callable[..., object]) -> Callable[..., object]:
     @click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
     @click.option(
         "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."
@@ -99,7 +100,7 @@ def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     @click.option("--github", is_flag=True, help=GITHUB)
     @functools.wraps(function)
-    def with_verdict(*args: Any, **parameters: Any) -> Any:
+    def with_verdict(*args: object, **parameters: Any) -> object:
         asked = Verdict(
             **{part.name: parameters.pop(part.name) for part in fields(Verdict)}
         )
@@ -108,14 +109,16 @@ def verdict_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return with_verdict
 
 
-def gated(function: Callable[..., Any]) -> Callable[..., Any]:
+def gated(function: Callable[..., object]) -> Callable[..., object]:
     """`--gate` for a command that measures: its `verdict` is None where no gate is asked
     for."""
 
     @click.option("--gate", is_flag=True, help=GATE)
     @verdict_options
     @functools.wraps(function)
-    def with_gate(*args: Any, verdict: Verdict, gate: bool, **parameters: Any) -> Any:
+    def with_gate(
+        *args: object, verdict: Verdict, gate: bool, **parameters: object
+    ) -> object:
         asked = gate or any(vars(verdict).values())
         if asked:
             _ = verdict.limits  # refuse a wrong file before anything is measured

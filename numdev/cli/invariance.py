@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,7 +18,7 @@ from numdev.config import InvarianceConfig, invariance_request
 @options_of(InvarianceConfig)
 @gated
 def invariance(
-    target: str, session: Session, verdict: Verdict | None, **flags: Any
+    target: str, session: Session, verdict: Verdict | None, **flags: object
 ) -> None:
     """Ask whether the same tokens give the same numbers another way, and if not, why.
 

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
@@ -97,7 +96,7 @@ class _Commands(click.Group):
                 )
         click.Command.format_options(self, ctx, formatter)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """click and rich make a closed pipe exit code 1, which here would read as
         "exceeded", and a KeyboardInterrupt that foreign code raises is not the user's."""
         try:

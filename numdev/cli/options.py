@@ -15,7 +15,7 @@ from numdev.config import Option, Reading
 from numdev.errors import UsageError
 from numdev.yamlfile import parts_of
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 DEVICES = ("auto", "cpu", "cuda")
 GROUPS = {
     "Common options": (
@@ -57,7 +57,9 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
 
     name = "list"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+    def convert(
+        self, value: str, param: Any, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         chosen: list[int] = []
         for part in value.split(","):
             match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)

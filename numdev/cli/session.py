@@ -10,10 +10,11 @@ import inspect
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -22,6 +23,9 @@ from numdev.errors import MeasurementError
 
 if TYPE_CHECKING:
     from numdev.cli.gate import Verdict
+    from numdev.report import Report
+
+R = TypeVar("R")
 
 FILE = click.Path(path_type=Path)
 OUTPUT = "Directory for the results.  [default: numdev-reports/NAME-HASH]"
@@ -36,7 +40,7 @@ class Session:
     as_json: bool
     quiet: bool
 
-    def directory(self, name: str, request: Any) -> Path:
+    def directory(self, name: str, request: object) -> Path:
         """Where results go: the same request where it went. Raises UsageError where
         another command's report is there."""
         from numdev.report.io import refuse_other_kind
@@ -51,18 +55,22 @@ class Session:
         if not self.quiet:
             click.echo(text, err=True)
 
-    def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
+    def study(self, run: Callable[..., R], *asked: object, **more: object) -> R:
         same = {"overwrite": self.overwrite, "command": command_line()}
         return self.watched(run, *asked, **same, **more)
 
     def judged(
-        self, verdict: Verdict | None, run: Callable[..., Any], *asked: Any, **more: Any
-    ) -> Any:
+        self,
+        verdict: Verdict | None,
+        run: Callable[..., R],
+        *asked: object,
+        **more: object,
+    ) -> R:
         """A study whose report is judged by the rules of the `verdict` that is asked
         for."""
         return self.study(run, *asked, rules=verdict.limits if verdict else None, **more)
 
-    def watched(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
+    def watched(self, run: Callable[..., R], *asked: object, **more: object) -> R:
         """What a function returns, with its progress shown; kernels' prints stay off
         stdout, and no Ctrl-C is lost."""
         from numdev.report.renderers import terminal
@@ -79,7 +87,7 @@ class Session:
 
             return run(*asked, progress=progress, **more)
 
-    def claim(self, name: str, request: Any) -> Path:
+    def claim(self, name: str, request: Mapping[str, object]) -> Path:
         """The directory of a report that is made at once."""
         from numdev.report.io import claim
 
@@ -89,7 +97,7 @@ class Session:
 
     def hand_over(
         self,
-        report: Any,
+        report: Report,
         directory: Path,
         scripts: Callable[..., list[Path]] | None = None,
         verdict: Verdict | None = None,
@@ -133,7 +141,7 @@ def watching() -> Iterator[Callable[[], None]]:
 
     came = threading.Event()
 
-    def remember(number: int, frame: Any) -> None:
+    def remember(number: int, frame: FrameType | None) -> None:
         came.set()
         if callable(before):
             before(number, frame)
@@ -147,17 +155,17 @@ def watching() -> Iterator[Callable[[], None]]:
         yield check
 
 
-def command(example: str) -> Callable[[Callable[..., Any]], click.Command]:
+def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
     """A command of `numdev`. With `session` it has the options of those that write a
     report."""
 
-    def decorate(function: Callable[..., Any]) -> click.Command:
+    def decorate(function: Callable[..., object]) -> click.Command:
         as_command = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
         if "session" not in inspect.signature(function).parameters:
             return as_command(function)
 
         @functools.wraps(function)
-        def with_session(*args: Any, **parameters: Any) -> Any:
+        def with_session(*args: object, **parameters: Any) -> object:
             session = Session(
                 **{part.name: parameters.pop(part.name) for part in fields(Session)}
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -31,7 +30,14 @@ STOP = "Stop after this time with everything saved; the same command resumes."
 )
 @seed_option
 @device_option
-def train(config: Path, session: Session, stop_after: float | None, **flags: Any) -> None:
+def train(
+    config: Path,
+    session: Session,
+    stop_after: float | None,
+    steps: int | None,
+    seed: int | None,
+    device: str | None,
+) -> None:
     """Train small networks side by side, and measure how far their weights drift apart.
 
     CONFIG is a YAML file. Its variants (another attention kernel, format, seed,
@@ -43,7 +49,8 @@ def train(config: Path, session: Session, stop_after: float | None, **flags: Any
     from numdev.training.study import train as run
     from numdev.yamlfile import read_yaml
 
-    request = resolve(read_yaml(config, TrainConfig), config.name, **flags)
+    raw = read_yaml(config, TrainConfig)
+    request = resolve(raw, config.name, steps=steps, seed=seed, device=device)
     directory = session.directory(config.stem, request.measured())
     report = session.study(run, request, directory, stop_after=stop_after)
     if report is not None:
@@ -82,7 +89,7 @@ def weights(
     if len(targets) < 2 and not by_step:
         raise UsageError("weights: expected two sets or more to compare, got one")
     name = Path(targets[0]).stem or "weights"
-    asked: dict[str, Any] = {"device": device or "auto"}
+    asked = {"device": device or "auto"}
     if by_step:
         directory = session.directory(
             f"weights-{name}", [list(targets), list(nulls), device]

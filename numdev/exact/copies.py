@@ -64,7 +64,7 @@ def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
-    """Of tensors of one storage and dtype: views of one copy of the part that they
+    """Tensors of one storage and dtype as views of one copy of the part that they
     cover."""
     values = [
         x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group

@@ -162,7 +162,8 @@ def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 @contextmanager
 def _hidden_paths_off() -> Iterator[None]:
-    """Without oneDNN, cuDNN, and the fast path of multi-head attention."""
+    """A context in which oneDNN, cuDNN and the fast path of multi-head attention are
+    off."""
     switches = (
         (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
         (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),

@@ -325,7 +325,7 @@ def _any_wide(args: tuple[Any, ...]) -> bool:
 def _without_half_to_float(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a softmax that gives float32 of float16: fp64 stays fp64."""
+    """The call of a softmax that gives float32 of float16, which fp64 must not do."""
     names = [parameter.name for parameter in func._schema.arguments]
     if "half_to_float" not in names:
         return args, kwargs

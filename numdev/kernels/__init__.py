@@ -66,7 +66,7 @@ def apart_like_fa2(case: AttentionCase, output: Output, system: System) -> Claim
 
 
 def no_claim(case: AttentionCase, output: Output, system: System) -> Claim:
-    """Of a kernel that no emulation stands for."""
+    """None: no emulation computes like this kernel."""
     return None
 
 

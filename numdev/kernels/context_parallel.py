@@ -116,8 +116,8 @@ def _computed(
 
 
 class Ranks:
-    """So many processes, each with a device of its own where devices are CUDA's. Raises
-    MeasurementError where they cannot be started."""
+    """A number of processes, each with a device of its own where devices are CUDA's.
+    Raises MeasurementError where they cannot be started."""
 
     def __init__(self, world: int, device: str) -> None:
         self.world = world

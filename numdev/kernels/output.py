@@ -43,7 +43,7 @@ class Output:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name, those that are there."""
+        """The tensors that were returned, by name."""
         every = {
             "out": self.out, "lse": self.lse, "dq": self.dq, "dk": self.dk, "dv": self.dv
         }  # fmt: skip

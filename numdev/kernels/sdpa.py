@@ -45,7 +45,7 @@ OPERATORS: Mapping[str, Mapping[str, str]] = {
         "sdpa-math": "math",
     },
 }
-"""By device, the kernels here and the operator that each is."""
+"""The kernels of this module by device, and the operator that each is."""
 REFUSALS = ("no available kernel", "no viable backend")
 FAST_EXP = {"AVX2": 8, "AVX512": 16}
 """Instruction sets under which PyTorch's CPU kernel uses its fast exp, and how many keys

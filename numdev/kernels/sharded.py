@@ -177,7 +177,8 @@ def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
 
 
 def chunks(length: int, number: int) -> list[slice]:
-    """At most so many ranges of one length, the last of which may be shorter."""
+    """Ranges of one length that make up `length`, `number` of them or fewer; the last may
+    be shorter."""
     size = -(-length // number)
     return [slice(at, min(at + size, length)) for at in range(0, length, size)]
 

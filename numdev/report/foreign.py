@@ -15,8 +15,8 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def plain(text: str, keep: str = "") -> str:
-    """With control characters (ANSI escapes, marks of direction) but for `keep` spelled
-    out."""
+    """Text with its control characters (ANSI escapes, marks of direction) spelled out,
+    but for `keep`."""
     if text.isprintable():
         return text
     return "".join(
@@ -26,8 +26,8 @@ def plain(text: str, keep: str = "") -> str:
 
 
 def cell(value: Any) -> Any:
-    """As a cell of a CSV file: mappings as JSON, and text that a spreadsheet would
-    compute with an apostrophe before it; control characters but tabs and line ends
+    """A value as a cell of a CSV file: mappings as JSON, and text that a spreadsheet
+    would compute with an apostrophe before it; control characters but tabs and line ends
     spelled out. Numbers stay."""
     if isinstance(value, dict):
         return json.dumps(value)

@@ -61,7 +61,7 @@ def read(path: Path) -> Report:
         digest = hashlib.sha256(text).hexdigest()
         if ending.rstrip() != f',"digest":"{digest}"}}'.encode():
             raise ValueError("digest: the file was truncated or edited")
-        model = kind_of(head.kind).report
+        model: type[Report] = kind_of(head.kind).report
         text += b"}"
         return model.model_validate_json(text, strict=True)
     except ValueError as error:

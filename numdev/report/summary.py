@@ -35,7 +35,7 @@ from numdev.report.numbers import MOST, ratio
 from numdev.tensors import tensor_spec
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
-"""Of which a summary has the median over heads, the largest, or where that is."""
+"""Metrics of which a summary has the median over heads, the largest, or where that is."""
 # A kernel that is none of these was asked for by name, and is spoken of before the first
 # of them.
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
@@ -159,8 +159,8 @@ def _mean(ok: Sequence[DeviationRow]) -> float | None:
 def _over_heads(
     ok: Sequence[DeviationRow], record: type[Record], places: Places
 ) -> dict[str, Any]:
-    """Of each metric what the record has of it over heads: the median, the largest, where
-    that is. Nothing where no head has a number."""
+    """The fields that a record has of each metric over heads: the median, the largest,
+    and where that is; none where no head has a number."""
     fields: dict[str, Any] = {
         "ok": len(ok),
         "nonfinite": sum(row.nonfinite or 0 for row in ok),

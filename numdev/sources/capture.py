@@ -256,8 +256,8 @@ def layer_of(module: nn.Module, name: str) -> int | None:
 
 @contextmanager
 def followed(modules: Iterable[nn.Module], enter: Any, leave: Any) -> Iterator[None]:
-    """In here `enter` is told of each module that begins, with its arguments and
-    keywords, and `leave` of each that ends, also by raising."""
+    """A context in which `enter` is told of each module that begins, with its arguments
+    and keywords, and `leave` of each that ends, also by raising."""
     with ExitStack() as stack:
         for module in modules:
             stack.callback(

@@ -92,7 +92,7 @@ class StoredWeights:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """By whose names and contents the weights are identified."""
+        """The files whose names and contents identify the weights."""
         return tuple(file for container in self.containers for file in container.files)
 
     @property
@@ -685,7 +685,7 @@ class InMemory:
         return digest_of({**dict(self.tensors()), **dict(self.model.named_buffers())})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Its weights, each once."""
+        """The model's parameters, each once."""
         return self.model.named_parameters()
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:

@@ -64,7 +64,7 @@ class Container(Protocol):
     def path(self) -> Path: ...
     @property
     def files(self) -> tuple[Path, ...]:
-        """By whose names and contents it is identified (`files.identity`)."""
+        """The files whose names and contents identify it (`files.identity`)."""
 
     @property
     def nesting(self) -> str:
@@ -75,8 +75,8 @@ class Container(Protocol):
         """Whether a path is of this kind, told by names alone."""
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """In the order in which they are stored. Raises MeasurementError for a container
-        that is damaged."""
+        """Every tensor, in the order in which they are stored. Raises MeasurementError
+        for a container that is damaged."""
 
     def beside(self) -> Mapping[str, Any] | None:
         """What is saved with the tensors; None where a container holds nothing else."""

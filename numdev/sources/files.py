@@ -36,7 +36,8 @@ PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataPara
 
 
 def name_of(directory: Path) -> str:
-    """Its own, or what Hugging Face calls the model whose cache it is in."""
+    """The name of a directory, or what Hugging Face calls the model whose cache it is
+    in."""
     whole = directory.resolve()
     model = whole.parents[1].name if whole.parent.name == "snapshots" else ""
     return model.partition("--")[2].replace("--", "/") or whole.name
@@ -211,8 +212,8 @@ def blaming(path: Path, what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet(*others: Any) -> Iterator[None]:
-    """Without log lines, warnings and progress bars of transformers and `others`, for a
-    while."""
+    """A context without log lines, warnings and progress bars of transformers and of
+    `others`."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,

@@ -441,9 +441,9 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
 
 
 def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
-    """By what the module was given: nothing beside the image, or something, which joins
-    it as keys, or stands in its place. Both are [batch, positions, channels], or
-    pictures."""
+    """What a call attends to, by what its module was given: nothing beside the image, or
+    something, which joins it as keys, or stands in its place. Both are [batch, positions,
+    channels], or pictures."""
     arguments = (
         inspect.signature(frame.module.forward)
         .bind(*frame.arguments, **frame.named)

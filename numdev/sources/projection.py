@@ -34,7 +34,7 @@ class Projection:
     # W_Q as `nn.Linear` stores it, head by head: [heads * head_dim, width]
     weight: Tensor
     pull: Callable[[Tensor], Tensor]
-    """From a gradient at q, [batch, heads, q_len, head_dim], to the gradient at the
+    """Takes a gradient at q, [batch, heads, q_len, head_dim], to the gradient at the
     layer's output, [batch, q_len, heads, head_dim]."""
 
 

@@ -194,7 +194,7 @@ def border_ties(
 def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
-    """As `ties` (`count` 0: nothing ties), with all of V and of dO negative, -1 - |N(0,
+    """`ties` (`count` 0: nothing ties) with all of V and of dO negative, -1 - |N(0,
     1)|."""
     inputs = (
         ties(shapes, draws, count=count, strength=strength)
@@ -370,13 +370,13 @@ def uniform(shapes: Shapes, draws: Draws) -> Inputs:
 
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """Of every query one key, drawn among those before it, scores highest by `margin` or
+    """One key of every query, drawn among those before it, scores highest by `margin` or
     more."""
     return _coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """As `one_hot`, with every key there twice, half the length apart: out is a mean of
+    """`one_hot` with every key there twice, half the length apart: out is a mean of
     two."""
     return _coded(shapes, draws, 2, margin)
 

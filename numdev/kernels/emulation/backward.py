@@ -262,8 +262,8 @@ def _at_once(inputs: BackwardInputs) -> Gradients:
 def _partial_sums(
     r: Rounder, dK: Tensor, dV: Tensor, separate: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where to add gradients up: the sums given, or others, rounded before they join
-    these."""
+    """Sums to add gradients to: dK and dV themselves, or where they are `separate` zeros
+    that are rounded before they join them."""
     if not separate:
         yield dK, dV
         return
@@ -352,8 +352,8 @@ def delta_of(inputs: BackwardInputs, blocks: Iterable[Block]) -> Tensor:
 
 
 def _scales(inputs: BackwardInputs) -> tuple[float, float, Tensor, Tensor]:
-    """By what the products for dQ and for dK are multiplied, the Q of the latter and the
-    K of the former. Where dS, Q or K has the scale they need it no more."""
+    """Four values: the factor of the product for dQ, that of the product for dK, the Q of
+    the latter and the K of the former. Where dS, Q or K has the scale a factor is 1."""
     scale, q, k = inputs.r.case.scale, inputs.q, inputs.k
     if inputs.r.recipe.ds_scale == "before":
         return 1.0, 1.0, q, k

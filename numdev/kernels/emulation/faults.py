@@ -57,8 +57,8 @@ class Control:
         return self.words.format(dose=dose, percent=100 * dose, fewer=dose - 1)
 
     def kernel(self) -> Kernel:
-        """As a kernel with the option `dose`; no registered one. Refuses a case that
-        cannot have this dose (more keys dropped than there are)."""
+        """The fault as a kernel with the option `dose`, which is not registered. Refuses
+        a case that cannot have this dose (more keys dropped than there are)."""
         return Kernel(
             name=PREFIX + self.name,
             function=partial(self._run, names=("out",)),
@@ -170,8 +170,8 @@ def _p_bits(case: AttentionCase, dose: float) -> Planted:
 
 
 def _truncated(case: AttentionCase, dose: float) -> Planted:
-    """At dose 2 every rounding is. O / l is exact, else the cast would find it
-    rounded."""
+    """At dose 2 every step truncates. O / l stays exact, since the cast must be what
+    rounds it."""
     options = {"normalised": "exact"}
     if dose >= 2:
         options["rounding"] = "toward_zero"

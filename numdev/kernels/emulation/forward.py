@@ -268,8 +268,8 @@ def maximum(r: Rounder, S: Tensor) -> Tensor:
 def stabilised_shift(
     S: Tensor, beta: float, tie_tolerance: float, smallest: float
 ) -> Tensor:
-    """By what the stabilised softmax (Qiu & Yao, arXiv 2510.04212) shifts each row of a
-    tile: [...] of scores [..., keys].
+    """The shift of each row of a tile in the stabilised softmax (Qiu & Yao, arXiv
+    2510.04212): [...] of scores [..., keys].
 
     Where more than one score lies within the tolerance of the maximum r, the shift is
     beta r if it is positive and 0 if not, and online softmax goes on with that, as the
@@ -285,7 +285,7 @@ def stabilised_shift(
 
 
 def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
-    """By what the guarded softmax multiplies the P of each row, [q_len]:
+    """The factor of P of each row in the guarded softmax, [q_len]:
 
         P = w exp(S - m),  l = rowsum P,  O = P V / l,  L = m + log(l / w),
 

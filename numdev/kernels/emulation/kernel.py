@@ -88,7 +88,7 @@ SITE_OF: Mapping[str, str] = {
     "dk": "dk_out",
     "dv": "dv_out",
 }
-"""By tensor, the site at which it is rounded to the format in which it is returned."""
+"""The site at which each tensor is rounded to the format in which it is returned."""
 MOST_BITS = 12
 """The significant bits of the widest working format whose rounding outweighs fp32
 arithmetic."""

@@ -55,8 +55,8 @@ LEAST_ROWS = 16  # in a run, whatever they take
 RUNS = 16
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
-"""In units of log 2: scores up to this need no maximum subtracted; bfloat16 and fp32 hold
-P."""
+"""Scores up to this, in units of log 2, need no maximum subtracted: bfloat16 and fp32
+hold their P."""
 # Of query heads
 BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")
 Results = dict[str, Tensor]
@@ -72,10 +72,11 @@ class Tile(NamedTuple):
 
 
 FORWARD = {64: Tile(64, 32, 4, 3), 128: Tile(64, 16, 4, 3), 256: Tile(16, 32, 4, 1)}
-"""By the width of the widest operand, for 16 and 8 bits. fp32 has one stage less."""
+"""Tiles by the width of the widest operand, for 16 and 8 bits. fp32 has one stage
+less."""
 ELSEWHERE = {128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 1)}
-"""Where those cannot be: on GPUs whose blocks have less shared memory than ROOM, and on
-Blackwell, for which Triton 3.6 builds no fp64 product of 64 rows. Not measured."""
+"""Tiles where those cannot be: on GPUs whose blocks have less shared memory than ROOM,
+and on Blackwell, for which Triton 3.6 builds no fp64 product of 64 rows. Not measured."""
 ROOM = 120 << 10  # bytes of shared memory that FORWARD takes, at most
 BLACKWELL = 10  # the first number of its compute capability
 BACKWARD = Tile(32, 64, 4, 3)

@@ -30,7 +30,7 @@ GOLDEN = tl.constexpr(2654435769)
 
 @triton.jit
 def head_of(X, strides, batch, head):
-    """Where a head of X begins."""
+    """The address at which a head of X begins."""
     return X + batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head
 
 
@@ -129,7 +129,7 @@ def exponential(x, PLAN: tl.constexpr):
 
 @triton.jit
 def weight(i, size):
-    """By what the guarded softmax multiplies P of row i:
+    """The factor of P of row i in the guarded softmax:
     `emulation.forward.guarded_weights`."""
     number = (i + size.kv_len).to(tl.uint32) * GOLDEN >> 26  # 32 bits, which wrap around
     return (2 * number + 129).to(tl.float32) * 0.00390625
@@ -274,7 +274,7 @@ def sweep(
 
 @triton.jit
 def row_maximum(S, PLAN: tl.constexpr):
-    """By what a row of a tile wants to be shifted: its maximum, or what the stabilised
+    """The shift of a row of a tile: its maximum, or what the stabilised
     softmax takes instead of one that is met more than once."""
     r = tl.max(S, 1)
     if PLAN.stabilised:

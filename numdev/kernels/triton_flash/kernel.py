@@ -141,7 +141,7 @@ def _wide(dim: int) -> int:
 
 
 class Strides(NamedTuple):
-    """Of a tensor [batch, heads, rows, columns], in elements."""
+    """The strides of a tensor [batch, heads, rows, columns], in elements."""
 
     batch: int
     head: int
@@ -150,8 +150,8 @@ class Strides(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of a call. Row i sees keys i + first to i + last, as far as the plan has such a
-    limit."""
+    """The sizes of a call. Row i sees keys i + first to i + last, as far as the plan has
+    such a limit."""
 
     heads: int
     group: int
@@ -162,7 +162,8 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, case: AttentionCase) -> Size:
-        """With a distance nobody has where there is no limit."""
+        """The sizes of a case; where it has no limit, a distance that no two positions
+        have."""
         first, last = key_limits(case)
         first, last = -FAR if first is None else first, FAR if last is None else last
         return cls(case.heads, case.group, case.q_len, case.kv_len, first, last)
@@ -309,7 +310,7 @@ class KernelCall:
 
 
 def strides(*tensors: Tensor | None) -> list[Strides]:
-    """Of each; 0 of none."""
+    """The strides of each tensor; 0 for None."""
     return [Strides(0, 0, 0, 0) if x is None else Strides(*x.stride()) for x in tensors]
 
 

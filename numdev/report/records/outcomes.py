@@ -79,5 +79,5 @@ class Standing(StrEnum):
 
     @property
     def word(self) -> str:
-        """As in tables: the outcome's word, or `not applied`."""
+        """The word of tables: the outcome's, or `not applied`."""
         return "not applied" if self.outcome is None else self.outcome.word

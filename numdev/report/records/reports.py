@@ -163,7 +163,7 @@ class Provenance(Record):
     def now(
         cls, command: str, system: Mapping[str, Any], source: Mapping[str, Any]
     ) -> Provenance:
-        """Of a report that this version makes now."""
+        """The provenance of a report that this version makes now."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         about: Any = {"system": dict(system), "source": dict(source)}
         return cls(numdev=numdev.__version__, command=command, created=created, **about)
@@ -288,7 +288,7 @@ class AuditReport(Report):
 
     @property
     def attention_calls(self) -> list[CaseRecord]:
-        """Its calls that are calls of attention."""
+        """The calls of this report that are calls of attention."""
         return [case for case in self.cases if isinstance(case, CaseRecord)]
 
     @property
@@ -314,7 +314,7 @@ class SweepReport(Report):
 
     @property
     def measured(self) -> bool:
-        """As in an audit: whether a kernel has a number, or nobody lacks one."""
+        """Whether a kernel has a number, or nobody lacks one, as in an audit."""
         return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
 
     def tables(self) -> Mapping[str, Sequence[Record]]:

@@ -55,7 +55,8 @@ class CallRecord(Record):
     axes: dict[str, Any] = Field(default_factory=dict)
 
     def extents(self) -> Mapping[str, Extent]:
-        """By tensor, also of those that an implementation may leave out."""
+        """The shape of each tensor, also of those that an implementation may leave
+        out."""
         raise NotImplementedError
 
 

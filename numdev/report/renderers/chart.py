@@ -72,7 +72,8 @@ class Scale:
 
 
 def _scale(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Scale:
-    """From the least to the largest, with a share of the range as air at both ends."""
+    """A scale from the least value to the largest, with a share of the range as air at
+    both ends."""
     places = [math.log10(v) if log else v for v in values]
     low, high = min(places), max(places)
     air = max(share * (high - low), 0.02 * log) or 0.5

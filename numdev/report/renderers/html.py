@@ -33,7 +33,8 @@ def write(report: Report, directory: Path) -> None:
 
 
 def frame(report: Report) -> Markup:
-    """Its first line, and its page in a frame, whose styles reach nothing around it."""
+    """The first line of a document, and its page in a frame, whose styles reach nothing
+    around it."""
     style = "width: 100%; height: 40em; border: 1px solid #8888"
     title = Markup("<p>{}</p>").format(_visible(repr(report)))
     return title + Markup('<iframe style="{}" srcdoc="{}"></iframe>').format(

@@ -89,7 +89,8 @@ def _table(node: doc.Table, out: Console) -> None:
 
 
 def some(places: Sequence[int], fitting: int) -> list[int]:
-    """At most so many of them, evenly spread, the first and the last among them."""
+    """At most `fitting` of the places, evenly spread, the first and the last among
+    them."""
     if len(places) <= fitting:
         return list(places)
     chosen = {round(i * (len(places) - 1) / (fitting - 1)) for i in range(fitting)}
