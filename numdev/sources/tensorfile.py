@@ -30,7 +30,7 @@ from torch import Tensor
 import numdev
 from numdev import temporary
 from numdev.arguments import checked
-from numdev.cases import AttentionCase, CaseRef, Window
+from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
@@ -481,14 +481,10 @@ def varlen_cases(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     cases = []
     for i, queries, keys, values in packing.sequences(q, k, v):
-        count = len(keys)
+        name, count = f"{module}#{call}/seq{i}", len(keys)
+        phase: Phase = "decode" if len(queries) == 1 and count > 1 else "prefill"
         ref = CaseRef(
-            case=f"{module}#{call}/seq{i}",
-            source=source,
-            module=module,
-            layer=layer,
-            call=call,
-            phase="decode" if len(queries) == 1 and count > 1 else "prefill",
+            case=name, source=source, module=module, layer=layer, call=call, phase=phase
         )
         case = AttentionCase(
             ref=ref,
