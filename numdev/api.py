@@ -152,7 +152,9 @@ class _Audited:
     opened: Callable[[AuditRequest, System], Source] = open_source
 
 
-def _audited(subject: Any, inputs: Any) -> _Audited:
+def _audited(
+    subject: Target | Cases | None, inputs: Inputs | str | Path | None
+) -> _Audited:
     """A target or cases, told apart by their types. Raises UsageError for inputs that do
     not belong to them."""
     if isinstance(subject, nn.Module):
@@ -203,7 +205,7 @@ def _several(argument: Any) -> list[Any]:
     return [argument] if alone else list(argument)
 
 
-def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
+def named_inputs(model: nn.Module, inputs: Inputs | str | Path | None) -> dict[str, Any]:
     """What a model reads, by the names of its forward's arguments. Raises UsageError for
     what does not fit them."""
     if isinstance(inputs, Mapping):
