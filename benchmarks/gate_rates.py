@@ -12,7 +12,7 @@ neither: it stops a merge too, and is counted apart.
 
 Sound kernels are those of `benchmarks/power.py`. Faults are those of
 `benchmarks/planted.py`, and `numdev.kernels.emulation.faults` in every dose. Kernels that
-go wrong as processes (`tests/broken_kernels.py`) have no rate: each is tried once,
+go wrong as processes (`tests/support/broken_kernels.py`) have no rate: each is tried once,
 isolated, beside a sound one.
 
 Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits
@@ -160,7 +160,7 @@ def trials(seed: int, few: slice) -> Iterator[Trial]:
 
 def broken(few: slice) -> Iterator[tuple[str, Trial, Trial]]:
     """Each with the default rules, and with itself as a required kernel."""
-    sys.path.append(str(HERE.parent / "tests"))
+    sys.path.append(str(HERE.parent / "tests" / "support"))
     on = benches(0)[1:]  # plain functions of q, k, v take no causal one
     beside = rows_of(find("planted:sound"), on)
     for name in list(BROKEN)[few]:

@@ -78,7 +78,7 @@ def rows_of(
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers find the kernels of this folder."""
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parent / "support")
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     )

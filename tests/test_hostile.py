@@ -43,7 +43,7 @@ def test_hostile_kernels_cost_their_own_rows(marked: str) -> None:
         "no:xdist",
     ]
     done = subprocess.run(
-        [*command, "-m", f"not slow and {marked}", str(HERE / "hostile_table.py")],
+        [*command, "-m", f"not slow and {marked}", str(HERE / "support" / "hostile_table.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=HERE.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

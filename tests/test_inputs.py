@@ -102,7 +102,7 @@ def test_the_instruction_set_does_not_matter() -> None:
     plain = {
         **os.environ,
         "ATEN_CPU_CAPABILITY": "default",
-        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/support",
     }
     plain["GLIBC_TUNABLES"] = "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4"
     found = subprocess.check_output([sys.executable, "-c", code], env=plain, text=True)

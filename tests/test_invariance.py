@@ -496,7 +496,7 @@ def test_a_finding_has_a_script(tmp_path, capsys, monkeypatch):
     assert ran(capsys, "invariance", "cases.yaml", "-o", "r")[0] == 0
     (script,) = Path("r/reproducers").glob("*/reproduce.py")
     assert script.parent.name == read(Path("r")).findings[0].folder
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     done = subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": path},
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1, done.stderr

@@ -25,6 +25,7 @@ from numdev.errors import MeasurementError
 from numdev.kernels import Output, find
 
 TESTS = Path(__file__).parent
+SUPPORT = TESTS / "support"
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,10 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     the same, though the kernel holds the interpreter's lock."""
     note = tmp_path / "note"
     source = f"import test_isolation as t; t.hang_in_isolation({str(note)!r})"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, SUPPORT))),
+    }
     parent = subprocess.Popen([sys.executable, "-c", source], env=env)
     wait_for(note.exists)
     parent.kill()

@@ -1,7 +1,7 @@
 """In Triton's interpreter, on the CPU: the fused fp64 reference against the blocked one,
 and the kernel of row sums against PyTorch.
 
-    TRITON_INTERPRET=1 python -m pytest tests/fused_cases.py
+    TRITON_INTERPRET=1 python -m pytest tests/support/fused_cases.py
 
 A process of its own, since triton reads that variable when it is imported;
 `test_triton.py` starts it. Tiles are small, so that there are several; tanh, which the

@@ -3,7 +3,7 @@ stays.
 
 Workers are forked from the process of these tests, which must therefore have one thread:
 tests/test_hostile.py runs this file by itself. All of it, some minutes: python -m pytest
-tests/hostile_table.py"""
+tests/support/hostile_table.py"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 
 
 def prepare() -> None:
@@ -102,7 +103,7 @@ def on_cuda(test: Any) -> Any:
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A run of Python that finds numdev and the tests' modules."""
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True, text=True, timeout=600, check=False,

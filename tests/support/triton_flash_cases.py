@@ -1,6 +1,6 @@
 """`triton-flash` in Triton's interpreter, on the CPU.
 
-    TRITON_INTERPRET=1 python -m pytest tests/triton_flash_cases.py
+    TRITON_INTERPRET=1 python -m pytest tests/support/triton_flash_cases.py
 
 A process of its own, since triton reads that variable when it is imported;
 `test_triton.py` starts it. bfloat16 is left to the GPU: the interpreter computes it
