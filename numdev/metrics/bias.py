@@ -14,14 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numdev.metrics.statistics import BIAS_ULP
 
 UNJUDGED = {"bias_t": None, "bias_p": None, "bias_size": None, "bias_of": None}
-"""Of a head that fewer than two sequences tell of."""
+"""The judgement of a head of which there are fewer than two sequences."""
 
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, Any]]:
@@ -47,12 +48,12 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
     return [
         {
             "sequences": sequences,
-            "bias": own[0],
-            "bias_sign": own[1],
-            "bias_feature": own[feature],
+            "bias": means_of_head[0],
+            "bias_sign": means_of_head[1],
+            "bias_feature": means_of_head[feature],
             **(verdict if sequences > 1 else UNJUDGED),
         }
-        for sequences, own, feature, verdict in zip(
+        for sequences, means_of_head, feature, verdict in zip(
             n[:, 0].tolist(), mean.tolist(), largest.tolist(), judged, strict=True
         )
     ]

@@ -23,16 +23,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from numdev.formats import Format
 from numdev.metrics.bias import UNJUDGED, bias
 from numdev.metrics.intervals import intervals, of_sums
-from numdev.metrics.row_sums import Totals, plain_sums, row_sums, to_host
+from numdev.metrics.row_sums import Numbers, Totals, plain_sums, row_sums, to_host
 from numdev.metrics.sampling import Strata
 from numdev.metrics.yardstick import Yardstick
 
-Column = np.ndarray[Any, np.dtype[Any]]  # [H]: numbers or flags
+Column = NDArray[np.generic]  # [H]: numbers or flags
 INTEGERS = ("elements", "empty_rows", "nonfinite")
 Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of
@@ -41,16 +42,16 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """What an output comes to beside a yardstick, on the host."""
+    """The metrics of an output measured against a yardstick, on the host."""
 
     heads: list[Metrics]  # one dict per head
-    along: Mapping[str, Column] = field(default_factory=dict)
+    along: Mapping[str, Numbers] = field(default_factory=dict)
     """Sums by bin of positions (`row_sums.ALONG`), [bins], where bins were given."""
     ratios: Tensor | None = None
     """[B, H, rows]: beside what is predicted for the row; infinite where it is not
     finite."""
     compared: tuple[Tensor, Yardstick, Tensor | None] | None = None
-    """The output, what it was held to and what was expected, where bins were given."""
+    """The output, its yardstick and the expected output, where bins were given."""
 
 
 def measure(
@@ -76,8 +77,8 @@ def measure(
             of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)
         )
     heads = _per_head(columns)
-    for head, own in zip(heads, bias(*totals.signed), strict=True):
-        head.update(own)
+    for head, biases in zip(heads, bias(*totals.signed), strict=True):
+        head.update(biases)
     ratios = by_row.largest.get("worst_row")
     if ratios is not None:
         ratios = ratios.masked_fill(by_row.sums["nonfinite"] > 0, math.inf)
@@ -104,8 +105,8 @@ def measure_plain(
 
 
 def _common(totals: Totals) -> dict[str, Column]:
-    """What every tensor has. Counts are of the rows that were drawn, as the floor's
-    are."""
+    """Returns the metrics that every tensor has. Counts are of the rows that were drawn,
+    as the floor's are."""
     sums, counts = totals.sums, totals.drawn or totals.sums
     return {
         "elements": counts["count"],
@@ -117,8 +118,7 @@ def _common(totals: Totals) -> dict[str, Column]:
 
 
 def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
-    """What needs the floor's format, the baseline, the precision deviation, or a
-    prediction."""
+    """Returns the metrics that need the floor's format, the baseline or a prediction."""
     sums, largest = totals.sums, totals.largest
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
@@ -141,12 +141,15 @@ def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
 
 
 def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
-    """With the reason of every null, and the intervals where rows are sampled."""
+    """Returns the heads with the reason of every null, and with intervals where rows are
+    sampled."""
     of, certain = totals.left, totals.certain
-    own = [] if of is None else intervals(totals.groups, totals.rows, of, certain)
+    ends_by_head = (
+        [] if of is None else intervals(totals.groups, totals.rows, of, certain)
+    )
     return [
         _with_reasons(head) | ({"interval": ends} if ends is not None else {})
-        for head, ends in itertools.zip_longest(heads, own)
+        for head, ends in itertools.zip_longest(heads, ends_by_head)
     ]
 
 

@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numdev.metrics.statistics import CONFIDENCE
 
 Interval = tuple[float, float]
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
+Numbers = NDArray[np.float64]
 Sums = Mapping[str, Numbers]
 """What a metric is made of, by name: sums over all rows [H], or over groups of them [H,
 groups]."""
@@ -40,38 +40,40 @@ RMS = {
     "rms": ("square", "count"),
     "row_rel": ("relative", "counted"),
     "precision_rms": ("moved", "moved_count"),
-    "from_baseline_rms": ("apart", "apart_count"),
+    "from_baseline_rms": ("from_baseline", "from_baseline_count"),
     "low_precision_rms": ("cast_apart", "cast_count"),
 }
 """Root mean squares: the sum of squares, and of how many."""
 
 
 def of_sums(sums: Sums) -> dict[str, Numbers]:
-    """Every metric that these sums give."""
+    """Returns every metric, by name, that can be computed from these sums."""
 
     def rms(squares: str, count: str) -> Numbers:
         root: Numbers = np.sqrt(sums[squares] / sums[count])
         return root
 
-    found = {"mean_abs": sums["absolute"] / sums["count"]}
+    metrics = {"mean_abs": sums["absolute"] / sums["count"]}
     for name, parts in RMS.items():
         if sums.keys() >= {*parts}:
-            found[name] = rms(*parts)
+            metrics[name] = rms(*parts)
     if "floor" in sums:
         floor = np.maximum(sums["floor"], sums["least"]) / sums["floor_count"]
-        found["floor_ratio"] = found["rms"] / np.sqrt(floor)
+        metrics["floor_ratio"] = metrics["rms"] / np.sqrt(floor)
     if "plain" in sums:
-        found["baseline_ratio"] = found["rms"] / rms("plain", "plain_count")
+        metrics["baseline_ratio"] = metrics["rms"] / rms("plain", "plain_count")
     if "against" in sums:
         predicted = np.maximum(sums["predicted"], sums["least_row"])
-        found["expected_ratio"] = np.sqrt(sums["against"] / predicted)
+        metrics["expected_ratio"] = np.sqrt(sums["against"] / predicted)
         predicted = np.maximum(sums["own_predicted"], sums["own_least"])
-        found["rms_ratio"] = np.sqrt(sums["own_against"] / predicted)
-        found["rms_rows"] = sums["own_weight"] ** 2 / sums["own_weight_squared"]
+        metrics["rms_ratio"] = np.sqrt(sums["own_against"] / predicted)
+        metrics["rms_rows"] = sums["own_weight"] ** 2 / sums["own_weight_squared"]
     for name in ("precision", "low_precision"):
-        if found.keys() >= {"from_baseline_rms", f"{name}_rms"}:
-            found[f"flash_vs_{name}"] = found["from_baseline_rms"] / found[f"{name}_rms"]
-    return found
+        if metrics.keys() >= {"from_baseline_rms", f"{name}_rms"}:
+            metrics[f"flash_vs_{name}"] = (
+                metrics["from_baseline_rms"] / metrics[f"{name}_rms"]
+            )
+    return metrics
 
 
 def intervals(
@@ -109,8 +111,8 @@ def intervals(
     return [
         {
             n: (low, high)
-            for n, low, high in zip(values, *own, strict=True)
+            for n, low, high in zip(values, *of_head, strict=True)
             if math.isfinite(high - low)
         }
-        for own in ends.transpose(2, 0, 1).tolist()
+        for of_head in ends.transpose(2, 0, 1).tolist()
     ]

@@ -41,24 +41,24 @@ def paired(a: Tensor, b: Tensor) -> Paired:
     """All distances, in fp64, of two tensors of one shape on one device, of any real
     floating-point dtypes, also two. NaN and infinity are counted and left out."""
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
-    found, largest = [], []
-    for x, y, kept in _blocks(a, b):
+    block_sums, largest = [], []
+    for x, y, both in _blocks(a, b):
         gap = (x - y).abs_()
-        terms = (kept.double(), gap, gap * gap, y * y, ((x == y) & kept).double())
-        found.append(torch.stack([total(term) for term in terms]))
+        terms = (both.double(), gap, gap * gap, y * y, ((x == y) & both).double())
+        block_sums.append(torch.stack([total(term) for term in terms]))
         largest.append(gap.max())
-    if not found or not (sums := torch.stack(found).sum(dim=0))[0]:
+    if not block_sums or not (sums := torch.stack(block_sums).sum(dim=0))[0]:
         return Paired(elements=a.numel(), nonfinite=a.numel())
-    count, apart, squares, of_b, equal = sums.tolist()
+    count, gaps, squares, of_b, equal = sums.tolist()
     finite = (a, b)
     if count < a.numel():
-        kept = torch.cat([kept for _, _, kept in _blocks(a, b)])
-        finite = (a[kept], b[kept])
+        both = torch.cat([both for _, _, both in _blocks(a, b)])
+        finite = (a[both], b[both])
     return Paired(
         elements=a.numel(),
         nonfinite=a.numel() - int(count),
         max_abs=_ratio(float(torch.stack(largest).max()), 1.0),
-        mean_abs=_ratio(apart, count),
+        mean_abs=_ratio(gaps, count),
         rel=_ratio(math.sqrt(squares), math.sqrt(of_b)),
         w1=_ratio(w1(*finite), 1.0),
         equal=_ratio(equal, count),
@@ -70,8 +70,8 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     are."""
     for part in blocks(a.numel(), a.device):
         x, y = a[part].double(), b[part].double()
-        kept = x.isfinite() & y.isfinite()
-        yield torch.where(kept, x, 0.0), torch.where(kept, y, 0.0), kept
+        both = x.isfinite() & y.isfinite()
+        yield torch.where(both, x, 0.0), torch.where(both, y, 0.0), both
 
 
 def _ratio(x: float, y: float) -> float | None:

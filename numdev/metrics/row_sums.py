@@ -13,10 +13,10 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from numdev.formats import dtype_of
@@ -29,7 +29,7 @@ SMALL = 1 << 24
 GROUPS = 16  # row i is in group i mod GROUPS, so that each group is spread over positions
 # Also summed by bin
 ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +44,7 @@ class RowSums:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Totals:
-    """The same on the host."""
+    """Row sums on the host, dealt to groups."""
 
     rows: int  # in the groups
     # [H, GROUPS], summed over the batch and the rows of a group
@@ -80,8 +80,50 @@ class ElementSums:
     features: Tensor  # [B, H, features]: (o - floor) over the spacing, summed over rows
     along: Tensor  # [B, H]: the same along sign(r), summed over rows and features
     predicted: Tensor | None  # as `size`, of the expected output
-    apart: Tensor | None  # sum of (o - baseline)^2
+    from_baseline: Tensor | None  # sum of (o - baseline)^2
     from_floor: Tensor | None  # the largest |o - floor|
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Counted:
+    """Which elements of an output count, and for what. bool [B, H, rows, features]."""
+
+    output: Tensor  # where the output is finite
+    rows: yardstick.RowScales  # over the elements where the reference is finite too
+    beside: Tensor | None  # where the baseline is finite too; None without one
+    compared: Tensor  # where the expected output, if there is one, is finite too
+    is_finite: bool  # the output, in every row that sees a key
+    is_regular: bool  # everything but perhaps the expected output counts everywhere
+    is_alike: bool  # `compared` is all that counts
+
+    @classmethod
+    def of(cls, o: Tensor, e: Tensor | None, y: yardstick.Yardstick) -> Counted:
+        """What counts of an output `o`, in wide formats, and of what is expected."""
+        fine = yardstick.finite(o)
+        is_finite = bool((fine | ~y.seen).all())
+        rows = y.rows if is_finite else y.rows_where(y.usable & fine)
+        is_regular = is_finite and y.regular
+        beside = None if y.baseline is None else rows.usable
+        if beside is not None and y.baseline_finite is not None and not is_regular:
+            beside = beside & y.baseline_finite
+        compared = rows.usable if e is None else rows.usable & yardstick.finite(e)
+        return cls(
+            output=fine,
+            rows=rows,
+            beside=beside,
+            compared=compared,
+            is_finite=is_finite,
+            is_regular=is_regular,
+            is_alike=e is None or bool((compared == rows.usable).all()),
+        )
+
+    def nonfinite(self, y: yardstick.Yardstick) -> Tensor:
+        """How many elements of each row are not finite where the floor is, or the
+        reverse: fp64 [B, H, rows]."""
+        if self.is_regular:
+            return torch.zeros_like(self.rows.size)
+        fine = self.output
+        return ((fine != y.floor_finite) & y.seen).sum(dim=-1).double()
 
 
 def row_sums(
@@ -89,74 +131,71 @@ def row_sums(
 ) -> RowSums:
     """An output [B, H, rows, features] beside a yardstick and, if any, the emulation
     `expected`."""
-    o, e = (
-        yardstick.widened(output),
-        None if expected is None else yardstick.widened(expected),
-    )
-    fine = yardstick.finite(o)
-    whole = bool((fine | ~y.seen).all())
-    rows = y.rows if whole else y.rows_where(y.usable & fine)
-    every = whole and y.regular  # elements of everything but perhaps the expected output
-    beside = None if y.baseline is None else rows.usable
-    if beside is not None and y.baseline_finite is not None and not every:
-        beside = beside & y.baseline_finite
-    compared = rows.usable if e is None else rows.usable & yardstick.finite(e)
-    alike = e is None or bool((compared == rows.usable).all())
-    compiled = o.is_cuda and HAS_TRITON and o.numel() > SMALL
-    if compiled and every and alike:
-        from numdev.metrics import row_sums_triton
-
-        elements = row_sums_triton.element_sums(o, e, y)
-    elif every and alike:
-        elements = element_sums(o, e, y)
-    else:
-        elements = element_sums(o, e, y, rows.usable, beside, compared)
+    o = yardstick.widened(output)
+    e = None if expected is None else yardstick.widened(expected)
+    counted = Counted.of(o, e, y)
+    rows = counted.rows
+    elements = _sums_of_elements(o, e, y, counted)
     sums = y.sums | rows.sums
     sums |= {
         "absolute": elements.absolute,
         "square": elements.size.square(),
         "relative": rows.relative(elements.size).square(),
-        "nonfinite": (
-            torch.zeros_like(rows.size)
-            if every
-            else ((fine != y.floor_finite) & y.seen).sum(dim=-1).double()
-        ),
+        "nonfinite": counted.nonfinite(y),
     }
     largest = {"max_abs": elements.max_abs, "max_ulp": elements.max_ulp}
-    if (
-        beside is not None
-        and elements.apart is not None
-        and elements.from_floor is not None
-    ):
-        sums |= {
-            "apart": elements.apart,
-            "apart_count": beside.sum(dim=-1, dtype=torch.float64),
-        }
-        if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8 bits
-            largest |= {"from_floor": elements.from_floor}
-            largest |= y.allowance if every else y.fa_allowance(beside)
+    beside = counted.beside
+    if beside is not None and elements.from_baseline is not None:
+        sums["from_baseline"] = elements.from_baseline
+        sums["from_baseline_count"] = beside.sum(dim=-1, dtype=torch.float64)
+        # PyTorch has no arithmetic in 8 bits
+        if elements.from_floor is not None and dtype_of(y.format).itemsize > 1:
+            largest["from_floor"] = elements.from_floor
+            largest |= y.allowance if counted.is_regular else y.fa_allowance(beside)
     if elements.predicted is not None:
-        same, size = rows, elements.size
-        if not alike:
-            same, size = (
-                y.rows_where(compared),
-                yardstick.row_norm(yardstick.kept(o - y.reference, compared)),
-            )
-        predicted = same.predicted(elements.predicted)
-        against, square, least = same.relative(
-            torch.stack([size, predicted, same.least])
-        ).square()
-        sums |= {
-            "against": against,
-            "predicted": square,
-            "least_row": least,
-            "expected_count": same.judged.double(),
-        } | _in_own_unit(size, predicted, same)
-        largest["worst_row"] = _ratios(size, predicted, same)
-    observed = y.observed if whole else y.observed_where(rows.usable)
+        scales, size = rows, elements.size
+        if not counted.is_alike:
+            error = yardstick.zeroed_outside(o - y.reference, counted.compared)
+            scales, size = y.rows_where(counted.compared), yardstick.row_norm(error)
+        predicted = scales.predicted(elements.predicted)
+        sums |= _beside_prediction(size, predicted, scales)
+        largest["worst_row"] = _ratios(size, predicted, scales)
+    observed = y.observed if counted.is_finite else y.observed_where(rows.usable)
     return RowSums(
         sums=sums, largest=largest, signed=(elements.features, elements.along, observed)
     )
+
+
+def _sums_of_elements(
+    o: Tensor, e: Tensor | None, y: yardstick.Yardstick, counted: Counted
+) -> ElementSums:
+    """The sums over elements by the fastest way there is: a large output on a GPU of
+    which everything counts goes through the Triton kernel."""
+    if not (counted.is_regular and counted.is_alike):
+        usable = counted.rows.usable
+        return element_sums(o, e, y, usable, counted.beside, counted.compared)
+    if o.is_cuda and HAS_TRITON and o.numel() > SMALL:
+        from numdev.metrics import row_sums_triton
+
+        return row_sums_triton.element_sums(o, e, y)
+    return element_sums(o, e, y)
+
+
+def _beside_prediction(
+    size: Tensor, predicted: Tensor, rows: yardstick.RowScales
+) -> yardstick.Sums:
+    """Squares of rows' errors and of what is predicted for them, relative to the row's
+    terms, and in the unit of the tensor. [B, H, rows] each."""
+    against, square, least = rows.relative(
+        torch.stack([size, predicted, rows.least])
+    ).square()
+    relative = {
+        "against": against,
+        "predicted": square,
+        "least_row": least,
+        "expected_count": rows.judged.double(),
+    }
+    return relative | _in_own_unit(size, predicted, rows)
 
 
 def _in_own_unit(
@@ -195,23 +234,31 @@ def element_sums(
     expected = None if e is None else e - y.reference
     in_ulps = error / y.spacing
     if usable is not None:
-        error, in_ulps = yardstick.kept(error, usable), yardstick.kept(in_ulps, usable)
-        ulps = yardstick.kept(ulps, usable & y.floor_finite & ~y.repeated[..., None])
+        error = yardstick.zeroed_outside(error, usable)
+        in_ulps = yardstick.zeroed_outside(in_ulps, usable)
+        observed = usable & y.floor_finite & ~y.repeated[..., None]
+        ulps = yardstick.zeroed_outside(ulps, observed)
     if plain is not None and beside is not None:
-        plain = yardstick.kept(plain, beside)
-        off = yardstick.kept(off, beside & y.floor_finite)
+        plain = yardstick.zeroed_outside(plain, beside)
+        off = yardstick.zeroed_outside(off, beside & y.floor_finite)
     if expected is not None and compared is not None:
-        expected = yardstick.kept(expected, compared)
+        expected = yardstick.zeroed_outside(expected, compared)
+    features = ulps.sum(dim=2)
+    along = ulps.mul_(y.reference.sign()).sum(dim=(2, 3))  # in place: `ulps` is done with
+    from_baseline = from_floor = None
+    if plain is not None:
+        from_baseline = yardstick.row_norm(plain).square()
+        from_floor = yardstick.row_max(off)
     return ElementSums(
         absolute=torch.linalg.vector_norm(error, 1, dim=-1),
         size=yardstick.row_norm(error),
         max_abs=yardstick.row_max(error),
         max_ulp=yardstick.row_max(in_ulps),
-        features=ulps.sum(dim=2),
-        along=ulps.mul_(y.reference.sign()).sum(dim=(2, 3)),
+        features=features,
+        along=along,
         predicted=None if expected is None else yardstick.row_norm(expected),
-        apart=None if plain is None else yardstick.row_norm(plain).square(),
-        from_floor=None if plain is None else yardstick.row_max(off),
+        from_baseline=from_baseline,
+        from_floor=from_floor,
     )
 
 
@@ -221,21 +268,18 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = yardstick.widened(output)
-    here, there, seen = (
-        yardstick.finite(o),
-        yardstick.finite(reference),
-        ~empty[..., None],
-    )
-    usable = seen & here & there
-    a, b = yardstick.kept(o, usable), yardstick.kept(reference, usable)
-    error = a - b
+    o_finite, reference_finite = yardstick.finite(o), yardstick.finite(reference)
+    seen = ~empty[..., None]
+    usable = seen & o_finite & reference_finite
+    exact = yardstick.zeroed_outside(reference, usable)
+    error = yardstick.zeroed_outside(o, usable) - exact
     sums = {
         "count": usable.sum(dim=-1).double(),
         "absolute": torch.linalg.vector_norm(error, 1, dim=-1),
         "square": yardstick.row_norm(error).square(),
-        "reference": yardstick.row_norm(b).square(),
+        "reference": yardstick.row_norm(exact).square(),
         "empty_rows": empty.double(),
-        "nonfinite": ((here != there) & seen).sum(dim=-1).double(),
+        "nonfinite": ((o_finite != reference_finite) & seen).sum(dim=-1).double(),
     }
     return RowSums(sums=sums, largest={"max_abs": yardstick.row_max(error)})
 
@@ -246,26 +290,36 @@ def to_host(
     """All of it in one transfer, arguments as of `deviation.measure`."""
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     sums = torch.stack(list(x.sums.values()))
-    grouped = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
-    parts = [_dealt(grouped)]
+    in_groups = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
+    parts = [_dealt(in_groups)]
     parts.append(torch.stack(list(x.largest.values())).amax(dim=(1, 3)))
     parts += x.signed
     if bins is not None:
         by_bin = torch.stack([x.sums[name] for name in binned]).sum(dim=(-3, -2)) @ bins
         parts.append(by_bin)
-    apart = (of.suspects, of.drawn) if isinstance(of, Strata) else ()
-    parts += [sums[..., rows].sum(dim=(1, 3)) for rows in apart]
-    groups, largest, *rest = _copied(parts)
-    end, rows = len(x.signed), grouped.shape[-1]
+    if isinstance(of, Strata):
+        parts += [sums[..., rows].sum(dim=(1, 3)) for rows in (of.suspects, of.drawn)]
+    groups, largest, *others = _copied(parts)
+    signed = tuple(others.pop(0) for _ in x.signed)
+    along = dict(zip(binned, others.pop(0), strict=True)) if bins is not None else {}
+    rows = in_groups.shape[-1]
+    certain: Numbers | None = None
+    drawn: dict[str, Numbers] = {}
+    if isinstance(of, Strata):
+        certain, sums_drawn = others
+        drawn = dict(zip(x.sums, sums_drawn, strict=True))
+        left: int | None = of.of - (sums.shape[-1] - rows)
+    else:
+        left = of
     return Totals(
         rows=rows,
         groups=dict(zip(x.sums, groups, strict=True)),
         largest=dict(zip(x.largest, largest, strict=True)),
-        signed=tuple(rest[:end]),
-        along=dict(zip(binned, rest[end], strict=True)) if bins is not None else {},
-        certain=rest[-2] if apart else None,
-        drawn=dict(zip(x.sums, rest[-1], strict=True)) if apart else {},
-        left=of.of - (sums.shape[-1] - rows) if isinstance(of, Strata) else of,
+        signed=signed,
+        along=along,
+        certain=certain,
+        drawn=drawn,
+        left=left,
     )
 
 

@@ -21,15 +21,19 @@ BLOCKS = 8  # how many times
 
 
 def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
-    """Of an output of which every element counts, in every respect."""
+    """Row sums of an output without masked or non-finite elements."""
     batch, heads, rows, width = o.shape
     block_d = 1 << (width - 1).bit_length()
     block = max(1, ELEMENTS // block_d)
     grid = (batch * heads, -(-rows // (BLOCKS * block)))
     table = o.new_empty(8, batch, heads, rows, dtype=torch.float64)
     features = o.new_empty(batch, heads, grid[1], width, dtype=torch.float64)
-    given = (o, y.reference, y.floor, y.spacing, o if e is None else e)
-    tensors = [x.contiguous() for x in (*given, o if y.baseline is None else y.baseline)]
+    operands = (
+        *(o, y.reference, y.floor, y.spacing),
+        o if e is None else e,
+        o if y.baseline is None else y.baseline,
+    )
+    tensors = [x.contiguous() for x in operands]
     shape: dict[str, Any] = {"CHUNK": BLOCKS * block, "BLOCK": block, "BLOCK_D": block_d}
     shape |= {
         "PREDICTED": e is not None,
@@ -38,7 +42,9 @@ def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
     }
     with torch.cuda.device_of(o):
         compare_rows[grid](*tensors, table, features, rows, width, **shape)
-    absolute, square, max_abs, max_ulp, along, predicted, apart, from_floor = table
+    absolute, square, max_abs, max_ulp, along, predicted, from_baseline, from_floor = (
+        table
+    )
     return ElementSums(
         absolute=absolute,
         size=square.sqrt(),
@@ -47,7 +53,7 @@ def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
         features=features.sum(dim=2),
         along=along.sum(dim=2),
         predicted=None if e is None else predicted.sqrt(),
-        apart=None if y.baseline is None else apart,
+        from_baseline=None if y.baseline is None else from_baseline,
         from_floor=None if y.baseline is None else from_floor,
     )
 
@@ -68,8 +74,11 @@ def compare_rows(
     d, features = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float64)
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
         i = first + tl.arange(0, BLOCK)
-        row, here = head * rows + i, i < rows
-        at, ok = row[:, None] * width + d[None, :], here[:, None] & (d < width)[None, :]
+        row, in_head = head * rows + i, i < rows
+        at, ok = (
+            row[:, None] * width + d[None, :],
+            in_head[:, None] & (d < width)[None, :],
+        )
         o = tl.load(OUT + at, mask=ok, other=0.0).to(tl.float64)
         r = tl.load(REFERENCE + at, mask=ok, other=0.0)
         off = o - tl.load(FLOOR + at, mask=ok, other=0.0)
@@ -78,24 +87,26 @@ def compare_rows(
         ulps = off * per_ulp
         features += tl.sum(ulps, axis=0)
         sign = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
-        put(TABLE, 0, row, here, rows, tl.sum(tl.abs(error), axis=1))
-        put(TABLE, 1, row, here, rows, tl.sum(error * error, axis=1))
-        put(TABLE, 2, row, here, rows, tl.max(tl.abs(error), axis=1))
-        put(TABLE, 3, row, here, rows, tl.max(tl.abs(error * per_ulp), axis=1))
-        put(TABLE, 4, row, here, rows, tl.sum(ulps * sign, axis=1))
+        put(TABLE, 0, row, in_head, rows, tl.sum(tl.abs(error), axis=1))
+        put(TABLE, 1, row, in_head, rows, tl.sum(error * error, axis=1))
+        put(TABLE, 2, row, in_head, rows, tl.max(tl.abs(error), axis=1))
+        put(TABLE, 3, row, in_head, rows, tl.max(tl.abs(error * per_ulp), axis=1))
+        put(TABLE, 4, row, in_head, rows, tl.sum(ulps * sign, axis=1))
         if PREDICTED:
             predicted = tl.load(EXPECTED + at, mask=ok, other=0.0).to(tl.float64) - r
-            put(TABLE, 5, row, here, rows, tl.sum(predicted * predicted, axis=1))
+            put(TABLE, 5, row, in_head, rows, tl.sum(predicted * predicted, axis=1))
         if BESIDE:
-            apart = o - tl.load(BASELINE + at, mask=ok, other=0.0).to(tl.float64)
-            put(TABLE, 6, row, here, rows, tl.sum(apart * apart, axis=1))
-            put(TABLE, 7, row, here, rows, tl.max(tl.abs(off), axis=1))
+            gap = o - tl.load(BASELINE + at, mask=ok, other=0.0).to(tl.float64)
+            put(TABLE, 6, row, in_head, rows, tl.sum(gap * gap, axis=1))
+            put(TABLE, 7, row, in_head, rows, tl.max(tl.abs(off), axis=1))
     at = (head * tl.num_programs(1) + chunk) * width
     tl.store(FEATURES + at + d, features, mask=d < width)
 
 
 @triton.jit
-def put(TABLE, column, row, here, rows, values):
+def put(TABLE, column, row, in_head, rows, values):
     tl.store(
-        TABLE + column * tl.num_programs(0).to(tl.int64) * rows + row, values, mask=here
+        TABLE + column * tl.num_programs(0).to(tl.int64) * rows + row,
+        values,
+        mask=in_head,
     )

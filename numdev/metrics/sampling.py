@@ -73,14 +73,14 @@ class Strata:
 def starts(length: int) -> tuple[int, ...]:
     """The first row of every bin of so many rows, ascending from 0, at most BINS; or of
     none."""
-    found: list[int] = []
+    first_rows: list[int] = []
     at = 0 if length >= FEWEST else length
     while at < length:
-        left = BINS - len(found)
-        found.append(at)
+        left = BINS - len(first_rows)
+        first_rows.append(at)
         even = -(-(length - at) // left)
         at += even if left == 1 else min(max(at, 1), even)
-    return tuple(found)
+    return tuple(first_rows)
 
 
 def membership(length: int, positions: Tensor) -> Tensor | None:

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-Values = np.ndarray[Any, np.dtype[Any]]
+Values = NDArray[Any]
 
 # A block of a long sum. On a CPU, in float64, 256 KB: it stays in the cache, and torch
 # starts no threads for it. On an accelerator 32 MB, so that starting a kernel costs

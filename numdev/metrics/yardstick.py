@@ -157,9 +157,9 @@ class Yardstick:
         if usable is self.usable and self.regular:
             size, scale = row_norm(self.reference), row_norm(self.term_scale)
         else:
-            size = row_norm(kept(self.reference, usable))
-            terms = kept(self.term_scale, usable)
-            scale = row_norm(kept(terms, finite(terms)))
+            size = row_norm(zeroed_outside(self.reference, usable))
+            terms = zeroed_outside(self.term_scale, usable)
+            scale = row_norm(zeroed_outside(terms, finite(terms)))
         arithmetic = None
         if self.arithmetic is not None:
             # Inputs that are not finite make it NaN in rows of which no element is
@@ -185,11 +185,15 @@ class Yardstick:
         of values that fill their binades, and stands in where all are exact (V = 1) and
         the floor is 0."""
         fine = None if self.regular else self.usable & self.floor_finite
-        size = self.rows.size if fine is None else row_norm(kept(self.reference, fine))
+        size = (
+            self.rows.size
+            if fine is None
+            else row_norm(zeroed_outside(self.reference, fine))
+        )
         sums = dict.fromkeys(("empty_rows", "floor"), self.empty.double())
         sums["least"] = (size * rounding(self.format)).square()
 
-        def apart(
+        def add_distance(
             name: str, count: str, a: Tensor, b: Tensor | None, both: Tensor | None
         ) -> None:
             if b is not None:
@@ -197,14 +201,14 @@ class Yardstick:
                 if both is None:
                     sums[name], sums[count] = row_norm(distance).square(), self.rows.count
                 else:
-                    sums[name] = row_norm(kept(distance, both)).square()
+                    sums[name] = row_norm(zeroed_outside(distance, both)).square()
                     sums[count] = both.sum(dim=-1, dtype=torch.float64)
 
         def where_finite(x: Tensor | None) -> Tensor | None:
             return None if x is None else self.usable & finite(x)
 
-        apart("floor", "floor_count", self.reference, self.floor, fine)
-        apart(
+        add_distance("floor", "floor_count", self.reference, self.floor, fine)
+        add_distance(
             "moved",
             "moved_count",
             self.reference,
@@ -214,11 +218,13 @@ class Yardstick:
         plain = None
         if self.baseline_finite is not None and not self.regular:
             plain = self.usable & self.baseline_finite
-        apart("plain", "plain_count", self.reference, self.baseline, plain)
+        add_distance("plain", "plain_count", self.reference, self.baseline, plain)
         if self.baseline is not None and self.baseline_finite is not None:
             both = where_finite(self.baseline_fp32)
             both = None if both is None else both & self.baseline_finite
-            apart("cast_apart", "cast_count", self.baseline, self.baseline_fp32, both)
+            add_distance(
+                "cast_apart", "cast_count", self.baseline, self.baseline_fp32, both
+            )
         return sums
 
     @cached_property
@@ -246,9 +252,11 @@ class Yardstick:
         assert self.baseline is not None
         judged = usable & self.floor_finite
         # exact: the floor is representable
-        cast = kept(self.floor, judged).to(dtype_of(self.format))
+        cast = zeroed_outside(self.floor, judged).to(dtype_of(self.format))
         return {
-            "plain_from_floor": row_max(kept(self.baseline - self.floor, judged)),
+            "plain_from_floor": row_max(
+                zeroed_outside(self.baseline - self.floor, judged)
+            ),
             "shifted": row_max(cast + 0.3 - 0.3 - cast).double(),
         }
 
@@ -259,8 +267,9 @@ def finite(x: Tensor) -> Tensor:
     return x.abs() < math.inf
 
 
-def kept(x: Tensor, usable: Tensor) -> Tensor:
-    """x, with 0 wherever it is not usable."""
+def zeroed_outside(x: Tensor, usable: Tensor) -> Tensor:
+    """Returns x with 0 in place of every element that is not usable (bool, of x's
+    shape)."""
     return torch.where(usable, x, 0.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST = 0.5  # of a unit's rows: of more it is not said which
+MOST = 0.5  # of a unit's rows: larger sets are not described
 
 
 def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
@@ -32,14 +32,14 @@ def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str,
     if rows is not None or not len(at):
         return ()
     first, last, n = int(at[0]), int(at[-1]), len(of)
-    said = [f"{noun} {first}"] if len(at) == 1 < n else []
+    phrases = [f"{noun} {first}"] if len(at) == 1 < n else []
     for stride in STRIDES if len(at) <= MOST * n else ():
         every = torch.arange(first, n, stride, device=at.device)
         if first < stride and every.equal(at):
-            said.append(f"{_every(stride)} {noun} from {first}")
+            phrases.append(f"{_every(stride)} {noun} from {first}")
     if last == n - 1 and len(at) == n - first and first >= min(STRIDES):
-        said.append(f"all {noun}s from {first} on")
-    return tuple(said)
+        phrases.append(f"all {noun}s from {first} on")
+    return tuple(phrases)
 
 
 def _every(stride: int) -> str:

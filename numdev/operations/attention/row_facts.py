@@ -32,8 +32,8 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     entries b [n] in a query head, fp64 [n] each. Most mean nothing of a row that sees no
     key."""
     part = case.select_heads([head])
-    own = (b, 0, torch.arange(len(b), device=b.device))
-    S = _scores(part, i, slice(0, case.kv_len))[own]  # [n, kv_len]
+    in_batch_entry = (b, 0, torch.arange(len(b), device=b.device))
+    S = _scores(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
     shown, m = S.ne(-math.inf), S.amax(dim=-1, keepdim=True)
     sinks = None if part.sinks is None else part.sinks.detach().double().expand(len(b), 1)
     logits = S if sinks is None else torch.cat([S, sinks], dim=-1)
@@ -52,8 +52,8 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
         "carriers": carriers,
     }
     weights = torch.where(carriers, P, 0.0)
-    signs = (weights @ part.v.detach().double().sign())[own]  # [n, v_dim]
-    found = {
+    signs = (weights @ part.v.detach().double().sign())[in_batch_entry]  # [n, v_dim]
+    facts = {
         **_summed(counts),
         "max_probability": P.amax(dim=-1),
         "lse": L[:, 0],
@@ -61,7 +61,7 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
         "entropy": -torch.xlogy(outcomes, outcomes).sum(dim=-1),
         "one_sign": signs.abs().mean(dim=-1) / weights.sum(dim=-1),
     }
-    return found if sinks is None else {**found, "sink": outcomes[:, -1]}
+    return facts if sinks is None else {**facts, "sink": outcomes[:, -1]}
 
 
 def of_keys(

@@ -24,21 +24,26 @@ NOTHING = "nothing stands out"
 
 @dataclass(frozen=True)
 class Property:
-    """When a property of a row stands out, and what is then said of it."""
+    """When a property of a row stands out, and the phrase that describes it."""
 
     step: float  # nats for lse and entropy; a factor of two where `logarithmic`
-    # Template of the row's fields and `usual`, their median; empty: not said
+    # Template of the row's fields and `usual`, their median; empty: not mentioned
     query: str = ""
     key: str = ""
     logarithmic: bool = False
     side: int = 0  # 1: only above what is usual, -1: only below
     hides: tuple[str, ...] = ()  # properties that need no mention beside it
 
+    def on_scale(self, x: float) -> float:
+        """Returns a value on the scale of `step`: its binary logarithm, of at least
+        2^-60, for a logarithmic property; else the value itself."""
+        return math.log2(max(x, 2.0**-60)) if self.logarithmic else x
+
 
 SHARP = ("max_probability", "entropy")
 CANCELS = "its terms cancel to {cancellation:.2g} of their size (median {usual:.3g})"
 LARGEST = "its largest P is {max_probability:.2g} (median {usual:.3g})"
-PROPERTIES = {
+TIES = {
     "tied": Property(
         1.0,
         "{tied} keys share its maximum, P = {max_probability:.2g} each",
@@ -56,6 +61,8 @@ PROPERTIES = {
         "{carriers} keys that carry 90 % of it",
         side=1,
     ),
+}
+SHARES = {
     "first_key": Property(
         0.1, ("key 0 has P = {first_key:.2g} (median {usual:.3g})"), hides=SHARP
     ),
@@ -79,6 +86,8 @@ PROPERTIES = {
     ),
     "max_probability": Property(0.1, LARGEST, LARGEST, hides=("entropy",)),
     "entropy": Property(0.5, "its entropy is {entropy:.3g} nats (median {usual:.3g})"),
+}
+SIZES = {
     "lse": Property(1.0, "its log-sum-exp is {lse:.4g} (median {usual:.3g})"),
     "cancellation": Property(1.0, CANCELS, CANCELS, logarithmic=True, side=-1),
     "sees": Property(
@@ -88,18 +97,19 @@ PROPERTIES = {
         logarithmic=True,
     ),
 }
+PROPERTIES = TIES | SHARES | SIZES  # named in this order
 
 
 def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
     """How much the row errs, and what stands out beside the usual rows of its head."""
     is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
-        said = ["no query sees it" if is_key else "it sees no key"]
+        properties = ["no query sees it" if is_key else "it sees no key"]
     else:
         fields, medians = row.model_dump(), outstanding(row, usual)
         templates = {n: p.key if is_key else p.query for n, p in PROPERTIES.items()}
         hidden = {other for name in medians for other in PROPERTIES[name].hides}
-        said = [
+        properties = [
             templates[name].format(**fields, usual=middle)
             for name, middle in medians.items()
             if templates[name] and name not in hidden
@@ -108,7 +118,7 @@ def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
     name = (
         f"{'key' if is_key else 'row'} {row.row} (of {row.rows}; batch entry {row.batch})"
     )
-    return power(f"{name} {_error(row)}: {'; '.join(said) or NOTHING + few}.")
+    return power(f"{name} {_error(row)}: {'; '.join(properties) or NOTHING + few}.")
 
 
 def outstanding(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -123,13 +133,10 @@ def outstanding(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> dict[str, 
             continue
         if value is None:
             continue
-        own, *rest = (
-            math.log2(max(x, 2.0**-60)) if rule.logarithmic else x
-            for x in (value, *others)
-        )
-        middle = median(rest)
-        spread = median(abs(x - middle) for x in rest)
-        away = own - middle
+        usual_sizes = [rule.on_scale(x) for x in others]
+        middle = median(usual_sizes)
+        spread = median(abs(x - middle) for x in usual_sizes)
+        away = rule.on_scale(value) - middle
         if abs(away) >= max(DEVIATIONS * spread, rule.step) and away * rule.side >= 0:
             medians[name] = median(others)
     return medians

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.metrics.row_sums import row_ratios
-from numdev.metrics.yardstick import Yardstick, finite, kept
+from numdev.metrics.yardstick import Yardstick, finite, zeroed_outside
 from numdev.operations.attention.row_facts import of_keys, of_queries
 from numdev.operations.attention.row_words import sentence
 from numdev.report import WorstRow
@@ -59,74 +60,37 @@ def worst_rows(
     count: int = 3,
     identity: Mapping[str, Any] | None = None,
 ) -> list[WorstRow]:
-    """The `count` worst rows of the head of `output` where a row errs most, the worst
-    first.
+    """Returns the `count` worst rows, the worst first, of the head where a row errs most.
 
     `case` is whole; `output`, its yardstick `y` and `predicted` [B, len(heads), rows,
     features] are of its query heads `heads` for out and dq, of kv heads for dk and dv,
     whose rows are keys. `lse` [B, H, q_len] is the reference's log-sum-exp of all query
-    heads, which dk and dv need: a key's probabilities are not to be had from its own
-    scores. `rows`: where in the call the rows of `output` stand, if these are a sample;
-    rows are named by that.
+    heads, which dk and dv need: a key's probabilities do not follow from its own scores.
+    `rows`: the positions in the call of sampled rows, by which these are named.
 
     Rows are ordered by `row_sums.row_ratios` if there is a prediction, else by |o_i -
     r_i| over |term scale_i|; before all others come those with an element that is not
     finite where the exact one, rounded once, is. Left out are empty rows, rows without an
     error, and rows that repeat a worse one at the same place of another sequence.
     `identity`: more fields of a report's row."""
-    o, spec = output.detach().double(), tensor_spec(tensor)
-    bad = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
-    usable = y.usable & finite(o)
-    if predicted is not None:
-        expected = predicted.double() - y.reference
-        usable = usable & finite(expected)
-        ratio = row_ratios(
-            kept(o - y.reference, usable), kept(expected, usable), usable, y
-        )
-    size = kept(o - y.reference, usable).norm(dim=-1)
-    if predicted is None:
-        ratio = torch.where(size > 0, size / kept(y.term_scale, usable).norm(dim=-1), 0.0)
-    order = torch.where((bad > 0) | ratio.isnan(), math.inf, ratio)  # [B, heads, rows]
+    spec = tensor_spec(tensor)
+    errors = _row_errors(output.detach().double(), y, predicted)
+    order = errors.order
     at = int(order.amax(dim=(0, 2)).argmax())
     worst = _worst(order[:, at], y, at, count)
     if not worst:
         return []
-    # Of the head from here on; [B, rows] or [B, rows, features].
-    bad, usable, size, ratio = bad[:, at], usable[:, at], size[:, at], ratio[:, at]
-    judged = (usable.any(dim=-1) | (bad > 0)).flatten().cpu()
-    judged[worst] = False
-    others = judged.nonzero()[:, 0]
-    usual = others[:: -(-len(others) // TYPICAL) or 1].tolist()
-    places = torch.tensor(worst + usual, device=o.device)
+    of_head = errors.of_head(at)
+    places = torch.tensor(worst + of_head.usual(worst), device=output.device)
     b, i = places // order.shape[2], places % order.shape[2]
     place = i if rows is None else rows[i]
-    without = ~usable[b, i].any(dim=-1)
-    r, terms = (
-        kept(x[:, at][b, i], usable[b, i]).norm(dim=-1)
-        for x in (y.reference, y.term_scale)
-    )
-    columns = {
-        "batch": b,
-        "row": place,
-        "nonfinite": bad[b, i],
-        "error": size[b, i].masked_fill(without, math.nan),
-        "ratio": ratio[b, i].masked_fill(without, math.nan),
-        "cancellation": r / terms,
-    }
+    columns = {"batch": b, "row": place} | of_head.columns(y, at, b, i)
     if spec.sums_over_rows:
         assert lse is not None
         columns |= of_keys(case, heads[at], b, place, lse)
     else:
         columns |= of_queries(case, heads[at], b, place)
-    # Of one type, or each column would be copied by itself.
-    numbers = torch.stack([x.double() for x in columns.values()], dim=1).tolist()
-    table: list[dict[str, Any]] = [
-        {
-            name: None if not math.isfinite(x) else int(x) if name in COUNTS else x
-            for name, x in zip(columns, row, strict=True)
-        }
-        for row in numbers
-    ]
+    table = _by_row(columns)
     for row in table:
         if not spec.sums_over_rows and not row["sees"]:
             row.update(dict.fromkeys(OF_SCORES))
@@ -140,9 +104,88 @@ def worst_rows(
         "predicted": predicted is not None,
         "sentence": "",
     }
-    found = [WorstRow(**fields, **row) for row in table[: len(worst)]]
+    records = [WorstRow(**fields, **row) for row in table[: len(worst)]]
+    usual = table[len(worst) :]
+    return [w.model_copy(update={"sentence": sentence(w, usual)}) for w in records]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowErrors:
+    """How far rows of an output err: [B, heads, rows], of one head [B, rows]."""
+
+    nonfinite: Tensor  # elements that are not finite where the exact one, rounded, is
+    usable: Tensor  # bool, one axis more: the elements that errors are taken over
+    size: Tensor  # |o_i - r_i|
+    ratio: Tensor  # beside what is predicted, or the size of the row's terms
+
+    @property
+    def order(self) -> Tensor:
+        """The larger the worse; infinite where elements are wrongly not finite."""
+        infinite = (self.nonfinite > 0) | self.ratio.isnan()
+        return torch.where(infinite, math.inf, self.ratio)
+
+    def of_head(self, head: int) -> RowErrors:
+        return RowErrors(
+            nonfinite=self.nonfinite[:, head],
+            usable=self.usable[:, head],
+            size=self.size[:, head],
+            ratio=self.ratio[:, head],
+        )
+
+    def usual(self, worst: Sequence[int]) -> list[int]:
+        """Of one head, TYPICAL places in [B, rows], flattened, evenly spread over the
+        rows that are measured and not among the worst."""
+        judged = (self.usable.any(dim=-1) | (self.nonfinite > 0)).flatten().cpu()
+        judged[worst] = False
+        others = judged.nonzero()[:, 0]
+        usual: list[int] = others[:: -(-len(others) // TYPICAL) or 1].tolist()
+        return usual
+
+    def columns(self, y: Yardstick, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
+        """Of one head, the fields of `report.WorstRow` about the errors of rows i [n] of
+        batch entries b [n]."""
+        usable = self.usable[b, i]
+        without = ~usable.any(dim=-1)
+        r, terms = (
+            zeroed_outside(x[:, head][b, i], usable).norm(dim=-1)
+            for x in (y.reference, y.term_scale)
+        )
+        return {
+            "nonfinite": self.nonfinite[b, i],
+            "error": self.size[b, i].masked_fill(without, math.nan),
+            "ratio": self.ratio[b, i].masked_fill(without, math.nan),
+            "cancellation": r / terms,
+        }
+
+
+def _row_errors(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
+    """The errors of all rows of an output, in fp64."""
+    nonfinite = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
+    usable = y.usable & finite(o)
+    if predicted is not None:
+        expected = predicted.double() - y.reference
+        usable = usable & finite(expected)
+    error = zeroed_outside(o - y.reference, usable)
+    size = error.norm(dim=-1)
+    if predicted is not None:
+        ratio = row_ratios(error, zeroed_outside(expected, usable), usable, y)
+    else:
+        terms = zeroed_outside(y.term_scale, usable).norm(dim=-1)
+        ratio = torch.where(size > 0, size / terms, 0.0)
+    return RowErrors(nonfinite=nonfinite, usable=usable, size=size, ratio=ratio)
+
+
+def _by_row(columns: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Columns [n] as a dict for each row: counts as integers, None where there is no
+    finite number."""
+    # Of one type, or each column would be copied by itself.
+    numbers = torch.stack([x.double() for x in columns.values()], dim=1).tolist()
     return [
-        w.model_copy(update={"sentence": sentence(w, table[len(worst) :])}) for w in found
+        {
+            name: None if not math.isfinite(x) else int(x) if name in COUNTS else x
+            for name, x in zip(columns, row, strict=True)
+        }
+        for row in numbers
     ]
 
 
