@@ -179,7 +179,12 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     )
     told = {name for line in re.findall(r"^(\|.*)", section, re.MULTILINE)
             for name in re.findall(r"`(\w+)`", line)}  # fmt: skip
-    records = (judgement.Judgement, judgement.Test, judgement.Power, judgement.Dose)
+    records = (
+        judgement.Judgement,
+        judgement.Test,
+        judgement.Power,
+        judgement.PlantedDose,
+    )
     fields = [item for record in records for item in record.model_fields.items()]
     known = {name for name, field in fields if not field.exclude}
     outcomes = {

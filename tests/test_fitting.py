@@ -64,7 +64,7 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
         for fmt in ("bfloat16", "float16"):
             these = [r for r in of if r.format == fmt]
             worst = max(r.expected_ratio or 0.0 for r in these)
-            limit = error.at(these[0]).at_most or 0.0
+            limit = error.for_row(these[0]).at_most or 0.0
             assert worst <= limit <= max(1.1, 1.1 * worst + 0.1)
             beyond = these[0].model_copy(update={"expected_ratio": 1.1 * limit})
             rows = tuple(beyond if r is these[0] else r for r in found.rows)
@@ -153,7 +153,7 @@ def test_a_limit_is_never_looser_than_the_default_that_a_report_passes() -> None
     (error,) = (
         t for t in read(fitted(report(*rows), "r")).thresholds if t.name == "error"
     )
-    assert error.at(rows[0]).at_most == 1.1
+    assert error.for_row(rows[0]).at_most == 1.1
 
 
 def test_default_rules_are_found_by_what_they_judge(

@@ -108,7 +108,9 @@ def excess(
     if value is None or abs(value) <= least:
         return 0.0
     limit = next((t for t in limits if row is None or t.where.fit(row)), limits[0])
-    return (limit if row is None else limit.at(row).above_luck(row, n or 1)).excess(value)
+    if row is not None:
+        limit = limit.for_row(row).widened_for_sample_size(row, n or 1)
+    return limit.excess(value)
 
 
 def _is_judged(name: str, row: DeviationRow) -> bool:
@@ -156,7 +158,7 @@ def locate(measured: Measured[Bench], bench: Bench) -> None:
         ):
             limit = next(
                 t for t in default_rules().thresholds if t.metric == "worst_row"
-            ).at(row)
+            ).for_row(row)
             bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (
                 limit.at_most or 0
             )

@@ -110,7 +110,7 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Thresh
     # By tensor, where it is another than the rule's
     scatters: dict[str, float | None] = {}
     for rows in threshold.where.choose(groups).values():
-        usual = threshold.at(rows[0])
+        usual = threshold.for_row(rows[0])
         size, limit = _worst(rows, threshold), usual.at_most or 0.0
         group = (rows[0].format, rows[0].tensor, rows[0].kernel)
         scatters[rows[0].tensor] = (
@@ -150,7 +150,7 @@ def _worst(rows: Rows, threshold: Threshold) -> float | None:
             sizes.append(max((abs(float(value)), *(interval or ()))))
     if threshold.heads is None:
         return max(sizes, default=None)
-    enough = len(sizes) >= (threshold.of(len(rows)).heads or 0)
+    enough = len(sizes) >= (threshold.for_head_count(len(rows)).heads or 0)
     return sorted(sizes, reverse=True)[len(sizes) // 2] if enough else None
 
 

@@ -101,7 +101,7 @@ class Test(Record):
         return size / self.bound if self.bound else math.inf if size else 0.0
 
 
-class Dose(Record):
+class PlantedDose(Record):
     """A planted fault of one size."""
 
     dose: float
@@ -114,7 +114,7 @@ class Power(Record):
 
     fault: str
     format: str
-    doses: tuple[Dose, ...]  # growing
+    doses: tuple[PlantedDose, ...]  # growing
     caught_from: float | None
     """The smallest dose from which on every measured one is caught; None if the last is
     missed."""

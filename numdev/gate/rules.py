@@ -37,15 +37,15 @@ Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(as_list)]
 
 
-def _among(known: tuple[str, ...]) -> AfterValidator:
-    """Patterns each of which fits one of the names there are: a slip of the pen fits
-    none, and would leave a rule without a row."""
+def _among(names: tuple[str, ...]) -> AfterValidator:
+    """A validator of patterns, each of which must fit one of these names: a misspelt one
+    would leave a rule without a row."""
 
     def check(patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
             bare = pattern.removeprefix("!")
-            if not any(fnmatchcase(name, bare) for name in known):
-                raise ValueError(f"unknown name {bare!r}; {closest(bare.lower(), known)}")
+            if not any(fnmatchcase(name, bare) for name in names):
+                raise ValueError(f"unknown name {bare!r}; {closest(bare.lower(), names)}")
         return patterns
 
     return AfterValidator(check)
@@ -107,13 +107,13 @@ class Selector(Patterns):
         return rows
 
 
-def _known(metric: str) -> str:
+def _checked_metric(metric: str) -> str:
     if metric not in METRICS:
         raise ValueError(f"no metric {metric!r}; {closest(metric, METRICS)}")
     return metric
 
 
-Metric = Annotated[str, AfterValidator(_known)]
+Metric = Annotated[str, AfterValidator(_checked_metric)]
 
 
 class Limit(Strict):
@@ -200,8 +200,9 @@ class Threshold(Limit):
             raise ValueError(f"`certain`: expected a metric of bias, got {self.metric}")
         return self
 
-    def at(self, row: DeviationRow) -> Threshold:
-        """As it is for rows of this one's kernel, format and tensor, sampled or all."""
+    def for_row(self, row: DeviationRow) -> Threshold:
+        """Returns the threshold for rows of this one's kernel, format and tensor, which
+        are sampled or all."""
         if row.sampled and self.sampled is not None:
             return self.model_copy(update={"at_most": self.sampled})
         other = next((each for each in self.instead if each.fit(row)), None)
@@ -210,8 +211,9 @@ class Threshold(Limit):
         scatter = self.scatter if other.scatter is None else other.scatter
         return self.model_copy(update={"at_most": other.at_most, "scatter": scatter})
 
-    def of(self, heads: int) -> Threshold:
-        """As it is for so many heads."""
+    def for_head_count(self, heads: int) -> Threshold:
+        """Returns the threshold for a number of heads: `few` where there are fewer than
+        `heads`."""
         if self.few is None or heads >= (self.heads or 0):
             return self
         least, most = self.few
@@ -219,10 +221,10 @@ class Threshold(Limit):
             update={"heads": least, "at_most": max(self.at_most or 0.0, most)}
         )
 
-    def above_luck(self, row: DeviationRow, heads: int = 1) -> Threshold:
-        """As it is for a row: higher where it has few numbers. A ratio of root mean
-        squares of n of them has a standard deviation of 1/√n or less; a median of N,
-        1.25/√N of that; an interval has luck. A row whose elements share an error
+    def widened_for_sample_size(self, row: DeviationRow, heads: int = 1) -> Threshold:
+        """Returns the threshold for a row: higher where it has few numbers. A ratio of
+        root mean squares of n of them has a standard deviation of 1/√n or less; a median
+        of N, 1.25/√N of that; an interval has luck. A row whose elements share an error
         (`rows_share_error`) counts as 8 numbers. Where rows count by their size
         (`rms_ratio`), a few may be all there is."""
         if not (self.scatter and row.elements) or row.sampled:
@@ -300,10 +302,10 @@ def _limits(values: dict[str, Any]) -> dict[str, Any]:
     limits: dict[str, Any] = dict(values.pop("limits", None) or {})
     limits |= {name: values.pop(name) for name in REGISTERED if name in values}
     usual = default_limits()
-    for name, own in limits.items():
-        if isinstance(own, Mapping):
-            limits[name] = {**usual.get(name, {}), **own}
-    limits = {name: own for name, own in limits.items() if own != usual.get(name)}
+    for name, changed in limits.items():
+        if isinstance(changed, Mapping):
+            limits[name] = {**usual.get(name, {}), **changed}
+    limits = {name: limit for name, limit in limits.items() if limit != usual.get(name)}
     models = {name: kind_of(name).limits for name in limits if name in REGISTERED}
     typed: Any = {
         name: (model, ...) for name, model in models.items() if model is not None
@@ -321,8 +323,9 @@ def as_data(rules: Rules) -> dict[str, Any]:
 def read_rules(path: Path) -> Rules:
     """A gate file; raises UsageError that names the file and the key."""
     rules = read_yaml(path, Rules)
-    own = rules.model_fields_set
-    return rules if "name" in own else rules.model_copy(update={"name": path.name})
+    if "name" in rules.model_fields_set:
+        return rules
+    return rules.model_copy(update={"name": path.name})
 
 
 @lru_cache(maxsize=1)

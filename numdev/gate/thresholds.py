@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
-from numdev.gate.judgement import RUNS, Dose, Held, Power, Test
+from numdev.gate.judgement import RUNS, Held, PlantedDose, Power, Test
 from numdev.gate.rows import (
     FOUND,
     NOT_MEASURED,
@@ -72,11 +72,11 @@ def tests_of(
 def _inputs_finite(rows: Rows, cases: Sequence[CallRecord]) -> Test:
     """Elements that depend on an input that is NaN or infinite, or becomes so when it is
     rounded to the format, are left out of every rule: what is left out is not judged."""
-    known = {case.case: case for case in cases if case.nonfinite or case.overflows}
+    affected = {case.case: case for case in cases if case.nonfinite or case.overflows}
     reasons: dict[str, None] = {}
-    named = Places(rows) if known else None
+    named = Places(rows) if affected else None
     for row in rows:
-        case = known.get(row.case)
+        case = affected.get(row.case)
         if case is None or named is None or row.role != "kernel" or row.status != "ok":
             continue
         where = named.layer(row)
@@ -115,28 +115,27 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
 def _unmatched(where: Selector, groups: Groups) -> str:
     """Which of a selector's patterns fit no row at all, beside what there is."""
     for name in ("kernel", "format", "tensor"):
-        there = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
+        present = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
-        if there and not any(matches(patterns, each) for each in there):
-            return (
-                f"; {name} {', '.join(patterns)} is none of {', '.join(islice(there, 8))}"
-            )
+        if present and not any(matches(patterns, each) for each in present):
+            some = ", ".join(islice(present, 8))
+            return f"; {name} {', '.join(patterns)} is none of {some}"
     return ""
 
 
 def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     """One rule on the heads of one tensor of one kernel in one format."""
     first = rows[0]
-    threshold = threshold.at(first).of(len(rows))
-    held, unsure, lacking = _held(threshold, rows)
-    offending = _offending(threshold, held)
+    threshold = threshold.for_row(first).for_head_count(len(rows))
+    judged, unsure, lacking = _beside_limits(threshold, rows)
+    offending = _offending(threshold, judged)
     # Beside the limit stands the worst of what offends; a large bias that is not certain
     # does not.
-    shown = next(iter(offending or held), None)
-    if threshold.heads is not None and held:
-        shown = _median(held)
+    shown = next(iter(offending or judged), None)
+    if threshold.heads is not None and judged:
+        shown = _median(judged)
     strict = threshold.may_lack != "numbers"
-    standing = Standing.HELD if held else Standing.NOT_APPLICABLE
+    standing = Standing.HELD if judged else Standing.NOT_APPLICABLE
     if any(strict or not _excused(threshold, *each, plan) for each in lacking):
         standing = Standing.MISSING
     elif unsure:
@@ -148,57 +147,60 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     lacking = [*((h.row, h.unsure) for h in unsure), *lacking]
     named = [h.row for h in offending] if offending else [row for row, _ in lacking]
     limit, observed = (shown.limit, shown.value) if shown else (threshold, None)
+    interval = shown.interval if shown else None
     if isinstance(observed, float) and not math.isfinite(observed):
         observed = str(observed)  # JSON has no infinity
+    places = tuple(map(Place.of, named[:PLACES]))
+    reasons = tuple(dict.fromkeys(why for _, why in lacking))
     return Test(
         rule=threshold.name,
         standing=standing,
         **first.who,
         tensor=first.tensor,
         observed=observed,
-        interval=shown.interval if shown else None,
+        interval=interval,
         metric=limit.metric,
         limit=str(limit),
         bound=limit.at_most,
         median=threshold.heads is not None,
-        judged=len(held),
+        judged=len(judged),
         offending=len(offending),
-        places=tuple(map(Place.of, named[:PLACES])),
+        places=places,
         unjudged=len(lacking),
-        reasons=tuple(dict.fromkeys(why for _, why in lacking)),
+        reasons=reasons,
         beyond=tuple(offending),
     )
 
 
-def _held(
+def _beside_limits(
     threshold: Threshold, rows: Rows
 ) -> tuple[list[Held], list[Held], list[Lacking]]:
-    """Rows beside their limit, the worst first; estimates that decide nothing; and rows
-    without the number."""
-    held: list[Held] = []
+    """Returns rows beside their limit, the worst first; estimates that decide nothing;
+    and rows without the number."""
+    judged: list[Held] = []
     lacking: list[Lacking] = []
     heads = 1 if threshold.heads is None else len(rows)
     for row in rows:
-        result = _held_row(threshold.above_luck(row, heads), row)
+        result = _beside_limit(threshold.widened_for_sample_size(row, heads), row)
         if isinstance(result, str):
             lacking.append((row, result))
         else:
-            held.append(result)
-    held.sort(key=lambda h: -h.excess)
-    unsure = [h for h in held if h.unsure]
+            judged.append(result)
+    judged.sort(key=lambda h: -h.excess)
+    unsure = [h for h in judged if h.unsure]
     if threshold.heads is None or not unsure:
-        held = [h for h in held if not h.unsure]
-    if threshold.heads is not None and held and len(held) < threshold.heads:
-        few = f"needs {threshold.heads} heads, has {len(held)}"
-        return [], unsure, [*lacking, *((h.row, few) for h in held)]
+        judged = [h for h in judged if not h.unsure]
+    if threshold.heads is not None and judged and len(judged) < threshold.heads:
+        few = f"needs {threshold.heads} heads, has {len(judged)}"
+        return [], unsure, [*lacking, *((h.row, few) for h in judged)]
     if threshold.heads is not None and unsure:
         return [], unsure, lacking  # a median of what is not known
-    held, straddling = _decided(threshold, held)
-    return held, [*unsure, *straddling], lacking
+    judged, straddling = _decided(threshold, judged)
+    return judged, [*unsure, *straddling], lacking
 
 
-def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
-    """A row beside the first limit whose number it has; else why it has none.
+def _beside_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
+    """Returns a row beside the first limit whose number it has; else why it has none.
 
     The next limit is for a number that means nothing, and says why, not for one not
     measured."""
@@ -215,8 +217,8 @@ def _held_row(threshold: Threshold, row: DeviationRow) -> Held | str:
     for limit in (threshold, *threshold.otherwise):
         value, why = value_of(row, limit.metric)
         if value is not None or limit.absent:
-            held = Held(row, limit, value, limit.excess(value))
-            return _of_sample(held) if row.sampled else held
+            beside = Held(row, limit, value, limit.excess(value))
+            return _of_sample(beside) if row.sampled else beside
         if why is None:
             break
     return why or NOT_MEASURED
@@ -229,9 +231,9 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
     if row.elements == 0:
         return not row.sampled  # others of its rows may see a key
     if threshold.certain is not None:
-        # Its way is so biased
-        own = (row.claim or "").startswith(FOUND) and why != NOT_MEASURED
-        return own or (row.sequences or 0) < threshold.certain.sequences
+        # The inferred rounding model is biased itself
+        inferred = (row.claim or "").startswith(FOUND) and why != NOT_MEASURED
+        return inferred or (row.sequences or 0) < threshold.certain.sequences
     if metric in ("noise", "noise_ratio"):
         return row.noise is None and plan.repeats < 2
     if metric == "empty_nonfinite":
@@ -245,45 +247,43 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
     return unclaimed and not threshold.otherwise and why != NOT_MEASURED
 
 
-def _of_sample(held: Held) -> Held | str:
-    """What is known of sampled rows alone, with its interval; or why that says
-    nothing."""
-    metric = held.limit.metric
+def _of_sample(estimate: Held) -> Held | str:
+    """Returns the number of sampled rows with its interval; or why it says nothing of all
+    rows."""
+    metric = estimate.limit.metric
     if metric in WHOLE | TESTED:
-        return held
+        return estimate
     if metric in MAXIMA:
         # flash-attention's rule compares two maxima: beyond it, the other may be too
         # small.
-        proven = held.excess > 1 and metric != "fa_rule"
-        return (
-            held
-            if proven
-            else "the maximum over sampled rows does not bound the other rows"
-        )
-    interval = interval_of(held.row, metric) if metric in ESTIMATED else None
+        proven = estimate.excess > 1 and metric != "fa_rule"
+        if proven:
+            return estimate
+        return "the maximum over sampled rows does not bound the other rows"
+    interval = interval_of(estimate.row, metric) if metric in ESTIMATED else None
     if interval is None:
         why = (
-            f"no interval is known for {metric} of {held.row.rows_measured} "
+            f"no interval is known for {metric} of {estimate.row.rows_measured} "
             "sampled rows: "
         )
-        return held._replace(unsure=why + "audit more rows")
-    return held._replace(interval=interval)
+        return estimate._replace(unsure=why + "audit more rows")
+    return estimate._replace(interval=interval)
 
 
-def _decided(threshold: Threshold, held: list[Held]) -> tuple[list[Held], list[Held]]:
+def _decided(threshold: Threshold, judged: list[Held]) -> tuple[list[Held], list[Held]]:
     """What is decided; and estimates whose interval contains the limit, which are not.
     For a median none is, if the median of the lower ends is within and that of the upper
     ends beyond."""
-    if not any(h.interval for h in held):
-        return held, []
+    if not any(h.interval for h in judged):
+        return judged, []
     if threshold.heads is None:
-        unsure = [h for h in held if h.ends[0] <= 1 < h.ends[1]]
-        sure = [h for h in held if not h.ends[0] <= 1 < h.ends[1]]
+        unsure = [h for h in judged if h.ends[0] <= 1 < h.ends[1]]
+        sure = [h for h in judged if not h.ends[0] <= 1 < h.ends[1]]
         return sure, [h._replace(unsure=_contains(h, h)) for h in unsure]
-    low, high = (_median(sorted(held, key=lambda h: -h.ends[end])) for end in (0, 1))
+    low, high = (_median(sorted(judged, key=lambda h: -h.ends[end])) for end in (0, 1))
     if not low.ends[0] <= 1 < high.ends[1]:
-        return held, []
-    return [], [h._replace(unsure=_contains(low, high, "the median ")) for h in held]
+        return judged, []
+    return [], [h._replace(unsure=_contains(low, high, "the median ")) for h in judged]
 
 
 def _contains(lower: Held, upper: Held, whose: str = "") -> str:
@@ -295,27 +295,29 @@ def _contains(lower: Held, upper: Held, whose: str = "") -> str:
     return f"{what} contains the limit {lower.limit.at_most:g}: audit more rows"
 
 
-def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:
+def _offending(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
     """Rows beyond the limit: none as long as the median is within, where the limit is for
     that; those that are significantly so over all of them together, where certainty is
     asked for."""
-    if threshold.heads is not None and held and _median(held).excess <= 1:
+    if threshold.heads is not None and judged and _median(judged).excess <= 1:
         return []
-    sure = [True] * len(held)
+    sure = [True] * len(judged)
     if threshold.certain:
-        sure = holm([h.row.bias_p or 0.0 for h in held], threshold.certain.alpha)
-    return [h for h, certain in zip(held, sure, strict=True) if certain and h.excess > 1]
+        sure = holm([h.row.bias_p or 0.0 for h in judged], threshold.certain.alpha)
+    return [
+        h for h, certain in zip(judged, sure, strict=True) if certain and h.excess > 1
+    ]
 
 
-def _median(held: Sequence[Held]) -> Held:
+def _median(judged: Sequence[Held]) -> Held:
     """Of rows in order, the worst first; of two in the middle the one that is less
     bad."""
-    return held[len(held) // 2]
+    return judged[len(judged) // 2]
 
 
 def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
     """In how many calls each kernel under audit ran, declined, or failed; forward and
-    backward apart."""
+    backward separately."""
     call_of = attrgetter("case", "call", "seed")
     kernels = (row for row in rows if row.role == "kernel")
     passes = grouped(
@@ -394,8 +396,8 @@ def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
     for fault in grouped(controls, attrgetter("kernel", "format")).values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
         tried = [_dose(group, plan, rules) for group in doses]
-        known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
-        caught = list(takewhile(lambda d: d.outcome == "caught", known))
+        from_largest = [d for d in reversed(tried) if d.outcome != "unmeasured"]
+        caught = list(takewhile(lambda d: d.outcome == "caught", from_largest))
         yield Power(
             fault=fault[0].kernel.removeprefix("control:"),
             format=fault[0].format,
@@ -410,12 +412,15 @@ def _size(rows: Rows) -> float:
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
-def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> Dose:
+def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> PlantedDose:
     """A fault that raises, or that no rule could judge, is not caught by that."""
     # A planted fault is put through the rules as if it were a kernel.
     planted = [row.model_copy(update={"role": "kernel"}) for row in rows]
     tests = list(threshold_tests(planted, plan, rules))
     by = tuple(dict.fromkeys(t.rule for t in tests if t.standing is Standing.EXCEEDED))
-    known = any(t.standing is Standing.HELD for t in tests)
-    outcome: Any = "caught" if by else "missed" if known else "unmeasured"
-    return Dose(dose=_size(rows), outcome=outcome, by=by)
+    outcome: Literal["caught", "missed", "unmeasured"] = "unmeasured"
+    if by:
+        outcome = "caught"
+    elif any(t.standing is Standing.HELD for t in tests):
+        outcome = "missed"
+    return PlantedDose(dose=_size(rows), outcome=outcome, by=by)
