@@ -17,7 +17,7 @@ from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgemen
 from numdev.gate.rows import FOUND, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import lse_error, value_of
+from numdev.metrics.of_rows import Value, lse_error, value_of
 from numdev.report import (
     DeviationRow,
     Finding,
@@ -31,7 +31,7 @@ from numdev.report import (
 from numdev.report.numbers import labelled, power, si, three
 from numdev.tensors import FIRST_OUTPUT, tensor_spec
 
-# What is wrong, by metric, as the rest of a sentence that begins with the kernel.
+# What is wrong, by metric: how a sentence goes on that begins with the kernel.
 WRONG = {
     "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or "
     "infinite{errs_in} where "
@@ -63,6 +63,7 @@ WRONG = {
     "{bound}); the backward pass uses it",
     "": "breaks the rule `{rule}` in {tensor}: expected {limit}, got {number}",
 }
+REVERSE = ", or finite where it is infinite"
 OF_SOURCE = ("reading", "finite weights")  # rules whose reasons no kernel's verdict has
 
 
@@ -83,9 +84,11 @@ def kernel_verdicts(
     )
     ran = {key: tests for key, tests in by_kernel.items() if any(map(_counts, tests))}
     verdicts = [_of_kernel(tests, findings, passing) for tests in ran.values()]
-    said = {id(test) for tests in ran.values() for test in tests}
+    covered = {id(test) for tests in ran.values() for test in tests}
     silent = (None, Outcome.PASSED)
-    others = [t for t in judgement.tests if t.outcome not in silent and id(t) not in said]
+    others = [
+        t for t in judgement.tests if t.outcome not in silent and id(t) not in covered
+    ]
     unsaid = judgement.outcome not in {verdict.outcome for verdict in verdicts}
     if any(test.rule in OF_SOURCE for test in others) or (others and unsaid):
         verdicts.append(_of_report(others))
@@ -99,8 +102,8 @@ def _counts(test: Test) -> bool:
 
 
 def _of_report(others: Sequence[Test]) -> KernelVerdict:
-    """What did not pass and is of no kernel under audit: too short a text, what is
-    required and absent, a rule without a row."""
+    """The verdict on what did not pass and is of no kernel under audit: too short a text,
+    a required kernel that is absent, a rule without a row."""
     outcome = worst(test.outcome for test in others if test.outcome is not None)
     gravest = [test for test in others if test.outcome is outcome]
     reasons = dict.fromkeys(why for test in gravest for why in test.reasons)
@@ -195,42 +198,29 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     """A finding for each thing wrong, in the order of the rules: but a mistake that does
     not explain the head that errs most comes after what is said of that head."""
     faults = _ordered(_faults(tests))
-    # A row to the fault that names it: a mistake, or the first rule
-    owner: dict[int, int] = {}
-    for with_cause in (True, False):
-        for number, fault in enumerate(faults):
-            for _, held in fault.rows if (fault.cause is not None) == with_cause else ():
-                owner.setdefault(id(held.row), number)
+    owner = _owners(faults)
     findings: list[Finding] = []
     at_of: dict[int, int] = {}  # a fault to its finding
     more: dict[int, list[tuple[int, str]]] = {}  # other heads of the same cause
     for number, fault in enumerate(faults):
-        own = [(test, held) for test, held in fault.rows if owner[id(held.row)] == number]
-        if not own:
+        named_first = [pair for pair in fault.rows if owner[id(pair[1].row)] == number]
+        if not named_first:
             continue
-        same = _of_one_cause(findings, fault, [held.row for _, held in own])
+        first_rows = [judged_row.row for _, judged_row in named_first]
+        same = _of_one_cause(findings, fault, first_rows)
         if same is not None:
             at_of[number] = same
-            more.setdefault(same, []).append((len(own), own[0][0].rule))
+            more.setdefault(same, []).append((len(named_first), named_first[0][0].rule))
         else:
             at_of[number] = len(findings)
-            rest = len(fault.rows) - len(own)
-            findings.append(_finding(fault._replace(rows=own), named, rest))
-    also: dict[int, dict[str, None]] = {}
-    for number, fault in enumerate(faults):
-        for test, held in fault.rows:
-            if (first := at_of[owner[id(held.row)]]) != at_of.get(number):
-                also.setdefault(first, {})[test.rule] = None
-    wrong = {(label(f), fmt) for f in findings if _is_function(f) for fmt in f.formats}
-    inherits = [
-        tensor_spec(f.tensor or "").is_gradient
-        and {(label(f), fmt) for fmt in f.formats} <= wrong
-        for f in findings
-    ]
+            before = len(fault.rows) - len(named_first)
+            findings.append(_finding(fault._replace(rows=named_first), named, before))
+    also = _also_failed(faults, owner, at_of)
+    inherits = _inherits(findings)
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
     for at, finding in enumerate(findings):
-        rules = listed(f"`{rule}`" for rule in also.get(at, ()))
         words = tensor_spec(finding.tensor or "").of
+        rules = listed(f"`{rule}`" for rule in also.get(at, ()))
         added = f" The same {words.unit}s also fail {rules}." if rules else ""
         for count, rule in more.get(at, ()):
             units = f"{count} more {words.unit}{'s' * (count > 1)}"
@@ -239,6 +229,45 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
             added += " Its gradients are wrong for the same reason."
         if not inherits[at]:
             yield finding.model_copy(update={"sentence": finding.sentence + added})
+
+
+def _owners(faults: Sequence[Fault]) -> dict[int, int]:
+    """By the id of a row, which of the faults names it: one with a cause goes before the
+    others, then the first in order."""
+    owner: dict[int, int] = {}
+    for with_cause in (True, False):
+        for number, fault in enumerate(faults):
+            if (fault.cause is not None) == with_cause:
+                for _, judged_row in fault.rows:
+                    owner.setdefault(id(judged_row.row), number)
+    return owner
+
+
+def _also_failed(
+    faults: Sequence[Fault], owner: dict[int, int], at_of: dict[int, int]
+) -> dict[int, dict[str, None]]:
+    """By finding, the rules of other faults that its rows fail too, each once."""
+    also: dict[int, dict[str, None]] = {}
+    for number, fault in enumerate(faults):
+        for test, judged_row in fault.rows:
+            first = at_of[owner[id(judged_row.row)]]
+            if first != at_of.get(number):
+                also.setdefault(first, {})[test.rule] = None
+    return also
+
+
+def _inherits(findings: Sequence[Finding]) -> list[bool]:
+    """For each finding, whether it is of a gradient whose output is of another function
+    in the same formats, so that the gradient is wrong for that reason."""
+    wrong = set()
+    for finding in findings:
+        if _is_function(finding):
+            wrong |= {(label(finding), fmt) for fmt in finding.formats}
+    return [
+        tensor_spec(f.tensor or "").is_gradient
+        and {(label(f), fmt) for fmt in f.formats} <= wrong
+        for f in findings
+    ]
 
 
 def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int | None:
@@ -281,7 +310,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
     faults: list[Fault] = []
     named: dict[Any, list[tuple[Test, Held]]] = {}
     for test in tests:
-        offending = [(test, held) for held in test.beyond]
+        offending = [(test, judged_row) for judged_row in test.beyond]
         if test.metric != "suspicion":
             faults += [Fault(offending)] if offending else []
             continue
@@ -297,7 +326,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
             every.append(fault)
             continue
         mistakes = list(_by_mistake(fault.rows))
-        mistakes.sort(key=lambda f: -max(_error(held.row) for _, held in f.rows))
+        mistakes.sort(key=lambda f: -_largest_error(f))
         # Which gradients inherit
         mistakes.sort(key=lambda f: not f.rows[0][0].is_of_output)
         every += mistakes
@@ -308,21 +337,22 @@ def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
     """Rows of a kernel that have a mistake, by what they have in common: where a head is
     explained by several alike, or by an instance of something that other calls have
     another instance of, that counts which explains the most heads."""
-    rest = list(rows)
-    while rest:
+    unexplained = list(rows)
+    while unexplained:
         votes: dict[str, list[int]] = {}
-        for at, (test, held) in enumerate(rest):
-            for words in dict.fromkeys(_statements(held.row)):
+        for at, (test, judged_row) in enumerate(unexplained):
+            for words in dict.fromkeys(_statements(judged_row.row)):
                 votes.setdefault(f"{_side(test)}{words}", []).append(at)
         most = max(votes.values(), key=len)
         alike = [
-            words.removeprefix(_side(rest[most[0]][0]))
-            for words, own in votes.items()
-            if own == most
+            words.removeprefix(_side(unexplained[most[0]][0]))
+            for words, voters in votes.items()
+            if voters == most
         ]
-        chosen = [rest[at] for at in most]
+        chosen = [unexplained[at] for at in most]
         yield Fault(chosen, ", or ".join(_distinct(alike, chosen[0][1].row)))
-        rest = [pair for at, pair in enumerate(rest) if at not in set(most)]
+        explained = set(most)
+        unexplained = [x for at, x in enumerate(unexplained) if at not in explained]
 
 
 def _side(test: Test) -> str:
@@ -343,7 +373,10 @@ def _distinct(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
     itself shows goes before what it is an instance of."""
     if not row.suspicion_of:
         return words
-    firsts = (next((x for x in own if x in words), None) for own in row.suspicion_of)
+    firsts = (
+        next((x for x in statements if x in words), None)
+        for statements in row.suspicion_of
+    )
     return [x for x in dict.fromkeys(firsts) if x is not None][:ALIKE]
 
 
@@ -355,21 +388,35 @@ def _ordered(faults: Sequence[Fault]) -> list[Fault]:
     kernel unexplained behind the first fault of that head."""
     ordered = list(faults)
     for fault in [f for f in faults if f.cause is not None]:
-        rows = {id(held.row) for _, held in fault.rows}
+        rows = {id(judged_row.row) for _, judged_row in fault.rows}
         others = [f for f in ordered if f.key == fault.key and f.cause is None]
-        sizes = [(_error(held.row), f, held) for f in others for _, held in f.rows
-                 if held.row.tensor == fault.rows[0][1].row.tensor]  # fmt: skip
-        if not sizes:
+        worst = _worst_of_tensor(others, fault.rows[0][1].row.tensor)
+        if worst is None:
             continue
-        worst = max(sizes, key=lambda size: size[0])
-        explained = max((_error(held.row) for _, held in fault.rows), default=0.0)
-        if id(worst[2].row) in rows or worst[0] <= explained or worst[2].row.suspicion:
+        of_worst, row = worst
+        if id(row) in rows or _error(row) <= _largest_error(fault) or row.suspicion:
             continue
-        first = next(i for i, f in enumerate(ordered) if f is worst[1])
+        first = next(i for i, f in enumerate(ordered) if f is of_worst)
         at = next(i for i, f in enumerate(ordered) if f is fault)
         if at < first:
             ordered.insert(first, ordered.pop(at))
     return ordered
+
+
+def _worst_of_tensor(
+    faults: Sequence[Fault], tensor: str
+) -> tuple[Fault, DeviationRow] | None:
+    """The row of a tensor that errs most, with the fault it is of; None without rows."""
+    candidates: list[tuple[Fault, DeviationRow]] = []
+    for fault in faults:
+        rows = (judged_row.row for _, judged_row in fault.rows)
+        candidates += [(fault, row) for row in rows if row.tensor == tensor]
+    return max(candidates, key=lambda pair: _error(pair[1]), default=None)
+
+
+def _largest_error(fault: Fault) -> float:
+    """How far the head of a fault is off that errs most."""
+    return max((_error(judged_row.row) for _, judged_row in fault.rows), default=0.0)
 
 
 def _error(row: DeviationRow) -> float:
@@ -384,7 +431,7 @@ def _error(row: DeviationRow) -> float:
 def _finding(fault: Fault, named: Places, before: int) -> Finding:
     """`before`: how many more rows offend, of which other findings are."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
-    verdict, rows = tests[0], [held.row for _, held in fault.rows]
+    verdict, rows = tests[0], [judged_row.row for _, judged_row in fault.rows]
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
     judged = sum(test.judged for test in tests)
     if fault.cause is not None:
@@ -439,7 +486,7 @@ def _imprecise(rows: Rows) -> str | None:
     return step if 2 * count > len(rows) else None
 
 
-def _observed(verdict: Test, rows: Rows) -> Any:
+def _observed(verdict: Test, rows: Rows) -> Value:
     """The number of the worst of these rows, where an earlier finding has a worse one; a
     median is of all."""
     if isinstance(verdict.observed, float) and not verdict.median and verdict.metric:
@@ -450,12 +497,12 @@ def _observed(verdict: Test, rows: Rows) -> Any:
 def removed(share: float) -> str:
     """A share of an error, with as many digits as tell it from all of it: 14 %, 99.98
     %."""
-    rest = 100 * (1 - share)
-    if rest < 1e-6:
+    percent_left = 100 * (1 - share)
+    if percent_left < 1e-6:
         return "all"
-    if rest >= 1:
+    if percent_left >= 1:
         return f"{100 * share:.0f} %"
-    places = min(6, 1 - math.floor(math.log10(rest)))
+    places = min(6, 1 - math.floor(math.log10(percent_left)))
     shown = math.floor((100 * share + 1e-9) * 10**places) / 10**places
     return f"{shown:.{places}f}".rstrip("0").rstrip(".") + " %"
 
@@ -467,8 +514,7 @@ def _removed(rows: Rows) -> str:
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )
     shares = {
-        fmt: removed(statistics.median(row.suspicion_share or 0.0 for row in own))
-        for fmt, own in by_format.items()
+        fmt: removed(_median_share(of_format)) for fmt, of_format in by_format.items()
     }
     cut = statistics.median(row.suspicion_cut or 1.0 for row in rows)
     finer = next((row.suspicion_format for row in rows if row.suspicion_format), None)
@@ -477,15 +523,18 @@ def _removed(rows: Rows) -> str:
     if not shares:
         return f"correcting it removes {removed(1 - 1 / cut)} of the error{median}"
     first, *others = shares.items()
-    said = f"correcting it removes {first[1]} of the rms error{median}"
-    said += f" in {first[0]}" if others else ""
-    said += "".join(f", {share} in {fmt}" for fmt, share in others)
-    least = min(
-        statistics.median(r.suspicion_share or 0.0 for r in x) for x in by_format.values()
-    )
+    clause = f"correcting it removes {first[1]} of the rms error{median}"
+    clause += f" in {first[0]}" if others else ""
+    clause += "".join(f", {share} in {fmt}" for fmt, share in others)
+    least = min(map(_median_share, by_format.values()))
     if finer and finer != rows[0].format and least < CLEAR:
-        said += f", and at least {removed(_nines(cut))} where the inputs are in {finer}"
-    return said
+        clause += f", and at least {removed(_nines(cut))} where the inputs are in {finer}"
+    return clause
+
+
+def _median_share(rows: Rows) -> float:
+    """The share of the error that goes, of the median row."""
+    return statistics.median(row.suspicion_share or 0.0 for row in rows)
 
 
 # Of the error: a cause that explains as much needs no finer format to be believed
@@ -503,45 +552,54 @@ def _nines(cut: float) -> float:
 def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
     """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a
     sentence."""
-    worst, observed = rows[0], _observed(verdict, rows)
+    template = WRONG.get(verdict.metric or "", WRONG[""])
+    fields = _fields_of_test(verdict, _observed(verdict, rows)) | _fields_of_rows(rows)
+    sentence = template.format(**fields, suspicion=cause)
+    if sentence.endswith(")"):
+        return f"{sentence[:-1]}; {where})"
+    return f"{sentence} ({where})"
+
+
+def _fields_of_test(verdict: Test, observed: float | str | None) -> dict[str, object]:
+    """What the templates of `WRONG` take from a test, and the number it is shown with."""
+    spec = tensor_spec(verdict.tensor or "")
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
-    sums = {
+    shown = f"{observed}"
+    if isinstance(observed, float):
+        shown = three(observed, verdict.bound)
+    return {
+        "rule": verdict.rule,
+        "format": verdict.format,
+        "limit": verdict.limit,
+        "bound": bound,
+        "number": shown,
+        "tensor": spec.in_words,
+        "operation": spec.of.operation,
+        "plain": spec.of.plain,
+        "reverse": REVERSE if verdict.format in OVERFLOWS else "",
+        "median": f" (median over {spec.of.unit}s)" if verdict.median else "",
+        "allowed": f"limit {bound}×" if verdict.bound else "expected: identical bits",
+    }
+
+
+def _fields_of_rows(rows: Rows) -> dict[str, object]:
+    """What the templates of `WRONG` take from rows, the worst first."""
+    worst = rows[0]
+    fields: dict[str, object] = {
         name: sum(getattr(row, name) or 0 for row in rows)
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
     }
-    bias = worst.bias_size or 0.0
-    spec = tensor_spec(verdict.tensor or "")
-    sentence = WRONG.get(verdict.metric or "", WRONG[""]).format(
-        **sums,
-        rule=verdict.rule,
-        format=verdict.format,
-        limit=verdict.limit,
-        bound=bound,
-        number=three(observed, verdict.bound)
-        if isinstance(observed, float)
-        else f"{observed}",
-        tensor=spec.in_words,
-        operation=spec.of.operation,
-        plain=spec.of.plain,
-        reverse=", or finite where it is infinite" if verdict.format in OVERFLOWS else "",
-        median=f" (median over {spec.of.unit}s)" if verdict.median else "",
-        sampled=" sampled" if worst.sampled else "",
-        errs_in=_place(rows),
-        claim=_whose(rows),
-        suspicion=cause,
-        removed=_removed(rows),
-        bias=bias,
-        direction=_direction(worst),
-        bias_p=si(worst.bias_p),
-        bias_of=worst.bias_of,
-        sequences=worst.sequences,
-        allowed=f"limit {bound}×" if verdict.bound else "expected: identical bits",
-    )
-    return (
-        f"{sentence[:-1]}; {where})"
-        if sentence.endswith(")")
-        else f"{sentence} ({where})"
-    )
+    return fields | {
+        "sampled": " sampled" if worst.sampled else "",
+        "errs_in": _place(rows),
+        "claim": _whose(rows),
+        "removed": _removed(rows),
+        "bias": worst.bias_size or 0.0,
+        "direction": _direction(worst),
+        "bias_p": si(worst.bias_p),
+        "bias_of": worst.bias_of,
+        "sequences": worst.sequences,
+    }
 
 
 def _place(rows: Rows) -> str:
@@ -595,15 +653,14 @@ def _of_runs(test: Test, rule: str, words: str) -> Finding:
     count = test.offending or test.unjudged or test.judged
     what = "backward passes" if test.is_backward else "calls"
     why = "; ".join(test.reasons[:3])
+    sentence = f"{label(test)} ({test.format}) {words} {count} of {every} {what}: {why}."
     return Finding(
         kernel=test.kernel or "",
         options=test.options,
         place=next(iter(test.places), None),
         rule=rule,
         severity="unmeasured" if rule == RUNS else "note",
-        sentence=(
-            f"{label(test)} ({test.format}) {words} {count} of {every} {what}: {why}."
-        ),
+        sentence=sentence,
         formats=(test.format or "",),
         tensor=test.tensor if test.offending else None,
         count=count,
@@ -617,7 +674,7 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
         test for test in tests if test.metric not in (None, "calls") or not test.kernel
     ]
     by_rule = grouped((t for t in of_rows if t.rule != SOMETHING), attrgetter("rule"))
-    judged = {rule: sum(test.judged for test in own) for rule, own in by_rule.items()}
+    judged = {rule: sum(t.judged for t in of_rule) for rule, of_rule in by_rule.items()}
     applied = [rule for rule, count in judged.items() if count]
     if not applied:
         return
@@ -636,8 +693,8 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
     what = f"{kernels} in {formats}, {results}"
     sentence = f"{start}: {what}; rules: {listed(applied)}."
     lacking = []
-    for rule, own in by_rule.items():
-        reasons = list(dict.fromkeys(why for test in own for why in test.reasons))
+    for rule, of_rule in by_rule.items():
+        reasons = list(dict.fromkeys(why for test in of_rule for why in test.reasons))
         why = f"{'partly: ' if judged[rule] else ''}{'; '.join(reasons[:2])}"
         if any(reason.startswith(NOTHING) for reason in reasons):
             why = "no result has the metric it needs"
@@ -648,8 +705,8 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
 def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
     """Of each kernel that declares no rounding model, and was held to another than `fa2`
     somewhere: which model judged which of its tensors in how many calls."""
-    for kernel, own in grouped(kernels, attrgetter("kernel")).items():
-        judged = [row for row in own if row.claim]
+    for kernel, rows in grouped(kernels, attrgetter("kernel")).items():
+        judged = [row for row in rows if row.claim]
         ways = grouped(
             (r for r in judged if str(r.claim).startswith(FOUND)), lambda r: r.claim
         )
@@ -657,9 +714,9 @@ def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
             continue
         every = len({_call(row) for row in judged})
         parts = []
-        for claim, its in sorted(ways.items(), key=lambda item: -len(item[1])):
-            tensors = listed(dict.fromkeys(row.tensor for row in its))
-            parts.append(f"{claim} ({tensors} in {len({_call(row) for row in its})})")
+        for claim, alike in sorted(ways.items(), key=lambda item: -len(item[1])):
+            tensors = listed(dict.fromkeys(row.tensor for row in alike))
+            parts.append(f"{claim} ({tensors} in {len({_call(row) for row in alike})})")
         least = (
             "; the rest as `fa2`" if len(judged) > sum(map(len, ways.values())) else ""
         )
@@ -685,8 +742,8 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     ]
     other = [r for r in kernels if (r.came_in or r.out_format) not in (None, r.format)]
     returned = grouped(other, attrgetter("kernel", "out_format", "came_in", "format"))
-    for (kernel, instead, wide, fmt), own in returned.items():
-        tensors = listed(dict.fromkeys(row.tensor for row in own))
+    for (kernel, instead, wide, fmt), rows_of_format in returned.items():
+        tensors = listed(dict.fromkeys(row.tensor for row in rows_of_format))
         more = (
             f"; all its values are representable in {fmt}, and judged as {fmt}"
             if wide
@@ -697,15 +754,16 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
             f"({tensors}){more}."
         )
     other = [r for r in kernels if "lse_error" in r.nulls]
-    for kernel, own in grouped(other, attrgetter("kernel")).items():
-        yield f"{kernel}: log-sum-exp not judged: {own[0].nulls['lse_error']}."
+    for kernel, unjudged in grouped(other, attrgetter("kernel")).items():
+        yield f"{kernel}: log-sum-exp not judged: {unjudged[0].nulls['lse_error']}."
     yield from _judged_by(kernels)
     over = grouped(
         (r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor")
     )
-    for (kernel, fmt, tensor), own in over.items():
+    for (kernel, fmt, tensor), overflowing in over.items():
+        count = sum(row.overflow or 0 for row in overflowing)
         yield (
-            f"{tensor} of {kernel} overflows in {sum(r.overflow or 0 for r in own)} "
+            f"{tensor} of {kernel} overflows in {count} "
             "elements where "
             "the exact result is finite; by its rounding model, intermediates "
             f"overflow {fmt}."
