@@ -26,7 +26,7 @@ from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.gate.compare import compare, unequal
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import (
-    Noise,
+    NoiseModel,
     Pair,
     _scatter,
     least,
@@ -253,7 +253,7 @@ def test_the_quantile_grows_with_what_is_judged() -> None:
     """Bonferroni: the more numbers, the farther each must be."""
     pairs = [Pair(head(h), head(h), inputs="same", width=1) for h in range(100)]
     assert metrics_of(pairs[0]) == ("expected_ratio", "floor_ratio", "worst_row")
-    few, many = Noise(pairs[:1]), Noise(pairs)
+    few, many = NoiseModel(pairs[:1]), NoiseModel(pairs)
     assert (few.tests, many.tests) == (3, 300)
     assert few.z == pytest.approx(scipy.special.ndtri(1 - 0.005 / 3))
     assert many.z == pytest.approx(scipy.special.ndtri(1 - 0.005 / 300))

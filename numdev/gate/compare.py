@@ -32,7 +32,7 @@ from numdev.gate.movement import (
     THRESHOLD,
     Change,
     Names,
-    Noise,
+    NoiseModel,
     Pair,
     by_chance,
     factor,
@@ -125,6 +125,41 @@ def compare(
     Raises UsageError where either is something else, or they differ in a key of `MUST`
     that is not in `allow`; MeasurementError for a report that cannot be understood, is
     not whole or contradicts itself."""
+    named = _to_compare(reports, allow, by_date)
+    several = len(named) > 2
+    (old, first), (new, last) = named[-2:]
+    for report, name in named:
+        wholeness(report, name)
+    allowed = [shared_request(x, new, allow) for x, _ in named[:-1]][-1]
+    rows = _rows(old), _rows(new)
+    names, compared = _moves_of(new.kind)(old, new)
+    moves = sorted(compared.moves, key=lambda move: -move.excess)
+    presences = (*_presences(*rows, names), *compared.presences)
+    summary = _summary(compared, {row.role for row in (*rows[0], *rows[1])})
+    places = Places(rows[1] if isinstance(new, Measured) else [m.place for m in moves])
+    sides = f"{last} against {first}: " if several else ""
+    sentences = answer(compared.groups, moves, presences, allowed, places, sides, summary)
+    source = {"config": last, "run": new.provenance.source}
+    return CompareReport(
+        provenance=Provenance.now(command, new.provenance.system, source),
+        request={"a": first, "b": last, "allow": sorted(allow)},
+        summary=summary.model_copy(update={"answer": tuple(sentences)}),
+        groups=tuple(compared.groups),
+        moves=tuple(moves),
+        presences=presences,
+        a=old.provenance,
+        b=new.provenance,
+        allowed=tuple(allowed),
+        changes=_changes(old, new),
+        history=tuple(_past(x) for x, _ in named) if several else (),
+    )
+
+
+def _to_compare(
+    reports: Sequence[Path | Report], allow: Collection[str], by_date: bool
+) -> list[tuple[Any, str]]:
+    """The reports in the order compared, each with what to call it. Raises UsageError for
+    arguments that cannot be compared."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
@@ -137,48 +172,26 @@ def compare(
         )
         for x in reports
     ]
-    several, by_rows = len(named) > 2, isinstance(named[0][0], Measured)
-    if several and not by_rows:
-        what = f"compare: of {named[0][0].kind}, expected two reports, got {len(named)}"
+    first = named[0][0]
+    if len(named) > 2 and not isinstance(first, Measured):
+        what = f"compare: of {first.kind}, expected two reports, got {len(named)}"
         raise UsageError(what)
     if by_date:
         named.sort(key=lambda pair: pair[0].provenance.created)
-    (old, first), (new, last) = named[-2:]
-    for report, name in named:
-        wholeness(report, name)
-    allowed = [shared_request(x, new, allow) for x, _ in named[:-1]][-1]
-    sides = f"{last} against {first}: " if several else ""
-    rows = _rows(old), _rows(new)
-    names, compared = _moves_of(new.kind)(old, new)
-    moves = sorted(compared.moves, key=lambda move: -move.excess)
-    presences = (*_presences(*rows, names), *compared.presences)
-    # Without a kernel under audit the baseline stands for it.
-    roles = {row.role for row in (*rows[0], *rows[1])}
-    judged = [g for g in compared.groups if g.role == "kernel" or "kernel" not in roles]
-    unjudged = sum(group.unjudged for group in judged)
-    summary = CompareSummary(
+    return named
+
+
+def _summary(compared: Compared, roles: Collection[str]) -> CompareSummary:
+    """How many pairs were judged: of kernels under audit; where the rows have no such
+    role, of the baseline in their place."""
+    audited = [g for g in compared.groups if g.role == "kernel" or "kernel" not in roles]
+    unjudged = sum(group.unjudged for group in audited)
+    return CompareSummary(
         answer=(),
         notes=compared.notes,
         inputs=compared.inputs,
-        judged=sum(group.pairs for group in judged) - unjudged,
+        judged=sum(group.pairs for group in audited) - unjudged,
         unjudged=unjudged,
-    )
-    places = Places(rows[1] if by_rows else [m.place for m in moves])
-    sentences = answer(compared.groups, moves, presences, allowed, places, sides, summary)
-    return CompareReport(
-        provenance=Provenance.now(
-            command, new.provenance.system, {"config": last, "run": new.provenance.source}
-        ),
-        request={"a": first, "b": last, "allow": sorted(allow)},
-        summary=summary.model_copy(update={"answer": tuple(sentences)}),
-        groups=tuple(compared.groups),
-        moves=tuple(moves),
-        presences=presences,
-        a=old.provenance,
-        b=new.provenance,
-        allowed=tuple(allowed),
-        changes=_changes(old, new),
-        history=tuple(_past(x) for x, _ in named) if several else (),
     )
 
 
@@ -209,7 +222,10 @@ def _past(report: Measured) -> Past:
         torch=system.get("packages", {}).get("torch", "unknown"),
         on=system.get("gpu") or system.get("cpu") or "unknown",
         outcome=report.outcome or "unknown",
-        errors={k: statistics.median(ratio for _, ratio in its) for k, its in by_kernel},
+        errors={
+            kernel: statistics.median(ratio for _, ratio in of_kernel)
+            for kernel, of_kernel in by_kernel
+        },
     )
 
 
@@ -352,19 +368,17 @@ def _compared(
 ) -> tuple[Names, Compared]:
     """The rows of B beside those of A. A row that is there twice counts once."""
     names, pairs = Names(old, new), pairs_of(old, new, cases)
-    noise = Noise(pairs)
+    noise = NoiseModel(pairs)
     groups: list[Group] = []
     moves: list[Move] = list(_ran(pairs, names))
     for members in grouped(pairs, lambda p: (*names.kernel(p.b), p.b.tensor)).values():
         judged = [noise.judged(pair) for pair in members]
-        here = [
-            m
-            for p, numbers in zip(members, judged, strict=True)
-            for m in _moves(p, numbers)
-        ]
-        here += _reproducible(members)
-        groups.append(_group(members, judged, here))
-        moves += here
+        of_group: list[Move] = []
+        for pair, changes in zip(members, judged, strict=True):
+            of_group += _moves(pair, changes)
+        of_group += _reproducible(members)
+        groups.append(_group(members, judged, of_group))
+        moves += of_group
     inputs = Counter(str(pair.inputs) for pair in pairs)
     notes = [THRESHOLD.format(tests=noise.tests)]
     if other := inputs["other"]:
@@ -460,14 +474,12 @@ def _group(
     metric = (
         max(("floor_ratio", *dict.fromkeys(named)), key=named.count) if named else None
     )
-    told = [
-        (pair, change)
-        for pair, changes in zip(pairs, judged, strict=True)
-        for change in changes
-        if change.metric == metric
-    ]
-    ratios = [(x.change, pair) for pair, x in told if x.change]
+    shown: list[tuple[Pair, Change]] = []
+    for pair, changes in zip(pairs, judged, strict=True):
+        shown += [(pair, change) for change in changes if change.metric == metric]
+    ratios = [(x.change, pair) for pair, x in shown if x.change]
     farthest = max(ratios, key=lambda r: abs(math.log(r[0])), default=None)
+    change, where = farthest or (None, None)
     return Group(
         **pairs[0].b.who,
         tensor=pairs[0].b.tensor,
@@ -475,15 +487,18 @@ def _group(
         same_bits=sum(same_bits(p.a, p.b) for p in pairs),
         moved=len({(m.place, m.tensor) for m in moves}),
         metric=metric,
-        a=statistics.median(x.a for _, x in told) if told else None,
-        b=statistics.median(x.b for _, x in told) if told else None,
-        change=farthest[0] if farthest else None,
-        where=Place.of(farthest[1].b) if farthest else None,
-        unjudged=sum(
-            not any(math.isfinite(x.noise) for x in changes) and not alike(pair.a, pair.b)
-            for pair, changes in zip(pairs, judged, strict=True)
-        ),
+        a=statistics.median(x.a for _, x in shown) if shown else None,
+        b=statistics.median(x.b for _, x in shown) if shown else None,
+        change=change,
+        where=Place.of(where.b) if where else None,
+        unjudged=sum(map(_is_unjudged, pairs, judged)),
     )
+
+
+def _is_unjudged(pair: Pair, changes: Sequence[Change]) -> bool:
+    """Whether a pair differs, and has no number that could be judged."""
+    judged = any(math.isfinite(change.noise) for change in changes)
+    return not judged and not alike(pair.a, pair.b)
 
 
 def alike(a: DeviationRow, b: DeviationRow) -> bool:
@@ -541,42 +556,16 @@ def answer(
     """The verdict on the two `sides` and the largest moves, then a sentence for each
     kernel."""
     by_kernel = grouped(groups, _name)
-    moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
     numbers = [move for move in moves if move.metric != "ran"]
+    moved = [name for name, of_kernel in by_kernel.items() if _has_moved(of_kernel)]
     # Checks, and the model's own output, are in no group.
     moved += [name for name in dict.fromkeys(map(_name, numbers)) if name not in moved]
-    counts: Counter[str] = Counter()
-    for p in sorted(presences, key=lambda p: p.what != "failed"):
-        counts[_presence(p)] += p.rows
-    alone = ", ".join(
-        f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what
-    )
-    if unjudged := summary.unjudged:
-        rows = f"row{'s' * (unjudged != 1)}"
-        alone += f"{', ' * bool(alone)}{unjudged} {rows} differ and could not be judged"
-    verdict = "CHANGED" if moves else "NO CHANGE" if summary.judged else "NOT JUDGED"
-    gone = any(p.what != "new" for p in presences)
-    if not moves and (gone or (unjudged and summary.judged)):
-        crashed = any(p.what == "failed" for p in presences)
-        why = "A KERNEL CRASHED" if crashed else "NOT ALL WAS COMPARED"
-        verdict = f"NO NUMBER CHANGED, BUT {why}"
-    what = f"{listed(moved) or 'nothing'} moved beyond noise"
-    first = numbers[:1]
-    for m in first:
-        what += f", farthest beyond noise {_where(m, moved, place)}, {m.words}"
-        what += f" ({times(m.change)} times as much)" if m.change else ""
-    largest = max(
-        moves, key=lambda m: abs(math.log(m.change)) if m.change else 0.0, default=None
-    )
-    if largest and largest.change and largest not in first:
-        what += (
-            f"; the largest factor, {times(largest.change)}×, "
-            f"{_where(largest, moved, place)}"
-        )
-    what = f"other code ran, {what}" if moves and not moved else what
-    if not moves and not summary.judged and not unjudged:
+    verdict = _verdict(moves, presences, summary)
+    what = _what_moved(moves, numbers, moved, place)
+    if not moves and not summary.judged and not summary.unjudged:
         what = NO_KERNEL if groups else NOTHING
-    parts = [alone, what] if "BUT" in verdict else [what, alone or NEITHER]
+    uncompared = _uncompared(presences, summary.unjudged)
+    parts = [uncompared, what] if "BUT" in verdict else [what, uncompared or NEITHER]
     yield f"{verdict}: {sides}{'; '.join(parts)}."
     if allowed:
         keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
@@ -584,14 +573,78 @@ def answer(
     for move in moves:
         if move.metric == "ran":
             yield f"{_name(move)}, {move.tensor}: {move.words}."
-    for kernel, its in by_kernel.items():
-        each = EACH.get(its[0].metric or "", "heads")
-        tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in its if g.moved]
-        beside = (m.tensor for m in numbers if _name(m) == kernel)
-        tensors += dict.fromkeys(t for t in beside if t not in {g.tensor for g in its})
-        what = f"moved in {listed(tensors)}" if tensors else "within noise"
-        pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
-        yield f"{kernel}: {what}; the same bits in {same} of {pairs} rows."
+    for kernel, of_kernel in by_kernel.items():
+        yield _of_kernel(kernel, of_kernel, numbers)
+
+
+def _has_moved(groups: Sequence[Group]) -> bool:
+    return any(group.moved for group in groups)
+
+
+def _verdict(
+    moves: Sequence[Move], presences: Sequence[Presence], summary: CompareSummary
+) -> str:
+    """The first words of the answer. What crashed or was not compared is in them where no
+    number moved."""
+    if moves:
+        return "CHANGED"
+    gone = any(p.what != "new" for p in presences)
+    if gone or (summary.unjudged and summary.judged):
+        crashed = any(p.what == "failed" for p in presences)
+        why = "A KERNEL CRASHED" if crashed else "NOT ALL WAS COMPARED"
+        return f"NO NUMBER CHANGED, BUT {why}"
+    return "NO CHANGE" if summary.judged else "NOT JUDGED"
+
+
+def _uncompared(presences: Sequence[Presence], unjudged: int) -> str:
+    """A clause on what one report alone has, what failed, and what could not be judged;
+    empty where there is nothing of these."""
+    counts: Counter[str] = Counter()
+    for p in sorted(presences, key=lambda p: p.what != "failed"):
+        counts[_presence(p)] += p.rows
+    parts = [f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what]
+    if unjudged:
+        rows = f"row{'s' * (unjudged != 1)}"
+        parts.append(f"{unjudged} {rows} differ and could not be judged")
+    return ", ".join(parts)
+
+
+def _what_moved(
+    moves: Sequence[Move], numbers: Sequence[Move], moved: Sequence[str], place: Places
+) -> str:
+    """A clause on the kernels that moved, the move farthest beyond noise, and the one of
+    the largest factor, where that is another."""
+    what = f"{listed(moved) or 'nothing'} moved beyond noise"
+    farthest = next(iter(numbers), None)
+    if farthest is not None:
+        where = _where(farthest, moved, place)
+        what += f", farthest beyond noise {where}, {farthest.words}"
+        if farthest.change:
+            what += f" ({times(farthest.change)} times as much)"
+    largest = max(moves, key=_size_of_factor, default=None)
+    if largest and largest.change and largest not in numbers[:1]:
+        where = _where(largest, moved, place)
+        what += f"; the largest factor, {times(largest.change)}×, {where}"
+    return f"other code ran, {what}" if moves and not moved else what
+
+
+def _size_of_factor(move: Move) -> float:
+    """The size of the logarithm of a move's factor; 0 where it has none."""
+    return abs(math.log(move.change)) if move.change else 0.0
+
+
+def _of_kernel(kernel: str, groups: Sequence[Group], numbers: Sequence[Move]) -> str:
+    """A sentence on what moved of one kernel, and how many of its rows have the same
+    bits."""
+    each = EACH.get(groups[0].metric or "", "heads")
+    tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in groups if g.moved]
+    in_groups = {group.tensor for group in groups}
+    beside = (m.tensor for m in numbers if _name(m) == kernel)
+    tensors += dict.fromkeys(tensor for tensor in beside if tensor not in in_groups)
+    what = f"moved in {listed(tensors)}" if tensors else "within noise"
+    pairs = sum(group.pairs for group in groups)
+    same = sum(group.same_bits for group in groups)
+    return f"{kernel}: {what}; the same bits in {same} of {pairs} rows."
 
 
 def _presence(of: Presence) -> str:

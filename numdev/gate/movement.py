@@ -58,6 +58,7 @@ NEARLY = 1e-4
 relatively; floors of other inputs by about 1 / sqrt(elements)."""
 FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 EVIDENCE = ("bits", "ran")
+Kernel = tuple[str, str]  # role and name
 OF_DATA = ("suspicion_cut", "suspicion_share", "imprecision_share", "overflow")
 """Numbers that are null where there is nothing they could be of."""
 
@@ -91,9 +92,7 @@ class Names:
 
     def __init__(self, a: Rows, b: Rows) -> None:
         sides = [options_of(rows) for rows in (a, b)]
-        self._several = {
-            k for kernels in sides for k, sets in kernels.items() if len(sets) > 1
-        }
+        self._several = {kernel for side in sides for kernel in _with_several(side)}
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
     def kernel(self, row: DeviationRow) -> Key:
@@ -139,9 +138,14 @@ def _lacks(name: str, a: DeviationRow, b: DeviationRow) -> bool:
     return not (b.rms == 0 and name.startswith("bias"))  # 0 / 0
 
 
-def options_of(rows: Rows) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+def _with_several(options: Mapping[Kernel, Mapping[str, object]]) -> set[Kernel]:
+    """Kernels that ran with several sets of options."""
+    return {kernel for kernel, sets in options.items() if len(sets) > 1}
+
+
+def options_of(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, Any]]]:
     """By role and kernel: the sets of options it ran with, by their text."""
-    sets: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    sets: dict[Kernel, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         sets.setdefault((row.role, row.kernel), {}).setdefault(
             spelt(row.options), row.options
@@ -254,8 +258,8 @@ class Change(NamedTuple):
         return min(FAR, abs(math.log(b) - math.log(a)) / self.noise)
 
 
-class Noise:
-    """What noise explains in these pairs, all judged together."""
+class NoiseModel:
+    """How far noise alone moves the numbers of these pairs, all judged together."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.tests = max(1, sum(len(metrics_of(pair)) for pair in pairs))
@@ -280,17 +284,19 @@ class Noise:
         """ln of the factor, either way, that repeats, the elements' scatter and other
         inputs explain; not finite where they explain anything."""
         rows = zip((pair.a, pair.b), numbers(pair, metric), strict=True)
-        own = math.hypot(*(standard_error(row, metric, x, pair.width) for row, x in rows))
+        error = math.hypot(
+            *(standard_error(row, metric, x, pair.width) for row, x in rows)
+        )
         luck = self._luck(pair, metric) if pair.inputs == "other" else 0.0
-        return repeats(pair) + max(self.z * own, luck)
+        return repeats(pair) + max(self.z * error, luck)
 
     def _luck(self, pair: Pair, metric: str) -> float:
         variance, freedom = 0.0, 0
         for whole, pairs in self._together.items():
             if freedom < HEADS:
-                own = pairs[getattr(pair, whole)]
+                same = pairs[getattr(pair, whole)]
                 variance, freedom = _scatter(
-                    (other for other in own if other is not pair), metric
+                    (other for other in same if other is not pair), metric
                 )
         if freedom < 2:
             return math.inf

@@ -53,11 +53,11 @@ def measured(rows: Iterable[DeviationRow]) -> Groups:
     every = grouped(
         rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor)
     )
-    chosen = (
-        [row for row in own if row.status == "ok" and something(row)]
-        for own in every.values()
-    )
-    return {key: own for key, own in zip(every, chosen, strict=True) if own}
+    groups = {
+        key: [row for row in group if row.status == "ok" and something(row)]
+        for key, group in every.items()
+    }
+    return {key: group for key, group in groups.items() if group}
 
 
 def something(row: DeviationRow) -> bool:
@@ -166,17 +166,17 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
         return "has rows of different calls"
     if ok and {row.tensor for row in ok} != set(ok[0].tensors):
         return f"has no rows for one of {', '.join(ok[0].tensors)}"
-    for tensor, own in grouped(ok, lambda r: r.tensor).items():
-        if len({row.out_format for row in own}) > 1:
+    for tensor, of_tensor in grouped(ok, lambda r: r.tensor).items():
+        if len({row.out_format for row in of_tensor}) > 1:
             return f"returned {tensor} in several formats"
         length = case.extents()[tensor].rows
         fewer = plan.rows is not None and plan.rows < length
-        if any(row.sampled and not fewer for row in own):
+        if any(row.sampled and not fewer for row in of_tensor):
             return f"has sampled rows of {tensor}, and was to measure all"
         if fewer and any(
-            not row.sampled and row.rows_measured is not None for row in own
+            not row.sampled and row.rows_measured is not None for row in of_tensor
         ):
-            measured = own[0].rows_measured or 0
+            measured = of_tensor[0].rows_measured or 0
             if measured < case.batch * length:
                 return f"has fewer rows of {tensor} than there are"
     return None
@@ -274,13 +274,13 @@ def _lacking(
         return f"has several rows that say why there is no {twice}"
     present = {tensor for tensor, _ in cells}
     partial = plan.rows is not None and role in ("baseline", "control")
-    for tensor, own in units.items():
+    for tensor, planned in units.items():
         spec = tensor_spec(tensor)
         if not _is_wanted(spec, bare) or (spec.is_optional and tensor not in present):
             continue
-        if partial and spec.sums_over_rows and (tensor, own[0]) not in cells:
+        if partial and spec.sums_over_rows and (tensor, planned[0]) not in cells:
             continue  # of sampled rows alone there is none
-        for unit in own:
+        for unit in planned:
             if cells.pop((tensor, unit), 0) != 1:
                 return f"has no row for {tensor} head {unit}, or several"
     return next((f"has a row too many, {t} head {h}," for t, h in cells), None)
