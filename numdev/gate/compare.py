@@ -139,11 +139,13 @@ def compare(
     places = Places(rows[1] if isinstance(new, Measured) else [m.place for m in moves])
     sides = f"{last} against {first}: " if several else ""
     sentences = answer(compared.groups, moves, presences, allowed, places, sides, summary)
+    answered = summary.model_copy(update={"answer": tuple(sentences)})
     source = {"config": last, "run": new.provenance.source}
+    history = tuple(_past(x) for x, _ in named) if several else ()
     return CompareReport(
         provenance=Provenance.now(command, new.provenance.system, source),
         request={"a": first, "b": last, "allow": sorted(allow)},
-        summary=summary.model_copy(update={"answer": tuple(sentences)}),
+        summary=answered,
         groups=tuple(compared.groups),
         moves=tuple(moves),
         presences=presences,
@@ -151,7 +153,7 @@ def compare(
         b=new.provenance,
         allowed=tuple(allowed),
         changes=_changes(old, new),
-        history=tuple(_past(x) for x, _ in named) if several else (),
+        history=history,
     )
 
 
@@ -480,17 +482,24 @@ def _group(
     ratios = [(x.change, pair) for pair, x in shown if x.change]
     farthest = max(ratios, key=lambda r: abs(math.log(r[0])), default=None)
     change, where = farthest or (None, None)
+    moved = len({(move.place, move.tensor) for move in moves})
+    a: float | None = None
+    b: float | None = None
+    if shown:
+        a = statistics.median(x.a for _, x in shown)
+        b = statistics.median(x.b for _, x in shown)
+    row = pairs[0].b
     return Group(
-        **pairs[0].b.who,
-        tensor=pairs[0].b.tensor,
+        **row.who,
+        tensor=row.tensor,
         pairs=len(pairs),
         same_bits=sum(same_bits(p.a, p.b) for p in pairs),
-        moved=len({(m.place, m.tensor) for m in moves}),
+        moved=moved,
         metric=metric,
-        a=statistics.median(x.a for _, x in shown) if shown else None,
-        b=statistics.median(x.b for _, x in shown) if shown else None,
+        a=a,
+        b=b,
         change=change,
-        where=Place.of(where.b) if where else None,
+        where=None if where is None else Place.of(where.b),
         unjudged=sum(map(_is_unjudged, pairs, judged)),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from numdev.gate.compare_report import CompareReport, Group, Past
+from numdev.gate.compare_report import CompareReport, Group, Move, Past, Presence
 from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
@@ -26,10 +26,18 @@ UNITS = {
     "expected_ratio": "× what is predicted",
     "rms": "rms",
 }
+GROUP_COLUMNS = (
+    "kernel",
+    Column("tensor", align="left"),
+    *("heads", "moved", "same bits", "A", "B"),
+    Column("unit", align="left"),
+    "one head's B/A",
+    Column("which head", align="left", width=100),
+)
 
 
 def styles(report: CompareReport) -> tuple[doc.Style]:
-    """Of the verdict, which is the first sentence."""
+    """The style of the verdict, which is the first sentence."""
     bad = report.moved or report.failed
     return ("bad" if bad else "warn" if report.exit_code else "good",)
 
@@ -41,19 +49,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     yield _moves(report, place, SHOWN, doc.TERMINAL)
     yield _moves(report, place, ON_PAGE, doc.TEXT)
     yield doc.table(
-        (
-            *(
-                "kernel",
-                Column("tensor", align="left"),
-                "heads",
-                "moved",
-                "same bits",
-                "A",
-                "B",
-            ),
-            *(Column("unit", align="left"), "one head's B/A"),
-            Column("which head", align="left", width=100),
-        ),
+        GROUP_COLUMNS,
         ((*_group(g), place(g.where) if g.where else "") for g in report.groups),
         [g.role != "kernel" for g in report.groups],
         title="Every tensor: the error in A and in B",
@@ -61,48 +57,53 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     yield from doc.notes((LEGEND,))
     yield doc.words(
         ("", "kernel", "tensor", "rows", "first at", "why"),
-        (
-            (
-                Cell(p.what, style="strong" if p.what == "new" else "bad"),
-                labelled(p.kernel, p.options),
-                f"{', '.join(p.tensors)} {p.format}",
-                str(p.rows),
-                place(p.place),
-                f"{p.why}: {', '.join(p.lacks)}" if p.lacks else p.why,
-            )
-            for p in report.presences
-        ),
+        (_presence(presence, place) for presence in report.presences),
         title="Gone, new and failed",
     )
     yield from doc.notes(report.summary.notes)
     yield doc.words(
-        ("", "A", "B"),
-        (
-            ("report", *(str(report.request.get(side)) for side in "ab")),
-            ("made", report.a.created, report.b.created),
-            ("command", report.a.command, report.b.command),
-            *(
-                (Cell(f"{d.key} (allowed)", style="strong"), d.a, d.b)
-                for d in report.allowed
-            ),
-            *((d.key, d.a, d.b) for d in report.changes),
-        ),
-        title="The two reports, and what else differs",
+        ("", "A", "B"), _sides(report), title="The two reports, and what else differs"
     )
+
+
+def _presence(presence: Presence, place: Places) -> tuple[str | Cell, ...]:
+    """A row of the table of what one report alone has, and of what failed."""
+    why = presence.why
+    if presence.lacks:
+        why = f"{why}: {', '.join(presence.lacks)}"
+    return (
+        Cell(presence.what, style="strong" if presence.what == "new" else "bad"),
+        labelled(presence.kernel, presence.options),
+        f"{', '.join(presence.tensors)} {presence.format}",
+        str(presence.rows),
+        place(presence.place),
+        why,
+    )
+
+
+def _sides(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
+    """Rows of what differs between the two reports beside their numbers."""
+    yield ("report", *(str(report.request.get(side)) for side in "ab"))
+    yield "made", report.a.created, report.b.created
+    yield "command", report.a.command, report.b.command
+    for d in report.allowed:
+        yield Cell(f"{d.key} (allowed)", style="strong"), d.a, d.b
+    for d in report.changes:
+        yield d.key, d.a, d.b
 
 
 def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
     """Who made each report, and every kernel's error along them."""
     if not past:
         return
-    made = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)
-    yield doc.words(("made", "numdev", "torch", "on", "outcome"), made, title="History")
+    rows = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)
+    yield doc.words(("made", "numdev", "torch", "on", "outcome"), rows, title="History")
     ticks = tuple(Tick(x=i, label=p.created[:10]) for i, p in enumerate(past))
     curves: list[Curve] = []
     for kernel in dict.fromkeys(kernel for each in past for kernel in each.errors):
         errors = ((i, p.created[:10], p.errors.get(kernel)) for i, p in enumerate(past))
-        known = {(i, day): [error] for i, day, error in errors if error is not None}
-        curves += doc.curve(kernel, "kernel", known)
+        measured = {(i, day): [error] for i, day, error in errors if error is not None}
+        curves += doc.curve(kernel, "kernel", measured)
     figure = Figure(
         title="error / floor of the output, median head",
         metric="floor_ratio",
@@ -122,30 +123,33 @@ def _moves(
     limited = f" ({limit} of {count}, all in moves.csv)" if count > limit else ""
     return doc.words(
         ("kernel", "tensor", "where", "before and after", "factor", "noise explains"),
-        (
-            (
-                Cell(labelled(m.kernel, m.options), style="strong"),
-                f"{m.tensor} {m.format}",
-                place(m.place),
-                m.words,
-                NONE if m.change is None else f"{times(m.change)}×",
-                NONE if m.noise is None else f"{m.noise:.2f}×",
-            )
-            for m in report.moves[:limit]
-        ),
+        (_move(move, place) for move in report.moves[:limit]),
         title=f"What moved, the farthest beyond noise first{limited}",
         only=only,
     )
 
 
-def _group(g: Group) -> tuple[str | Cell, ...]:
-    """Its numbers; that of the moved stands out."""
-    write = si if g.metric in ("rms", "cost") else ratio
+def _move(m: Move, place: Places) -> tuple[str | Cell, ...]:
+    """A row of the table of moves."""
     return (
-        Cell(labelled(g.kernel, g.options), style="strong" if g.moved else ""),
-        f"{g.tensor} {g.format}",
-        str(g.pairs),
-        Cell(str(g.moved), style="bad" if g.moved else ""),
-        *(str(g.same_bits), write(g.a), write(g.b)),
-        *(UNITS.get(g.metric or "", g.metric or NONE), ratio(g.change)),
+        Cell(labelled(m.kernel, m.options), style="strong"),
+        f"{m.tensor} {m.format}",
+        place(m.place),
+        m.words,
+        NONE if m.change is None else f"{times(m.change)}×",
+        NONE if m.noise is None else f"{m.noise:.2f}×",
+    )
+
+
+def _group(g: Group) -> tuple[str | Cell, ...]:
+    """A row of the table of tensors, but for its last cell; the number of what moved
+    stands out."""
+    write = si if g.metric in ("rms", "cost") else ratio
+    unit = UNITS.get(g.metric or "", g.metric or NONE)
+    kernel = Cell(labelled(g.kernel, g.options), style="strong" if g.moved else "")
+    moved = Cell(str(g.moved), style="bad" if g.moved else "")
+    return (
+        *(kernel, f"{g.tensor} {g.format}"),
+        *(str(g.pairs), moved, str(g.same_bits)),
+        *(write(g.a), write(g.b), unit, ratio(g.change)),
     )
