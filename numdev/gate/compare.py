@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ def _summary(compared: Compared, roles: Collection[str]) -> CompareSummary:
     )
 
 
-def wholeness(report: Any, name: str) -> None:
+def wholeness(report: Report, name: str) -> None:
     """Raises MeasurementError, with the name of the report, where it lacks rows that were
     planned, has others, or contradicts itself."""
     try:
@@ -252,9 +252,10 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     """What else differs: versions, machine, settings, options of kernels with one set,
     and the first place in the rules that each was judged by, which no number depends
     on."""
-    sides: list[dict[str, Any]] = []
+    sides: list[dict[str, object]] = []
     for report in (a, b):
-        facts = {"numdev": report.provenance.numdev, **report.provenance.system}
+        facts: dict[str, object] = dict(report.provenance.system)
+        facts = {"numdev": report.provenance.numdev, **facts}
         facts |= {key: report.request.get(key) for key in ("repeats", "isolate")}
         for (_, kernel), sets in options_of(report.rows).items():
             facts |= {f"{kernel}: {k}": x for k, x in next(iter(sets.values())).items()
@@ -267,7 +268,7 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     return (*changes, *unequal("rules", a.rules, b.rules))
 
 
-def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Difference]:
+def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Difference]:
     """The differences of two requests that `allow` lets pass. Raises UsageError for any
     other, and for an audit beside a sweep."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
@@ -294,17 +295,18 @@ def shared_request(a: Any, b: Any, allow: Collection[str] = ()) -> list[Differen
     return differences
 
 
-def _asked(key: str, *reports: Any) -> Iterator[list[Any]]:
+def _asked(key: str, *reports: Report) -> Iterator[list[object]]:
     """What both were asked for: by the request, by the plan, and which output was looked
     at."""
     yield [report.request.get(key) for report in reports]
     if key in PLANNED:
-        yield [getattr(report.plan, key, None) for report in reports]
+        plans = [getattr(report, "plan", None) for report in reports]
+        yield [getattr(plan, key, None) for plan in plans]
     if key == "output":
         yield [getattr(report, key, None) for report in reports]
 
 
-def _calls(a: Any, b: Any) -> Iterator[Difference]:
+def _calls(a: Report, b: Report) -> Iterator[Difference]:
     """The first thing in which a call of both reports is another call."""
     if not isinstance(a, Measured) or not isinstance(b, Measured):
         return
@@ -315,7 +317,7 @@ def _calls(a: Any, b: Any) -> Iterator[Difference]:
             yield from unequal(f"cases.{case.case}", *sides)
 
 
-def unequal(key: str, a: Any, b: Any) -> list[Difference]:
+def unequal(key: str, a: object, b: object) -> list[Difference]:
     """The first place at which two values differ; empty where they do not. An empty list
     beside nothing is no difference, but a 0 is one."""
     if a == b or all(x is None or (x == EMPTY.get(type(x))) for x in (a, b)):
@@ -326,9 +328,11 @@ def unequal(key: str, a: Any, b: Any) -> list[Difference]:
     return [Difference(key=at, a=_shown(sides[0].get(at)), b=_shown(sides[1].get(at)))]
 
 
-def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def flat(value: object, key: str) -> Iterator[tuple[str, object]]:
     """The leaves of mappings and of lists of mappings, each with its path."""
-    items: Any = value.items() if isinstance(value, Mapping) else ()
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
     if (
         value
         and isinstance(value, list | tuple)
@@ -342,10 +346,10 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 MISSING = object()
-EMPTY: dict[type, Any] = {list: [], tuple: (), dict: {}, str: ""}
+EMPTY: dict[type, object] = {list: [], tuple: (), dict: {}, str: ""}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

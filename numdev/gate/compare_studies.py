@@ -4,7 +4,7 @@ has."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from numdev.gate.compare_report import Presence
 from numdev.report import Place
@@ -12,8 +12,8 @@ from numdev.report import Place
 NOWHERE: dict[str, Any] = {**dict.fromkeys(Place.model_fields), "module": "", "call": 0}
 
 
-def lost_numbers(a: Any, b: Any, names: Sequence[str]) -> list[str]:
-    """Numbers that A has and B lacks."""
+def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:
+    """Returns the names of numbers that row A has and row B lacks."""
     return [
         name
         for name in names
@@ -31,7 +31,7 @@ def measured_pairs(
 
 
 def both_numbers(
-    rows: Iterable[tuple[Any, Any]], metric: str
+    rows: Iterable[tuple[object, object]], metric: str
 ) -> list[tuple[float, float]]:
     """A number in both reports, where both have it."""
     values = ((getattr(a, metric), getattr(b, metric)) for a, b in rows)
@@ -53,7 +53,7 @@ def in_one_alone(
     of: dict[str, Any], place: Place, gone: bool, tensor: str, why: str, *lacks: str
 ) -> Presence:
     """What is gone from B, or new in it."""
-    what: Any = "gone" if gone else "new"
+    what: Literal["gone", "new"] = "gone" if gone else "new"
     why = why or "no number"
     of = {**of, "tensors": (tensor,), "place": place}
     return Presence(**of, what=what, rows=1, why=why, lacks=lacks)

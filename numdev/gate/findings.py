@@ -308,7 +308,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
     """Rows that offend, by test; of a different function by what it computes, in all
     formats."""
     faults: list[Fault] = []
-    named: dict[Any, list[tuple[Test, Held]]] = {}
+    named: dict[tuple[str, str], list[tuple[Test, Held]]] = {}
     for test in tests:
         offending = [(test, judged_row) for judged_row in test.beyond]
         if test.metric != "suspicion":

@@ -84,13 +84,13 @@ def fitted(report: Report, name: str) -> str:
     return text
 
 
-def _scope(report: Measured) -> dict[str, Any]:
+def _scope(report: Measured) -> dict[str, object]:
     """What the file holds for, and who must be in a report."""
     system = report.provenance.system
     key = next(
         (k for k in ("gpu", "cpu_capability") if isinstance(system.get(k), str)), None
     )
-    scope: dict[str, Any] = (
+    scope: dict[str, object] = (
         {} if key is None else {"holds_for": {key: glob.escape(system[key])}}
     )
     rows = [row for row in report.rows if row.role == "kernel"]
@@ -101,7 +101,7 @@ def _scope(report: Measured) -> dict[str, Any]:
     return scope | ({"required": always} if always else {})
 
 
-def _fit(threshold: Threshold, groups: Groups, wider: Collection[Any]) -> Threshold:
+def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Threshold:
     """The rule with a limit of its own for each format and tensor, the tightest of its
     kernels' (other kernels may come, or be planted), and for kernels that need a `wider`
     one: rule, format, tensor, kernel."""
@@ -159,6 +159,6 @@ def rounded_up(x: float) -> float:
     return float(TWO_DIGITS.create_decimal(repr(x)))
 
 
-def _dumped(data: Any) -> str:
+def _dumped(data: object) -> str:
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=math.inf)
     return str(text) if data else ""

@@ -143,9 +143,9 @@ def _with_several(options: Mapping[Kernel, Mapping[str, object]]) -> set[Kernel]
     return {kernel for kernel, sets in options.items() if len(sets) > 1}
 
 
-def options_of(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, Any]]]:
+def options_of(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, object]]]:
     """By role and kernel: the sets of options it ran with, by their text."""
-    sets: dict[Kernel, dict[str, Mapping[str, Any]]] = {}
+    sets: dict[Kernel, dict[str, Mapping[str, object]]] = {}
     for row in rows:
         sets.setdefault((row.role, row.kernel), {}).setdefault(
             spelt(row.options), row.options

@@ -37,12 +37,12 @@ LARGEST = 1e39
 UNSIGNED = tuple(sorted(NUMBERS - SIGNED - {"fa_rule"}))
 CUT = "rows were removed, added or changed; measure again"
 OF_CALL = attrgetter("source", "module", "layer", "call", "phase", "step", "attends")
-Key = tuple[Any, ...]
+Key = tuple[object, ...]
 Rows = Sequence[DeviationRow]
-Groups = dict[Any, list[DeviationRow]]
+Groups = dict[Key, list[DeviationRow]]
 
 
-def spelt(options: Mapping[str, Any]) -> str:
+def spelt(options: Mapping[str, object]) -> str:
     """Options as text: the same for the same ones in another order."""
     return json.dumps(options, sort_keys=True, default=str) if options else ""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,7 @@ from numdev.studies import REGISTERED, kind_of
 from numdev.tensors import TENSORS, tensor_spec
 from numdev.yamlfile import Names, Strict, as_list, bundled, parse_bundled, read_yaml
 
+K = TypeVar("K")
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 
 
@@ -88,10 +89,10 @@ class Selector(Patterns):
     head: Numbers = None
 
     def choose(
-        self, groups: Mapping[Any, list[DeviationRow]]
-    ) -> dict[Any, list[DeviationRow]]:
-        """Of groups of rows that share role, kernel, format and tensor, the rows that are
-        meant."""
+        self, groups: Mapping[K, list[DeviationRow]]
+    ) -> dict[K, list[DeviationRow]]:
+        """Returns of each group of rows that share role, kernel, format and tensor the
+        rows that are selected; no group without one."""
         return {key: rows for key, group in groups.items() if (rows := self._of(group))}
 
     def _of(self, rows: list[DeviationRow]) -> list[DeviationRow]:
@@ -264,7 +265,7 @@ class Rules(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _default(cls, values: Any) -> Any:
+    def _default(cls, values: object) -> object:
         if not isinstance(values, Mapping):
             return values
         whole = dict(values)
@@ -290,7 +291,7 @@ class Rules(Strict):
 
 
 @lru_cache(maxsize=1)
-def default_limits() -> Mapping[str, Mapping[str, Any]]:
+def default_limits() -> Mapping[str, Mapping[str, object]]:
     """By kind of report, the limits of configs/gate/default.yaml."""
     raw = parse_bundled("gate/default.yaml")
     return {name: raw[name] for name in REGISTERED if name in raw}
@@ -315,8 +316,8 @@ def _limits(values: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def as_data(rules: Rules) -> dict[str, Any]:
-    """The rules whole, as a report holds them."""
+def as_data(rules: Rules) -> dict[str, object]:
+    """Returns the rules as plain data, all but default values, as a report has them."""
     return rules.model_dump(mode="json", exclude_defaults=True)
 
 
