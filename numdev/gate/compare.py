@@ -118,9 +118,9 @@ def compare(
     by_date: bool = False,
     command: str = "",
 ) -> CompareReport:
-    """Report B beside report A of the same command: the report, its file or directory. Of
-    three or more, the last beside the one before, and their history; `by_date`, sorted by
-    when they were made.
+    """Compares report B with report A of the same command; each is given as the report,
+    its file or its directory. Of three or more, the last is compared with the one before,
+    and all are in the history; `by_date` sorts them by when they were created.
 
     Raises UsageError where either is something else, or they differ in a key of `MUST`
     that is not in `allow`; MeasurementError for a report that cannot be understood, is
@@ -207,7 +207,7 @@ def wholeness(report: Report, name: str) -> None:
 
 
 def _past(report: Measured) -> Past:
-    """One line of a history."""
+    """Returns one line of the history of several reports."""
     system, kernels = (
         report.provenance.system,
         (r for r in report.rows if r.role == "kernel"),
@@ -249,9 +249,9 @@ def _measured(source: Path | Report) -> Any:
 
 
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """What else differs: versions, machine, settings, options of kernels with one set,
-    and the first place in the rules that each was judged by, which no number depends
-    on."""
+    """Returns what differs beside the request: versions, machine, settings, options of
+    kernels with one set, and the first difference of the rules that each was judged by,
+    on which no number depends."""
     sides: list[dict[str, object]] = []
     for report in (a, b):
         facts: dict[str, object] = dict(report.provenance.system)
@@ -269,8 +269,8 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
 
 
 def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Difference]:
-    """The differences of two requests that `allow` lets pass. Raises UsageError for any
-    other, and for an audit beside a sweep."""
+    """Returns the differences of two requests that `allow` lets pass. Raises UsageError
+    for any other, and for an audit beside a sweep."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
     sources = [report.provenance.source for report in (a, b)]
     same_prompt = all(source.get(HASHES["text"]) for source in sources)
@@ -296,8 +296,8 @@ def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Di
 
 
 def _asked(key: str, *reports: Report) -> Iterator[list[object]]:
-    """What both were asked for: by the request, by the plan, and which output was looked
-    at."""
+    """Yields pairs of what the two reports were asked for under a key: in the request, in
+    the plan, and as the output looked at."""
     yield [report.request.get(key) for report in reports]
     if key in PLANNED:
         plans = [getattr(report, "plan", None) for report in reports]
@@ -307,7 +307,8 @@ def _asked(key: str, *reports: Report) -> Iterator[list[object]]:
 
 
 def _calls(a: Report, b: Report) -> Iterator[Difference]:
-    """The first thing in which a call of both reports is another call."""
+    """Yields the first difference in shape or options of each call that both reports
+    have."""
     if not isinstance(a, Measured) or not isinstance(b, Measured):
         return
     before = {case.case: case for case in a.cases}
@@ -318,8 +319,8 @@ def _calls(a: Report, b: Report) -> Iterator[Difference]:
 
 
 def unequal(key: str, a: object, b: object) -> list[Difference]:
-    """The first place at which two values differ; empty where they do not. An empty list
-    beside nothing is no difference, but a 0 is one."""
+    """Returns the first place at which two values differ, or an empty list. An empty list
+    and a null are no difference, a 0 and a null are one."""
     if a == b or all(x is None or (x == EMPTY.get(type(x))) for x in (a, b)):
         return []
     sides = [dict(flat(x, key)) for x in (a, b)]
@@ -329,7 +330,7 @@ def unequal(key: str, a: object, b: object) -> list[Difference]:
 
 
 def flat(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """The leaves of mappings and of lists of mappings, each with its path."""
+    """Yields the leaves of mappings and of lists of mappings, each with its path."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -365,14 +366,16 @@ def _moves_of(kind: str) -> Callable[[Any, Any], tuple[Any, Compared]]:
 
 
 def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
-    """The rows of an audit or a sweep B beside those of A, planted faults left out."""
+    """Compares the rows of an audit or a sweep B with those of A, without planted
+    faults."""
     return _compared(_rows(a), _rows(b), b.cases)
 
 
 def _compared(
     old: Rows, new: Rows, cases: Sequence[CallRecord]
 ) -> tuple[Names, Compared]:
-    """The rows of B beside those of A. A row that is there twice counts once."""
+    """Compares the rows of B with those of A. A row that is in a report twice counts
+    once."""
     names, pairs = Names(old, new), pairs_of(old, new, cases)
     noise = NoiseModel(pairs)
     groups: list[Group] = []
@@ -400,8 +403,8 @@ def _compared(
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
-    """What moved in one head: facts first; of its numbers the one farthest beyond
-    noise."""
+    """Yields what moved in one head: facts first, then of its numbers the one farthest
+    beyond noise."""
     a, b = pair.a, pair.b
     before, now = a.nonfinite, b.nonfinite
     if before is not None and now is not None and not by_chance(before, now):
@@ -421,8 +424,8 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
 
 
 def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
-    """A kernel that returned the same bits in all heads and no longer does in most, or
-    the reverse. In a few heads runs may agree, or not, by luck."""
+    """Yields a move where a kernel returned the same bits in all heads and no longer does
+    in most, or the reverse. In a few heads runs may agree, or not, by luck."""
     noises = [(p.a.noise, p.b.noise, p) for p in members]
     repeated = [(a, b, p) for a, b, p in noises if a is not None and b is not None]
     noisy = [
@@ -441,8 +444,8 @@ def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
 
 
 def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
-    """Another operator than before, for each kernel and pass; said by any tensor of
-    it."""
+    """Yields a move for each kernel and pass in which another operator ran than before.
+    All tensors of a pass carry this evidence; it is reported once."""
     kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
     by_pass = grouped(
         kernels, lambda p: (names.kernel(p.b), tensor_spec(p.b.tensor).is_gradient)
@@ -474,8 +477,8 @@ def _move(
 def _group(
     pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: list[Move]
 ) -> Group:
-    """One tensor of one kernel, by the floor ratio, else by what most of its heads
-    have."""
+    """Summarises one tensor of one kernel by the floor ratio, or by the metric that most
+    of its heads have."""
     named = [change.metric for changes in judged for change in changes]
     metric = (
         max(("floor_ratio", *dict.fromkeys(named)), key=named.count) if named else None
@@ -522,8 +525,8 @@ def alike(a: DeviationRow, b: DeviationRow) -> bool:
 
 
 def _presences(old: Rows, new: Rows, names: Any) -> Iterator[Presence]:
-    """By kernel and reason: rows and numbers that one report alone has, and calls that
-    failed."""
+    """Yields, by kernel and reason, rows and numbers that one report alone has, and calls
+    that failed."""
     lacking: list[tuple[Any, Any, str, tuple[str, ...]]] = []
     for what, mine, others in (("gone", old, new), ("new", new, old)):
         bare = {names.step(r): r for r in others if r.status != "ok"}
@@ -566,8 +569,8 @@ def answer(
     sides: str,
     summary: CompareSummary,
 ) -> Iterator[str]:
-    """The verdict on the two `sides` and the largest moves, then a sentence for each
-    kernel."""
+    """Yields the verdict on the two `sides` with the largest moves, then a sentence for
+    each kernel."""
     by_kernel = grouped(groups, _name)
     numbers = [move for move in moves if move.metric != "ran"]
     moved = [name for name, of_kernel in by_kernel.items() if _has_moved(of_kernel)]
@@ -661,8 +664,8 @@ def _of_kernel(kernel: str, groups: Sequence[Group], numbers: Sequence[Move]) ->
 
 
 def _presence(of: Presence) -> str:
-    """What one report alone has, or what failed; nothing where it is gone because it
-    failed."""
+    """Returns a clause on what one report alone has, or what failed; empty for rows that
+    are gone because they failed, which have a clause of their own."""
     if of.what == "failed":
         where, alone = of.why[:4], of.why[4:].startswith(" alone")
         return f"{label(of)} {f'was run {where} alone, and ' * alone}crashed {where}"
@@ -679,7 +682,7 @@ def _presence(of: Presence) -> str:
 
 
 def _where(move: Move, moved: Sequence[str], place: Places) -> str:
-    """Where it moved; which kernel, where several did."""
+    """Returns the place of a move in words, with its kernel where several moved."""
     of = f" of {label(move)}" if len(moved) > 1 else ""
     return f"in {move.tensor}{of}, {place(move.place)}"
 

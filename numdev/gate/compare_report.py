@@ -23,7 +23,7 @@ class Difference(Record):
 
     @property
     def root(self) -> str:
-        """The key of the request itself."""
+        """The key of the request, without the path inside it."""
         return self.key.partition(".")[0]
 
 
@@ -82,7 +82,7 @@ class Past(Record):
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison of two reports found."""
+    """The groups, moves and notes of a comparison of two reports."""
 
     groups: Sequence[Group]
     moves: Sequence[Move]

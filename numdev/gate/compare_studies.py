@@ -24,7 +24,7 @@ def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:
 def measured_pairs(
     names: Any, old: Iterable[Any], new: Iterable[Any]
 ) -> list[tuple[Any, Any]]:
-    """Rows that were measured in both."""
+    """Returns the rows, of A and of B, that were measured in both."""
     before = {names.row(row): row for row in old if row.status == "ok"}
     after = {names.row(row): row for row in new if row.status == "ok"}
     return [(before[key], row) for key, row in after.items() if key in before]
@@ -33,26 +33,25 @@ def measured_pairs(
 def both_numbers(
     rows: Iterable[tuple[object, object]], metric: str
 ) -> list[tuple[float, float]]:
-    """A number in both reports, where both have it."""
+    """Returns a metric of A and of B for each pair of rows in which both have it."""
     values = ((getattr(a, metric), getattr(b, metric)) for a, b in rows)
     return [(a, b) for a, b in values if a is not None and b is not None]
 
 
 def of_model(fmt: str, kernel: str = "model") -> dict[str, Any]:
-    """The fields that name the model, or a kernel in it, in place of a kernel of its
-    own."""
+    """Returns the fields of a record that name the model, or a kernel in it."""
     return {"role": "kernel", "kernel": kernel, "options": {}, "format": fmt}
 
 
 def nowhere(name: str) -> Place:
-    """The place of what is in no call."""
+    """Returns the place of something that belongs to no call."""
     return Place(**{**NOWHERE, "case": name})
 
 
 def in_one_alone(
     of: dict[str, Any], place: Place, gone: bool, tensor: str, why: str, *lacks: str
 ) -> Presence:
-    """What is gone from B, or new in it."""
+    """Returns the record of a row or number that is gone from B, or new in it."""
     what: Literal["gone", "new"] = "gone" if gone else "new"
     why = why or "no number"
     of = {**of, "tensors": (tensor,), "place": place}

@@ -93,7 +93,8 @@ def _sides(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
 
 
 def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
-    """Who made each report, and every kernel's error along them."""
+    """Yields a table of who created each report and when, and a figure of every kernel's
+    error along them."""
     if not past:
         return
     rows = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)

@@ -72,8 +72,8 @@ def kernel_verdicts(
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
 ) -> list[KernelVerdict]:
-    """One for each kernel in each format, the worst first. `findings` are the judgement's
-    own; `passing` says in words what a kernel passed."""
+    """Returns a verdict for each kernel in each format, the worst first. `findings` are
+    those of the judgement; `passing` says in words what a kernel passed."""
     by_kernel = grouped(
         (
             t
@@ -96,8 +96,8 @@ def kernel_verdicts(
 
 
 def _counts(test: Test) -> bool:
-    """Whether a verdict is due on what it is of: a kernel under audit, or the whole
-    model."""
+    """Whether a verdict is due on the subject of a test: a kernel under audit, or the
+    whole model."""
     return test.runs or test.kernel == MODEL
 
 
@@ -174,7 +174,7 @@ def _of_kernel(
 def findings_in(
     judgement: Judgement, rows: Rows
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """What is wrong by a judgement of rows, and what was tested."""
+    """Returns the findings of a judgement of rows, and sentences on what was tested."""
     findings = [*_exceeded(judgement.tests, Places(rows)), *run_findings(judgement.tests)]
     tested = [*_tested(judgement.tests, findings), *remarks(rows)]
     if judgement.power:
@@ -184,19 +184,19 @@ def findings_in(
 
 
 def label(of: Any) -> str:
-    """`mine[block=64]`, of whatever has a kernel and its options."""
+    """Returns a kernel with its options, as in `mine[block=64]`."""
     return labelled(of.kernel, of.options)
 
 
 def listed(words: Iterable[str]) -> str:
-    """`a, b and c`."""
+    """Returns words joined as in `a, b and c`."""
     *most, last = list(words) or [""]
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
-    """A finding for each thing wrong, in the order of the rules: but a mistake that does
-    not explain the head that errs most comes after what is said of that head."""
+    """Yields a finding for each fault, in the order of the rules: but a mistake that does
+    not explain the head that errs most comes after the finding on that head."""
     faults = _ordered(_faults(tests))
     owner = _owners(faults)
     findings: list[Finding] = []
@@ -271,8 +271,8 @@ def _inherits(findings: Sequence[Finding]) -> list[bool]:
 
 
 def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int | None:
-    """The finding of the same kernel and tensor whose imprecise step explains these rows
-    too."""
+    """Returns the index of the finding of the same kernel and tensor whose imprecise step
+    explains these rows too; None without one."""
     causes = {row.imprecision for row in rows}
     if fault.cause is not None or len(causes) != 1 or causes == {None}:
         return None
@@ -288,7 +288,7 @@ def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int 
 
 
 def _is_function(finding: Finding) -> bool:
-    """Whether it says that the output is that of another function."""
+    """Whether the finding says that the output is that of another function."""
     of_output = finding.tensor is not None and tensor_spec(finding.tensor).is_output
     return finding.metric == "suspicion" and of_output
 
@@ -305,8 +305,8 @@ class Fault(NamedTuple):
 
 
 def _faults(tests: Sequence[Test]) -> list[Fault]:
-    """Rows that offend, by test; of a different function by what it computes, in all
-    formats."""
+    """Returns the offending rows of each test as a fault; those of different functions as
+    one fault for each mistake, over all formats."""
     faults: list[Fault] = []
     named: dict[tuple[str, str], list[tuple[Test, Held]]] = {}
     for test in tests:
@@ -334,9 +334,9 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
 
 
 def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
-    """Rows of a kernel that have a mistake, by what they have in common: where a head is
-    explained by several alike, or by an instance of something that other calls have
-    another instance of, that counts which explains the most heads."""
+    """Splits the rows of a kernel that have a mistake by the statement they have in
+    common. Where several statements explain a head, the one counts that explains the most
+    heads."""
     unexplained = list(rows)
     while unexplained:
         votes: dict[str, list[int]] = {}
@@ -356,12 +356,13 @@ def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
 
 
 def _side(test: Test) -> str:
-    """What is wrong in the output is another fault than what is wrong in a gradient."""
+    """Returns a prefix that keeps mistakes in the output and in gradients apart: they are
+    different faults."""
     return "output " if test.is_of_output else "other "
 
 
 def _statements(row: DeviationRow) -> Iterator[str]:
-    """All that a row's mistake may be called."""
+    """Yields every statement that describes a row's mistake."""
     if not row.suspicion_of:
         yield row.suspicion or ""
     for alternative in row.suspicion_of:
@@ -369,8 +370,8 @@ def _statements(row: DeviationRow) -> Iterator[str]:
 
 
 def _distinct(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
-    """Statements that explain the same heads, one for each alternative: what a call
-    itself shows goes before what it is an instance of."""
+    """Returns the statements that explain the same heads, one for each alternative: what
+    a call itself shows goes before what it is an instance of."""
     if not row.suspicion_of:
         return words
     firsts = (
@@ -384,8 +385,8 @@ ALIKE = 3  # statements that explain the same heads
 
 
 def _ordered(faults: Sequence[Fault]) -> list[Fault]:
-    """Faults in the order of the rules, but a mistake that leaves the worst head of its
-    kernel unexplained behind the first fault of that head."""
+    """Returns faults in the order of the rules, but a mistake that leaves the worst head
+    of its kernel unexplained after the first fault of that head."""
     ordered = list(faults)
     for fault in [f for f in faults if f.cause is not None]:
         rows = {id(judged_row.row) for _, judged_row in fault.rows}
@@ -415,12 +416,12 @@ def _worst_of_tensor(
 
 
 def _largest_error(fault: Fault) -> float:
-    """How far the head of a fault is off that errs most."""
+    """Returns the error, as of `_error`, of the head of a fault that errs most."""
     return max((_error(judged_row.row) for _, judged_row in fault.rows), default=0.0)
 
 
 def _error(row: DeviationRow) -> float:
-    """How far a head is off, over what is expected of it; of a log-sum-exp, over its
+    """Returns the error of a head over what is expected of it; of a log-sum-exp, over its
     size."""
     if not tensor_spec(row.tensor).has_floor:
         return lse_error(row) or 0.0
@@ -429,7 +430,8 @@ def _error(row: DeviationRow) -> float:
 
 
 def _finding(fault: Fault, named: Places, before: int) -> Finding:
-    """`before`: how many more rows offend, of which other findings are."""
+    """Makes a finding of a fault. `before`: how many of its rows earlier findings
+    name."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
     verdict, rows = tests[0], [judged_row.row for _, judged_row in fault.rows]
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
@@ -480,23 +482,24 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
 
 
 def _imprecise(rows: Rows) -> str | None:
-    """The imprecise step that explains most of these heads; none that explains few."""
+    """Returns the imprecise step that explains most of these heads; None where none
+    explains more than half."""
     steps = Counter(row.imprecision for row in rows if row.imprecision)
     step, count = steps.most_common(1)[0] if steps else (None, 0)
     return step if 2 * count > len(rows) else None
 
 
 def _observed(verdict: Test, rows: Rows) -> Value:
-    """The number of the worst of these rows, where an earlier finding has a worse one; a
-    median is of all."""
+    """Returns the number that a finding shows: of the worst of these rows, since an
+    earlier finding may have a worse one; a median is of all."""
     if isinstance(verdict.observed, float) and not verdict.median and verdict.metric:
         return value_of(rows[0], verdict.metric)[0]
     return verdict.observed
 
 
 def removed(share: float) -> str:
-    """A share of an error, with as many digits as tell it from all of it: 14 %, 99.98
-    %."""
+    """Returns a share of an error as a percentage, with as many digits as tell it from
+    all of it: 14 %, 99.98 %."""
     percent_left = 100 * (1 - share)
     if percent_left < 1e-6:
         return "all"
@@ -508,8 +511,9 @@ def removed(share: float) -> str:
 
 
 def _removed(rows: Rows) -> str:
-    """What correcting a mistake does to the error, in the format that was judged; and in
-    the format of the run in which it was found, if that is another."""
+    """Returns a clause on the share of the error that correcting a mistake removes, in
+    each format that was judged, and in the finer format in which the mistake was
+    identified, if another."""
     by_format = grouped(
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )
@@ -550,8 +554,8 @@ def _nines(cut: float) -> float:
 
 
 def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
-    """What is wrong in `rows`, the worst first, and `where`, to follow the kernel in a
-    sentence."""
+    """Returns the part of a sentence after the kernel: what is wrong in `rows`, the worst
+    first, and `where`."""
     template = WRONG.get(verdict.metric or "", WRONG[""])
     fields = _fields_of_test(verdict, _observed(verdict, rows)) | _fields_of_rows(rows)
     sentence = template.format(**fields, suspicion=cause)
@@ -603,8 +607,8 @@ def _fields_of_rows(rows: Rows) -> dict[str, object]:
 
 
 def _place(rows: Rows) -> str:
-    """Where in their heads most of these rows err, in words that hold in all of them;
-    else where the worst does. Empty where they err all over."""
+    """Returns where in their heads most of these rows err, in words that hold in all of
+    them; else where the worst does. Empty where they err all over."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
     words, count = places.most_common(1)[0] if places else ("", 0)
     unit = tensor_spec(rows[0].tensor).of.unit
@@ -618,7 +622,7 @@ def _place(rows: Rows) -> str:
 
 
 def _direction(row: DeviationRow) -> str:
-    """Where a bias leads."""
+    """Returns the direction of a bias in words."""
     up = (row.bias_size or 0.0) > 0
     if row.bias_of == "sign":
         return "away from zero" if up else "toward zero"
@@ -626,8 +630,8 @@ def _direction(row: DeviationRow) -> str:
 
 
 def _whose(rows: Rows) -> str:
-    """Whose roundings were expected: the emulation the kernel claims, or is taken, to be;
-    or, as a clause, the way in which one that claims nothing was found to round."""
+    """Returns the rounding model that predicted the error: the emulation that the kernel
+    claims or is taken to be, or the one inferred for a kernel without a claim."""
     claim = next((row.claim for row in rows if row.claim), None)
     if claim and claim.startswith(FOUND):
         return f"its inferred rounding model ({claim})"
@@ -635,8 +639,8 @@ def _whose(rows: Rows) -> str:
 
 
 def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
-    """Calls in which a kernel failed, or that it had to run; then those that it declined,
-    where it ran others."""
+    """Yields findings on calls in which a kernel failed or did not run although it had
+    to; then on those that it declined while it ran others."""
     runs = [test for test in tests if test.runs]
     for test in runs:
         if test.outcome is Outcome.NOT_JUDGED:
@@ -669,7 +673,8 @@ def _of_runs(test: Test, rule: str, words: str) -> Finding:
 
 
 def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]:
-    """Whom the rules cleared of what, and which rules could not be applied."""
+    """Yields a sentence on what the rules were applied to, and on rules that were not
+    applied."""
     of_rows = [
         test for test in tests if test.metric not in (None, "calls") or not test.kernel
     ]
@@ -703,8 +708,9 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
 
 
 def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
-    """Of each kernel that declares no rounding model, and was held to another than `fa2`
-    somewhere: which model judged which of its tensors in how many calls."""
+    """Yields, for each kernel without a declared rounding model that was judged by
+    another than `fa2` somewhere, which models judged which of its tensors in how many
+    calls."""
     for kernel, rows in grouped(kernels, attrgetter("kernel")).items():
         judged = [row for row in rows if row.claim]
         ways = grouped(
@@ -731,9 +737,9 @@ def _call(row: DeviationRow) -> tuple[object, ...]:
 
 
 def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """Which kernels return another format than was asked for, or something in the
-    log-sum-exp's place; in which way each that declared no claim was found to round, if
-    not as `fa2`; what exceeds a format on the way to a result that does not."""
+    """Yields sentences on kernels that return another format than requested or no
+    log-sum-exp, on the rounding models inferred for kernels that declare none, and on
+    intermediate overflows that the rounding model predicts."""
     kernels = [
         r
         for r in rows

@@ -44,7 +44,8 @@ HEADER = """\
 
 
 def fitted(report: Report, name: str) -> str:
-    """The YAML file; `name` is what to call the report in it.
+    """Returns the YAML file of thresholds fitted to a report; `name` is what the file
+    calls the report.
 
     Raises UsageError for a report without rows of deviation, MeasurementError where
     nothing was measured, or a kernel is wrong outright."""
@@ -85,7 +86,8 @@ def fitted(report: Report, name: str) -> str:
 
 
 def _scope(report: Measured) -> dict[str, object]:
-    """What the file holds for, and who must be in a report."""
+    """Returns the keys `holds_for` and `required` of the file: the system, and the
+    kernels that ran in every call."""
     system = report.provenance.system
     key = next(
         (k for k in ("gpu", "cpu_capability") if isinstance(system.get(k), str)), None
@@ -102,9 +104,9 @@ def _scope(report: Measured) -> dict[str, object]:
 
 
 def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Threshold:
-    """The rule with a limit of its own for each format and tensor, the tightest of its
-    kernels' (other kernels may come, or be planted), and for kernels that need a `wider`
-    one: rule, format, tensor, kernel."""
+    """Returns the rule with a limit for each format and tensor: the tightest of its
+    kernels' (other kernels may come, or be planted), and a limit of its own for each
+    kernel that needs a `wider` one (rule, format, tensor, kernel)."""
     margin, least = MARGINS[threshold.metric, threshold.heads is not None]
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
     # By tensor, where it is another than the rule's
@@ -138,9 +140,9 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Thr
 
 
 def _worst(rows: Rows, threshold: Threshold) -> float | None:
-    """The number that the rule judges of the rows that have it; of sampled rows the upper
-    end of the interval. None where no row has one, as none has a maximum over sampled
-    rows."""
+    """Returns the number that the rule judges of the rows that have it; of sampled rows
+    the upper end of the interval. None where no row has one, as none has a maximum over
+    sampled rows."""
     metric, sizes = threshold.metric, []
     for row in rows:
         value = value_of(row, metric)[0]
@@ -155,7 +157,7 @@ def _worst(rows: Rows, threshold: Threshold) -> float | None:
 
 
 def rounded_up(x: float) -> float:
-    """To two significant digits, and never down; 0 stays 0."""
+    """Returns x rounded up to two significant digits; 0 stays 0."""
     return float(TWO_DIGITS.create_decimal(repr(x)))
 
 

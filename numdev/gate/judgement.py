@@ -43,9 +43,10 @@ class Held(NamedTuple):
 
 
 class Test(Record):
-    """One rule on one tensor (axis, check, output) of one kernel in one format; without a
-    kernel, what is of none. Of the rule `runs` the rows are calls: `judged` of them ran,
-    `unjudged` were declined, in `offending` the kernel failed."""
+    """One rule applied to one tensor (axis, check, output) of one kernel in one format; a
+    test without a kernel is of the report or the model. Of the rule `runs` the rows are
+    calls: `judged` of them ran, `unjudged` were declined, in `offending` the kernel
+    failed."""
 
     rule: str
     standing: Standing
@@ -74,22 +75,23 @@ class Test(Record):
 
     @property
     def outcome(self) -> Outcome | None:
-        """What follows from it for the whole; None where nothing does."""
+        """The outcome that the test's standing has for the whole; None where it has
+        none."""
         return self.standing.outcome
 
     @property
     def runs(self) -> bool:
-        """Whether it says in how many calls a kernel ran."""
+        """Whether the test counts in how many calls a kernel ran."""
         return self.rule == RUNS and self.kernel is not None
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is of gradients."""
+        """Whether the test is of a gradient."""
         return self.tensor is not None and tensor_spec(self.tensor).is_gradient
 
     @property
     def is_of_output(self) -> bool:
-        """Whether it is of a result that is held to its format."""
+        """Whether the test is of a result that is measured against its format."""
         return self.tensor is not None and tensor_spec(self.tensor).is_output
 
     @property
@@ -102,7 +104,7 @@ class Test(Record):
 
 
 class PlantedDose(Record):
-    """A planted fault of one size."""
+    """One size of a planted fault, and whether the rules caught it."""
 
     dose: float
     outcome: Literal["caught", "missed", "unmeasured"]
@@ -110,7 +112,8 @@ class PlantedDose(Record):
 
 
 class Power(Record):
-    """One planted fault in one format: what this gate would have caught, on this data."""
+    """From which dose on the rules catch one planted fault in one format, on the data of
+    this report."""
 
     fault: str
     format: str
@@ -130,7 +133,7 @@ class Power(Record):
 
 
 class Judgement(Record):
-    """A report held to rules."""
+    """The tests of a report by a set of rules, and their outcome."""
 
     rules: str
     outcome: Outcome

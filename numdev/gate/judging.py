@@ -29,9 +29,9 @@ NOT_PLANTED = "no such planted fault in this report: audit with --control"
 
 
 def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
-    """A finished report held to the rules (the default ones), from its plan and rows.
+    """Judges a finished report by the rules (the default ones), from its plan and rows.
     Raises MeasurementError for a report from a system that the rules do not hold for, and
-    for one that contradicts its plan or itself: where what it says does not follow from
+    for one that contradicts its plan or itself: where its conclusions do not follow from
     its rows."""
     rules = rules or default_rules()
     check_system(report.provenance.system, rules)
@@ -59,8 +59,8 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
 
 
 def _check_request(report: Report) -> None:
-    """Raises MeasurementError where a request and a plan differ, and where a source does
-    not say what its kind of source says: of which nothing could be judged."""
+    """Raises MeasurementError where a request and a plan differ, and where a source lacks
+    what its kind of source says: nothing of such a report could be judged."""
     request, source, plan = (
         report.request,
         report.provenance.source,
@@ -87,15 +87,15 @@ def _check_request(report: Report) -> None:
 
 
 def judged(report: R, rules: Rules | None = None) -> R:
-    """A report that was made just now, with all that follows from its plan and rows by
-    the rules (the default ones)."""
+    """Returns a new report with all that follows from its plan and rows by the rules (the
+    default ones)."""
     rules = rules or default_rules()
     report = report.model_copy(update={"rules": as_data(rules)})
     return concluded(report, judgement_of(report, rules))
 
 
 def judgement_of(report: Report, rules: Rules) -> Judgement:
-    """The report's plan and rows, which are not checked, held to the rules."""
+    """Judges the report's plan and rows, which are not checked, by the rules."""
     study = judged_by(report.kind)
     beside = study.beside(report, rules)
     return judge(
@@ -104,8 +104,8 @@ def judgement_of(report: Report, rules: Rules) -> Judgement:
 
 
 def reading_tests(report: Report) -> Iterator[Test]:
-    """Whether as much of a text was read as was asked for; whether stored weights are
-    finite."""
+    """Yields a test of whether as much of a text was read as was asked for, and one of
+    whether stored weights are finite."""
     source = report.provenance.source
     counts = [
         [source.get(f"{name}_{state}") for name in ("sequences", "tokens")]
@@ -137,8 +137,8 @@ def reading_tests(report: Report) -> Iterator[Test]:
 
 
 def concluded(report: R, judgement: Judgement) -> R:
-    """The report with the outcome, verdicts, findings and summary of its own
-    judgement."""
+    """Returns the report with the outcome, verdicts, findings and summary that follow
+    from its judgement."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
     whole = report.model_copy(
@@ -156,7 +156,8 @@ def concluded(report: R, judgement: Judgement) -> R:
 
 
 def _left_out(report: Report) -> Iterator[str]:
-    """What of the model no test is about, if the source says that there is any."""
+    """Yields a sentence on the parts of the model that were not audited, if the source
+    names any."""
     if text := report.provenance.source.get("not_audited"):
         yield f"Not audited: {text}."
 
@@ -183,9 +184,9 @@ def judge(
     power: Sequence[Power] = (),
     fa_rule: tuple[int, int] | None = None,
 ) -> Judgement:
-    """What tests come to: exceeded where any is, since that is certain; passed only where
-    some rule was applied, nothing that was planned or required is missing, and nothing is
-    undecided."""
+    """Makes a judgement of tests: exceeded where any is, since that is certain; passed
+    only where some rule was applied, nothing that was planned or required is missing, and
+    nothing is undecided."""
     every = [*tests, *reading]
     ran = [test for test in every if test.runs]
     every += catching_tests(
@@ -205,8 +206,8 @@ def judge(
 def catching_tests(
     power: Sequence[Power], rules: Rules, formats: Iterable[str]
 ) -> Iterator[Test]:
-    """A test for each planted fault that the rules must catch, in every format that
-    kernels ran in."""
+    """Yields a test for each planted fault that the rules must catch, in every format
+    that kernels ran in."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
@@ -224,7 +225,7 @@ def catching_tests(
 
 
 def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
-    """A test for each kernel that the rules require: whether the report has it."""
+    """Yields a test for each kernel that the rules require: whether the report has it."""
     kernels = {test.kernel or "" for test in ran}
     for pattern in rules.required:
         present = any(fnmatchcase(kernel, pattern) for kernel in kernels)
@@ -236,7 +237,8 @@ def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
 
 
 def _something_judged(tests: Sequence[Test]) -> Test:
-    """Silence is no pass: some kernel ran, and some rule was applied."""
+    """Returns the test that some kernel ran and some rule was applied: without it a
+    report of nothing would pass."""
     applied = (Standing.HELD, Standing.EXCEEDED)
     why = ""
     if not any(test.runs and test.judged for test in tests):

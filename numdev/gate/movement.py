@@ -65,7 +65,7 @@ OF_DATA = ("suspicion_cut", "suspicion_share", "imprecision_share", "overflow")
 
 @dataclass(eq=False)
 class Pair:
-    """The same head in both reports, measured in both."""
+    """One head of one tensor that was measured in both reports."""
 
     a: DeviationRow
     b: DeviationRow
@@ -74,13 +74,13 @@ class Pair:
 
     @property
     def tensor(self) -> Key:
-        """Which tensor of which kernel in which format."""
+        """The tensor, with its kernel and format."""
         row = self.b
         return (row.role, row.kernel, spelt(row.options), row.format, row.tensor)
 
     @property
     def call(self) -> Key:
-        """The tensor, and of which call."""
+        """The tensor, with its kernel, format and call."""
         return (*self.tensor, self.b.case, self.b.seed)
 
 
@@ -100,26 +100,26 @@ class Names:
         return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
 
     def call(self, row: DeviationRow) -> Key:
-        """The case, and which draw of it."""
+        """Returns the case, and which draw of it."""
         return (row.case, row.seed if self._seeds else None)
 
     def step(self, row: DeviationRow) -> Key:
-        """The forward or backward pass of a call."""
+        """Returns the forward or backward pass of a call."""
         return (self.kernel(row), self.call(row), tensor_spec(row.tensor).is_gradient)
 
     def row(self, row: DeviationRow) -> Key:
         return (self.kernel(row), self.call(row), row.tensor, row.head)
 
     def about(self, row: DeviationRow) -> dict[str, Any]:
-        """Fields of a record about the row: its kernel and tensor."""
+        """Returns the fields of a record that name the row's kernel and tensor."""
         return row.who | {"tensor": row.tensor}
 
     def place(self, row: DeviationRow) -> Place:
         return Place.of(row)
 
     def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
-        """Numbers, and evidence, that A has and B lacks; not the bias of an exact
-        output."""
+        """Returns the names of numbers, and of evidence, that A has and B lacks; the bias
+        of an exact output does not count."""
         lost = [name for name in NUMBERS if name not in OF_DATA and _lacks(name, a, b)]
         lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
         return lost + [
@@ -127,7 +127,8 @@ class Names:
         ]
 
     def inputs(self, row: DeviationRow) -> Key:
-        """The row of the floor that tells of this row's inputs."""
+        """Returns the key of the floor's row that shows whether this row's inputs are the
+        same."""
         tensor = tensor_spec(row.tensor).beside or row.tensor
         return (row.format, self.call(row), tensor, row.head)
 
@@ -144,7 +145,7 @@ def _with_several(options: Mapping[Kernel, Mapping[str, object]]) -> set[Kernel]
 
 
 def options_of(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, object]]]:
-    """By role and kernel: the sets of options it ran with, by their text."""
+    """Returns, by role and kernel, the sets of options it ran with, by their text."""
     sets: dict[Kernel, dict[str, Mapping[str, object]]] = {}
     for row in rows:
         sets.setdefault((row.role, row.kernel), {}).setdefault(
@@ -190,8 +191,8 @@ def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
 
 
 def metrics_of(pair: Pair) -> tuple[str, ...]:
-    """What is judged of a pair, if it has the numbers. Nothing in float64, where the
-    reference is no more exact than a kernel."""
+    """Returns the metrics that are judged of a pair, if it has their numbers. None in
+    float64, where the reference is no more exact than a kernel."""
     if pair.b.format == "float64":
         return ()
     if not tensor_spec(pair.b.tensor).has_floor:
@@ -202,32 +203,34 @@ def metrics_of(pair: Pair) -> tuple[str, ...]:
 
 
 def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
-    """A metric of A and of B; 0 where there is no error to take a multiple of."""
+    """Returns a metric of A and of B; 0 where there is no error to take a multiple of."""
     values = (value_of(row, metric)[0] for row in (pair.a, pair.b))
     a, b = (value if isinstance(value, float) else None for value in values)
     return a, b
 
 
 def _least_factor(tensor: str, metric: str) -> float:
-    """Below which a metric's change is never beyond noise."""
+    """Returns the factor below which a metric's change is never beyond noise."""
     if metric != "worst_row":
         return LEAST
     return WORST_SHARED if tensor_spec(tensor).rows_share_error else WORST_ELSE
 
 
 def by_chance(a: int, b: int) -> bool:
-    """Whether two counts may differ by chance: by 4 standard deviations. None and some
-    never do."""
+    """Whether two counts may differ by chance: by 4 standard deviations. 0 and more never
+    do."""
     return a == b or (min(a, b) > 0 and abs(a - b) <= 4 * math.sqrt(a + b))
 
 
 def log_ratio(a: float | None, b: float | None) -> float | None:
-    """ln(B / A), also where the ratio overflows; None where either is 0 or no number."""
+    """Returns ln(B / A), also where the ratio overflows; None where either is 0 or
+    null."""
     return math.log(b) - math.log(a) if a and b else None
 
 
 def factor(log: float | None) -> float | None:
-    """The ratio of a logarithm; None where it overflows, or is 0."""
+    """Returns the ratio of which this is the logarithm; None where it overflows, or is
+    0."""
     if log is None or abs(log) > OVERFLOW:
         return None
     return math.exp(log)
@@ -248,8 +251,8 @@ class Change(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How far beyond noise: above 1 it moved. An error where there was none, or the
-        reverse, moved if noise explains no doubling of it."""
+        """How far the change is beyond noise: above 1 it moved. An error where there was
+        none, or the reverse, moved if noise explains no doubling of it."""
         if self.a == self.b:
             return 0.0
         a, b = max(self.a, self.least), max(self.b, self.least)
@@ -269,8 +272,8 @@ class NoiseModel:
         self._together = {p: grouped(others, attrgetter(p)) for p in ("call", "tensor")}
 
     def judged(self, pair: Pair) -> list[Change]:
-        """Every metric of the pair that both have, and what noise explains of its
-        change."""
+        """Returns the change of every metric of the pair that both reports have, with
+        what noise explains of it."""
         changes = []
         for metric in metrics_of(pair):
             a, b = numbers(pair, metric)
@@ -281,8 +284,8 @@ class NoiseModel:
         return changes
 
     def explained(self, pair: Pair, metric: str) -> float:
-        """ln of the factor, either way, that repeats, the elements' scatter and other
-        inputs explain; not finite where they explain anything."""
+        """Returns ln of the factor, either way, that repeats, the elements' scatter and
+        other inputs explain; not finite where they explain anything."""
         rows = zip((pair.a, pair.b), numbers(pair, metric), strict=True)
         error = math.hypot(
             *(standard_error(row, metric, x, pair.width) for row, x in rows)
@@ -324,7 +327,7 @@ def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
 
 
 def least(pair: Pair, metric: str) -> float:
-    """Below which values of a metric are all the same."""
+    """Returns the value up to which a metric counts as equal."""
     lucky = (
         metric == "expected_ratio"
         and pair.inputs == "other"
@@ -334,8 +337,9 @@ def least(pair: Pair, metric: str) -> float:
 
 
 def repeats(pair: Pair) -> float:
-    """What runs on the same inputs may differ by; not finite where one has no error to
-    compare. A kernel that ran once in both has nothing that could excuse it."""
+    """Returns ln of the factor that runs on the same inputs may differ by; not finite
+    where one has no error to compare. A kernel that ran once in both has nothing that
+    could excuse it."""
     noise = max(
         (row.noise for row in (pair.a, pair.b) if row.noise is not None), default=0.0
     )
@@ -348,7 +352,8 @@ def repeats(pair: Pair) -> float:
 def standard_error(
     row: DeviationRow, metric: str, value: float | None, width: int
 ) -> float:
-    """Of the logarithm of a metric's value; not finite where it is not known."""
+    """Returns the standard error of the logarithm of a metric's value; not finite where
+    it is unknown."""
     if not value:
         return 0.0
     ends = interval_of(row, metric)

@@ -43,13 +43,13 @@ Groups = dict[Key, list[DeviationRow]]
 
 
 def spelt(options: Mapping[str, object]) -> str:
-    """Options as text: the same for the same ones in another order."""
+    """Returns options as text: the same for the same ones in another order."""
     return json.dumps(options, sort_keys=True, default=str) if options else ""
 
 
 def measured(rows: Iterable[DeviationRow]) -> Groups:
-    """Rows in which there is something to judge, by role, kernel, options, format and
-    tensor."""
+    """Returns the rows in which there is something to judge, by role, kernel, options,
+    format and tensor."""
     every = grouped(
         rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor)
     )
@@ -61,16 +61,16 @@ def measured(rows: Iterable[DeviationRow]) -> Groups:
 
 
 def something(row: DeviationRow) -> bool:
-    """Whether there is anything to judge in a measured row: not in a head without a row
-    that sees a key, or that overflows as it should, unless there are more rows than those
-    looked at."""
+    """Whether there is anything to judge in a measured row. There is not in a head
+    without a row that sees a key, or that overflows as it should, unless more rows exist
+    than were looked at."""
     return bool(row.elements != 0 or row.nonfinite or row.sampled)
 
 
 def check_whole(report: Measured) -> None:
     """Raises MeasurementError unless each planned task has its rows: one for every head
-    of every tensor, or one that says why there is none. A head that is not there exceeds
-    no limit, and one that is there ten times is most of a median."""
+    of every tensor, or one that says why there is none. A missing head would exceed no
+    limit, and a row that is repeated ten times would be most of a median."""
     plan, cases = report.plan, {case.case: case for case in report.cases}
     for difference in _of_request(report.request, plan):
         raise MeasurementError(f"inconsistent report: {difference}", hint=CUT)
@@ -114,7 +114,7 @@ def check_whole(report: Measured) -> None:
 
 
 def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
-    """Where the request, as far as there is one, asked for something else than was
+    """Yields what the request, as far as there is one, asked for otherwise than was
     planned."""
     # A check's may be "auto"
     if bool(request.get("backward", plan.backward)) != plan.backward:
@@ -142,7 +142,7 @@ def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
 
 
 def other_formats(request: Mapping[str, Any], planned: Sequence[str]) -> Iterator[str]:
-    """Where a request, as far as there is one, has formats by other names than the
+    """Yields a clause where the formats of a request, if it has any, are not those of the
     plan."""
     if "formats" in request and list(request["formats"]) != list(planned):
         yield "the plan has other formats than the request"
@@ -151,8 +151,8 @@ def other_formats(request: Mapping[str, Any], planned: Sequence[str]) -> Iterato
 def unplanned_kernels(
     request: Mapping[str, Any], planned: Iterable[str]
 ) -> Iterator[str]:
-    """Kernels of a request that are not in the plan. A function of a file goes by the
-    name of its module there."""
+    """Yields a clause for each kernel of a request that is not in the plan. A function of
+    a file is named by its module there."""
     names = {name.rpartition(":")[2] for name in planned}
     for kernel in request.get("kernels") or ():
         if str(kernel["name"]).rpartition(":")[2] not in names:
@@ -160,7 +160,8 @@ def unplanned_kernels(
 
 
 def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
-    """What of the rows of one call of one kernel cannot be, taken together."""
+    """Returns what contradicts itself among the rows of one call of one kernel; None
+    where nothing does."""
     ok = [row for row in rows if row.status == "ok"]
     if any(row.tensors != ok[0].tensors or row.tensor not in row.tensors for row in ok):
         return "has rows of different calls"
@@ -183,8 +184,8 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
 
 
 def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
-    """What of a row cannot be, beside the floor's (or itself); None where all fits
-    together."""
+    """Returns what contradicts itself in a row, or contradicts the floor's row; None
+    where nothing does."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if row.status != "ok":
         return _bare(row)
@@ -230,7 +231,8 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
 
 
 def _bare(row: DeviationRow) -> str | None:
-    """A row that was not measured has no numbers, and says why."""
+    """Returns what is wrong with a row that was not measured: it must have a reason, and
+    no numbers."""
     if not row.reason:
         return f"was {row.status}, and says no why,"
     present = (name for name in sorted(NUMBERS) if getattr(row, name) is not None)
@@ -240,8 +242,8 @@ def _bare(row: DeviationRow) -> str | None:
 
 
 def _planned_units(plan: PlanRecord, call: CallRecord) -> dict[str, Sequence[int]]:
-    """By tensor of a call, the units that were to be measured, also of tensors that may
-    lack. `plan.heads` are units of the output, of which a coarser tensor has one for a
+    """Returns, by tensor of a call, the units that were to be measured, also of optional
+    tensors. `plan.heads` are units of the output, of which a coarser tensor has one for a
     whole group; with gradients whole groups are measured."""
     extents = {
         tensor: extent
@@ -265,7 +267,7 @@ def _planned_units(plan: PlanRecord, call: CallRecord) -> dict[str, Sequence[int
 def _lacking(
     rows: Rows, units: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
 ) -> str | None:
-    """What one task lacks, or should not have; None where it is whole."""
+    """Returns what one task lacks, or should not have; None where it is whole."""
     cells: Counter[tuple[str, int | None]] = Counter(
         (r.tensor, r.head) for r in rows if r.status == "ok"
     )
@@ -287,8 +289,9 @@ def _lacking(
 
 
 def _is_wanted(spec: TensorSpec, bare: Iterable[str]) -> bool:
-    """Whether a task has rows of a tensor, where one row says why it has none of others:
-    nothing without an output, and no gradient without one of them."""
+    """Whether a task must have rows of a tensor, where one row says why it has none of
+    others: none are wanted without an output, and no gradient is where another one is
+    missing."""
     specs = [tensor_spec(tensor) for tensor in bare]
     if any(not other.is_gradient for other in specs):
         return False

@@ -58,8 +58,8 @@ Phases = Annotated[Names, _among(get_args(Phase))]
 
 @lru_cache(maxsize=1 << 16)
 def matches(patterns: tuple[str, ...], text: str | None) -> bool:
-    """Whether none of the patterns excludes it, and one of the others fits, where there
-    are any."""
+    """Whether none of the patterns excludes a text, and one of the others, if there are
+    any, fits it."""
     if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
         return False
     wanted = [p for p in patterns if not p.startswith("!")]
@@ -67,8 +67,8 @@ def matches(patterns: tuple[str, ...], text: str | None) -> bool:
 
 
 class Patterns(Strict):
-    """What one tensor of one kernel in one format must fit: shell patterns, a leading !
-    excludes. A field that is not given fits all."""
+    """Shell patterns for the kernel, format and tensor of a row; a leading ! excludes. A
+    field without patterns fits all."""
 
     kernel: Names = ()
     format: Names = ()
@@ -118,7 +118,7 @@ Metric = Annotated[str, AfterValidator(_checked_metric)]
 
 
 class Limit(Strict):
-    """What one metric may be: `at_most` a number, by its size if it is signed, or
+    """The limit of one metric: `at_most` a number, by its size if it is signed, or
     `absent`."""
 
     metric: Metric
@@ -134,8 +134,9 @@ class Limit(Strict):
         return self
 
     def excess(self, value: Value) -> float:
-        """The size of a number as a multiple of the most it may be: above 1 it is
-        exceeded; infinite where there is no limit to be near to, and for NaN."""
+        """Returns the size of a number as a multiple of its limit: above 1 the limit is
+        exceeded. Infinite for NaN, for any number but 0 where the limit is 0, and for a
+        statement where there may be none."""
         if self.absent:
             return 0.0 if value is None else math.inf
         size = abs(float(value or 0.0))
@@ -156,7 +157,7 @@ class Certain(Strict):
 
 
 class Instead(Patterns):
-    """Another limit for some kernels, formats or tensors, and where it says so another
+    """Another limit for some kernels, formats or tensors, and optionally another
     scatter."""
 
     at_most: Annotated[float, Field(ge=0)]
@@ -275,7 +276,7 @@ class Rules(Strict):
         return whole
 
     def limits_of(self, kind: str) -> Any:
-        """The limits that reports of a kind are held to beside the thresholds, by its own
+        """Returns the limits of a kind of report beside the thresholds, as that kind's
         model."""
         model: Any = kind_of(kind).limits
         return model.model_validate(self.limits.get(kind) or default_limits()[kind])
@@ -292,14 +293,14 @@ class Rules(Strict):
 
 @lru_cache(maxsize=1)
 def default_limits() -> Mapping[str, Mapping[str, object]]:
-    """By kind of report, the limits of configs/gate/default.yaml."""
+    """Returns the limits of configs/gate/default.yaml by kind of report."""
     raw = parse_bundled("gate/default.yaml")
     return {name: raw[name] for name in REGISTERED if name in raw}
 
 
 def _limits(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the limits of kinds of reports out of the values of a file, and checks them:
-    those that are not the default ones, each whole."""
+    """Takes the limits of kinds of reports out of the values of a file, checks them, and
+    returns those that are not the default ones, each whole."""
     limits: dict[str, Any] = dict(values.pop("limits", None) or {})
     limits |= {name: values.pop(name) for name in REGISTERED if name in values}
     usual = default_limits()
@@ -322,7 +323,7 @@ def as_data(rules: Rules) -> dict[str, object]:
 
 
 def read_rules(path: Path) -> Rules:
-    """A gate file; raises UsageError that names the file and the key."""
+    """Reads a gate file; raises UsageError that names the file and the key."""
     rules = read_yaml(path, Rules)
     if "name" in rules.model_fields_set:
         return rules
@@ -331,14 +332,14 @@ def read_rules(path: Path) -> Rules:
 
 @lru_cache(maxsize=1)
 def default_rules() -> Rules:
-    """configs/gate/default.yaml."""
+    """Reads configs/gate/default.yaml."""
     return read_yaml(bundled("gate/default.yaml"), Rules)
 
 
 def default_rules_for_checks() -> Rules:
-    """The default rules, after those of configs/gate/check.yaml; what they hold medians
-    over heads to, case by case too, since in the median of all an error hides that half
-    of the cases have."""
+    """Returns the rules of configs/gate/check.yaml, then the default ones. What these
+    limit as a median over heads is limited for each case too, since in the median of all
+    an error hides that half of the cases have."""
     rules, more = default_rules(), read_yaml(bundled("gate/check.yaml"), Rules)
     each = (
         t.model_copy(update={"name": f"{t.name} of a case", "by_case": True})

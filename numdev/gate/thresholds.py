@@ -61,8 +61,8 @@ EMPTY = "no element of this tensor could be judged"
 def tests_of(
     rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CallRecord]
 ) -> Iterator[Test]:
-    """Every rule on everything it selects, in the rules' order; which calls ran; whether
-    their inputs are finite."""
+    """Yields a test for every rule on everything it selects, in the rules' order; for
+    which calls ran; and for whether their inputs are finite."""
     yield from threshold_tests(rows, plan, rules)
     yield from run_tests(rows, plan, rules)
     if cases:
@@ -70,8 +70,9 @@ def tests_of(
 
 
 def _inputs_finite(rows: Rows, cases: Sequence[CallRecord]) -> Test:
-    """Elements that depend on an input that is NaN or infinite, or becomes so when it is
-    rounded to the format, are left out of every rule: what is left out is not judged."""
+    """Tests whether inputs are finite, also once rounded to the format. Elements that
+    depend on one that is not are left out of every rule: what is left out is not
+    judged."""
     affected = {case.case: case for case in cases if case.nonfinite or case.overflows}
     reasons: dict[str, None] = {}
     named = Places(rows) if affected else None
@@ -94,7 +95,7 @@ def _inputs_finite(rows: Rows, cases: Sequence[CallRecord]) -> Test:
 
 
 def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
-    """Every rule on everything it selects, in the rules' order."""
+    """Yields a test for every rule on everything it selects, in the rules' order."""
     groups = measured(rows)
     for threshold in rules.thresholds:
         chosen = threshold.where.choose(groups)
@@ -113,7 +114,8 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
 
 
 def _unmatched(where: Selector, groups: Groups) -> str:
-    """Which of a selector's patterns fit no row at all, beside what there is."""
+    """Returns which of a selector's patterns fit no row at all, with the names that rows
+    have."""
     for name in ("kernel", "format", "tensor"):
         present = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
@@ -124,7 +126,7 @@ def _unmatched(where: Selector, groups: Groups) -> str:
 
 
 def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
-    """One rule on the heads of one tensor of one kernel in one format."""
+    """Applies one rule to the heads of one tensor of one kernel in one format."""
     first = rows[0]
     threshold = threshold.for_row(first).for_head_count(len(rows))
     judged, unsure, lacking = _beside_limits(threshold, rows)
@@ -225,8 +227,8 @@ def _beside_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
 
 
 def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord) -> bool:
-    """Whether a row itself bears out that it lacks what a rule needs. That its elements
-    and sequences are all there is seen beside the floor (`check_whole`)."""
+    """Whether a row itself shows why it lacks what a rule needs. That its elements and
+    sequences are all there are is checked beside the floor (`check_whole`)."""
     metric = threshold.metric
     if row.elements == 0:
         return not row.sampled  # others of its rows may see a key
@@ -271,9 +273,9 @@ def _of_sample(estimate: Held) -> Held | str:
 
 
 def _decided(threshold: Threshold, judged: list[Held]) -> tuple[list[Held], list[Held]]:
-    """What is decided; and estimates whose interval contains the limit, which are not.
-    For a median none is, if the median of the lower ends is within and that of the upper
-    ends beyond."""
+    """Splits estimates into those that decide and those whose interval contains the
+    limit. For a median none decides, if the median of the lower ends is within and that
+    of the upper ends beyond."""
     if not any(h.interval for h in judged):
         return judged, []
     if threshold.heads is None:
@@ -296,9 +298,9 @@ def _contains(lower: Held, upper: Held, whose: str = "") -> str:
 
 
 def _offending(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
-    """Rows beyond the limit: none as long as the median is within, where the limit is for
-    that; those that are significantly so over all of them together, where certainty is
-    asked for."""
+    """Returns rows beyond the limit. Where the limit is for a median there are none as
+    long as that is within; where certainty is asked for only those that are significant
+    over all of them together."""
     if threshold.heads is not None and judged and _median(judged).excess <= 1:
         return []
     sure = [True] * len(judged)
@@ -310,14 +312,14 @@ def _offending(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
 
 
 def _median(judged: Sequence[Held]) -> Held:
-    """Of rows in order, the worst first; of two in the middle the one that is less
-    bad."""
+    """Returns the median of rows that are ordered from the worst; of two in the middle
+    the one that is less bad."""
     return judged[len(judged) // 2]
 
 
 def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
-    """In how many calls each kernel under audit ran, declined, or failed; forward and
-    backward separately."""
+    """Yields a test for each kernel under audit of in how many calls it ran, declined or
+    failed; forward and backward separately."""
     call_of = attrgetter("case", "call", "seed")
     kernels = (row for row in rows if row.role == "kernel")
     passes = grouped(
@@ -357,7 +359,7 @@ def run_test(
     empty: bool = False,
     place: Place | None = None,
 ) -> Test:
-    """Whether a kernel ran: in `count` calls it was `ok`, `skipped` or `failed`.
+    """Tests whether a kernel ran: in `count` calls it was `ok`, `skipped` or `failed`.
 
     A call in which it failed is not measured; nor is one that it declined, where the
     rules require the kernel, or where it was asked for by name (as gradients are) and ran
@@ -390,8 +392,8 @@ def run_test(
 
 
 def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
-    """Every planted fault in every format, its doses put through the rules as kernels
-    are."""
+    """Yields the power of every planted fault in every format: its doses are judged by
+    the rules as kernels are."""
     controls = (row for row in rows if row.role == "control")
     for fault in grouped(controls, attrgetter("kernel", "format")).values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
@@ -407,13 +409,15 @@ def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
 
 
 def _size(rows: Rows) -> float:
-    """The dose; one beyond 1e300 is none, since JSON has integers that no float holds."""
+    """Returns the dose; 0 for one beyond 1e300, since JSON has integers that no float can
+    hold."""
     dose = rows[0].options.get("dose")
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
 def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> PlantedDose:
-    """A fault that raises, or that no rule could judge, is not caught by that."""
+    """Judges one dose of a fault. One that raises, or that no rule could judge, is not
+    caught by that."""
     # A planted fault is put through the rules as if it were a kernel.
     planted = [row.model_copy(update={"role": "kernel"}) for row in rows]
     tests = list(threshold_tests(planted, plan, rules))

@@ -26,7 +26,7 @@ Flags = NDArray[np.bool_]
 
 
 def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, Any]]:
-    """The bias of each head, arguments as in `row_sums.RowSums.signed`.
+    """Returns the bias of each head, arguments as in `row_sums.RowSums.signed`.
 
     A sequence without a usable element says nothing and is no observation. `bias_p` is
     corrected for the family (Bonferroni with weights, so that the 64 or 128 features do
@@ -62,7 +62,8 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
 def _judged(
     means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
 ) -> list[dict[str, Any]]:
-    """The most certain bias of each head, among those that are worth it."""
+    """Returns the most certain bias of each head, preferring those of at least
+    BIAS_ULP."""
     from scipy.special import stdtr
 
     features, degrees = mean.shape[-1] - 2, seen.sum(axis=0) - 1
@@ -89,7 +90,8 @@ def _judged(
 def _standard_error(
     means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
 ) -> Numbers:
-    """Of the mean over sequences, from their spread; 1 where fewer than two were seen.
+    """Returns the standard error of the mean over sequences, from their spread; 1 where
+    fewer than two were seen.
 
     Outputs lie on a grid of about one ulp, so the mean of k elements moves in steps of
     1/k ulp. A spread below half a step is not measured but missed, and does not count as

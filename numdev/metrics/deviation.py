@@ -93,7 +93,7 @@ def measure(
 def measure_plain(
     output: Tensor, reference: Tensor, empty: Tensor, *, of: int | Strata | None = None
 ) -> Deviation:
-    """Distances alone, of what has no floor, as the log-sum-exp.
+    """Returns the distances alone of a tensor without a floor, such as the log-sum-exp.
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in
     `measure`.
@@ -133,7 +133,7 @@ def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
 
 
 def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
-    """Columns [H] as one dict per head: counts as integers."""
+    """Returns columns [H] as one dict per head, with counts as integers."""
     lists = [
         (x.astype(np.int64) if n in INTEGERS else x).tolist() for n, x in columns.items()
     ]
@@ -154,7 +154,7 @@ def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
 
 
 def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
-    """Takes numbers from a unit's metrics, with the reason."""
+    """Sets numbers of a unit's metrics to None and gives the reason."""
     intervals = unit.get("interval", {})
     unit.update(dict.fromkeys(names))
     unit["interval"] = {name: x for name, x in intervals.items() if name not in names}
@@ -162,7 +162,7 @@ def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
 
 
 def _with_reasons(head: Metrics) -> Metrics:
-    """None with a reason for every number that means nothing."""
+    """Sets every number that means nothing to None and gives the reason."""
     nulls: dict[str, str] = {}
     lost = head.pop("lost", False)
     if head["elements"] == 0:

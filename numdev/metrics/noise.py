@@ -73,5 +73,5 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
 
 
 def _per_head(x: Tensor) -> Tensor:
-    """Summed over all axes but that of the heads, in fp64."""
+    """Returns the sum over all axes but that of the heads, in fp64."""
     return x.transpose(0, 1).flatten(1).sum(dim=1, dtype=torch.float64)

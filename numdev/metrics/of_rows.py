@@ -12,8 +12,8 @@ Value = float | str | None
 
 
 def lse_error(row: DeviationRow) -> float | None:
-    """rms over 1 + the root mean square of the exact log-sum-exp, which is rms / rel:
-    relative where it is large, absolute where it is near 0."""
+    """Returns rms over 1 + the root mean square of the exact log-sum-exp, which is rms /
+    rel: relative where it is large, absolute where it is near 0."""
     if not row.rms:
         return row.rms
     return row.rms / (1 + (row.rms / row.rel if row.rel else 0.0))
@@ -69,7 +69,8 @@ METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
-    """A metric of a row; and where it is None, the row's own reason, if it has one."""
+    """Returns a metric of a row; where it is None, with the row's reason, if it has
+    one."""
     value: Value = DERIVED[metric](row) if metric in DERIVED else getattr(row, metric)
     if value is not None:
         return value, None
@@ -79,8 +80,8 @@ def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
 
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
-    """The interval of a metric that is estimated from sampled rows, where it has one. As
-    in `value_of`, a multiple of an error is 0 where there is none."""
+    """Returns the interval of a metric that is estimated from sampled rows, if it has
+    one. As in `value_of`, a multiple of an error is 0 where there is none."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")
     if metric not in DERIVED:

@@ -66,8 +66,8 @@ def paired(a: Tensor, b: Tensor) -> Paired:
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Both in float64, block by block, with 0 where either is not finite, and where both
-    are."""
+    """Yields both in float64, block by block, with 0 where either is not finite, and the
+    mask of where both are."""
     for part in blocks(a.numel(), a.device):
         x, y = a[part].double(), b[part].double()
         both = x.isfinite() & y.isfinite()
@@ -75,5 +75,5 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _ratio(x: float, y: float) -> float | None:
-    """x / y, where both are known and y is not zero."""
+    """Returns x / y; None where y is zero or either is not finite."""
     return x / y if y and math.isfinite(x) and math.isfinite(y) else None

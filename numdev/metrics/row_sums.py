@@ -62,7 +62,7 @@ class Totals:
 
     @cached_property
     def sums(self) -> dict[str, Numbers]:
-        """[H]: over all rows, or what is estimated of all of them."""
+        """The sums over all rows [H], or estimates of these from a sample."""
         together = np.array(list(self.groups.values())).sum(axis=-1)
         if self.certain is not None and self.left is not None:
             together = together * (self.left / max(self.rows, 1)) + self.certain
@@ -98,7 +98,8 @@ class Counted:
 
     @classmethod
     def of(cls, o: Tensor, e: Tensor | None, y: yardstick.Yardstick) -> Counted:
-        """What counts of an output `o`, in wide formats, and of what is expected."""
+        """Determines what counts of an output `o` and of an expected output `e`, both in
+        formats that PyTorch computes in."""
         fine = yardstick.finite(o)
         is_finite = bool((fine | ~y.seen).all())
         rows = y.rows if is_finite else y.rows_where(y.usable & fine)
@@ -129,8 +130,8 @@ class Counted:
 def row_sums(
     output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = None
 ) -> RowSums:
-    """An output [B, H, rows, features] beside a yardstick and, if any, the emulation
-    `expected`."""
+    """Returns the sums over each row of an output [B, H, rows, features], measured
+    against a yardstick and, if any, beside the emulation `expected`."""
     o = yardstick.widened(output)
     e = None if expected is None else yardstick.widened(expected)
     counted = Counted.of(o, e, y)
@@ -223,9 +224,9 @@ def element_sums(
     beside: Tensor | None = None,
     compared: Tensor | None = None,
 ) -> ElementSums:
-    """By steps of PyTorch. `usable` elements count, `beside` those where the baseline
-    does too, and `compared` those where the expected output does; without them all count,
-    in every respect."""
+    """Returns the sums by steps of PyTorch. `usable` elements count, `beside` those where
+    the baseline does too, and `compared` those where the expected output does; without
+    these masks all count."""
     # In one layout, whatever the output's: the order of sums goes with the strides.
     error, off = (o - y.reference).contiguous(), (o - y.floor).contiguous()
     ulps = off / y.spacing
@@ -263,8 +264,8 @@ def element_sums(
 
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
-    """Distances alone, of what has no floor: [B, H, rows(, features)]; `empty` [B, H,
-    rows]."""
+    """Returns the distances alone of a tensor without a floor: [B, H, rows(, features)];
+    `empty` [B, H, rows]."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = yardstick.widened(output)
@@ -287,7 +288,8 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
 def to_host(
     x: RowSums, bins: Tensor | None = None, of: int | Strata | None = None
 ) -> Totals:
-    """All of it in one transfer, arguments as of `deviation.measure`."""
+    """Deals rows to groups and copies all sums to the host in one transfer; arguments as
+    of `deviation.measure`."""
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     sums = torch.stack(list(x.sums.values()))
     in_groups = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
@@ -326,19 +328,19 @@ def to_host(
 def row_ratios(
     error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick
 ) -> Tensor:
-    """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an
-    error. `error` and `predicted` [B, H, rows, features] are 0 where they are not
-    usable."""
+    """Returns |error_i| over what is predicted for the row, [B, H, rows]; 0 in a row
+    without an error. `error` and `predicted` [B, H, rows, features] are 0 where they are
+    not usable."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
     return _ratios(yardstick.row_norm(error), sizes, rows)
 
 
 def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tensor:
-    """What is predicted for a row is at least typical of the head (the rms over rows of
-    what is predicted relative to |term scale_i|): that one row's roundings happen to
-    cancel is no prediction. It is also at least u |r_i| / sqrt(12), and u
-    SMALLEST_SCALE."""
+    """Returns rows' errors over what is predicted, which is at least typical of the head
+    (the rms over rows of what is predicted relative to |term scale_i|): that one row's
+    roundings happen to cancel is no prediction. It is also at least u |r_i| / sqrt(12),
+    and u SMALLEST_SCALE."""
     squares = rows.relative(torch.stack([predicted, rows.least])).square()
     typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged.sum(dim=(0, 2))).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
@@ -347,7 +349,7 @@ def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tenso
 
 
 def _dealt(rows: Tensor) -> Tensor:
-    """[names, B, H, rows], summed over the batch and by group of rows: [names, H,
+    """Returns [names, B, H, rows] summed over the batch and by group of rows: [names, H,
     GROUPS]."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % GROUPS))
     grouped: Tensor = padded.unflatten(-1, (-1, GROUPS)).sum(dim=(-4, -2))
@@ -355,7 +357,7 @@ def _dealt(rows: Tensor) -> Tensor:
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Numbers]:
-    """Tensors as fp64 arrays on the host, by one transfer."""
+    """Returns tensors as fp64 arrays on the host, by one transfer."""
     flat = torch.cat([x.double().flatten() for x in tensors]).cpu().numpy()
     ends = np.cumsum([x.numel() for x in tensors])[:-1]
     parts = zip(np.split(flat, ends), tensors, strict=True)

@@ -33,7 +33,8 @@ class Sample:
     seed: int = 0
 
     def draw(self, length: int, label: str) -> Tensor | None:
-        """`count` of the positions 0 to length - 1, ascending, int64 [count] on the CPU.
+        """Returns `count` of the positions 0 to length - 1, ascending, int64 [count] on
+        the CPU.
 
         Depends on nothing but the arguments; other labels get other positions. None where
         `count` reaches the length: then all are measured."""
@@ -63,7 +64,7 @@ class Strata:
     def joined(
         cls, drawn: Tensor, suspects: Tensor, length: int
     ) -> tuple[Tensor, Strata]:
-        """Rows of a call in order, each once, and why each."""
+        """Returns the rows of a call in order, each once, and why each is measured."""
         rows = torch.cat([drawn, suspects]).unique()
         was_drawn, stands_out = (torch.isin(rows, some) for some in (drawn, suspects))
         return rows, cls(of=length, drawn=was_drawn, suspects=stands_out)
@@ -71,8 +72,8 @@ class Strata:
 
 @functools.lru_cache(maxsize=256)
 def starts(length: int) -> tuple[int, ...]:
-    """The first row of every bin of so many rows, ascending from 0, at most BINS; or of
-    none."""
+    """Returns the first row of every bin of a call of `length` rows, ascending from 0, at
+    most BINS; none for a call that is too short."""
     first_rows: list[int] = []
     at = 0 if length >= FEWEST else length
     while at < length:

@@ -28,8 +28,8 @@ Sums = dict[str, Tensor]  # sums over the elements of rows by name, fp64 [B, H, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowScales:
-    """What the errors of rows are held to, over the elements that count. fp64 [B, H,
-    rows]."""
+    """What the errors of rows are measured against, over the elements that count. fp64
+    [B, H, rows]."""
 
     usable: Tensor  # bool [B, H, rows, features]: the elements that count
     count: Tensor  # how many
@@ -41,17 +41,18 @@ class RowScales:
     least_allowed: float  # what any row may err: u SMALLEST_SCALE
 
     def relative(self, sizes: Tensor) -> Tensor:
-        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows not
+        """Returns rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows not
         judged."""
         return sizes / torch.where(self.judged, self.scale, math.inf)
 
     def predicted(self, sizes: Tensor) -> Tensor:
-        """Rows' predicted errors, joined in squares by what fp32 arithmetic may err."""
+        """Returns rows' predicted errors, joined in squares by what fp32 arithmetic may
+        err."""
         return sizes if self.arithmetic is None else torch.hypot(sizes, self.arithmetic)
 
     @property
     def sums(self) -> Sums:
-        """Sums that no error enters."""
+        """The sums that do not depend on any error."""
         return {
             "count": self.count,
             "counted": self.judged.double(),
@@ -141,19 +142,19 @@ class Yardstick:
 
     @cached_property
     def regular(self) -> bool:
-        """Whether all elements of the reference, floor and baseline count, in every
-        respect."""
+        """Whether all elements of the reference, floor, spacing and baseline are finite,
+        no row is empty and no row repeats another."""
         every = [self.usable, self.floor_finite, finite(self.spacing), ~self.repeated]
         every += [] if self.baseline_finite is None else [self.baseline_finite]
         return bool(torch.stack([x.all() for x in every]).all())
 
     @cached_property
     def rows(self) -> RowScales:
-        """Of all usable elements: what a finite output is held to."""
+        """The scales of rows over all usable elements, for an output that is finite."""
         return self.rows_where(self.usable)
 
     def rows_where(self, usable: Tensor) -> RowScales:
-        """The same over some elements, bool [B, H, rows, features]."""
+        """Returns the scales of rows over some elements, bool [B, H, rows, features]."""
         if usable is self.usable and self.regular:
             size, scale = row_norm(self.reference), row_norm(self.term_scale)
         else:
@@ -178,8 +179,8 @@ class Yardstick:
 
     @cached_property
     def sums(self) -> Sums:
-        """Of the floor, the baseline and the precision deviation, each over what is
-        finite of it.
+        """Sums of the floor, the baseline and the precision deviation, each over the
+        elements that are finite in it.
 
         u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor
         of values that fill their binades, and stands in where all are exact (V = 1) and
@@ -234,8 +235,8 @@ class Yardstick:
         return self.observed_where(self.rows.usable)
 
     def observed_where(self, usable: Tensor) -> Tensor:
-        """The same over some elements. Rows that repeat others are no observation of a
-        bias."""
+        """Returns `observed` over some elements. Rows that repeat others are no
+        observation of a bias."""
         distinct = usable & self.floor_finite & ~self.repeated[..., None]
         return distinct.sum(dim=2, dtype=torch.float64)
 
@@ -262,8 +263,8 @@ class Yardstick:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Where x is neither NaN nor infinite (several times faster than isfinite on a
-    CPU)."""
+    """Returns where x is neither NaN nor infinite (several times faster than isfinite on
+    a CPU)."""
     return x.abs() < math.inf
 
 
@@ -274,8 +275,8 @@ def zeroed_outside(x: Tensor, usable: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """A tensor one can compute with, of the same values: PyTorch has no arithmetic in 8
-    bits."""
+    """Returns a tensor of the same values that PyTorch can compute with: it has no
+    arithmetic in 8 bits."""
     return x.detach() if x.element_size() > 1 else x.detach().float()
 
 
@@ -285,7 +286,7 @@ def rounding(fmt: Format) -> float:
 
 
 def row_norm(x: Tensor) -> Tensor:
-    """[B, H, rows, features] to the rows' Euclidean norms [B, H, rows]."""
+    """Returns the rows' Euclidean norms [B, H, rows] of [B, H, rows, features]."""
     # Contiguous, since the order of a sum, and with it the last bit, goes with the
     # strides.
     norm: Tensor = torch.linalg.vector_norm(x.contiguous(), dim=-1)
@@ -293,7 +294,7 @@ def row_norm(x: Tensor) -> Tensor:
 
 
 def row_max(x: Tensor) -> Tensor:
-    """[B, H, rows, features] to the rows' largest magnitudes."""
+    """Returns the rows' largest magnitudes [B, H, rows] of [B, H, rows, features]."""
     # An infinity norm takes eight times as long on a CPU
     largest: Tensor = x.abs().amax(dim=-1)
     return largest

@@ -9,9 +9,9 @@ MOST = 0.5  # of a unit's rows: larger sets are not described
 
 
 def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
-    """Of a head's bad rows, bool [B, rows], which they are, if one, in a row or evenly
-    spread, or which batch entry alone has them. `rows`: where these stand in the call, if
-    not all are here."""
+    """Returns which of a head's rows are bad, bool [B, rows], in words: where it is one,
+    several in a row or evenly spread, or one batch entry alone; else None. `rows`: the
+    positions of these rows in the call, if not all are measured."""
     entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
     alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
     at = of.nonzero().flatten() if rows is None else rows[of]
@@ -24,9 +24,9 @@ STRIDES = (128, 64, 32, 16)  # of rows: tiles
 
 
 def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str, ...]:
-    """What a head's bad rows, bool [B, rows], are in words that hold in calls of other
-    lengths too: one row of every tile, all from some row on; nothing where only some rows
-    are here."""
+    """Returns phrases for a head's bad rows, bool [B, rows], that hold in calls of other
+    lengths too: one row of every tile, all from some row on; none where only some rows
+    are measured."""
     of = bad.any(dim=0)
     at = of.nonzero().flatten()
     if rows is not None or not len(at):
@@ -50,7 +50,8 @@ def _every(stride: int) -> str:
 
 
 def in_words(at: Tensor, noun: str = "row") -> str:
-    """`rows 64 to 99`, `every 64th row from 63`, of places [n] in order, one at least."""
+    """Returns places [n], ascending and at least one, in words: `rows 64 to 99`, `every
+    64th row from 63`."""
     first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
     if steps in ([], [1]):
         return f"{noun}s {first} to {last}" if steps else f"{noun} {first}"

@@ -30,7 +30,8 @@ from numdev.tensors import tensor_spec
 def elsewhere(
     x: Tensor, tensor: str, case: AttentionCase, rows: Tensor | None, fmt: Format
 ) -> list[Outside]:
-    """Of each head of a tensor `x` [B, H, rows, ...] of `case`, in all rows but `rows`.
+    """Returns what is not finite in each head of a tensor `x` [B, H, rows, ...] of
+    `case`, in all rows but `rows`.
 
     `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv,
     `fmt` the format of `x`. Left out are query rows that see no key."""
@@ -59,7 +60,7 @@ def elsewhere(
 
 
 def inputs_finite(case: AttentionCase) -> bool:
-    """Whether all inputs are. An additive mask may hold -inf, which hides."""
+    """Whether all inputs are finite. An additive mask may hold -inf, which hides."""
     return all_finite(_inputs(case).values())
 
 

@@ -28,9 +28,9 @@ EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 
 
 
 def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
-    """The fields of `report.WorstRow` that follow from the scores of rows i [n] of batch
-    entries b [n] in a query head, fp64 [n] each. Most mean nothing of a row that sees no
-    key."""
+    """Returns the fields of `report.WorstRow` that follow from the scores of rows i [n]
+    of batch entries b [n] in a query head, fp64 [n] each. Most mean nothing for a row
+    that sees no key."""
     part = case.select_heads([head])
     in_batch_entry = (b, 0, torch.arange(len(b), device=b.device))
     S = _scores(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
@@ -67,8 +67,8 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
 def of_keys(
     case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
-    """The fields of keys j [n] of batch entries b [n] in a kv head, over all queries that
-    read it. `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
+    """Returns the fields of keys j [n] of batch entries b [n] in a kv head, over all
+    queries that read it. `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
     S = _scores(case.select_groups([head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
@@ -87,7 +87,8 @@ def of_keys(
 
 
 def _scores(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
-    """S [B, heads, rows, keys] of heads that read one kv head, -inf where hidden."""
+    """Returns S [B, heads, rows, keys] of heads that read one kv head, -inf where
+    hidden."""
     q, k = case.q[:, :, rows].detach().double(), case.k[:, :, keys].detach().double()
     return scores(case, (q @ k.mT).mul_(case.scale), rows, keys)
 
@@ -103,6 +104,7 @@ def _carriers(P: Tensor) -> Tensor:
 
 
 def _summed(flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """How many are true in each row: [n, m] to [n] in fp64, of all in one sum."""
+    """Returns how many flags are true in each row: [n, m] to [n] in fp64, of all in one
+    sum."""
     sums = torch.stack(list(flags.values())).sum(dim=-1, dtype=torch.float64)
     return dict(zip(flags, sums.unbind(), strict=True))

@@ -101,7 +101,8 @@ PROPERTIES = TIES | SHARES | SIZES  # named in this order
 
 
 def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
-    """How much the row errs, and what stands out beside the usual rows of its head."""
+    """Returns a sentence on how much the row errs, and what stands out beside the usual
+    rows of its head."""
     is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
         properties = ["no query sees it" if is_key else "it sees no key"]
@@ -122,7 +123,8 @@ def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
 
 
 def outstanding(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The properties of a row that stand out, with their medians over usual rows."""
+    """Returns the properties of a row that stand out, with their medians over usual
+    rows."""
     medians = {}
     for name, rule in PROPERTIES.items():
         value = getattr(row, name)
