@@ -336,9 +336,9 @@ def test_the_attention_that_is_diagnosed(
     )
     request = asked(checkpoints / "m-step10", attention=options, cures=False, layers=(0,))
     found = study.diagnose(request, tmp_path / "out")
-    (made,) = (x.found.made for x in chain)
-    assert (made.preset, made.block_kv, made.delta_from) == ("qiu2025", 64, "dP*P")
-    assert made.sites["dp"] == "float32"
+    (recipe,) = (x.rounded.recipe for x in chain)
+    assert (recipe.preset, recipe.block_kv, recipe.delta_from) == ("qiu2025", 64, "dP*P")
+    assert recipe.sites["dp"] == "float32"
     assert found.attention == options
 
 

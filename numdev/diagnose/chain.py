@@ -51,16 +51,16 @@ OF_WEIGHTS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Diagnosis:
-    """A call, what the recipe makes of it, and its numbers."""
+    """One call: exact, as the recipe rounds it, and the numbers of every head."""
 
     truth: Truth
-    found: Computed
+    rounded: Computed
     heads: tuple[HeadRow, ...]
 
 
 def diagnosed(
     case: AttentionCase,
-    made: Recipe,
+    recipe: Recipe,
     projection: Projection | None = None,
     *,
     checkpoint: str = "",
@@ -72,42 +72,37 @@ def diagnosed(
     without grad_out, Refused where the recipe's `compute` dtype does not hold the
     case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        truth, found = passes.truth_of(case, projection), passes.computed(case, made)
-        error = truth.off(found.delta, truth.exact.delta)
-        numbers = stats.by_head(
-            {
-                "rows": truth.rows.sum(dim=(0, 2)),
-                **_ties(passes.rounder(case, made), found.kept, truth),
-                **_biases(truth, found),
-                "ds_row_sum": ds_row_sum(truth, found),
-                "delta_mean": stats.mean(error, truth.rows),
-                "delta_t": stats.t_of(error, truth.rows),
-                "delta_run": stats.longest_run(error, truth.rows)
-                .nan_to_num(-math.inf)
-                .amax(dim=0),
-                **_of_weights(truth, found),
-            }
-        )
+        truth, rounded = passes.truth_of(case, projection), passes.computed(case, recipe)
+        columns = {
+            "rows": truth.rows.sum(dim=(0, 2)),
+            **_ties(passes.rounder(case, recipe), rounded.saved, truth),
+            **_biases(truth, rounded),
+            "ds_row_sum": ds_row_sum(truth, rounded),
+            **_delta_errors(truth, rounded),
+            **_of_weights(truth, rounded),
+        }
+        numbers = stats.by_head(columns)
     ref = case.ref
     place: dict[str, Any] = {
         "checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
         "layer": ref.layer, "call": ref.call,
     }  # fmt: skip
     heads = tuple(
-        HeadRow(**place, head=head, **row, nulls=_nulls(truth, found, row))
+        HeadRow(**place, head=head, **row, nulls=_nulls(truth, rounded, row))
         for head, row in enumerate(numbers)
     )
-    return Diagnosis(truth=truth, found=found, heads=heads)
+    return Diagnosis(truth=truth, rounded=rounded, heads=heads)
 
 
-def _ties(r: Rounder, kept: SavedForward, truth: Truth) -> Columns:
+def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
     """Ties, and what P is where it meets V: means of every head over the rows that count,
     or of `one_signed` over those nearly tied.
 
     Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it
     is multiplied with V (site `p`)."""
     blocks = [
-        _ties_of(r, kept, truth, rows) for rows in row_blocks(r.case, passes.BLOCKS_HELD)
+        _ties_of(r, saved, truth, rows)
+        for rows in row_blocks(r.case, passes.BLOCKS_AT_ONCE)
     ]
     tied, near, one_signed, ones, powers = (
         torch.cat(x, 2) for x in zip(*blocks, strict=True)
@@ -122,20 +117,21 @@ def _ties(r: Rounder, kept: SavedForward, truth: Truth) -> Columns:
 
 
 def _ties_of(
-    r: Rounder, kept: SavedForward, truth: Truth, rows: slice
+    r: Rounder, saved: SavedForward, truth: Truth, rows: slice
 ) -> tuple[Tensor, ...]:
-    """Of each row of a block, [B, H, rows]: keys whose S is the largest, keys within NEAR
-    of it, the share of V's features that have one sign over these, keys with P-bar
-    exactly 1, and the probability of keys at which P is an exact power of two.
+    """Five numbers of each row of a block, [B, H, rows]: how many keys have the largest
+    S, how many are within NEAR of it, the share of V's features that have one sign over
+    these, how many keys have P-bar exactly 1, and the probability of the keys at which P
+    is an exact power of two.
 
     A key counts as a one only where the maximum that P was taken under is the row's
     largest of all: in a recipe whose every tile has a maximum of its own, each would have
     a one."""
-    case, made = r.case, r.recipe
-    width = made.tile(kept.q.shape[-1], case.kv_len)[1]
+    case, recipe = r.case, r.recipe
+    width = recipe.tile(saved.q.shape[-1], case.kv_len)[1]
     seen = key_range(case, rows)
     keys = slice(seen.start - seen.start % width, seen.stop)  # whole tiles
-    S, _ = fwd.scores(r, kept.q_s, kept.k, rows, keys)
+    S, _ = fwd.scores(r, saved.q_s, saved.k, rows, keys)
     P, _, _ = passes.probabilities(case, truth.exact, rows, keys)
     largest = (
         S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
@@ -149,16 +145,16 @@ def _ties_of(
     best = S.new_full(S.shape[:3], -math.inf)
     ones, powers = torch.zeros_like(best), P.new_zeros(best.shape)
     for split in fwd.splits(r):
-        m = fwd.start(r, kept.q[:, :, rows], kept.v, split).m
+        m = fwd.start(r, saved.q[:, :, rows], saved.v, split).m
         starts = range(max(keys.start, split.start), min(keys.stop, split.stop), width)
         for first in fwd.in_order(r, starts):
             tile = slice(first - keys.start, min(first + width, keys.stop) - keys.start)
-            own = fwd.maximum(r, S[..., tile])
-            m = torch.maximum(m, own)
-            under = own if made.algorithm == "fa1" else m
+            tile_maximum = fwd.maximum(r, S[..., tile])
+            m = torch.maximum(m, tile_maximum)
+            under = tile_maximum if recipe.algorithm == "fa1" else m
             weights = fwd.exponential(r, S[..., tile], under)
-            if made.algorithm == "plain":
-                weights = r("normalised", weights / nonzero(kept.l[:, :, rows, None]))
+            if recipe.algorithm == "plain":
+                weights = r("normalised", weights / nonzero(saved.l[:, :, rows, None]))
             weights = r("p", weights)
             count = (weights == 1.0).sum(dim=-1).to(best.dtype)
             ones = torch.where(
@@ -169,26 +165,38 @@ def _ties_of(
     return tied, near, one_signed, ones, powers
 
 
-def _biases(truth: Truth, found: Computed) -> Columns:
-    """The bias of P V by its own roundings, and of O by all."""
+def _biases(truth: Truth, rounded: Computed) -> Columns:
+    """The bias of P V by the roundings of that product alone, that of O by all roundings,
+    and the t of each."""
     exact, fmt, scale = truth.exact, truth.case.format, truth.exact.term_scale
-    error = found.out.double() - exact.out
+    error = rounded.out.double() - exact.out
     out_bias, out_t = stats.bias(error, exact.out, scale, truth.rows, fmt)
     pv_bias, pv_t = torch.full((2, *out_bias.shape), math.nan)
-    if found.product is not None and found.product_exact is not None:
-        product = found.product_exact.double()
-        if found.made.algorithm != "plain":  # there P-bar is exp(L - m) times P
-            scale = scale * (exact.lse - found.kept.m.double()).exp()[..., None]
-        error = found.product.double() - product
+    if rounded.product is not None and rounded.product_exact is not None:
+        product = rounded.product_exact.double()
+        if rounded.recipe.algorithm != "plain":  # there P-bar is exp(L - m) times P
+            scale = scale * (exact.lse - rounded.saved.m.double()).exp()[..., None]
+        error = rounded.product.double() - product
         pv_bias, pv_t = stats.bias(error, product, scale, truth.rows, fmt)
     return {"pv_bias": pv_bias, "pv_t": pv_t, "out_bias": out_bias, "out_t": out_t}
 
 
-def ds_row_sum(truth: Truth, found: Computed) -> Tensor:
-    """[H]: the rms sum of a row of dS over that of |dS|; NaN where it is not zero to
-    begin with."""
-    sums = found.ds if _zero_sums(truth) else torch.full_like(found.ds, math.nan)
-    return stats.rms(sums, truth.rows) / stats.rms(found.ds_size, truth.rows)
+def _delta_errors(truth: Truth, rounded: Computed) -> Columns:
+    """The mean error of delta, its t, and its longest run over the sequences."""
+    error = truth.off(rounded.delta, truth.exact.delta)
+    runs = stats.longest_run(error, truth.rows).nan_to_num(-math.inf)
+    return {
+        "delta_mean": stats.mean(error, truth.rows),
+        "delta_t": stats.t_of(error, truth.rows),
+        "delta_run": runs.amax(dim=0),
+    }
+
+
+def ds_row_sum(truth: Truth, rounded: Computed) -> Tensor:
+    """[H]: the rms over rows of the sum of dS, over that of the sum of |dS|; NaN where
+    the exact sum is not zero."""
+    sums = rounded.ds if _zero_sums(truth) else torch.full_like(rounded.ds, math.nan)
+    return stats.rms(sums, truth.rows) / stats.rms(rounded.ds_size, truth.rows)
 
 
 def _zero_sums(truth: Truth) -> bool:
@@ -196,25 +204,25 @@ def _zero_sums(truth: Truth) -> bool:
     return truth.case.softcap is None and truth.case.sinks is None
 
 
-def _of_weights(truth: Truth, found: Computed) -> Columns:
-    """The numbers of W_Q; NaN without a projection."""
+def _of_weights(truth: Truth, rounded: Computed) -> Columns:
+    """The numbers that need W_Q, by OF_WEIGHTS; NaN without a projection."""
     numbers = dict.fromkeys(OF_WEIGHTS, torch.full_like(truth.size, math.nan))
     if truth.projection is None:
         return numbers
     PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
-    uneven = truth.off(found.delta, found.even) * truth.size[:, None]
+    uneven = truth.off(rounded.delta, rounded.even) * truth.size[:, None]
     # Formula 2
     by_delta = truth.weights(-truth.case.scale * uneven[..., None] * truth.PK)
     return {
         "moved": truth.moved(by_delta),
-        "dw_q_error": truth.moved(truth.dw_q_error(found.dq)),
+        "dw_q_error": truth.moved(truth.dw_q_error(rounded.dq)),
         "dw_q_norm": stats.norm(truth.dw_q),
         "similarity": stats.similarity(truth.projection, PK),
         **stats.spectral(truth.projection, truth.case.heads),
     }
 
 
-def _nulls(truth: Truth, found: Computed, row: Mapping[str, Any]) -> dict[str, str]:
+def _nulls(truth: Truth, rounded: Computed, row: Mapping[str, Any]) -> dict[str, str]:
     """The reason of every number of a head that is null."""
 
     def reason(name: str) -> str:
@@ -224,7 +232,7 @@ def _nulls(truth: Truth, found: Computed, row: Mapping[str, Any]) -> dict[str, s
             return "no query sees more than one key"
         if name == "ds_row_sum" and not _zero_sums(truth):
             return "under a soft cap, or with a sink, rows of dS do not sum to zero"
-        if name.startswith("pv") and found.product is None:
+        if name.startswith("pv") and rounded.product is None:
             return "the keys are split, and each part has a P V of its own"
         if name.endswith("_t"):
             return f"a t needs {stats.FEWEST_BLOCKS} blocks of rows that do not all agree"

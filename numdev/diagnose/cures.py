@@ -15,7 +15,7 @@ from torch import Tensor
 
 from numdev.audit.isolation import Failure, attempt
 from numdev.diagnose.chain import Diagnosis
-from numdev.diagnose.passes import Truth, computed
+from numdev.diagnose.passes import Computed, Truth, computed
 from numdev.diagnose.report import CureRow, KernelRow
 from numdev.diagnose.statistics import bias, by_head, mean, norm, t_of
 from numdev.errors import NumdevError
@@ -32,14 +32,11 @@ class Cure(NamedTuple):
     options: Mapping[str, Any]  # of `emulated`
 
 
-_PV = dict.fromkeys(("pv", "accumulator", "state", "merge", "normalised"), "float32")
-
-CURES: Mapping[str, Cure] = {
+OTHER_SOFTMAX: Mapping[str, Cure] = {
     # The stabilised softmax of the paper's first runs, and of its later ones.
     "stabilised, exact ties": Cure(
         "not invariant under a shift of the scores; rows are lost where (beta - 1) "
-        "r_m passes "
-        "what P's format holds; nothing changes at r_m = 0",
+        "r_m passes what P's format holds; nothing changes at r_m = 0",
         {"softmax": "stabilised", "beta": 7.0, "tie_tolerance": 0.0},
     ),
     "stabilised": Cure(
@@ -50,15 +47,19 @@ CURES: Mapping[str, Cure] = {
     # significands, which O / l takes back: no P is 1, whatever is tied.
     "guarded": Cure(
         "changes how P V is rounded, not the last cast of O; rows at one position "
-        "have the same "
-        "number in all heads and batches; P is normalised in backward as without "
-        "this cure",
+        "have the same number in all heads and batches; P is normalised in backward "
+        "as without this cure",
         {"softmax": "guarded"},
     ),
     "l from rounded P": Cure(
         "costs nothing; leaves the error of the product P V as it is",
         {"l_from": "rounded"},
     ),
+}
+
+_PV = dict.fromkeys(("pv", "accumulator", "state", "merge", "normalised"), "float32")
+
+WIDER_FORMAT: Mapping[str, Cure] = {
     # P V, its sum over tiles and its normalisation; O is still cast.
     "P V in fp32": Cure("an accumulator twice as large", _PV),
     "O in fp32": Cure(
@@ -67,6 +68,11 @@ CURES: Mapping[str, Cure] = {
     "dP in fp32": Cure(
         "what fused kernels do; a stored dP needs twice the memory", {"dp": "float32"}
     ),
+}
+
+CURES: Mapping[str, Cure] = {
+    **OTHER_SOFTMAX,
+    **WIDER_FORMAT,
     # delta = rowsum(dP o P): from the dP and P that it is subtracted from, in fp32, as
     # are S - m and l, so that P sums to 1 and each row of dS to zero.
     "delta from dP": Cure(
@@ -80,10 +86,8 @@ CURES: Mapping[str, Cure] = {
     ),
     "stochastic rounding": Cure(
         "no bias, but larger errors: up to twice where values lie anywhere, many "
-        "times where they "
-        "lie next to a number of the format, as at ties; l and the S of forward and "
-        "backward no "
-        "longer fit; not the same bits twice",
+        "times where they lie next to a number of the format, as at ties; l and the S "
+        "of forward and backward no longer fit; not the same bits twice",
         {"rounding": "stochastic"},
     ),
 }
@@ -92,34 +96,38 @@ CURES: Mapping[str, Cure] = {
 def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
     """The attention as it is and with each cure, one row for every head. A row whose cure
     contradicts the recipe, or cannot be computed, has the reason and no numbers."""
-    truth, made = diagnosis.truth, diagnosis.found.made
+    truth, recipe = diagnosis.truth, diagnosis.rounded.recipe
     rows = []
     for name, cure in {NONE: Cure("", {}), **cures}.items():
         same: dict[str, Any] = {"cure": name, "options": dict(cure.options)}
         try:
-            found = (
-                computed(truth.case, changed(made, **cure.options))
+            rounded = (
+                computed(truth.case, changed(recipe, **cure.options))
                 if name in cures
-                else (diagnosis.found)
+                else diagnosis.rounded
             )
         except NumdevError as error:
             rows += [
                 CureRow(**h.place, **same, reason=str(error)) for h in diagnosis.heads
             ]
             continue
-        numbers = _seen(truth, found.out, found.dq, found.delta)
-        # Of dk and dv a query head has what is broken in its kv head.
-        broken = [
-            (~x.isfinite())
-            .sum((0, 2, 3))
-            .repeat_interleave(truth.case.heads // x.shape[1])
-            for x in (found.out, found.dq, found.dk, found.dv)
-        ]
-        for head, own, count in zip(
-            diagnosis.heads, numbers, torch.stack(broken).sum(dim=0).tolist(), strict=True
+        numbers = _seen(truth, rounded.out, rounded.dq, rounded.delta)
+        for head, columns, count in zip(
+            diagnosis.heads, numbers, _nonfinite(rounded, truth.case.heads), strict=True
         ):
-            rows.append(CureRow(**head.place, **same, **own, nonfinite=count))
+            rows.append(CureRow(**head.place, **same, **columns, nonfinite=count))
     return tuple(rows)
+
+
+def _nonfinite(rounded: Computed, heads: int) -> list[int]:
+    """The number of elements of O and the gradients that are NaN or infinite, for each
+    query head. Those of dK and dV count for every query head of their group."""
+    counts = [
+        (~x.isfinite()).sum((0, 2, 3)).repeat_interleave(heads // x.shape[1])
+        for x in (rounded.out, rounded.dq, rounded.dk, rounded.dv)
+    ]
+    total: list[int] = torch.stack(counts).sum(dim=0).tolist()
+    return total
 
 
 def seen_from_outside(
@@ -139,13 +147,13 @@ def seen_from_outside(
     delta = (upstream(truth.case).double() * out).sum(dim=-1)
     numbers = _seen(truth, out, output.dq, delta)
     return tuple(
-        KernelRow(**head.place, **same, ran=output.ran, **own)
-        for head, own in zip(diagnosis.heads, numbers, strict=True)
+        KernelRow(**head.place, **same, ran=output.ran, **columns)
+        for head, columns in zip(diagnosis.heads, numbers, strict=True)
     )
 
 
 def _seen(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[dict[str, Any]]:
-    """The numbers of a `SeenRow` for every head."""
+    """The numeric fields of a `SeenRow`, for every head."""
     with torch.no_grad(), plain_arithmetic(truth.case.q.device):
         exact, rows = truth.exact, truth.rows
         error = truth.off(delta, exact.delta)

@@ -92,31 +92,29 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
             return True, _mean_of(head)
         return False, error * norm / layer if layer > 0 else _mean_of(head)
 
-    places = sorted(
+    ordered = sorted(
         heads, key=lambda h: (h.checkpoint, h.layer or 0, h.case, h.call, h.head)
     )
-    places.sort(key=lambda h: (score(h)[0], -score(h)[1]))  # equals stay in this order
-    ordered, of_head = [], grouped(cures, attrgetter("key"))
-    for rank, head in enumerate(places, start=1):
+    ordered.sort(key=lambda h: (score(h)[0], -score(h)[1]))  # equals stay in this order
+    cures_of_head = grouped(cures, attrgetter("key"))
+    ranking = []
+    for rank, head in enumerate(ordered, start=1):
         verdicts = {name: meets(head, name) for name in CONDITIONS}
-        met, missing = (
-            tuple(n for n, v in verdicts.items() if v is x) for x in (True, False)
-        )
-        ordered.append(
+        ranking.append(
             Ranked(
                 **head.place,
                 rank=rank,
                 score=score(head)[1],
-                conditions=met,
-                missing=missing,
-                cured_by=_cured_by(of_head.get(head.key, ())),
+                conditions=tuple(n for n, is_met in verdicts.items() if is_met),
+                missing=tuple(n for n, is_met in verdicts.items() if is_met is False),
+                cured_by=_cured_by(cures_of_head.get(head.key, ())),
             )
         )
-    return tuple(ordered)
+    return tuple(ranking)
 
 
 def _mean_of(head: HeadRow) -> float:
-    """|Mean error of delta|; 0 where it is not known."""
+    """|Mean error of delta|; 0 where that is null."""
     return abs(head.delta_mean or 0.0)
 
 
@@ -132,17 +130,16 @@ def harms(ranked: Ranked) -> bool:
 
 
 def judged(ranked: Ranked, condition: str = DELTA) -> bool:
-    """Whether it is known if a head meets a condition: that its error of delta has one
-    sign."""
+    """Whether a condition could be measured at a head, met or not. By default that its
+    error of delta has one sign."""
     return condition in (*ranked.conditions, *ranked.missing)
 
 
 def leading(ranking: Sequence[Ranked]) -> Ranked:
-    """The head that an answer is about: the first whose errors do not cancel, else the
-    first of which that is known, else the first."""
-    return next(
-        (r for test in (at_fault, judged) for r in ranking if test(r)), ranking[0]
-    )
+    """The head that an answer is about: the first at fault, else the first whose error of
+    delta could be judged, else the first."""
+    candidates = list(filter(at_fault, ranking)) or list(filter(judged, ranking))
+    return candidates[0] if candidates else ranking[0]
 
 
 def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
@@ -152,13 +149,14 @@ def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
     if without.delta_t is not None and abs(without.delta_t) >= T:
         pairs["delta's mean error"] = (cure.delta_mean, without.delta_mean)
     return {
-        what: abs(value) / abs(of)
-        for what, (value, of) in pairs.items()
-        if value is not None and of and not cure.nonfinite
+        what: abs(value) / abs(uncured)
+        for what, (value, uncured) in pairs.items()
+        if value is not None and uncured and not cure.nonfinite
     }
 
 
 def _cured_by(rows: Sequence[CureRow]) -> tuple[str, ...]:
+    """The cures of one head that leave less than half of an error, best first."""
     without = next((row for row in rows if row.cure == "none"), None)
     if without is None:
         return ()
@@ -183,71 +181,96 @@ def answer(
         return ("Nothing was diagnosed: no attention call was measured.",)
     first = leading(ranking)
     rows = {head.key: head for head in heads}
-    pairs, row = [(r, rows[r.key]) for r in ranking], rows[first.key]
-    known = [head for r, head in pairs if judged(r)]
-    t, sums = si(row.delta_t), percent(row.ds_row_sum)
-    said = []
+    judged_rows = [rows[r.key] for r in ranking if judged(r)]
     if at_fault(first):
-        # A head that attends to one key has P at 1 without any tie: then only a biased
-        # output shows that rounding P V to one side is where it begins.
-        peaked = {EXACT, OUTPUT} <= set(first.conditions)
-        forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
-        said = [
-            f"{first.brief}: rounding shifts its delta to one side, by "
-            f"{percent(row.delta_mean, sign=True)} of what it is summed from (t = "
-            f"{t}); that "
-            f"alone moves its dW_Q by {percent(row.moved)}. Rank {first.rank} of "
-            f"{len(ranking)}; "
-            f"heads at fault: {sum(map(at_fault, ranking))}.",
-            f"{'It begins in forward' if forward else 'Not the published cause'}: "
-            f"{_listed(first.conditions)}; missing conditions: "
-            f"{_listed(first.missing)}; rows of "
-            f"dS sum to {sums} of their size.",
+        sentences = [
+            *_fault(first, rows[first.key], ranking),
             *_cure(first, cures),
         ]
-    elif first.score >= DROWNED and judged(first, WRONG):
-        loud = sum(r.score >= DROWNED and judged(r, WRONG) for r in ranking)
-        said = [
-            f"{first.brief}: rounding changes its layer's dW_Q by "
-            f"{percent(first.score)} ({loud} "
-            f"of {len(ranking)} heads ≥ {percent(DROWNED)}); the errors have no "
-            "consistent sign "
-            f"(t = {t}); rows of dS sum to {sums} of their size, not to 0.",
+    elif _drowns(first):
+        sentences = [
+            _drowned(first, rows[first.key], ranking),
             *_cure(first, cures),
         ]
-    elif known:
-        shifted = [head for head in known if meets(head, DELTA)]
-        row = max(shifted or known, key=lambda head: (head.moved or 0.0, _mean_of(head)))
-        top = max(known, key=lambda head: abs(head.delta_t or 0.0))
-        said = [
-            f"No head of {len(known)} is at fault: delta's error has one sign in "
-            f"{len(shifted)} of "
-            f"{len(known)} heads (largest |t|: {si(abs(top.delta_t or 0.0))}, "
-            f"{top.brief}); it "
-            f"moves a dW_Q by at most {percent(row.moved)} ({row.brief}, mean error "
-            f"{percent(row.delta_mean, sign=True)})."
-        ]
-    if len(known) < len(ranking):
-        unknown = next(head for r, head in pairs if not judged(r))
-        why = (
-            unknown.nulls.get("delta_mean")
-            or unknown.nulls.get("delta_t")
-            or "not measured"
+    elif judged_rows:
+        sentences = [_no_fault(judged_rows)]
+    else:
+        sentences = []
+    if len(judged_rows) < len(ranking):
+        sentences.append(
+            _not_judged([rows[r.key] for r in ranking if not judged(r)], ranking)
         )
-        count = len(ranking) - len(known)
-        said.append(
-            f"Sign of delta's error not known in {count} of {len(ranking)}: {why}."
-        )
-    return tuple(said)
+    return tuple(sentences)
+
+
+def _fault(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> tuple[str, str]:
+    """What the errors of a head at fault do, and which conditions of the chain hold."""
+    # A head that attends to one key has P at 1 without any tie: then only a biased
+    # output shows that rounding P V to one side is where it begins.
+    peaked = {EXACT, OUTPUT} <= set(first.conditions)
+    forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
+    origin = "It begins in forward" if forward else "Not the published cause"
+    effect = (
+        f"{first.brief}: rounding shifts its delta to one side, by "
+        f"{percent(row.delta_mean, sign=True)} of what it is summed from "
+        f"(t = {si(row.delta_t)}); that alone moves its dW_Q by {percent(row.moved)}. "
+        f"Rank {first.rank} of {len(ranking)}; "
+        f"heads at fault: {sum(map(at_fault, ranking))}."
+    )
+    cause = (
+        f"{origin}: {_listed(first.conditions)}; "
+        f"missing conditions: {_listed(first.missing)}; "
+        f"rows of dS sum to {percent(row.ds_row_sum)} of their size."
+    )
+    return effect, cause
+
+
+def _drowns(ranked: Ranked) -> bool:
+    """Whether rounding changes half of the dW_Q of the head's layer."""
+    return ranked.score >= DROWNED and judged(ranked, WRONG)
+
+
+def _drowned(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
+    """What rounding does to the layer of a head whose errors have no common sign."""
+    return (
+        f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
+        f"({sum(map(_drowns, ranking))} of {len(ranking)} heads ≥ {percent(DROWNED)}); "
+        f"the errors have no consistent sign (t = {si(row.delta_t)}); "
+        f"rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0."
+    )
+
+
+def _no_fault(judged_rows: Sequence[HeadRow]) -> str:
+    """How many heads were cleared, and how far the worst of them is off."""
+    count = len(judged_rows)
+    shifted = [head for head in judged_rows if meets(head, DELTA)]
+    worst = max(
+        shifted or judged_rows, key=lambda head: (head.moved or 0.0, _mean_of(head))
+    )
+    top = max(judged_rows, key=lambda head: abs(head.delta_t or 0.0))
+    return (
+        f"No head of {count} is at fault: delta's error has one sign in "
+        f"{len(shifted)} of {count} heads "
+        f"(largest |t|: {si(abs(top.delta_t or 0.0))}, {top.brief}); "
+        f"it moves a dW_Q by at most {percent(worst.moved)} ({worst.brief}, "
+        f"mean error {percent(worst.delta_mean, sign=True)})."
+    )
+
+
+def _not_judged(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) -> str:
+    """How many heads could not be judged, with the reason of the first."""
+    nulls = heads[0].nulls
+    why = nulls.get("delta_mean") or nulls.get("delta_t") or "not measured"
+    return f"Sign of delta's error not known in {len(heads)} of {len(ranking)}: {why}."
 
 
 def _cure(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
+    """What the best cure of a head leaves of its error; empty where none was run."""
     rows = {cure.cure: cure for cure in cures if cure.key == first.key}
     if not rows:
         return []
-    broken = (
-        f"NaN or infinity: {_listed([r.cure for r in rows.values() if r.nonfinite])}."
-    )
+    nonfinite = [name for name, row in rows.items() if row.nonfinite]
+    broken = f"NaN or infinity: {_listed(nonfinite)}."
     if not first.cured_by:
         return [f"No cure that was tried takes half of it away: see the table. {broken}"]
     best, *also = first.cured_by[:NAMED]
@@ -255,10 +278,9 @@ def _cure(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
     share, what = min((share, what) for what, share in shares(row, without).items())
     return [
         f"Best cure on the same inputs: {best} leaves {percent(share)} of {what}; "
-        "dW_Q is then off "
-        f"by {percent(row.dw_q_error)}, without it by "
-        f"{percent(without.dw_q_error)}. Below half "
-        f"too: {_listed(also)}. {broken}"
+        f"dW_Q is then off by {percent(row.dw_q_error)}, "
+        f"without it by {percent(without.dw_q_error)}. "
+        f"Below half too: {_listed(also)}. {broken}"
     ]
 
 

@@ -28,7 +28,7 @@ from numdev.kernels.output import upstream
 from numdev.kernels.reference import blocked, gradients
 from numdev.sources.projection import Projection
 
-BLOCKS_HELD = 8  # blocks of scores that are held at once, each so much smaller
+BLOCKS_AT_ONCE = 8  # blocks of scores in memory at once, each so much smaller
 PRODUCT = ("pv", "accumulator", "state")  # the sites of the product P V
 
 
@@ -73,14 +73,14 @@ class Truth:
 
 
 def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
-    """Raises UsageError for a case without grad_out. Memory: a few blocks of scores
-    beyond what has the shape of q, k, v and the output."""
+    """The call and its gradients in fp64. Raises UsageError for a case without grad_out.
+    Memory: a few blocks of scores beyond what has the shape of q, k, v and the output."""
     dO = upstream(case).double()
     exact = gradients(case)
     b, h, n, d = case.q.shape
     seen = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     PK = exact.dq.new_zeros(b, h, n, d)
-    for rows in blocked.row_blocks(case, BLOCKS_HELD):
+    for rows in blocked.row_blocks(case, BLOCKS_AT_ONCE):
         keys = key_range(case, rows)
         P, slope, shown = probabilities(case, exact, rows, keys)
         seen[:, :, rows] = shown.sum(dim=-1) > 1
@@ -111,8 +111,8 @@ class Computed:
     """Values of a recipe, in its `compute` dtype, shaped as q, k, v and the output are.
     Sums are over the keys that a row sees, [B, H, q_len] in fp64."""
 
-    made: Recipe
-    kept: SavedForward
+    recipe: Recipe
+    saved: SavedForward
     out: Tensor
     # P-bar V, or P V where P is normalised first; None of split keys
     product: Tensor | None
@@ -129,56 +129,58 @@ class Computed:
     even: Tensor
 
 
-def rounder(case: AttentionCase, made: Recipe) -> Rounder:
+def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
     """The rounding of every site; raises Refused as `bwd.gradients` does."""
-    r = bwd.rounder(case, made)
-    if made.rounding == "stochastic":
+    r = bwd.rounder(case, recipe)
+    if recipe.rounding == "stochastic":
         for i, site in enumerate(SITES):
-            own = torch.Generator(case.q.device).manual_seed(made.seed * len(SITES) + i)
-            fmt = made.format_at(site, case.format)
-            r.steps[site] = rounding(fmt, r.dtype, made.rounding, own)
+            seed = recipe.seed * len(SITES) + i
+            generator = torch.Generator(case.q.device).manual_seed(seed)
+            fmt = recipe.format_at(site, case.format)
+            r.steps[site] = rounding(fmt, r.dtype, recipe.rounding, generator)
     return r
 
 
-def computed(case: AttentionCase, made: Recipe) -> Computed:
+def computed(case: AttentionCase, recipe: Recipe) -> Computed:
     """Both passes of the recipe, without autograd. Raises Refused for a case that the
     recipe's `compute` dtype does not hold, and for one without grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        kept = bwd.run_forward(rounder(case, made))
-        r, product = kept.r, kept.product
-        given = kept.with_upstream(upstream(case))
-        dq, dk, dv = bwd.cast(r, *bwd.backward(given))
+        saved = bwd.run_forward(rounder(case, recipe))
+        r, product = saved.r, saved.product
+        inputs = saved.with_upstream(upstream(case))
+        dq, dk, dv = bwd.cast(r, *bwd.backward(inputs))
         without = dataclasses.replace(
-            made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)}
+            recipe, sites={**recipe.sites, **dict.fromkeys(PRODUCT, EXACT)}
         )
         exact = (
             None if product is None else bwd.run_forward(rounder(case, without)).product
         )
-        asked = dataclasses.replace(given, r=rounder(case, made))
-        delta = bwd.delta_of(asked, bwd.blocks(asked))
-        ds, ds_size, weighed, weights = _row_sums(given, delta)
+        # Generators that start again draw for delta what the backward pass drew
+        with_fresh_draws = dataclasses.replace(inputs, r=rounder(case, recipe))
+        delta = bwd.delta_of(with_fresh_draws, bwd.blocks(with_fresh_draws))
+        ds, ds_size, weighed, weights = _row_sums(inputs, delta)
         return Computed(
-            made=made, kept=kept, out=r("out", kept.O), product=product,
+            recipe=recipe, saved=saved, out=r("out", saved.O), product=product,
             product_exact=exact, delta=delta, dq=dq, dk=dk, dv=dv, ds=ds, ds_size=ds_size,
             even=weighed / weights,
         )  # fmt: skip
 
 
-def _row_sums(given: BackwardInputs, delta: Tensor) -> Tensor:
-    """[4, B, H, q_len]: the sums of dS, |dS|, dP o P and P over the keys that a row
-    sees."""
-    case = given.r.case
+def _row_sums(inputs: BackwardInputs, delta: Tensor) -> Tensor:
+    """[4, B, H, q_len] in fp64: the sums of dS, |dS|, dP o P and P over the keys that a
+    row sees."""
+    case = inputs.r.case
     sums = torch.zeros(4, *delta.shape, dtype=torch.float64, device=case.q.device)
     if case.sinks is not None:
         logits = case.sinks.double()[None, :, None]
-        P = (logits - fwd.finite(given.shift).double()).exp()
-        sums[3] = P if given.over is None else P / blocked.nonzero(given.over).double()
-    given = dataclasses.replace(given, r=rounder(case, given.r.recipe))
-    for rows, keys in bwd.blocks(given):
-        P, dP, tanh = bwd.again(given, rows, keys)
-        P = given.r("p_for_ds", P)
+        P = (logits - fwd.finite(inputs.shift).double()).exp()
+        sums[3] = P if inputs.over is None else P / blocked.nonzero(inputs.over).double()
+    inputs = dataclasses.replace(inputs, r=rounder(case, inputs.r.recipe))
+    for rows, keys in bwd.blocks(inputs):
+        P, dP, tanh = bwd.again(inputs, rows, keys)
+        P = inputs.r("p_for_ds", P)
         weights, weighed = P.double(), P.double() * dP.double()
-        dS = bwd.of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
+        dS = bwd.of_products(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
         shown, added = visible(case, rows, keys), additive(case, rows, keys)
         seen = (
             torch.ones((), dtype=torch.bool, device=case.q.device)

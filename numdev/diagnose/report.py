@@ -15,7 +15,7 @@ from numdev.report import Axis, Figure, Record, Report
 Value = float | None
 
 
-class Checkpoint(Record):
+class DiagnosedCheckpoint(Record):
     """One set of weights that was diagnosed."""
 
     name: str
@@ -23,7 +23,7 @@ class Checkpoint(Record):
     sha256: str | None = None
 
 
-class Place(Record):
+class HeadPlace(Record):
     """One query head of one call, for one checkpoint. Means are over its sequences and
     rows."""
 
@@ -38,7 +38,7 @@ class Place(Record):
     @property
     def place(self) -> dict[str, Any]:
         """The fields that say where, for another record of the same head."""
-        return {name: getattr(self, name) for name in Place.model_fields}
+        return {name: getattr(self, name) for name in HeadPlace.model_fields}
 
     @property
     def brief(self) -> str:
@@ -48,11 +48,11 @@ class Place(Record):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Which head of which checkpoint it is of."""
+        """What identifies the head: its checkpoint, its case and its number."""
         return self.checkpoint, self.case, self.head
 
 
-class HeadRow(Place):
+class HeadRow(HeadPlace):
     """The risk factors of one head, and what came of them. A bias is the mean error in
     ulps along the exact value's sign, positive away from zero; a t is that of a mean,
     over blocks of rows."""
@@ -95,8 +95,8 @@ class HeadRow(Place):
     nulls: dict[str, str] = Field(default_factory=dict)  # why a number is null
 
 
-class SeenRow(Place):
-    """What is measured of any attention on the same inputs, and why it is not."""
+class SeenRow(HeadPlace):
+    """The numbers that any attention has on the same inputs, or why it has none."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     reason: str | None = None  # why there are no numbers
@@ -123,8 +123,8 @@ class KernelRow(SeenRow):
     ran: str | None = None
 
 
-class Ranked(Place):
-    """A head's place in the answer."""
+class Ranked(HeadPlace):
+    """A head in the order of the answer, with what decided its rank."""
 
     rank: int
     # |dW_Q error| over |dW_Q| of its layer; without W_Q |delta's mean error|
@@ -149,7 +149,7 @@ class DiagnoseReport(Report):
     kind: Literal["diagnose"] = "diagnose"
     summary: DiagnoseSummary
     attention: dict[str, Any]  # the options of `emulated` that were diagnosed
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[DiagnosedCheckpoint, ...]
     heads: tuple[HeadRow, ...]
     cures: tuple[CureRow, ...] = ()
     # By cure: where it fails, what it takes
@@ -168,11 +168,12 @@ class DiagnoseReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether the error of delta of any head is known."""
+        """Whether any head has a mean error of delta."""
         return any(head.delta_mean is not None for head in self.heads)
 
     @property
     def unmeasured(self) -> str:
+        """A sentence that says why no head has a mean error of delta."""
         reasons = sorted(
             {h.nulls["delta_mean"] for h in self.heads if "delta_mean" in h.nulls}
         )

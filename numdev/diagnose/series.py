@@ -22,7 +22,7 @@ from numdev.sources.files import identity
 from numdev.sources.pipeline import is_pipeline
 from numdev.sources.prompts import PROMPT
 from numdev.sources.tensorfile import holds_cases, open_cases
-from numdev.training.weights.files import open_weights
+from numdev.training.weights.files import Weights, open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")
@@ -30,8 +30,7 @@ YAML = (".yaml", ".yml")
 BESIDE = ("config.json", PROMPT)
 GIVE = (
     "give a checkpoint, a directory of checkpoints (a training keeps them with "
-    "`checkpoints:`), "
-    "a file of captured tensors, or `demo`"
+    "`checkpoints:`), a file of captured tensors, or `demo`"
 )
 
 
@@ -47,8 +46,8 @@ class Stage:
     files: tuple[Path, ...] = ()  # what else decides which calls it has
 
     def identity(self) -> list[str | int | None]:
-        """What tells it from another target at the same path. Rows say of which step they
-        are."""
+        """What differs between two targets at the same path. The step is part of it since
+        rows name their step."""
         return [self.sha256, identity(self.files), self.step]
 
 
@@ -59,11 +58,11 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     Raises UsageError for a target that is none, and for two checkpoints of one step,
     MeasurementError where weights are damaged, and where no checkpoint has finite
     weights."""
-    found = [path for target in targets for path in _checkpoints(target)]
-    if len(set(found)) < len(found):
+    paths = [path for target in targets for path in _checkpoints(target)]
+    if len(set(paths)) < len(paths):
         raise UsageError(f"{targets[0]}: a checkpoint is given twice")
-    names = Counter(path.resolve().name for path in found)
-    steps = {path: step_of(path) for path in found}
+    names = Counter(path.resolve().name for path in paths)
+    steps = {path: step_of(path) for path in paths}
     (step, times), *_ = Counter(steps.values()).most_common(1)
     if None not in steps.values():
         if times > 1:
@@ -71,9 +70,9 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
             raise UsageError(
                 what, hint="name one series, such as run/checkpoints/bf16-seed0-*"
             )
-        found.sort(key=lambda path: steps[path] or 0)
+        paths.sort(key=lambda path: steps[path] or 0)
     sound, left_out = list[Stage](), list[str]()
-    for path in found:
+    for path in paths:
         name = path.resolve().name
         stage = Stage(
             target=str(path),
@@ -81,32 +80,39 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
             step=steps[path],
         )
         if path.suffix in YAML:
-            stage = replace(stage, files=(path,))
+            sound.append(replace(stage, files=(path,)))
         elif holds_cases(path):
-            stage = replace(stage, files=open_cases(path).files)
+            sound.append(replace(stage, files=open_cases(path).files))
         else:
             weights = open_weights(str(path))
             if weights.damage:
                 raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
-            place = demo_checkpoint() if str(path) == "demo" else path
-            files = tuple(file for name in BESIDE if (file := place / name).is_file())
-            stage = replace(stage, sha256=identity(weights.files), files=files)
-            lost = {
-                n: int((~x.read().isfinite()).sum()) for n, x in weights.tensors.items()
-            }
-            if broken := [
-                f"{n} holds {c} NaN or infinite elements" for n, c in lost.items() if c
-            ]:
-                left_out.append(f"{stage.name}: {broken[0]}; left out.")
-                continue
-        sound.append(stage)
+            if broken := _nonfinite_tensor(weights):
+                left_out.append(f"{stage.name}: {broken}; left out.")
+            else:
+                hashes, files = identity(weights.files), _files_beside(path)
+                sound.append(replace(stage, sha256=hashes, files=files))
     if not sound:
         raise MeasurementError(left_out[0], hint="diagnose a checkpoint from before that")
     return tuple(sound), tuple(left_out)
 
 
+def _nonfinite_tensor(weights: Weights) -> str | None:
+    """The first tensor with NaN or infinite elements and how many; None without one."""
+    for name, tensor in weights.tensors.items():
+        if count := int((~tensor.read().isfinite()).sum()):
+            return f"{name} holds {count} NaN or infinite elements"
+    return None
+
+
+def _files_beside(path: Path) -> tuple[Path, ...]:
+    """The files beside a checkpoint's weights that decide which calls it has."""
+    directory = demo_checkpoint() if str(path) == "demo" else path
+    return tuple(file for name in BESIDE if (file := directory / name).is_file())
+
+
 def _checkpoints(target: str) -> list[Path]:
-    """What a target names: itself, or the checkpoints that a directory holds."""
+    """The target itself, or the checkpoints in a directory."""
     path = Path(target)
     if target == "demo":
         return [path]
@@ -120,8 +126,8 @@ def _checkpoints(target: str) -> list[Path]:
     if path.is_file() or _is_checkpoint(path) or holds_cases(path):
         return [path]
     for pattern in ("checkpoints/*", "*"):
-        if held := sorted(filter(_is_checkpoint, path.glob(pattern))):
-            return held
+        if checkpoints := sorted(filter(_is_checkpoint, path.glob(pattern))):
+            return checkpoints
     raise UsageError(f"{target}: holds no checkpoint", hint=GIVE)
 
 
@@ -133,10 +139,13 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of training of a checkpoint; None where nothing tells it."""
-    named = STEP.search(path.name)
+    """The step of training of a checkpoint, by `training.json`, else by the directory's
+    name; None where neither has one."""
     try:
-        told = json.loads((path / "training.json").read_text(encoding="utf-8"))["step"]
+        step = json.loads((path / "training.json").read_text(encoding="utf-8"))["step"]
     except (OSError, ValueError, KeyError, TypeError):
-        told = None
-    return told if isinstance(told, int) else int(named[1]) if named else None
+        step = None
+    if isinstance(step, int):
+        return step
+    in_name = STEP.search(path.name)
+    return int(in_name[1]) if in_name else None

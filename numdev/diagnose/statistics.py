@@ -17,13 +17,14 @@ from numdev.formats import Format, ulp
 from numdev.sources.projection import Projection
 from numdev.training.measure import spectral_norms
 
-BLOCKS = 16  # of rows in a sequence; of as many sequences each is one block
+# Blocks of rows in a sequence. With as many sequences or more, a sequence is one block
+BLOCKS = 16
 FEWEST_BLOCKS = 4
 # An exact value below its term scale over this is no measure of its own errors
 CANCELLED = 16.0
-MOST_TOKENS = 2048  # of more, as many are taken, evenly spread over the call
+MAX_TOKENS = 2048  # a longer call is sampled at as many, evenly spread
 STEPS = 32  # of Lanczos' method; as many as there are tokens give it to fp64 rounding
-GRAM_BYTES = 1 << 28  # of the Gram matrices of the heads taken at once
+GRAM_BYTES = 1 << 28  # the Gram matrices of several heads at once take at most this
 Columns = Mapping[str, Tensor]  # numbers by name, [H] each
 
 
@@ -55,14 +56,15 @@ def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
     n = seen.sum(dim=-1).to(x.dtype)
     means = torch.where(seen, sums / counts, 0.0)
     middle = means.sum(dim=-1) / n
-    apart = torch.where(seen, means - middle[:, None], 0.0).square().sum(dim=-1)
-    spread = torch.maximum((apart / (n - 1)).sqrt(), 0.5 * step * n / counts.sum(dim=-1))
+    squares = torch.where(seen, means - middle[:, None], 0.0).square().sum(dim=-1)
+    deviation = (squares / (n - 1)).sqrt()
+    spread = torch.maximum(deviation, 0.5 * step * n / counts.sum(dim=-1))
     few = (n < FEWEST_BLOCKS) | (spread == 0)
     return (middle / (spread / n.sqrt())).masked_fill(few, math.nan)
 
 
 def _in_blocks(x: Tensor) -> Tensor:
-    """[B, H, n] as sums over blocks, [H, blocks]."""
+    """[H, blocks]: the sums of [B, H, n] over blocks of rows."""
     batch, heads, n = x.shape
     blocks = min(1 if batch >= BLOCKS else BLOCKS, n)
     width = -(-n // blocks)
@@ -127,13 +129,12 @@ def similarity(projection: Projection, PK: Tensor) -> Tensor:
     fp64, 0 in rows that do not count. NaN where no token has an R_T."""
     at_weights = projection.pull(PK).double().flatten(0, 1)  # [B n, H, head_dim]
     n = len(at_weights)
-    taken = min(n, MOST_TOKENS)
+    taken = min(n, MAX_TOKENS)
     tokens = torch.arange(taken, device=PK.device) * n // taken
     x = projection.x.double().flatten(0, 1)[tokens]
+    heads_at_once = max(1, GRAM_BYTES // (8 * taken**2))
     shares = []
-    for a in (
-        at_weights[tokens].transpose(0, 1).split(max(1, GRAM_BYTES // (8 * taken**2)))
-    ):
+    for a in at_weights[tokens].transpose(0, 1).split(heads_at_once):
         gram = (a @ a.mT).mul_(x @ x.mT)  # [heads, taken, taken]
         shares.append(
             largest_eigenvalue(gram) / gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
@@ -142,10 +143,10 @@ def similarity(projection: Projection, PK: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
-    """[H]: of symmetric matrices [H, n, n] without negative eigenvalues, in fp64; NaN for
-    one that is not finite. By Lanczos' method with full reorthogonalisation (Golub & Van
-    Loan, Matrix Computations, section 10.1): from below, to about 1 % where no direction
-    stands out."""
+    """[H]: the largest eigenvalue of each symmetric matrix of [H, n, n] in fp64 that has
+    no negative one; NaN for a matrix that is not finite. By Lanczos' method with full
+    reorthogonalisation (Golub & Van Loan, Matrix Computations, section 10.1): from below,
+    to about 1 % where no direction stands out."""
     # No element is larger than the largest of the diagonal, nor NaN without one there.
     finite = gram.diagonal(dim1=-2, dim2=-1).isfinite().all(dim=-1)
     matrix = torch.where(finite[:, None, None], gram, 0.0)

@@ -12,9 +12,10 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from operator import itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -26,7 +27,7 @@ from numdev.audit.timing import Stopwatch
 from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Reading
 from numdev.diagnose import report as records
 from numdev.diagnose.chain import diagnosed
-from numdev.diagnose.cures import CURES, cured, seen_from_outside
+from numdev.diagnose.cures import CURES, Cure, cured, seen_from_outside
 from numdev.diagnose.heads import answer, leading, ranked
 from numdev.diagnose.series import YAML, Stage, series
 from numdev.diagnose.training_text import training_text
@@ -34,8 +35,8 @@ from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.grouping import grouped
 from numdev.kernels import find, fingerprint, imported
-from numdev.kernels.emulation.recipe import recipe
-from numdev.report import Axis, Curve, Figure, Point, Tick
+from numdev.kernels.emulation.recipe import Recipe, recipe
+from numdev.report import Axis, Curve, Figure, Point, Provenance, Role, Tick
 from numdev.sources.capture import Captured
 from numdev.sources.files import identity, sha256, some
 from numdev.sources.opening import Located, Source, open_source
@@ -48,7 +49,7 @@ KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))  # where none is 
 
 
 class _Reason(BaseModel):
-    """Why something of a call is not known, or was not diagnosed, in words."""
+    """A sentence on why W_Q of a call is not known, or the call was not diagnosed."""
 
     why: str
 
@@ -61,8 +62,8 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "spectral_norm": ("Spectral norm of a head's W_Q", "spectral norm"),
     "spectral_ratio": ("Spectral norm over the layer's median", "ratio"),
 }
-"""Numbers of a head that are followed over training, by their size: title, and that of
-the axis."""
+"""The numbers of a head that are followed over training, by their size: the title of the
+figure and of its axis."""
 
 
 def diagnose(
@@ -77,50 +78,33 @@ def diagnose(
     """Run `request`, journalling into `directory`; returns the report, which the caller
     writes.
 
-    `say` is told what a user should know at once. Raises UsageError for a request that
+    `say` gets what a user should read at once. Raises UsageError for a request that
     cannot be run here, before anything is measured, and MeasurementError where no call
     could be diagnosed."""
-    system, fmt = System.probe(request.device), format_named(request.format)
+    system = System.probe(request.device)
     # Names the closest of an unknown option.
-    made = recipe(**find("emulated").with_options(request.attention))
+    emulated = recipe(**find("emulated").with_options(request.attention))
     kernels, notes = _kernels(request, system)
     stages, left_out = series(request.targets)
     notes += left_out
     watch = Stopwatch(system.device, ("capture", "chain", "cures", "kernels", "other"))
-
-    def rows_of(stage: Stage, located: Located) -> dict[str, Sequence[Row]]:
-        """The rows of one call, by kind."""
-        last, case = stage is stages[-1], located.load().rounded_to(fmt)
-        projection, why = _projection(located)  # while the model's modules are there
-        rows: dict[str, Sequence[Row]] = {"unknown": [{"why": why}] if why else []}
-        try:
-            with watch("chain"):
-                found = diagnosed(
-                    case, made, projection, checkpoint=stage.name, step=stage.step
-                )
-        except Refused as refusal:
-            return {"refused": [{"why": f"{case.ref.case}: {refusal.message}"}]}
-        rows["head"] = found.heads
-        if last or request.every_checkpoint:
-            with watch("cures"):
-                rows["cure"] = cured(found, CURES) if request.cures else ()
-            with watch("kernels"):
-                outside = (seen_from_outside(found, k.kernel, k.options) for k in kernels)
-                rows["kernel"] = [row for of_kernel in outside for row in of_kernel]
-        return rows
-
     with ExitStack() as stack:
         folder = stack.enter_context(temporary.folder())
-        texts: dict[str, Path | None] = {}
-        for number, stage in enumerate(stages):
-            path = folder / f"training-text-{number}.safetensors"
-            texts[stage.name], said = training_text(request, stage, path)
-            notes += [said] if said else []
+        texts, text_notes = _training_texts(request, stages, folder)
+        notes += text_notes
         origin = origin_of(request, stages, texts)
         head = header(request.model_dump(mode="json"), system, kernels, origin)
         journal = stack.enter_context(Journal.open(directory, head, overwrite=overwrite))
         stack.enter_context(watch("capture"))
         for number, stage in enumerate(stages):
+            in_full = stage is stages[-1] or request.every_checkpoint
+            steps = _Steps(
+                request=request,
+                recipe=emulated,
+                kernels=kernels if in_full else (),
+                cures=CURES if in_full and request.cures else {},
+                watch=watch,
+            )
             text = texts[stage.name]
             source = open_source(_reading(request, stage, text), system, projections=True)
             _check_gradients(source, stage)
@@ -132,11 +116,83 @@ def diagnose(
                 progress(name, number * calls + done, len(stages) * calls)
                 key = digest([stage.name, located.ref.case])
                 if not journal.visit(key):
-                    journal.append(key, rows_of(stage, located))
+                    journal.append(key, steps.rows_of(located, stage))
             notes += source.notes
-    unknown = [row.why for row in journal.records("unknown", _Reason)]
+    return _report(
+        request,
+        stages,
+        journal,
+        provenance=provenance(system, source.describe(), command),
+        timings=watch.seconds(),
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """What is done to every call of a checkpoint."""
+
+    request: DiagnoseRequest
+    recipe: Recipe
+    kernels: Sequence[Planned]
+    cures: Mapping[str, Cure]
+    watch: Stopwatch
+
+    def rows_of(self, located: Located, stage: Stage) -> dict[str, Sequence[Row]]:
+        """The rows of one call, by kind."""
+        case = located.load().rounded_to(format_named(self.request.format))
+        projection, why = _projection(located)  # while the model's modules are there
+        rows: dict[str, Sequence[Row]] = {"unknown": [{"why": why}] if why else []}
+        try:
+            with self.watch("chain"):
+                diagnosis = diagnosed(
+                    case, self.recipe, projection, checkpoint=stage.name, step=stage.step
+                )
+        except Refused as refusal:
+            return {"refused": [{"why": f"{case.ref.case}: {refusal.message}"}]}
+        rows["head"] = diagnosis.heads
+        if self.cures:
+            with self.watch("cures"):
+                rows["cure"] = cured(diagnosis, self.cures)
+        if self.kernels:
+            with self.watch("kernels"):
+                rows["kernel"] = [
+                    row
+                    for kernel in self.kernels
+                    for row in seen_from_outside(diagnosis, kernel.kernel, kernel.options)
+                ]
+        return rows
+
+
+def _training_texts(
+    request: DiagnoseRequest, stages: Sequence[Stage], folder: Path
+) -> tuple[dict[str, Path | None], list[str]]:
+    """By a stage's name the file of ids from its training's text, or None; and a sentence
+    on each text that was read or missed."""
+    texts: dict[str, Path | None] = {}
+    notes = []
+    for number, stage in enumerate(stages):
+        path = folder / f"training-text-{number}.safetensors"
+        texts[stage.name], note = training_text(request, stage, path)
+        if note:
+            notes.append(note)
+    return texts, notes
+
+
+def _report(
+    request: DiagnoseRequest,
+    stages: Sequence[Stage],
+    journal: Journal,
+    *,
+    provenance: Provenance,
+    timings: dict[str, float],
+    notes: list[str],
+) -> records.DiagnoseReport:
+    """The report of what is journalled. Raises UsageError where no call was selected, and
+    MeasurementError where every call was refused."""
+    unknown = Counter(row.why for row in journal.records("unknown", _Reason))
     refused = [row.why for row in journal.records("refused", _Reason)]
-    notes += [f"W_Q not known, {why}: {n} calls." for why, n in Counter(unknown).items()]
+    notes += [f"W_Q not known, {why}: {n} calls." for why, n in unknown.items()]
     notes += [f"Not diagnosed: {some(refused)}."] if refused else []
     heads = journal.records("head", records.HeadRow)
     if not heads:
@@ -150,31 +206,37 @@ def diagnose(
     last = [head for head in heads if head.checkpoint == stages[-1].name]
     ranking = ranked(last, cures)
     axis = axis_of(heads)
+    summary = records.DiagnoseSummary(
+        answer=answer(ranking, last, cures),
+        ranking=ranking,
+        notes=tuple(dict.fromkeys(notes)),
+        axis=axis,
+    )
+    checkpoints = [
+        records.DiagnosedCheckpoint(name=s.name, step=s.step, sha256=s.sha256)
+        for s in stages
+    ]
+    costs = {name: cure.breaks for name, cure in CURES.items()} if cures else {}
     return records.DiagnoseReport(
-        provenance=provenance(system, source.describe(), command),
+        provenance=provenance,
         request=request.model_dump(mode="json"),
-        timings=watch.seconds(),
-        summary=records.DiagnoseSummary(
-            answer=answer(ranking, last, cures), ranking=ranking,
-            notes=tuple(dict.fromkeys(notes)), axis=axis,
-        ),
+        timings=timings,
+        summary=summary,
         attention=dict(request.attention),
-        checkpoints=tuple(
-            records.Checkpoint(name=s.name, step=s.step, sha256=s.sha256) for s in stages
-        ),
+        checkpoints=tuple(checkpoints),
         heads=heads,
         cures=cures,
-        costs={name: cure.breaks for name, cure in CURES.items()} if cures else {},
+        costs=costs,
         kernels=journal.records("kernel", records.KernelRow),
         figures=tuple(figures(heads, leading(ranking))) if axis else (),
-    )  # fmt: skip
+    )
 
 
 def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> AuditRequest:
-    """What `numdev.sources` opens for one stage, with what its training read, if
-    anything.
+    """The request by which `numdev.sources` opens one stage, on the ids of its training's
+    text in the file `text`, if there is one.
 
-    Raises UsageError for a YAML file that says more than which cases to draw: it would be
+    Raises UsageError for a YAML file with more than the cases to draw, which would be
     ignored."""
     path = Path(stage.target)
     # Gradients of its loss need the model whole, however large it is.
@@ -186,42 +248,32 @@ def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> Audit
             what = f"{path}: diagnose takes nothing but `cases`, got {other[0]!r}"
             raise UsageError(what, hint="leave it out, or give the checkpoint itself")
         cases = {"cases": config.cases}
-    same = {name: getattr(request, name) for name in Reading.model_fields}
+    reading = {name: getattr(request, name) for name in Reading.model_fields}
     if text is not None:
-        same["inputs"] = str(text)
+        reading["inputs"] = str(text)
     return AuditRequest(
         target=stage.name,
         kernels=(),
         formats=(request.format,),
         backward=True,
         **cases,
-        **same,
+        **reading,
     )
 
 
 def origin_of(
     request: DiagnoseRequest, stages: Iterable[Stage], texts: Mapping[str, Path | None]
 ) -> dict[str, Any]:
-    """What tells the targets, and what their models are built by and read, from others at
-    the same paths. `texts`: by a stage's name the file of ids from its training's text,
-    if it has one."""
-    files = {
-        "text": request.text,
-        "inputs": () if request.inputs is None else (request.inputs,),
-    }
-    places = [request.tokenizer] if request.tokenizer else request.targets
+    """Hashes of the targets, and of what their models are built from and read, so that a
+    run is not continued on others at the same paths. `texts`: by a stage's name the file
+    of ids from its training's text, if it has one."""
+    inputs = () if request.inputs is None else (request.inputs,)
+    files = {"text": _existing(request.text), "inputs": _existing(inputs)}
     if request.text:
-        files["tokenizer"] = tuple(
-            str(file)
-            for place in places
-            for file in sorted(Path(place).glob("*"))
-            if file.suffix in (".json", ".txt", ".model")
-        )
-    present = {
-        name: [Path(x) for x in some if Path(x).is_file()] for name, some in files.items()
-    }
+        directories = [request.tokenizer] if request.tokenizer else request.targets
+        files["tokenizer"] = _tokenizer_files(directories)
     hashes: dict[str, Any] = {
-        name: identity(some) for name, some in present.items() if some
+        name: identity(paths) for name, paths in files.items() if paths
     }
     hashes["training_text"] = {
         name: None if path is None else sha256(path) for name, path in texts.items()
@@ -232,16 +284,25 @@ def origin_of(
     return hashes
 
 
+def _existing(paths: Iterable[str]) -> list[Path]:
+    """The paths that are files."""
+    return [Path(path) for path in paths if Path(path).is_file()]
+
+
+def _tokenizer_files(directories: Iterable[str]) -> list[Path]:
+    """The files of directories that a tokenizer may be read from."""
+    files = [file for path in directories for file in sorted(Path(path).glob("*"))]
+    return [x for x in files if x.suffix in (".json", ".txt", ".model") and x.is_file()]
+
+
 def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:
-    """The real kernels to run, and which were left out. Those nobody named are no
-    loss."""
+    """The real kernels to run, and a note on each named one that is left out. A default
+    one that cannot run here is left out without a note."""
     planned, notes = [], []
     for choice in KERNELS if request.kernels is None else request.kernels:
         kernel = find(choice.name)
-        options, missing = (
-            recorded(kernel.with_options(choice.options)),
-            kernel.missing(system),
-        )
+        options = recorded(kernel.with_options(choice.options))
+        missing = kernel.missing(system)
         if missing is None:
             planned.append(Planned(role="kernel", kernel=kernel, options=options))
         elif request.kernels is not None:
@@ -250,7 +311,7 @@ def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], l
 
 
 def _projection(located: Located) -> tuple[Projection | None, str]:
-    """W_Q of a call, and why it is not known where it is not."""
+    """W_Q of a call; or None, and why it is not known."""
     if not isinstance(located, Captured) or located.projection is None:
         return None, "the call does not come out of a model"
     try:
@@ -281,38 +342,61 @@ def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
     )
 
 
+class _Sample(NamedTuple):
+    """The size of one number of a head at a step of training."""
+
+    step: int
+    size: float
+    head: tuple[str, int]  # its case and number
+
+
 def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator[Figure]:
     """Each number by step: of the head `first`, the worst where that is another, and the
     median."""
     for metric, (title, y_title) in METRICS.items():
-        known = [(h.step, abs(getattr(h, metric)), (h.case, h.head)) for h in heads
-                 if h.step is not None and getattr(h, metric) is not None]  # fmt: skip
-        by_step = grouped(sorted(known), itemgetter(0))
-        lines = {
-            first.brief: {
-                step: x for step, x, at in sorted(known) if at == (first.case, first.head)
-            },
-            "worst head": {
-                step: max(x for _, x, _ in at) for step, at in by_step.items()
-            },
-            "median head": {
-                s: statistics.median(x for _, x, _ in at) for s, at in by_step.items()
-            },
-        }
-        curves = tuple(
-            Curve(
-                label=label,
-                role="floor" if label == "median head" else "kernel",
-                points=tuple(
-                    Point(
-                        x=float(step), label=f"step {step}", mean=x, low=None, high=None
-                    )
-                    for step, x in line.items()
-                ),
+        samples = sorted(_samples(heads, metric))
+        if len({sample.step for sample in samples}) > 1:
+            yield Figure(
+                title=title,
+                metric=metric,
+                y_title=y_title,
+                y_scale="linear",
+                curves=tuple(_curves(samples, first)),
             )
-            for label, line in lines.items()
-            if line and (label != "worst head" or line != lines[first.brief])
-        )
-        if len(by_step) > 1:
-            yield Figure(title=title, metric=metric, y_title=y_title, y_scale="linear",
-                         curves=curves)  # fmt: skip
+
+
+def _samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sample]:
+    """A number of every head that has it and a step."""
+    for head in heads:
+        value = getattr(head, metric)
+        if head.step is not None and value is not None:
+            yield _Sample(head.step, abs(value), (head.case, head.head))
+
+
+def _curves(samples: Sequence[_Sample], first: records.Ranked) -> Iterator[Curve]:
+    """The curves of one figure; none of `first` where it lacks the number at every
+    step."""
+    sizes = {
+        step: [sample.size for sample in at_step]
+        for step, at_step in grouped(samples, attrgetter("step")).items()
+    }
+    line_of_first = {
+        sample.step: sample.size
+        for sample in samples
+        if sample.head == (first.case, first.head)
+    }
+    worst = {step: max(values) for step, values in sizes.items()}
+    median = {step: statistics.median(values) for step, values in sizes.items()}
+    if line_of_first:
+        yield _curve(first.brief, "kernel", line_of_first)
+    if worst != line_of_first:
+        yield _curve("worst head", "kernel", worst)
+    yield _curve("median head", "floor", median)
+
+
+def _curve(label: str, role: Role, line: Mapping[int, float]) -> Curve:
+    points = [
+        Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
+        for step, x in line.items()
+    ]
+    return Curve(label=label, role=role, points=tuple(points))

@@ -35,13 +35,12 @@ def training_text(
     training read no bytes; where the text is gone the file is None, and the sentence says
     so, as it does of another text.
     """
-    told = _told(Path(stage.target))
-    if request.text or request.inputs or not told:
+    record = _training_record(Path(stage.target))
+    if request.text or request.inputs or not record:
         return None, None
     try:
-        asked = told["request"]
-        model = ModelConfig.model_validate(asked["model"])
-        data = DataConfig.model_validate(asked["data"])
+        model = ModelConfig.model_validate(record["request"]["model"])
+        data = DataConfig.model_validate(record["request"]["data"])
         if data.tokenizer != "bytes":
             return None, None
         tokens = load(data, model, request.sequences, torch.device("cpu"))
@@ -51,21 +50,21 @@ def training_text(
         )
     except UsageError as error:
         return None, RANDOM.format(name=stage.name, why=error.message)
-    ids = tokens.batch(request.seed, NEVER_SEEN)["inputs"][
-        :, : request.length
-    ].contiguous()
+    batch = tokens.batch(request.seed, NEVER_SEEN)
+    ids = batch["inputs"][:, : request.length].contiguous()
     save_file({"input_ids": ids}, path)
     what = tokens.about["prompt"]
-    if tokens.about["data_sha256"] != told.get("data", {}).get("data_sha256"):
+    if tokens.about["data_sha256"] != record.get("data", {}).get("data_sha256"):
         what += " as they are here, which are not those of its training"
     count, length = ids.shape
     return path, READS.format(name=stage.name, count=count, length=length, what=what)
 
 
-def _told(checkpoint: Path) -> Mapping[str, Any]:
-    """What `numdev train` wrote beside the weights; empty where it did not."""
+def _training_record(checkpoint: Path) -> Mapping[str, Any]:
+    """The content of `training.json`, which `numdev train` writes beside the weights;
+    empty without one."""
     try:
-        told = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
+        record = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) and "request" in told else {}
+    return record if isinstance(record, dict) and "request" in record else {}

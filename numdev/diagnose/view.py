@@ -18,31 +18,28 @@ from numdev.diagnose.heads import (
     judged,
     leading,
 )
-from numdev.diagnose.report import DiagnoseReport, Place, Ranked
+from numdev.diagnose.report import CureRow, DiagnoseReport, HeadPlace, KernelRow, Ranked
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, percent, shade, si
 
 SHOWN = 10  # heads in the ranked table; heads.csv has all
 ABOUT = (
-    "A head is at fault where its rounding errors have one sign: they add up in "
-    "dW_Q, the gradient "
-    "of its query weights, instead of cancelling, and can spoil training (arXiv "
-    "2510.04212)."
+    "A head is at fault where its rounding errors have one sign: they add up in dW_Q, "
+    "the gradient of its query weights, instead of cancelling, and can spoil training "
+    "(arXiv 2510.04212)."
 )
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
 LEGEND = (
     "layer's dW_Q off: |error of the head's dW_Q| over |dW_Q| of its layer, the "
-    "largest first; "
-    "coloured where the head is at fault or it is half or more, darker from "
-    f"{', '.join(f'{100 * limit:.2g}' for limit in SHADES)} %.",
+    "largest first; coloured where the head is at fault or it is half or more, darker "
+    f"from {', '.join(f'{100 * limit:.2g}' for limit in SHADES)} %.",
     "tied rows: share of query rows whose largest score several keys have.",
     (
         "O bias: mean error of the output along its sign, + is away from zero; 1 ulp is "
         "its last bit."
     ),
-    "δ error: mean error of δ = rowsum(dO∘O), over the rms of what it is summed "
-    "from. Its t: that "
-    f"mean over its standard error; |t| of {T:g} is hardly chance.",
+    "δ error: mean error of δ = rowsum(dO∘O), over the rms of what it is summed from. "
+    f"Its t: that mean over its standard error; |t| of {T:g} is hardly chance.",
     "dW_Q by δ: how far δ alone moves the head's own dW_Q, by not fitting its dP and P.",
     (
         f"conditions: how many of the chain it meets ({', '.join(CONDITIONS)}), of "
@@ -52,13 +49,12 @@ LEGEND = (
 
 
 def styles(report: DiagnoseReport) -> tuple[doc.Style]:
-    """Of the first sentence: good where every head is known not to be at fault."""
-    clear = len(report.summary.answer) == 1 and report.summary.answer[0].startswith(
-        "No head "
-    )
-    return (
-        "bad" if any(map(at_fault, report.summary.ranking)) else "good" if clear else "",
-    )
+    """The style of the first sentence: bad where a head is at fault, good where every
+    head was judged and none is."""
+    if any(map(at_fault, report.summary.ranking)):
+        return ("bad",)
+    answer = report.summary.answer
+    return ("good" if len(answer) == 1 and answer[0].startswith("No head ") else "",)
 
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
@@ -69,42 +65,14 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         yield _ranked(report)
         yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
         yield _map(report)
-        cures = [row for row in report.cures if row.key == first.key]
-        yield doc.table(
-            ("cure", *_titles(CURE),
-             doc.Column("where it fails, or what it takes", align="left", width=200)),
-            (
-                (doc.Cell(row.cure, after="not with this" if row.reason else ""),
-                 *_cells(row, CURE), row.reason or report.costs.get(row.cure, ""))
-                for row in cures
-            ),
-            [row.cure == "none" for row in cures],
-            title=f"{first.brief}: the same inputs with one thing changed",
-        )  # fmt: skip
-        yield doc.table(
-            ("kernel", *_titles(SEEN)),
-            (
-                (
-                    doc.Cell(
-                        row.kernel,
-                        style="strong",
-                        title=row.ran or "",
-                        after=row.reason or "",
-                    ),
-                    *_cells(row, SEEN),
-                )
-                for row in report.kernels
-                if row.key == first.key
-            ),
-            title=f"{first.brief}: real kernels on the same inputs",
-        )
+        yield _cures(report, first)
+        yield _kernels(report, first)
         if report.summary.axis:
             yield doc.Heading("Over training")
             yield doc.Figures(report.figures, report.summary.axis, "")
-    count, series = len(ranking), len(report.checkpoints)
-    what = f"{count} heads" + (
-        f" of the last of {series} checkpoints" if series > 1 else ""
-    )
+    series = len(report.checkpoints)
+    of_series = f" of the last of {series} checkpoints" if series > 1 else ""
+    what = f"{len(ranking)} heads{of_series}"
     options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
     emulated = (
         f"Emulated: attention with {options} in "
@@ -114,8 +82,42 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     yield from doc.notes(report.summary.notes)
 
 
+def _cures(report: DiagnoseReport, head: Ranked) -> doc.Table:
+    """What each cure does for one head; the attention as it is is the standard."""
+    rows = [row for row in report.cures if row.key == head.key]
+    remark = doc.Column("where it fails, or what it takes", align="left", width=200)
+
+    def cells(row: CureRow) -> Iterator[str | doc.Cell]:
+        yield doc.Cell(row.cure, after="not with this" if row.reason else "")
+        yield from _cells(row, CURE)
+        yield row.reason or report.costs.get(row.cure, "")
+
+    return doc.table(
+        ("cure", *_titles(CURE), remark),
+        map(cells, rows),
+        [row.cure == "none" for row in rows],
+        title=f"{head.brief}: the same inputs with one thing changed",
+    )
+
+
+def _kernels(report: DiagnoseReport, head: Ranked) -> doc.Table:
+    """Each real kernel on the inputs of one head."""
+
+    def cells(row: KernelRow) -> Iterator[str | doc.Cell]:
+        yield doc.Cell(
+            row.kernel, style="strong", title=row.ran or "", after=row.reason or ""
+        )
+        yield from _cells(row, SEEN)
+
+    return doc.table(
+        ("kernel", *_titles(SEEN)),
+        map(cells, (row for row in report.kernels if row.key == head.key)),
+        title=f"{head.brief}: real kernels on the same inputs",
+    )
+
+
 def _score(report: DiagnoseReport) -> str:
-    """What heads are ordered by."""
+    """The name of the number that heads are ordered by."""
     if any(judged(ranked, WRONG) for ranked in report.summary.ranking):
         return "error in the layer's dW_Q"
     return "|mean error of delta|"
@@ -139,9 +141,9 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
             ranked.conditions, "met"
         )
         verdicts |= dict.fromkeys(ranked.missing, "missing")
-        known = len(ranked.conditions) + len(ranked.missing)
+        judged_count = len(ranked.conditions) + len(ranked.missing)
         states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
-        yield doc.Cell(f"{len(ranked.conditions)} of {known}", title=states)
+        yield doc.Cell(f"{len(ranked.conditions)} of {judged_count}", title=states)
 
     columns = ("head", "layer's dW_Q off, %", *_titles(HEAD), "conditions")
     first, count = report.summary.ranking[:SHOWN], len(report.summary.ranking)
@@ -189,6 +191,6 @@ def _titles(fields: Sequence[str]) -> list[str]:
     return [NUMBERS[name][0] for name in fields]
 
 
-def _cells(row: Place, fields: Sequence[str]) -> list[str]:
+def _cells(row: HeadPlace, fields: Sequence[str]) -> list[str]:
     values = ((NUMBERS[name][1], getattr(row, name)) for name in fields)
     return [NONE if x is None else write(x).removesuffix(" %") for write, x in values]
